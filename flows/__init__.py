@@ -1,0 +1,1 @@
+"""The pipelines, readable like the README; and the `assay` command."""

@@ -1,0 +1,1 @@
+"""Replicas of one model family behind one OpenAI-compatible endpoint. Plain Python, no Prefect."""

@@ -1,0 +1,1 @@
+"""What compute is asked for, and the clients that get it. Plain Python, no Prefect."""

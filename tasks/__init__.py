@@ -1,0 +1,1 @@
+"""The retried, observed Prefect steps that flows chain; evaluators; records."""

@@ -1,0 +1,1 @@
+"""The harnesses Assay drives: each a pure pair of `command` and `parse`."""
