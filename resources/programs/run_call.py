@@ -1,0 +1,27 @@
+"""Executes one pickled call in the job's own interpreter.
+
+python run_call.py <pickle of (function, args, kwargs)> [folder for sys.path …]
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from pathlib import Path
+
+
+def main(arguments: list[str]) -> None:
+    """Unpickles and calls; exceptions of the call pass through, so its traceback ends the log."""
+    call_file, *import_folders = arguments
+    sys.path[:1] = import_folders  # in place of this file's folder
+    try:
+        function, args, kwargs = pickle.loads(Path(call_file).read_bytes())
+    except ModuleNotFoundError as error:
+        if error.name and error.name.partition(".")[0] == "cloudpickle":
+            sys.exit(f"{sys.executable} lacks cloudpickle, which this callable needs. Add it to that environment.")
+        raise
+    function(*args, **kwargs)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,285 @@
+"""Runs one local job: starts its replicas, retries them, and leaves no process behind.
+
+    python -I -S supervise.py <job folder>
+
+Needs the standard library only. Reads `specification.json`, gets the job's environment as its own (so that no
+credential is written to disk), and keeps `status.json` and `replica-<i>.log` up to date. Ends the job on SIGTERM,
+and, unless it is to outlive its parent, when standard input, held open by the submitting process, is closed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_WATCH_SECONDS = 0.5  # how often the parent is looked for; signals and a closed pipe wake us at once
+_SWEEP_SECONDS = 0.02
+_KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until that returns
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
+_NOT_STARTED = 127  # what shells report for a command that cannot be executed
+
+_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
+_FROM_OUTSIDE_IN_A_SHELL = {128 + signal.SIGKILL, 128 + signal.SIGTERM}
+
+
+def classify_exit(returncode: int) -> Literal["succeeded", "failed", "preempted"]:
+    """What an exit code says; negative ones are signals, as `subprocess` reports them.
+
+    A process that somebody ended (the machine's shutdown, the out-of-memory killer, an operator) was preempted; one
+    that crashed by a signal of its own doing (SIGSEGV, SIGABRT) failed.
+    """
+    if returncode == 0:
+        return "succeeded"
+    if -returncode in _FROM_OUTSIDE or returncode in _FROM_OUTSIDE_IN_A_SHELL:
+        return "preempted"
+    return "failed"
+
+
+class Supervisor:
+    """One job, from its first attempt to its final status."""
+
+    def __init__(self, folder: Path, libc: Any) -> None:
+        self._folder = folder
+        self._libc = libc
+        self._specification = json.loads((folder / "specification.json").read_text())
+        self._replicas: list[subprocess.Popen[bytes] | None] = []
+        self._groups: set[int] = set()  # the next best thing where there are no child subreapers
+        self._exit_codes: dict[int, int] = {}
+        self._attempts = self._failures = self._preemptions = 0
+        self._stop_reason: str | None = None
+        self._watches_parent = not self._specification["outlives_parent"]
+        self._wake_fd, wake_write_fd = os.pipe()
+        os.set_blocking(self._wake_fd, False)
+        os.set_blocking(wake_write_fd, False)
+        signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
+        signal.signal(signal.SIGTERM, lambda *_: self._stop("terminated"))
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGHUP):
+            # A handler that does nothing, not SIG_IGN: replicas would inherit that.
+            signal.signal(number, lambda *_: None)
+
+    def run(self) -> None:
+        """Attempts the job until it succeeds, is stopped, or has used up a budget."""
+        status, reason = "failed", "the supervisor failed"
+        try:
+            while True:
+                self._attempts += 1
+                outcome = self._attempt()
+                if outcome in ("succeeded", "stopped"):
+                    status, reason = outcome, self._stop_reason if outcome == "stopped" else None
+                    return
+                self._failures += outcome == "failed"
+                self._preemptions += outcome == "preempted"
+                if self._failures > self._specification["max_retries_failure"]:
+                    status, reason = "failed", f"failed {self._failures} times"
+                    return
+                if self._preemptions > self._specification["max_retries_preemption"]:
+                    status, reason = "failed", f"ended from outside {self._preemptions} times"
+                    return
+                delay = min(_FIRST_RETRY_SECONDS * 2 ** min(self._attempts - 1, 20), _LAST_RETRY_SECONDS)
+                if self._stopped_within(delay):
+                    status, reason = "stopped", self._stop_reason
+                    return
+        finally:
+            self._end_everything()
+            self._publish(status, reason)
+
+    def _attempt(self) -> Literal["succeeded", "failed", "preempted", "stopped"]:
+        """Starts all replicas, watches them, and ends those that are left: they succeed or fail together."""
+        self._exit_codes = {}
+        self._replicas = [self._start(index) for index in range(self._specification["replicas"])]
+        if sys.platform != "linux":
+            self._groups = {replica.pid for replica in self._replicas if replica}
+        self._publish("running", None)
+        while (outcome := self._outcome()) is None:
+            self._pause(_WATCH_SECONDS)
+        self._end_everything()
+        return outcome
+
+    def _outcome(self) -> Literal["succeeded", "failed", "preempted", "stopped"] | None:
+        self._reap()
+        exits = {classify_exit(code) for code in self._codes() if code is not None}
+        if exits == {"succeeded"} and None not in self._codes():
+            return "succeeded"
+        if self._stop_reason:
+            return "stopped"
+        # Losing one replica can make the others fail an instant later, so preemption wins.
+        return "preempted" if "preempted" in exits else "failed" if "failed" in exits else None
+
+    def _codes(self) -> list[int | None]:
+        return [self._exit_codes.get(replica.pid) if replica else _NOT_STARTED for replica in self._replicas]
+
+    def _start(self, index: int) -> subprocess.Popen[bytes] | None:
+        """Starts one replica in a session of its own; None, with the reason in its log, when that is impossible."""
+        specification = self._specification
+        environment = {
+            **os.environ,
+            "ASSAY_REPLICA_INDEX": str(index),
+            "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
+        }
+        with (self._folder / f"replica-{index}.log").open("ab", buffering=0) as log:
+            if self._attempts > 1:
+                log.write(f"--- attempt {self._attempts} ---\n".encode())
+            try:
+                return subprocess.Popen(
+                    specification["argv"],
+                    cwd=specification["working_directory"],
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    preexec_fn=self._die_with_supervisor,  # safe: this process has one thread
+                )
+            except OSError as error:
+                log.write(f"could not be started: {error}\n".encode())
+                return None
+
+    def _die_with_supervisor(self) -> None:
+        _prctl(self._libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+
+    def _reap(self) -> None:
+        """Collects every child that has ended, adopted ones too."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            self._exit_codes.setdefault(pid, os.waitstatus_to_exitcode(status))
+
+    def _end_everything(self) -> None:
+        """SIGTERM to all that is left of the job, wherever it hides; SIGKILL after the grace period."""
+        asked: set[int] = set()
+        sweep_seconds = _SWEEP_SECONDS
+        deadline = time.monotonic() + self._specification["grace_seconds"]
+        while (left := self._left()) and time.monotonic() < deadline:
+            for pid in left - asked:
+                _send(pid, signal.SIGTERM)
+            asked |= left
+            self._pause(sweep_seconds)  # less often with time: it reads all of /proc
+            sweep_seconds = min(sweep_seconds * 1.5, _WATCH_SECONDS)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while (left := self._left()) and time.monotonic() < deadline:
+            for pid in left:
+                _send(pid, signal.SIGKILL)
+            self._pause(_SWEEP_SECONDS)
+
+    def _left(self) -> set[int]:
+        """Living descendants; as child subreaper, this process is the ancestor of daemonised ones too."""
+        self._reap()
+        table = _process_table()
+        family = {os.getpid()}
+        while (
+            grown := {pid for pid, (parent, group) in table.items() if parent in family or group in self._groups}
+            - family
+        ):
+            family |= grown
+        return family - {os.getpid()}
+
+    def _pause(self, seconds: float) -> None:
+        """Waits, but not past a signal or the end of the parent."""
+        sources = [self._wake_fd, 0] if self._watches_parent else [self._wake_fd]
+        ready, _, _ = select.select(sources, [], [], seconds)
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 4096)
+        # A forked sibling of ours may hold the pipe open after the parent's death; then our parent has changed.
+        if self._watches_parent and (0 in ready or os.getppid() != self._specification["parent_pid"]):
+            self._watches_parent = False
+            self._stop("the process that submitted it has ended")
+
+    def _stopped_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._stop_reason and (remaining := deadline - time.monotonic()) > 0:
+            self._pause(remaining)
+        return self._stop_reason is not None
+
+    def _stop(self, reason: str) -> None:
+        self._stop_reason = self._stop_reason or reason
+
+    def _publish(self, status: str, reason: str | None) -> None:
+        """Replaces `status.json` at once; a full disk is no reason to leave processes unwatched."""
+        codes = self._codes()
+        content = {
+            "status": status,
+            "reason": reason,
+            "attempts": self._attempts,
+            "failures": self._failures,
+            "preemptions": self._preemptions,
+            "supervisor_pid": os.getpid(),
+            "replicas": [
+                {"pid": replica.pid if replica else None, "exit_code": code}
+                for replica, code in zip(self._replicas, codes, strict=True)
+            ],
+        }
+        unfinished = self._folder / "status.json.unfinished"
+        try:
+            unfinished.write_text(json.dumps(content))
+            unfinished.replace(self._folder / "status.json")
+        except OSError as error:
+            print(f"status {status} could not be written: {error}", file=sys.stderr, flush=True)
+
+
+def _process_table() -> dict[int, tuple[int, int]]:
+    """Parent and process group of every process that has not ended."""
+    if not Path("/proc/self/stat").exists():
+        return _process_table_of_ps()
+    table = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            state, parent, group = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if state not in (b"Z", b"X"):
+            table[int(folder.name)] = (int(parent), int(group))
+    return table
+
+
+def _process_table_of_ps() -> dict[int, tuple[int, int]]:
+    with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,pgid=,stat="], stdout=subprocess.PIPE, text=True) as ps:
+        output, _ = ps.communicate()
+    rows = [line.split() for line in output.splitlines()]
+    living = [row for row in rows if len(row) == 4 and not row[3].startswith("Z") and int(row[0]) != ps.pid]
+    return {int(pid): (int(parent), int(group)) for pid, parent, group, _ in living}
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _prctl(libc: Any, option: int, value: int) -> None:
+    """Linux only; elsewhere processes that leave their group and lose their parents cannot be found."""
+    if sys.platform == "linux" and libc is not None:
+        libc.prctl(option, value, 0, 0, 0)
+
+
+def _load_libc() -> Any:
+    try:
+        return ctypes.CDLL(None, use_errno=True)
+    except OSError:
+        return None
+
+
+def main(arguments: list[str]) -> None:
+    """Supervises the job in the folder named by the first argument."""
+    libc = _load_libc()
+    _prctl(libc, _PR_SET_CHILD_SUBREAPER, 1)
+    Supervisor(Path(arguments[0]), libc).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

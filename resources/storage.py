@@ -1,0 +1,276 @@
+"""Files wherever they lie: a folder here, `memory://`, `gs://`, `s3://`, over fsspec.
+
+Writes are whole or not at all: on local disk through a temporary sibling and a rename, in object stores because
+an upload becomes visible only when it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import posixpath
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from resources.errors import StorageError
+
+_MEMORY_CREATE = threading.Lock()
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What a store tells about one file without reading it.
+
+    `checksum` is the store's own over the content where it keeps one, else None. `modified` is in seconds since the
+    epoch, 0.0 where the store does not say.
+    """
+
+    uri: str
+    size: int
+    modified: float
+    checksum: str | None
+
+
+def is_local(uri: str) -> bool:
+    """Whether a location is a path on this machine."""
+    return "://" not in uri or uri.startswith("file://")
+
+
+def local_path(uri: str) -> Path:
+    """The path behind a local location."""
+    return Path(uri.removeprefix("file://")).expanduser()
+
+
+def join(uri: str, *parts: str) -> str:
+    """A location below another one."""
+    return posixpath.join(uri.rstrip("/") or "/", *parts)
+
+
+def basename(uri: str) -> str:
+    """The last component of a location."""
+    return posixpath.basename(uri.rstrip("/"))
+
+
+def parent(uri: str) -> str:
+    """The location one level up."""
+    return posixpath.dirname(uri.rstrip("/"))
+
+
+def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    """The file system of a location, without its listing cache, and the path inside it."""
+    location = str(local_path(uri).absolute()) if is_local(uri) else uri
+    try:
+        filesystem, path = fsspec.core.url_to_fs(location)
+    except (ImportError, ValueError) as error:
+        raise StorageError(
+            expected="a location that can be opened: a path, or memory://, gs:// or s3://",
+            found=f"{uri} ({error})",
+            remedy="check the spelling of the part before ://",
+        ) from error
+    return filesystem, path
+
+
+@contextmanager
+def _reported(uri: str, doing: str) -> Iterator[None]:
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = "free some space there; nothing half-written was left" if full else "check that it exists and is yours"
+        raise StorageError(expected=f"to {doing} {uri}", found=str(error), remedy=remedy) from error
+
+
+def exists(uri: str) -> bool:
+    """Whether a file or folder is there."""
+    filesystem, path = _open(uri)
+    filesystem.invalidate_cache()
+    return filesystem.exists(path)
+
+
+def read_bytes(uri: str, *, start: int | None = None, end: int | None = None) -> bytes:
+    """A file's content, or its bytes from `start` up to `end`.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        StorageError: it is there and cannot be read.
+    """
+    filesystem, path = _open(uri)
+    try:
+        return bytes(filesystem.cat_file(path, start=start, end=end))  # pyright: ignore[reportArgumentType]
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            expected=f"to read {uri}", found=str(error), remedy="check that it is a file, and readable"
+        ) from error
+
+
+def write_bytes(uri: str, content: bytes) -> None:
+    """Writes a file, replacing what is there; a reader sees the old content or the new one, never a part.
+
+    Raises:
+        StorageError: the place is not writable, or full.
+    """
+    filesystem, path = _open(uri)
+    with _reported(uri, "write"):
+        if isinstance(filesystem, LocalFileSystem):
+            with _written_aside(Path(path), content) as temporary:
+                temporary.replace(path)
+        else:
+            filesystem.pipe_file(path, content)
+
+
+def create_bytes(uri: str, content: bytes) -> bool:
+    """Writes a file only if nothing is there, as one step where the store can do that.
+
+    Local disk (hard link), `memory://` (a lock), `gs://` and `s3://` (conditional put) all can.
+
+    Returns:
+        False if something was there already; it is left as it was.
+
+    Raises:
+        StorageError: the place is not writable, or full.
+    """
+    filesystem, path = _open(uri)
+    with _reported(uri, "create"):
+        if isinstance(filesystem, LocalFileSystem):
+            with _written_aside(Path(path), content) as temporary:
+                try:
+                    os.link(temporary, path)
+                except FileExistsError:
+                    return False
+            return True
+        try:
+            with _MEMORY_CREATE if isinstance(filesystem, MemoryFileSystem) else nullcontext():
+                filesystem.pipe_file(path, content, mode="create")
+        except FileExistsError:
+            return False
+        return True
+
+
+@contextmanager
+def _written_aside(path: Path, content: bytes) -> Iterator[Path]:
+    """The content, safely on disk beside `path` under a name that nobody reads; gone afterwards in any case."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.chmod(0o644)
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def check_writable(uri: str) -> None:
+    """Proves early that files can be written below a location, by writing one and removing it.
+
+    Raises:
+        StorageError: they cannot.
+    """
+    probe = join(uri, f".assay-write-probe-{os.getpid()}-{threading.get_ident()}")
+    write_bytes(probe, b"")
+    filesystem, path = _open(probe)
+    filesystem.rm_file(path)
+
+
+def list_files(uri: str) -> list[FileInfo]:
+    """Every file below a location, at any depth, sorted by location; empty if nothing is there.
+
+    One listing of the store, not a call per file. Temporary files of writes in progress are left out.
+    """
+    filesystem, path = _open(uri)
+    filesystem.invalidate_cache()
+    with _reported(uri, "list"):
+        try:
+            found = dict(filesystem.find(path, detail=True))
+        except FileNotFoundError:
+            return []
+    root = path.rstrip("/")
+    files = []
+    for name, info in found.items():
+        if name.endswith(".partial") and posixpath.basename(name).startswith("."):
+            continue
+        relative = name[len(root) :].lstrip("/")
+        files.append(_file_info(join(uri, relative) if relative else uri, info))
+    return sorted(files, key=lambda file: file.uri)
+
+
+def file_info(uri: str) -> FileInfo:
+    """What the store knows about one file.
+
+    Raises:
+        FileNotFoundError: it is not there.
+    """
+    filesystem, path = _open(uri)
+    filesystem.invalidate_cache()
+    return _file_info(uri, filesystem.info(path))
+
+
+def _file_info(uri: str, info: dict) -> FileInfo:
+    modified = info.get("mtime") or info.get("updated") or info.get("LastModified") or info.get("created") or 0.0
+    if not isinstance(modified, (int, float)):
+        modified = modified.timestamp() if hasattr(modified, "timestamp") else _from_iso(str(modified))
+    checksum = info.get("md5Hash") or info.get("crc32c") or info.get("ETag")
+    return FileInfo(uri, int(info.get("size") or 0), float(modified), str(checksum) if checksum else None)
+
+
+def _from_iso(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def is_folder(uri: str) -> bool:
+    """Whether a location is a folder (in an object store: a prefix with something below it)."""
+    filesystem, path = _open(uri)
+    filesystem.invalidate_cache()
+    return filesystem.isdir(path)
+
+
+def copy_to_local(uri: str, target: Path) -> None:
+    """Copies a folder from any store to a local one; `target` appears only when the copy is whole.
+
+    Raises:
+        StorageError: something could not be read, or the disk is full.
+    """
+    filesystem, path = _open(uri)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with _reported(uri, "copy"), tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
+        partial = Path(aside) / "content"
+        filesystem.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
+        with suppress(FileExistsError, OSError):  # another process finished the same copy first
+            partial.rename(target)
+    if not target.is_dir():
+        raise StorageError(expected=f"a local copy of {uri} in {target}", found="none", remedy="try again")
+
+
+def copy_from_local(source: Path, uri: str) -> None:
+    """Copies a local folder to any store.
+
+    Raises:
+        StorageError: something could not be written.
+    """
+    filesystem, path = _open(uri)
+    with _reported(uri, "copy to"):
+        for file in sorted(source.rglob("*")):
+            if file.is_file():
+                relative = file.relative_to(source).as_posix()
+                target = posixpath.join(path, relative)
+                filesystem.makedirs(posixpath.dirname(target), exist_ok=True)
+                filesystem.put_file(str(file), target)

@@ -1,0 +1,84 @@
+"""The TPU slices that Google Cloud offers: how many chips, hosts and VMs stand behind each name.
+
+Source: the Cloud TPU configuration tables as Levanter and Marin use them. A v4 or v5p name counts TensorCores (two a
+chip); a v5litepod or v6e name counts chips.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+
+from resources.errors import BadInput
+
+
+@dataclass(frozen=True)
+class TpuTopology:
+    """One slice: `chips` in all, over `hosts` machines that run `vms` VMs with `chips_per_vm` chips each."""
+
+    variant: str
+    chips: int
+    hosts: int
+    vms: int
+    chips_per_vm: int
+
+
+_V4_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_V5P_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288)
+
+
+def _by_cores(family: str, cores: int) -> TpuTopology:
+    chips = cores // 2
+    return TpuTopology(f"{family}-{cores}", chips, chips // 4, chips // 4, 4)
+
+
+_TABLE = (
+    *(_by_cores("v4", cores) for cores in _V4_SIZES),
+    *(_by_cores("v5p", cores) for cores in _V5P_SIZES),
+    TpuTopology("v5litepod-1", 1, 1, 1, 1),
+    TpuTopology("v5litepod-2", 2, 1, 1, 2),
+    TpuTopology("v5litepod-4", 4, 1, 1, 4),
+    TpuTopology("v5litepod-8", 8, 1, 1, 8),
+    # From 16 chips on, a v5e host carries eight chips but is cut into two VMs of four.
+    TpuTopology("v5litepod-16", 16, 2, 4, 4),
+    TpuTopology("v5litepod-32", 32, 4, 8, 4),
+    TpuTopology("v5litepod-64", 64, 8, 16, 4),
+    TpuTopology("v5litepod-128", 128, 16, 32, 4),
+    TpuTopology("v5litepod-256", 256, 32, 64, 4),
+    TpuTopology("v6e-1", 1, 1, 1, 1),
+    TpuTopology("v6e-4", 4, 1, 1, 4),
+    TpuTopology("v6e-8", 8, 1, 1, 8),
+    TpuTopology("v6e-16", 16, 4, 4, 4),
+    TpuTopology("v6e-32", 32, 8, 8, 4),
+    TpuTopology("v6e-64", 64, 16, 16, 4),
+    TpuTopology("v6e-128", 128, 32, 32, 4),
+    TpuTopology("v6e-256", 256, 64, 64, 4),
+)
+
+TPU_TOPOLOGIES: dict[str, TpuTopology] = {topology.variant: topology for topology in _TABLE}
+"""Every slice by its name."""
+
+
+def canonical_variant(name: str) -> str:
+    """The table's spelling of a slice name: `v5e-16` and `V5litePod-16` are both `v5litepod-16`."""
+    lowered = name.strip().lower()
+    return f"v5litepod-{lowered.removeprefix('v5e-')}" if lowered.startswith("v5e-") else lowered
+
+
+def tpu_topology(name: str) -> TpuTopology:
+    """Looks a slice up.
+
+    Raises:
+        BadInput: no slice has that name; the message offers the nearest ones.
+    """
+    variant = canonical_variant(name)
+    if variant in TPU_TOPOLOGIES:
+        return TPU_TOPOLOGIES[variant]
+    family = variant.split("-")[0]
+    near = [known for known in TPU_TOPOLOGIES if known.split("-")[0] == family]
+    near = near or difflib.get_close_matches(variant, TPU_TOPOLOGIES, n=4, cutoff=0.4)
+    raise BadInput(
+        expected="a TPU type that Google Cloud offers",
+        found=f"Unknown TPU type {name!r}",
+        remedy=f"use one of {', '.join(near or sorted({v.split('-')[0] + '-N' for v in TPU_TOPOLOGIES}))}",
+    )

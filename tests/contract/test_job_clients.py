@@ -1,0 +1,262 @@
+"""What every job client does, whatever runs the jobs. A backend is added by one entry in `CLIENTS`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.polling import eventual_pid, eventually, is_alive
+from resources.backends.local import LocalClient
+from resources.config import ResourceConfig
+from resources.errors import BadInput, JobFailed, JobTimeout, UnsatisfiableResources
+from resources.jobs import (
+    Call,
+    Client,
+    Command,
+    Entrypoint,
+    JobAlreadyExists,
+    JobRequest,
+    JobStatus,
+    create_environment,
+    current_client,
+    set_current_client,
+    wait_all,
+)
+
+pytestmark = pytest.mark.timeout(60)
+
+CLIENTS: dict[str, Callable[[Path], Client]] = {
+    "local": lambda folder: LocalClient(folder / "jobs", grace_seconds=0.5),
+}
+ON_CPU = ResourceConfig.with_cpu()
+FOR_EVER = "while :; do sleep 1; done"
+
+
+@pytest.fixture(params=sorted(CLIENTS))
+def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
+    client = CLIENTS[request.param](tmp_path)
+    yield client
+    client.shutdown()
+
+
+def shell(script: str) -> Command:
+    return Entrypoint.from_binary("sh", ["-c", script])
+
+
+def job(entrypoint: Command | Call, name: str = "job", **options: Any) -> JobRequest:
+    return JobRequest(name, entrypoint, **{"resources": ON_CPU, **options})
+
+
+def test_command_that_ends_well_succeeds_and_keeps_its_output(client: Client) -> None:
+    handle = client.submit(job(shell("echo out; echo err >&2")))
+    assert handle.wait(30) is JobStatus.SUCCEEDED
+    assert sorted(handle.logs().split()) == ["err", "out"]
+
+
+def test_callable_gets_its_arguments_in_a_process_of_its_own(client: Client, tmp_path: Path) -> None:
+    def add(path: Path, *, amount: int) -> None:
+        path.write_text(f"{amount + 1} {os.getpid()}")
+
+    client.submit(job(Entrypoint.from_callable(add, [tmp_path / "sum"], {"amount": 41}))).wait(30)
+    total, pid = (tmp_path / "sum").read_text().split()
+    assert total == "42"
+    assert int(pid) != os.getpid()
+
+
+def test_callable_that_raises_fails_with_its_traceback_in_the_error(client: Client) -> None:
+    def divide() -> None:
+        raise ArithmeticError("cannot divide the indivisible")
+
+    handle = client.submit(job(Entrypoint.from_callable(divide)))
+    with pytest.raises(JobFailed, match="cannot divide the indivisible"):
+        handle.wait(30)
+    assert handle.wait(30, raise_on_failure=False) is JobStatus.FAILED
+
+
+def test_callable_that_cannot_be_pickled_is_refused_before_anything_runs(client: Client) -> None:
+    lock = threading.Lock()
+    with pytest.raises(BadInput, match="inside the callable"):
+        client.submit(job(Entrypoint.from_callable(lambda: lock.acquire())))
+
+
+def test_environment_variables_and_working_directory_reach_the_job(client: Client, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    environment = create_environment(workspace=tmp_path, env_vars={"GREETING": "hello"})
+    request = job(
+        shell('echo "$GREETING $(basename "$PWD")"'),
+        environment=environment,
+        working_directory=tmp_path / "elsewhere",
+    )
+    handle = client.submit(request)
+    handle.wait(30)
+    assert handle.logs() == "hello elsewhere"
+
+
+def test_command_is_found_in_the_environment_given_by_its_interpreter(client: Client) -> None:
+    environment = create_environment(python=Path(sys.executable))
+    handle = client.submit(
+        job(Entrypoint.from_binary("python", ["-c", "import sys; print(sys.prefix)"]), environment=environment)
+    )
+    handle.wait(30)
+    assert handle.logs() == sys.prefix
+
+
+def test_command_that_does_not_exist_fails_and_says_so(client: Client) -> None:
+    with pytest.raises(JobFailed, match="no-such-program"):
+        client.submit(job(Entrypoint.from_binary("no-such-program"))).wait(30)
+
+
+def test_logs_can_be_read_while_the_job_runs_and_are_bounded(client: Client) -> None:
+    handle = client.submit(job(shell(f"seq 1 5000; {FOR_EVER}")))
+    eventually(lambda: handle.logs(1) == "5000")
+    assert handle.status() is JobStatus.RUNNING
+    assert handle.logs(3) == "4998\n4999\n5000"
+    assert len(handle.logs().splitlines()) <= 200
+
+
+def test_terminate_ends_the_whole_tree_however_it_hides(client: Client, tmp_path: Path) -> None:
+    stubborn = f'trap "" TERM; echo $$ > {tmp_path}/stubborn; {FOR_EVER}'
+    daemon = f'trap "" TERM; echo $$ > {tmp_path}/daemon; {FOR_EVER}'
+    handle = client.submit(
+        job(shell(f"sh -c '{stubborn}' & (setsid sh -c '{daemon}' &) ; echo $$ > {tmp_path}/main; {FOR_EVER}"))
+    )
+    pids = [eventual_pid(tmp_path / name) for name in ("main", "stubborn", "daemon")]
+    handle.terminate()
+    assert handle.status() is JobStatus.STOPPED
+    assert [is_alive(pid) for pid in pids] == [False, False, False]
+    with pytest.raises(JobFailed, match="stopped"):
+        handle.wait(1)
+
+
+def test_finished_job_leaves_no_daemon_behind(client: Client, tmp_path: Path) -> None:
+    handle = client.submit(
+        job(
+            shell(
+                f"(setsid sh -c 'echo $$ > {tmp_path}/daemon; {FOR_EVER}' &); "
+                f"until [ -s {tmp_path}/daemon ]; do sleep 0.02; done"
+            )
+        )
+    )
+    assert handle.wait(30) is JobStatus.SUCCEEDED
+    assert not is_alive(eventual_pid(tmp_path / "daemon"))
+
+
+def test_terminate_lets_a_process_clean_up_after_itself(client: Client, tmp_path: Path) -> None:
+    handle = client.submit(job(shell(f"trap 'echo bye; exit 0' TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}")))
+    eventual_pid(tmp_path / "pid")
+    handle.terminate()
+    handle.terminate()
+    assert handle.logs().endswith("bye")
+    assert handle.status() is JobStatus.STOPPED
+
+
+@pytest.mark.parametrize(("retries", "status", "attempts"), [(0, "failed", 1), (1, "failed", 2), (2, "succeeded", 3)])
+def test_failed_attempts_are_retried_within_their_budget(
+    client: Client, tmp_path: Path, retries: int, status: str, attempts: int
+) -> None:
+    script = f"echo x >> {tmp_path}/attempts; [ $(wc -l < {tmp_path}/attempts) -ge 3 ]"
+    handle = client.submit(job(shell(script), max_retries_failure=retries))
+    assert handle.wait(30, raise_on_failure=False) == status
+    assert (tmp_path / "attempts").read_text() == "x\n" * attempts
+
+
+@pytest.mark.parametrize(("number", "retries", "status"), [("KILL", 1, "succeeded"), ("TERM", 0, "failed")])
+def test_preempted_attempts_have_a_budget_of_their_own(
+    client: Client, tmp_path: Path, number: str, retries: int, status: str
+) -> None:
+    script = f"if [ -e {tmp_path}/pid ]; then exit 0; fi; echo $$ > {tmp_path}/pid; {FOR_EVER}"
+    handle = client.submit(job(shell(script), max_retries_failure=0, max_retries_preemption=retries))
+    os.kill(eventual_pid(tmp_path / "pid"), signal.Signals[f"SIG{number}"])
+    assert handle.wait(30, raise_on_failure=False) == status
+
+
+def test_crash_by_a_signal_of_its_own_doing_counts_as_a_failure(client: Client) -> None:
+    handle = client.submit(job(shell("kill -SEGV $$"), max_retries_failure=0, max_retries_preemption=5))
+    assert handle.wait(30, raise_on_failure=False) is JobStatus.FAILED
+
+
+def test_replicas_default_to_those_of_the_resources_and_know_their_place(client: Client) -> None:
+    request = job(shell("echo $ASSAY_REPLICA_INDEX of $ASSAY_REPLICA_COUNT"), resources=ResourceConfig(replicas=3))
+    handle = client.submit(request)
+    handle.wait(30)
+    assert [handle.logs(replica=index) for index in range(3)] == ["0 of 3", "1 of 3", "2 of 3"]
+    assert "1 of 3" in handle.logs()
+    with pytest.raises(BadInput):
+        handle.logs(replica=3)
+
+
+def test_replicas_of_the_request_win_over_those_of_the_resources(client: Client) -> None:
+    handle = client.submit(job(shell("echo $ASSAY_REPLICA_COUNT"), replicas=1, resources=ResourceConfig(replicas=3)))
+    handle.wait(30)
+    assert handle.logs() == "1"
+
+
+def test_replica_that_fails_takes_the_others_with_it_and_counts_once(client: Client, tmp_path: Path) -> None:
+    script = (
+        f"echo $$ > {tmp_path}/pid-$ASSAY_REPLICA_INDEX; [ $ASSAY_REPLICA_INDEX = 0 ] || {{ {FOR_EVER}; }}; "
+        f"until [ -s {tmp_path}/pid-1 ]; do sleep 0.02; done; echo x >> {tmp_path}/attempts; exit 3"
+    )
+    handle = client.submit(job(shell(script), replicas=2, max_retries_failure=1, max_retries_preemption=0))
+    assert handle.wait(30, raise_on_failure=False) is JobStatus.FAILED
+    assert (tmp_path / "attempts").read_text() == "x\n" * 2
+    assert not is_alive(eventual_pid(tmp_path / "pid-1"))
+
+
+def test_wait_gives_up_in_time_and_the_job_goes_on(client: Client) -> None:
+    handle = client.submit(job(shell(FOR_EVER)))
+    with pytest.raises(JobTimeout):
+        handle.wait(0.1)
+    assert handle.status() is JobStatus.RUNNING
+
+
+def test_wait_all_fails_as_soon_as_one_job_does_and_ends_nothing(client: Client) -> None:
+    endless = client.submit(job(shell(FOR_EVER), "endless"))
+    failing = client.submit(job(shell("exit 1"), "failing"))
+    with pytest.raises(JobFailed, match="failing"):
+        wait_all([endless, failing], 30)
+    assert endless.status() is JobStatus.RUNNING
+
+
+def test_wait_all_returns_statuses_in_the_order_given_or_times_out(client: Client) -> None:
+    good, bad = client.submit(job(shell("true"), "good")), client.submit(job(shell("exit 1"), "bad"))
+    assert wait_all([bad, good], 30, raise_on_failure=False) == [JobStatus.FAILED, JobStatus.SUCCEEDED]
+    with pytest.raises(JobTimeout, match="endless"):
+        wait_all([good, client.submit(job(shell(FOR_EVER), "endless"))], 0.1)
+
+
+def test_name_of_a_running_job_is_refused_or_adopted_and_free_again_afterwards(client: Client) -> None:
+    first = client.submit(job(shell(FOR_EVER)))
+    with pytest.raises(JobAlreadyExists):
+        client.submit(job(shell("true")))
+    assert client.submit(job(shell("true")), adopt_existing=True).job_id == first.job_id
+    first.terminate()
+    second = client.submit(job(shell("true")), adopt_existing=True)
+    assert second.job_id != first.job_id
+    assert second.wait(30) is JobStatus.SUCCEEDED
+
+
+def test_resources_that_no_machine_here_has_are_refused_at_submission(client: Client) -> None:
+    with pytest.raises(UnsatisfiableResources, match="v5litepod-8"):
+        client.submit(job(shell("true"), resources=ResourceConfig.with_tpu("v5litepod-8")))
+
+
+def test_shutdown_ends_running_jobs(client: Client, tmp_path: Path) -> None:
+    handle = client.submit(job(shell(f"echo $$ > {tmp_path}/pid; {FOR_EVER}")))
+    pid = eventual_pid(tmp_path / "pid")
+    client.shutdown()
+    assert handle.status() is JobStatus.STOPPED
+    assert not is_alive(pid)
+
+
+def test_current_client_is_the_one_set_for_the_context(client: Client) -> None:
+    default = current_client()
+    with set_current_client(client):
+        assert current_client() is client
+    assert current_client() is default

@@ -1,0 +1,280 @@
+"""What is particular to local jobs: their supervisor, their folder, their parent."""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import resources
+from fakes.polling import eventual_pid, eventually, is_alive
+from resources.backends.local import LocalClient
+from resources.config import ResourceConfig
+from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs import Command, Entrypoint, EnvironmentConfig, JobRequest, JobStatus, create_environment
+
+pytestmark = pytest.mark.timeout(60)
+
+ON_CPU = ResourceConfig.with_cpu()
+FOR_EVER = "while :; do sleep 1; done"
+PACKAGES = Path(resources.__file__).parent
+SUPERVISE = runpy.run_path(str(PACKAGES / "programs/supervise.py"))
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[LocalClient]:
+    client = LocalClient(tmp_path / "jobs", grace_seconds=0.5)
+    yield client
+    client.shutdown()
+
+
+def shell(script: str) -> Command:
+    return Entrypoint.from_binary("sh", ["-c", script])
+
+
+def parent_that_submits(jobs_dir: Path, script: str, *, outlives_parent: bool) -> subprocess.Popen[str]:
+    """A process that submits a job, prints its id, forks a child that holds on to every descriptor, and waits."""
+    program = f"""
+        import os, sys, time
+        from pathlib import Path
+        from resources.backends.local import LocalClient
+        from resources.config import ResourceConfig
+        from resources.jobs import Entrypoint, JobRequest
+        client = LocalClient(Path({str(jobs_dir)!r}), grace_seconds=0.5)
+        entrypoint = Entrypoint.from_binary("sh", ["-c", {script!r}])
+        request = JobRequest("job", entrypoint, resources=ResourceConfig(), outlives_parent={outlives_parent})
+        print(client.submit(request).job_id, flush=True)
+        if os.fork() == 0:
+            os.setsid()
+            print(os.getpid(), flush=True)
+        time.sleep(60)
+    """
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program)], cwd=PACKAGES.parent, stdout=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("returncode", "expected"),
+    [
+        (0, "succeeded"),
+        (1, "failed"),
+        (127, "failed"),
+        (255, "failed"),
+        (-signal.SIGKILL, "preempted"),
+        (-signal.SIGTERM, "preempted"),
+        (-signal.SIGINT, "preempted"),
+        (-signal.SIGHUP, "preempted"),
+        (137, "preempted"),
+        (143, "preempted"),
+        (-signal.SIGSEGV, "failed"),
+        (-signal.SIGABRT, "failed"),
+        (-signal.SIGBUS, "failed"),
+        (-signal.SIGPIPE, "failed"),
+        (139, "failed"),
+    ],
+)
+def test_exit_codes_are_classified_by_who_caused_them(returncode: int, expected: str) -> None:
+    assert SUPERVISE["classify_exit"](returncode) == expected
+
+
+@pytest.mark.parametrize("name", ["two words", "a/b", "..", "", "-flag", "x" * 101, "new\nline"])
+def test_names_that_cannot_be_a_path_are_refused(name: str) -> None:
+    with pytest.raises(BadInput, match="job name"):
+        JobRequest(name, shell("true"), resources=ON_CPU)
+
+
+@pytest.mark.parametrize("options", [{"replicas": 0}, {"max_retries_failure": -1}, {"max_retries_preemption": -1}])
+def test_counts_that_mean_nothing_are_refused(options: dict[str, int]) -> None:
+    with pytest.raises(BadInput):
+        JobRequest("job", shell("true"), resources=ON_CPU, **options)  # pyright: ignore[reportArgumentType]
+
+
+def test_environment_wants_a_workspace_or_an_image_and_not_both(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="neither"):
+        EnvironmentConfig()
+    with pytest.raises(BadInput, match="both"):
+        EnvironmentConfig(workspace=tmp_path, docker_image="image")
+    with pytest.raises(BadInput, match="numpy"):
+        EnvironmentConfig(workspace=tmp_path, python=Path(sys.executable), pip_packages=("numpy",))
+
+
+def test_create_environment_passes_credentials_on_and_the_caller_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hub-secret")
+    monkeypatch.setenv("WANDB_API_KEY", "wandb-secret")
+    environment = create_environment(env_vars={"WANDB_API_KEY": None, "TOKENIZERS_PARALLELISM": "true"})
+    assert environment.env_vars == {"HF_TOKEN": "hub-secret", "TOKENIZERS_PARALLELISM": "true"}
+    assert environment.workspace == Path.cwd()
+    assert "hub-secret" not in repr(environment)
+    assert create_environment(docker_image="image").workspace is None
+
+
+def test_job_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
+    script = f"trap '' TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}"
+    with parent_that_submits(tmp_path / "jobs", script, outlives_parent=False) as parent:
+        assert parent.stdout is not None
+        job_id, forked_pid = parent.stdout.readline().strip(), int(parent.stdout.readline())
+        pid = eventual_pid(tmp_path / "pid")
+        parent.kill()
+        parent.wait()
+        job = LocalClient(tmp_path / "jobs").attach(job_id)
+        assert job.wait(20, raise_on_failure=False) is JobStatus.STOPPED
+        os.kill(forked_pid, signal.SIGKILL)
+    assert not is_alive(pid)
+    assert "submitted it has ended" in job.details()["reason"]
+
+
+def test_job_that_outlives_its_parent_can_be_attached_to_and_terminated(tmp_path: Path) -> None:
+    script = f"echo alive; echo $$ > {tmp_path}/pid; {FOR_EVER}"
+    with parent_that_submits(tmp_path / "jobs", script, outlives_parent=True) as parent:
+        assert parent.stdout is not None
+        job_id, forked_pid = parent.stdout.readline().strip(), int(parent.stdout.readline())
+        pid = eventual_pid(tmp_path / "pid")
+        parent.kill()
+        os.kill(forked_pid, signal.SIGKILL)
+        parent.wait()
+    client = LocalClient(tmp_path / "jobs")
+    client.shutdown()
+    job = client.attach(job_id)
+    assert job.status() is JobStatus.RUNNING
+    assert job.logs() == "alive"
+    job.terminate()
+    assert job.status() is JobStatus.STOPPED
+    assert not is_alive(pid)
+
+
+def test_job_outlives_the_shutdown_of_its_client_if_asked_to(client: LocalClient) -> None:
+    job = client.submit(JobRequest("job", shell(FOR_EVER), resources=ON_CPU, outlives_parent=True))
+    client.shutdown()
+    assert job.status() is JobStatus.RUNNING
+    job.terminate()
+
+
+def test_ctrl_c_and_hangup_do_not_end_a_supervisor_before_its_job(client: LocalClient, tmp_path: Path) -> None:
+    job = client.submit(
+        JobRequest(
+            "job", shell(f"trap 'exit 9' INT; until [ -e {tmp_path}/go ]; do sleep 0.02; done"), resources=ON_CPU
+        )
+    )
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
+        os.kill(job.details()["supervisor_pid"], number)
+    assert job.status() is JobStatus.RUNNING
+    (tmp_path / "go").touch()
+    assert job.wait(30) is JobStatus.SUCCEEDED
+
+
+def test_replicas_do_not_inherit_ignored_signals(client: LocalClient) -> None:
+    program = "import signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    job = client.submit(JobRequest("job", Entrypoint.from_binary("python", ["-c", program]), resources=ON_CPU))
+    job.wait(30)
+    assert job.logs() == "True"
+
+
+def test_killed_supervisor_is_reported_and_leaves_nothing_behind(client: LocalClient, tmp_path: Path) -> None:
+    script = f"(setsid sh -c 'echo $$ > {tmp_path}/daemon; {FOR_EVER}' &); echo $$ > {tmp_path}/main; {FOR_EVER}"
+    job = client.submit(JobRequest("job", shell(script), resources=ON_CPU))
+    pids = [eventual_pid(tmp_path / name) for name in ("main", "daemon")]
+    os.kill(job.details()["supervisor_pid"], signal.SIGKILL)
+    assert job.wait(20, raise_on_failure=False) is JobStatus.FAILED
+    assert "supervisor was killed" in job.details()["reason"]
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_attempts_failures_and_preemptions_are_counted_apart(client: LocalClient, tmp_path: Path) -> None:
+    script = (
+        f"echo x >> {tmp_path}/attempts; case $(wc -l < {tmp_path}/attempts) in 1) kill -KILL $$;; 2) exit 5;; esac"
+    )
+    job = client.submit(JobRequest("job", shell(script), resources=ON_CPU, max_retries_failure=1))
+    job.wait(30)
+    details = job.details()
+    assert (details["attempts"], details["failures"], details["preemptions"]) == (3, 1, 1)
+    assert [replica["exit_code"] for replica in details["replicas"]] == [0]
+    assert job.logs() == "--- attempt 2 ---\n--- attempt 3 ---"
+
+
+def test_terminate_while_waiting_for_the_next_attempt_stops_the_job(client: LocalClient) -> None:
+    job = client.submit(JobRequest("job", shell("exit 1"), resources=ON_CPU, max_retries_failure=1000))
+    eventually(lambda: job.details()["failures"] >= 3)
+    job.terminate()
+    assert job.status() is JobStatus.STOPPED
+
+
+def test_variables_of_a_job_are_not_written_to_its_folder(client: LocalClient, tmp_path: Path) -> None:
+    environment = create_environment(env_vars={"HF_TOKEN": "a-secret-token"})
+    job = client.submit(JobRequest("job", shell("test ${#HF_TOKEN} = 14"), resources=ON_CPU, environment=environment))
+    job.wait(30)
+    written = b"".join(path.read_bytes() for path in (tmp_path / "jobs" / job.job_id).iterdir())
+    assert b"a-secret-token" not in written
+    assert (tmp_path / "jobs" / job.job_id).stat().st_mode & 0o077 == 0
+
+
+def test_gpus_are_counted_before_a_job_is_accepted(tmp_path: Path) -> None:
+    (tmp_path / "dev").mkdir()
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / "dev" / name).touch()
+    client = LocalClient(tmp_path / "jobs", device_root=tmp_path)
+    enough = JobRequest("job", shell("true"), resources=ResourceConfig.with_gpu("H100", count=2))
+    assert client.submit(enough).wait(30) is JobStatus.SUCCEEDED
+    too_many = JobRequest("job", shell("true"), resources=ResourceConfig.with_gpu("H100", count=3))
+    with pytest.raises(UnsatisfiableResources, match="2 on this machine"):
+        client.submit(too_many)
+
+
+def test_container_images_are_refused_with_what_to_do_instead(client: LocalClient) -> None:
+    environment = create_environment(docker_image="image")
+    with pytest.raises(UnsatisfiableResources, match="pip_packages"):
+        client.submit(JobRequest("job", shell("true"), resources=ON_CPU, environment=environment))
+
+
+def test_folders_and_interpreters_that_do_not_exist_are_refused(client: LocalClient, tmp_path: Path) -> None:
+    nowhere = tmp_path / "nowhere"
+    for options in (
+        {"working_directory": nowhere},
+        {"environment": create_environment(workspace=nowhere)},
+        {"environment": create_environment(python=nowhere)},
+        {"environment": create_environment(workspace=tmp_path, extras=["gpu"])},
+    ):
+        with pytest.raises(BadInput):
+            client.submit(JobRequest("job", shell("true"), resources=ON_CPU, **options))  # pyright: ignore[reportArgumentType]
+
+
+def test_interpreter_without_cloudpickle_says_what_it_lacks(client: LocalClient, tmp_path: Path) -> None:
+    def by_value() -> None: ...
+
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {os.path.realpath(sys.executable)} -S "$@"\n')
+    python.chmod(0o755)
+    environment = create_environment(python=python)
+    job = client.submit(
+        JobRequest("job", Entrypoint.from_callable(by_value), resources=ON_CPU, environment=environment)
+    )
+    assert job.wait(30, raise_on_failure=False) is JobStatus.FAILED
+    assert "lacks cloudpickle" in job.logs()
+
+
+@pytest.mark.parametrize("job_id", ["unknown-1", "../jobs", ""])
+def test_attaching_to_no_job_is_refused(client: LocalClient, job_id: str) -> None:
+    with pytest.raises(BadInput, match="id of a job"):
+        client.attach(job_id)
+
+
+def test_folders_of_the_oldest_finished_jobs_are_removed(tmp_path: Path) -> None:
+    for number in range(205):
+        folder = tmp_path / f"old-{number:03}"
+        folder.mkdir()
+        (folder / "specification.json").write_text("{}")
+        (folder / "status.json").write_text(json.dumps({"status": "succeeded"}))
+        os.utime(folder / "status.json", (number, number))
+    client = LocalClient(tmp_path)
+    client.submit(JobRequest("new", shell("true"), resources=ON_CPU)).wait(30)
+    left = sorted(folder.name for folder in tmp_path.iterdir())
+    assert len(left) == 201
+    assert left[:2] == [left[0], "old-005"] and left[0].startswith("new-")

@@ -1,0 +1,119 @@
+"""`ResourceConfig`, devices and the TPU table."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from resources.config import (
+    CpuConfig,
+    GpuConfig,
+    ResourceConfig,
+    TpuConfig,
+    infer_device_from_resource_config,
+    size_in_bytes,
+)
+from resources.errors import BadInput
+from resources.tpu import TPU_TOPOLOGIES, tpu_topology
+
+
+@pytest.mark.parametrize(
+    ("name", "chips", "hosts", "vms", "per_vm"),
+    [
+        ("v4-8", 4, 1, 1, 4),
+        ("v4-16", 8, 2, 2, 4),
+        ("v4-4096", 2048, 512, 512, 4),
+        ("v5litepod-1", 1, 1, 1, 1),
+        ("v5litepod-2", 2, 1, 1, 2),
+        ("v5litepod-8", 8, 1, 1, 8),
+        ("v5litepod-16", 16, 2, 4, 4),
+        ("v5litepod-256", 256, 32, 64, 4),
+        ("v5p-8", 4, 1, 1, 4),
+        ("v5p-12288", 6144, 1536, 1536, 4),
+        ("v6e-1", 1, 1, 1, 1),
+        ("v6e-8", 8, 1, 1, 8),
+        ("v6e-16", 16, 4, 4, 4),
+        ("v6e-256", 256, 64, 64, 4),
+    ],
+)
+def test_topology_of_a_slice_has_its_chips_and_machines(
+    name: str, chips: int, hosts: int, vms: int, per_vm: int
+) -> None:
+    found = tpu_topology(name)
+    assert (found.chips, found.hosts, found.vms, found.chips_per_vm) == (chips, hosts, vms, per_vm)
+
+
+def test_topologies_chips_are_spread_over_all_vms() -> None:
+    assert len(TPU_TOPOLOGIES) == 10 + 12 + 9 + 8
+    for topology in TPU_TOPOLOGIES.values():
+        assert topology.chips == topology.vms * topology.chips_per_vm, topology
+
+
+def test_topology_of_an_unknown_slice_offers_the_family() -> None:
+    with pytest.raises(BadInput, match="Unknown TPU type 'v4-9'") as caught:
+        tpu_topology("v4-9")
+    assert "v4-8" in caught.value.remedy
+    with pytest.raises(ValidationError, match="Unknown TPU type"):
+        TpuConfig(variant="v99-8")
+
+
+def test_tpu_config_accepts_the_names_people_use() -> None:
+    assert TpuConfig.model_validate({"type": "v5e-16", "count": 16}).variant == "v5litepod-16"
+    assert ResourceConfig.model_validate({"device": {"kind": "tpu", "type": "V4-8"}}).device == TpuConfig(
+        variant="v4-8"
+    )
+
+
+def test_tpu_config_with_a_wrong_count_names_the_right_one() -> None:
+    with pytest.raises(ValidationError, match=r"v5litepod-16 has 16 chips \(4 VMs with 4 each\). Write count=16"):
+        TpuConfig.model_validate({"type": "v5e-16", "count": 8})
+
+
+def test_device_with_two_different_names_is_refused() -> None:
+    with pytest.raises(ValidationError, match="mean the same field"):
+        GpuConfig.model_validate({"type": "H100", "variant": "A100"})
+
+
+def test_with_tpu_makes_a_replica_per_slice() -> None:
+    config = ResourceConfig.with_tpu("v5litepod-16", slice_count=2, regions=("europe-west4",))
+    assert (config.replicas, config.cpu, config.ram, config.disk) == (2, 32, "128g", "50g")
+    assert config.chip_count() == 32
+    assert config.regions == ("europe-west4",)
+
+
+def test_chip_count_counts_accelerators_only() -> None:
+    assert ResourceConfig.with_gpu("H100", 4, replicas=2).chip_count() == 8
+    assert ResourceConfig.with_cpu(cpu=64).chip_count() == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "engine"), [(CpuConfig(), "cpu"), (GpuConfig(), "cuda"), (TpuConfig(variant="v4-8"), "tpu")]
+)
+def test_engine_family_follows_the_device(device: CpuConfig | GpuConfig | TpuConfig, engine: str) -> None:
+    assert infer_device_from_resource_config(ResourceConfig(device=device)) == engine
+
+
+def test_sizes_are_read_in_powers_of_1024_and_checked() -> None:
+    assert size_in_bytes("512m") == 512 * 1024**2
+    assert size_in_bytes("1.5G") == int(1.5 * 1024**3)
+    with pytest.raises(ValidationError, match="expected a size such as 512m"):
+        ResourceConfig(ram="much")
+
+
+def test_configs_are_frozen_and_refuse_unknown_keys() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        ResourceConfig().cpu = 3  # pyright: ignore[reportAttributeAccessIssue]
+    with pytest.raises(ValidationError, match="Extra inputs"):
+        ResourceConfig.model_validate({"cpus": 3})
+
+
+def test_form_schema_offers_devices_as_any_of_with_help_texts() -> None:
+    schema = ResourceConfig.model_json_schema()
+    assert len(schema["properties"]["device"]["anyOf"]) == 3
+    assert "oneOf" not in schema["properties"]["device"]
+    assert all(field.get("description") for field in schema["properties"].values())
+
+
+def test_device_is_told_apart_by_kind() -> None:
+    config = ResourceConfig.model_validate({"device": {"kind": "gpu", "count": 2}})
+    assert config.device == GpuConfig(count=2)

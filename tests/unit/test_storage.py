@@ -1,0 +1,110 @@
+"""Storage: whole writes, exclusive creation, listing, over local disk and memory."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from pathlib import Path
+
+import pytest
+
+from resources import storage
+from resources.errors import StorageError
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+
+
+def test_write_then_read_returns_the_content(root: str) -> None:
+    uri = storage.join(root, "a", "b.json")
+    storage.write_bytes(uri, b"first")
+    storage.write_bytes(uri, b"second")
+    assert storage.read_bytes(uri) == b"second"
+    assert storage.read_bytes(uri, start=0, end=3) == b"sec"
+    assert storage.exists(uri)
+
+
+def test_read_missing_raises_file_not_found(root: str) -> None:
+    with pytest.raises(FileNotFoundError):
+        storage.read_bytes(storage.join(root, "nothing"))
+
+
+def test_create_existing_returns_false_and_keeps_it(root: str) -> None:
+    uri = storage.join(root, "record.json")
+    assert storage.create_bytes(uri, b"first")
+    assert not storage.create_bytes(uri, b"second")
+    assert storage.read_bytes(uri) == b"first"
+
+
+def test_create_from_many_threads_is_won_by_exactly_one(root: str) -> None:
+    uri = storage.join(root, "record.json")
+    barrier = threading.Barrier(8)
+    won: list[int] = []
+
+    def create(index: int) -> None:
+        barrier.wait()
+        if storage.create_bytes(uri, str(index).encode()):
+            won.append(index)
+
+    threads = [threading.Thread(target=create, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert storage.read_bytes(uri) == str(won[0]).encode()
+
+
+def test_list_files_names_every_file_with_its_size(root: str) -> None:
+    storage.write_bytes(storage.join(root, "x", "one"), b"1")
+    storage.write_bytes(storage.join(root, "two"), b"22")
+    listed = storage.list_files(root)
+    assert [(file.uri, file.size) for file in listed] == [
+        (storage.join(root, "two"), 2),
+        (storage.join(root, "x", "one"), 1),
+    ]
+    assert all(file.modified > 0 for file in listed)
+    assert storage.list_files(storage.join(root, "absent")) == []
+
+
+def test_copy_to_local_brings_the_whole_folder(root: str, tmp_path: Path) -> None:
+    storage.write_bytes(storage.join(root, "model", "config.json"), b"{}")
+    storage.write_bytes(storage.join(root, "model", "sub", "w"), b"123")
+    target = tmp_path / "copies" / "model"
+    storage.copy_to_local(storage.join(root, "model"), target)
+    storage.copy_to_local(storage.join(root, "model"), target)
+    assert (target / "config.json").read_bytes() == b"{}"
+    assert (target / "sub" / "w").read_bytes() == b"123"
+    assert [path.name for path in target.parent.iterdir()] == ["model"]
+
+
+def test_write_where_a_file_stands_in_the_way_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Expected: to write") as caught:
+        storage.write_bytes(str(tmp_path / "file" / "below"), b"")
+    assert caught.value.remedy
+
+
+def test_write_on_a_full_disk_leaves_nothing_behind(tmp_path: Path, small_disk: Path) -> None:
+    uri = str(small_disk / "record.json")
+    storage.write_bytes(uri, b"old")
+    with pytest.raises(StorageError, match="free some space"):
+        storage.write_bytes(uri, b"x" * 8_000_000)
+    with pytest.raises(StorageError, match="free some space"):
+        storage.create_bytes(str(small_disk / "new.json"), b"x" * 8_000_000)
+    assert storage.read_bytes(uri) == b"old"
+    assert [path.name for path in small_disk.iterdir()] == ["record.json"]
+
+
+def test_unknown_protocol_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(StorageError, match="gs://"):
+        storage.exists("nosuch://bucket/x")
+
+
+@pytest.mark.parametrize(
+    ("uri", "local"), [("/a/b", True), ("a", True), ("file:///a", True), ("gs://b/a", False), ("memory://x", False)]
+)
+def test_is_local_tells_paths_from_stores(uri: str, local: bool) -> None:
+    assert storage.is_local(uri) is local
