@@ -1,0 +1,136 @@
+"""How a model is served: `ModelConfig` and `InferencePoolConfig`."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Literal
+
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
+from resources.config import Config, ResourceConfig, infer_device_from_resource_config
+
+EngineDevice = Literal["cpu", "cuda", "tpu"]
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+=@-]*$")
+ENGINE_GENERATION_DEFAULTS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "max_new_tokens",
+)
+"""Sampling parameters for which vLLM keeps a server-wide default."""
+
+
+def check_name(name: str) -> str:
+    """A name that may become part of a path or a URL.
+
+    Raises:
+        ValueError: it may not.
+    """
+    if not _NAME.match(name) or name in {".", ".."}:
+        raise ValueError(
+            f"expected a name of letters, digits and . _ + = @ - that starts with a letter or digit, found {name!r}"
+        )
+    return name
+
+
+class ModelConfig(Config):
+    """How to serve one model, or every checkpoint of one run."""
+
+    name: str
+    """Name that requests use; for the checkpoints of a run, the beginning of their names."""
+    path: str | None = None
+    """Folder in Hugging Face layout, or a run that holds such folders; local or gs://, s3://."""
+    device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
+    """Engine family; "auto" follows the device of the resources."""
+    engine_kwargs: dict[str, Any] = {}
+    """Engine arguments as vLLM names them, such as max_model_len; true becomes a flag without a value."""
+    apply_chat_template: bool = False
+    """Send benchmarks as conversations, through the model's own chat template."""
+    generation_params: dict[str, Any] | None = None
+    """Sampling defaults of the engine, such as temperature, for requests that do not set them."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_usable(cls, name: str) -> str:
+        return check_name(name)
+
+    @field_validator("engine_kwargs")
+    @classmethod
+    def _engine_kwargs_leave_ours_alone(cls, kwargs: dict[str, Any]) -> dict[str, Any]:
+        normal = {key.replace("-", "_"): value for key, value in kwargs.items()}
+        if "chat_template" in normal:
+            raise ValueError(
+                "chat_template would replace the model's own template: put the right one into the checkpoint"
+            )
+        ours = {"host", "port", "model", "served_model_name", "api_key", "override_generation_config"} & set(normal)
+        if ours:
+            raise ValueError(f"{', '.join(sorted(ours))} is set by the pool: remove it from engine_kwargs")
+        return normal
+
+    @field_validator("generation_params")
+    @classmethod
+    def _generation_params_have_engine_defaults(cls, params: dict[str, Any] | None) -> dict[str, Any] | None:
+        unknown = sorted(set(params or {}) - set(ENGINE_GENERATION_DEFAULTS))
+        if unknown:
+            raise ValueError(
+                f"the engine keeps no default for {', '.join(unknown)}; it does for "
+                f"{', '.join(ENGINE_GENERATION_DEFAULTS)}"
+            )
+        return params
+
+
+class InferencePoolConfig(Config):
+    """Replicas of one model behind one proxy; `resource_config.replicas` says how many."""
+
+    resource_config: ResourceConfig = ResourceConfig()
+    """What each replica runs on, and how many replicas there are."""
+    model: ModelConfig = Field(validation_alias=AliasChoices("model", "model_config"))
+    """The model to serve. In Python, YAML and JSON `model_config` is accepted too."""
+    proxy_host: str = "127.0.0.1"
+    """Address the proxy listens on; loopback unless replicas or evaluators run elsewhere."""
+    proxy_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the proxy; 0 takes a free one."""
+    startup_timeout_seconds: float = Field(default=1800, gt=0)
+    """How long a replica may take until its model answers."""
+    engine_timeout_seconds: float = Field(default=600, gt=0)
+    """How long a replica may take over one request before it is sent to another."""
+    proxy_timeout_seconds: float = Field(default=1800, gt=0)
+    """How long the proxy holds a request while no replica is ready."""
+    client_timeout_seconds: float = Field(default=7200, gt=0)
+    """How long an evaluator waits for one answer."""
+    max_pending_requests: int = Field(default=20_000, ge=1)
+    """How many requests the proxy holds before it answers 429."""
+    max_replica_restarts: int = Field(default=2, ge=0)
+    """How often a replica whose engine dies is started again."""
+    reload_in_place: bool = True
+    """Load the next checkpoint into the running engine where its architecture allows; else restart it."""
+
+    @model_validator(mode="after")
+    def _timeouts_are_ordered(self) -> InferencePoolConfig:
+        if not self.engine_timeout_seconds < self.proxy_timeout_seconds < self.client_timeout_seconds:
+            raise ValueError(
+                "time-outs must grow outwards: engine_timeout_seconds < proxy_timeout_seconds < "
+                f"client_timeout_seconds, found {self.engine_timeout_seconds:g}, {self.proxy_timeout_seconds:g}, "
+                f"{self.client_timeout_seconds:g}. Raise the outer ones"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _device_fits_resources(self) -> InferencePoolConfig:
+        wanted = infer_device_from_resource_config(self.resource_config)
+        if self.model.device not in ("auto", wanted):
+            raise ValueError(
+                f"model.device is {self.model.device!r} but the resources are for {wanted!r}: "
+                "change one of them, or leave device at 'auto'"
+            )
+        return self
+
+    @property
+    def device(self) -> EngineDevice:
+        """The engine family this pool runs."""
+        return infer_device_from_resource_config(self.resource_config)

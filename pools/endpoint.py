@@ -1,0 +1,25 @@
+"""`RunningModel`: all that an evaluator gets to know about whoever serves the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RunningModel:
+    """A model that answers at an OpenAI-compatible endpoint now.
+
+    `base_url` ends in `/v1`; `model` is the name to put into requests; `tokenizer` a local folder that holds it;
+    `capacity` how many requests the endpoint works on at once; `prompt_logprobs` whether it returns
+    log-probabilities of the prompt's tokens (`echo` with `logprobs`), which log-likelihood benchmarks need.
+    """
+
+    base_url: str
+    model: str
+    tokenizer: str
+    capacity: int
+    prompt_logprobs: bool
+    request_timeout_seconds: float
+    apply_chat_template: bool = False
+    max_model_len: int | None = None
+    api_key: str = field(default="none", repr=False)

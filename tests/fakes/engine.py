@@ -1,0 +1,393 @@
+"""A deterministic OpenAI-compatible engine that speaks real HTTP, in a test's own loop or as a process.
+
+In a test: `async with FakeEngine(models=("m",)) as engine: … engine.url …`, with faults set on `engine.faults`. As a
+process: `python tests/fakes/engine.py --port 0 --model m --address-file PATH` writes {"host", "port", "pid", "url"}
+into PATH once it listens; faults are set with `PUT /fake/faults` and `GET /fake/stats` tells what it has seen.
+
+A token is one UTF-8 byte, as with a byte-level tokenizer. Log-probabilities and texts are functions of the weights'
+label and the text before. vLLM's development endpoints are there, with the same shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from aiohttp import web
+
+if __package__ in (None, ""):  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from fakes.engine_answers import Completion, chat_prompt, completions_of, prompts_of
+
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+
+
+@dataclass
+class Faults:
+    """What goes wrong with completion requests; the counts go down by one each time until they are 0."""
+
+    delay_seconds: float = 0.0
+    """Every answer takes at least so long."""
+    status: int = 500
+    """Status of the next `status_count` answers."""
+    status_count: int = 0
+    refuse: int = 0
+    """Requests whose connection is reset before an answer begins."""
+    die_mid_body: int = 0
+    """Requests whose answer stops half-way, with the connection."""
+    die_mid_stream: int = 0
+    """Streams that stop, in the middle of a line, after `stream_events_before_death` events."""
+    stream_events_before_death: int = 2
+    hang: int = 0
+    """Requests that are never answered."""
+    hang_health: bool = False
+    """`/health` is never answered."""
+    unhealthy: bool = False
+    """`/health` answers 503."""
+    echo: bool = False
+    """Answers hold the received body as base64 under `body` and its headers under `headers`."""
+    canned: bool = False
+    """Every answer is the same few bytes, and requests are not looked at: for measuring what is in front."""
+    skip_reload: bool = False
+    """`reload_weights` says it did, and did not."""
+    fail_reload: bool = False
+    """`reload_weights` answers 500."""
+
+    def take(self, count: str) -> bool:
+        """Whether a fault is due; uses it up."""
+        left = getattr(self, count)
+        setattr(self, count, max(0, left - 1))
+        return left > 0
+
+
+@dataclass
+class Stats:
+    """What the engine has seen."""
+
+    requests: int = 0
+    """Completion requests that arrived."""
+    answered: int = 0
+    """Completion requests that were answered whole, whatever the status."""
+    aborted: int = 0
+    """Completion requests whose client left before their answer was whole."""
+    died: int = 0
+    """Completion requests whose connection a fault has closed."""
+    in_flight: int = 0
+    max_in_flight: int = 0
+    health_checks: int = 0
+    reloads: int = 0
+    prefix_cache_resets: int = 0
+
+
+@dataclass
+class FakeEngine:
+    """One engine server; an asynchronous context manager. `port` is the bound one once it is entered.
+
+    With `weights`, a folder, the label of the weights is a digest of its model.safetensors, else `label`. `models`
+    are the served names; none accepts any.
+    """
+
+    models: tuple[str, ...] = ()
+    label: str = "w0"
+    weights: Path | None = None
+    host: str = "127.0.0.1"
+    port: int = 0
+    max_model_len: int = 4096
+    faults: Faults = field(default_factory=Faults)
+    stats: Stats = field(default_factory=Stats)
+    bodies: deque[bytes] = field(default_factory=lambda: deque(maxlen=1000))
+    """The last bodies of completion requests, as they arrived."""
+    _runner: web.AppRunner | None = None
+    _running: asyncio.Event = field(default_factory=asyncio.Event)
+    _idle: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def url(self) -> str:
+        """Address without a path."""
+        return f"http://{self.host}:{self.port}"
+
+    async def __aenter__(self) -> FakeEngine:
+        if self.weights is not None:
+            self.label = weights_label(self.weights)
+        self._running.set()
+        self._idle.set()
+        app = web.Application(client_max_size=256 * 2**20)
+        app.add_routes(
+            [
+                *(web.post(path, self._complete) for path in COMPLETIONS),
+                web.get("/health", self._health),
+                web.get("/v1/models", self._models),
+                web.get("/metrics", self._metrics),
+                web.post("/pause", self._pause),
+                web.post("/resume", self._resume),
+                web.get("/is_paused", self._is_paused),
+                web.post("/reset_prefix_cache", self._reset_prefix_cache),
+                web.post("/collective_rpc", self._collective_rpc),
+                web.put("/fake/faults", self._set_faults),
+                web.get("/fake/stats", self._get_stats),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.05)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, self.host, self.port, backlog=4096).start()
+        self.port = self._runner.addresses[0][1]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Closes every connection and stops listening; entering again takes the same port."""
+        if self._runner is not None:
+            runner, self._runner = self._runner, None
+            if runner.server is not None:
+                for connection in runner.server.connections:
+                    connection.force_close()
+            await runner.cleanup()
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        stats = self.stats
+        stats.requests += 1
+        stats.in_flight += 1
+        stats.max_in_flight = max(stats.max_in_flight, stats.in_flight)
+        self._idle.clear()
+        try:
+            response = await self._answer(request)
+            if request.transport is None or request.transport.is_closing():
+                stats.died += 1
+            else:
+                stats.answered += 1
+            return response
+        except (asyncio.CancelledError, ConnectionError):
+            stats.aborted += 1
+            raise
+        finally:
+            stats.in_flight -= 1
+            if stats.in_flight == 0:
+                self._idle.set()
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        if self.faults.canned:
+            await request.read()
+            return web.Response(body=CANNED, content_type="application/json")
+        body = await request.read()
+        self.bodies.append(body)
+        await self._running.wait()
+        if self.faults.take("hang"):
+            await asyncio.Event().wait()
+        if self.faults.take("refuse"):
+            return self._die(request)
+        if self.faults.delay_seconds:
+            await asyncio.sleep(self.faults.delay_seconds)
+        if self.faults.take("status_count"):
+            return _error(self.faults.status, "a fault was asked for")
+        if self.faults.echo:
+            headers = {name.lower(): value for name, value in request.headers.items()}
+            answer = {"body": base64.b64encode(body).decode(), "headers": headers}
+            return web.json_response(answer, headers={"X-Fake-Engine": "echo"})
+        chat = request.path.startswith("/v1/chat")
+        try:
+            fields = json.loads(body)
+            prompts = [chat_prompt(fields["messages"])] if chat else prompts_of(fields["prompt"])
+        except (ValueError, KeyError, TypeError) as error:
+            return _error(400, f"{type(error).__name__}: {error}")
+        if self.models and fields.get("model") not in self.models:
+            return _error(404, f"The model `{fields.get('model')}` does not exist.", param="model")
+        wanted = max(fields.get("max_completion_tokens") or fields.get("max_tokens") or 0, 0)
+        if any(len(prompt) + wanted > self.max_model_len for prompt in prompts):
+            return _error(400, f"This model's maximum context length is {self.max_model_len} tokens.")
+        completions = completions_of(self.label, prompts, fields, chat=chat)
+        if fields.get("stream"):
+            return await self._stream(request, fields, completions)
+        return await self._whole(
+            request, {**_head(chat, fields, completions), "choices": [c.choice for c in completions]}
+        )
+
+    async def _whole(self, request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+        payload = json.dumps(answer).encode()
+        if not self.faults.take("die_mid_body"):
+            return web.Response(body=payload, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(payload))})
+        await response.prepare(request)
+        await response.write(payload[: len(payload) // 2])
+        return self._die(request, response)
+
+    async def _stream(
+        self, request: web.Request, fields: dict[str, Any], completions: list[Completion]
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        dying = self.faults.take("die_mid_stream")
+        head = _head(completions[0].chat, fields, completions)
+        usage = head.pop("usage")
+        pieces = (piece for one in completions for piece in one.pieces())
+        for sent, choice in enumerate(pieces):
+            event = b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
+            if dying and sent == self.faults.stream_events_before_death:
+                await response.write(event[: len(event) // 2])
+                return self._die(request, response)
+            await response.write(event)
+            await asyncio.sleep(self.faults.delay_seconds)
+        if (fields.get("stream_options") or {}).get("include_usage"):
+            await response.write(b"data: " + json.dumps({**head, "choices": [], "usage": usage}).encode() + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    def _die(self, request: web.Request, sent: web.StreamResponse | None = None) -> web.StreamResponse:
+        """Resets the connection with whatever was sent of the answer."""
+        if request.transport is not None:
+            request.transport.abort()
+        return sent or web.Response()
+
+    async def _health(self, _request: web.Request) -> web.Response:
+        self.stats.health_checks += 1
+        if self.faults.hang_health:
+            await asyncio.Event().wait()
+        return web.Response(status=503 if self.faults.unhealthy else 200)
+
+    async def _models(self, _request: web.Request) -> web.Response:
+        entry = {"object": "model", "created": 0, "owned_by": "vllm", "max_model_len": self.max_model_len}
+        return web.json_response({"object": "list", "data": [{"id": name, **entry} for name in self.models]})
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        text = f"vllm:num_requests_running {self.stats.in_flight}\nvllm:request_success_total {self.stats.answered}\n"
+        return web.Response(text=text)
+
+    async def _pause(self, request: web.Request) -> web.Response:
+        self._running.clear()
+        if request.query.get("mode", "abort") == "wait":
+            await self._idle.wait()
+        return web.json_response({"status": "paused"})
+
+    async def _resume(self, _request: web.Request) -> web.Response:
+        self._running.set()
+        return web.json_response({"status": "resumed"})
+
+    async def _is_paused(self, _request: web.Request) -> web.Response:
+        return web.json_response({"is_paused": not self._running.is_set()})
+
+    async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
+        self.stats.prefix_cache_resets += 1
+        return web.Response()
+
+    async def _collective_rpc(self, request: web.Request) -> web.Response:
+        call = await request.json()
+        if call.get("method") != "reload_weights":
+            return _error(400, f"no method {call.get('method')}")
+        folder = Path(call.get("kwargs", {}).get("weights_path", ""))
+        if self.faults.fail_reload or not (folder / "model.safetensors").is_file():
+            return _error(500, "reload_weights failed")
+        self.stats.reloads += 1
+        if not self.faults.skip_reload:
+            self.label = weights_label(folder)
+        return web.json_response({"results": [None]})
+
+    async def _set_faults(self, request: web.Request) -> web.Response:
+        for name, value in (await request.json()).items():
+            if name not in {one.name for one in dataclasses.fields(Faults)}:
+                return _error(400, f"no fault {name}")
+            setattr(self.faults, name, value)
+        return web.Response()
+
+    async def _get_stats(self, _request: web.Request) -> web.Response:
+        return web.json_response({**dataclasses.asdict(self.stats), "label": self.label})
+
+
+CANNED = json.dumps(
+    {
+        "id": "cmpl-0",
+        "object": "text_completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "text": " canned", "logprobs": None, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    }
+).encode()
+
+
+def weights_label(folder: Path) -> str:
+    """What tells the weights in a folder from others."""
+    return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def _error(status: int, message: str, *, param: str | None = None) -> web.Response:
+    kind = {400: "BadRequestError", 404: "NotFoundError"}.get(status, "InternalServerError")
+    error = {"message": message, "type": kind, "param": param, "code": status}
+    return web.json_response({"error": error}, status=status)
+
+
+def _head(chat: bool, fields: dict[str, Any], completions: list[Completion]) -> dict[str, Any]:
+    asked = sum(one.prompt_tokens for one in completions if one.number == 0)
+    made = sum(len(one.made) for one in completions)
+    kind = "chat.completion" if chat else "text_completion"
+    return {
+        "id": "chatcmpl-0" if chat else "cmpl-0",
+        "object": f"{kind}.chunk" if chat and fields.get("stream") else kind,
+        "created": 0,
+        "model": fields.get("model"),
+        "usage": {"prompt_tokens": asked, "completion_tokens": made, "total_tokens": asked + made},
+    }
+
+
+@contextlib.contextmanager
+def _stopped_by_signals(stop: asyncio.Event) -> Iterator[None]:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    yield
+
+
+async def _serve(engine: FakeEngine, address_file: Path) -> None:
+    stop = asyncio.Event()
+    with _stopped_by_signals(stop):
+        async with engine:
+            address = {"host": engine.host, "port": engine.port, "pid": os.getpid(), "url": engine.url}
+            unfinished = address_file.with_name(f"{address_file.name}.part")
+            unfinished.write_text(json.dumps(address), encoding="utf-8")
+            unfinished.replace(address_file)
+            await stop.wait()
+
+
+def main() -> None:
+    """Runs one engine until SIGTERM."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--address-file", type=Path, required=True)
+    parser.add_argument("--model", action="append", default=[], help="served name; may be given again")
+    parser.add_argument("--label", default="w0", help="label of the weights where there is no --weights")
+    parser.add_argument("--weights", type=Path, help="folder with model.safetensors")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--faults", type=json.loads, default={}, help="JSON object of faults to begin with")
+    given = parser.parse_args()
+    engine = FakeEngine(
+        models=tuple(given.model),
+        label=given.label,
+        weights=given.weights,
+        host=given.host,
+        port=given.port,
+        max_model_len=given.max_model_len,
+        faults=Faults(**given.faults),
+    )
+    asyncio.run(_serve(engine, given.address_file))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""What the fake engine says: texts and log-probabilities as functions of weights and prompt."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+_ALPHABET = b" etaoinshrdlu.,\nABCD0123456789"
+_BEST = -0.01
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One choice: the prompt's bytes where they are echoed, those made, and how to write it down."""
+
+    index: int
+    number: int
+    """Which of a prompt's `n` choices it is."""
+    chat: bool
+    label: str
+    prompt: bytes
+    prompt_tokens: int
+    made: bytes
+    finish_reason: str
+    echo: bool
+    top: int | None
+    """Alternatives per token in the log-probabilities; none for no log-probabilities."""
+    state: int
+    """Of the text so far, before the prompt."""
+
+    @property
+    def text(self) -> str:
+        """What the choice says."""
+        return ((self.prompt if self.echo else b"") + self.made).decode("utf-8", "replace")
+
+    @property
+    def choice(self) -> dict[str, Any]:
+        """An element of `choices`."""
+        if self.chat:
+            message = {"role": "assistant", "content": self.text}
+            return {"index": self.index, "message": message, **self._end(self.chat_logprobs)}
+        return {"index": self.index, "text": self.text, **self._end(self.logprobs)}
+
+    def pieces(self) -> Iterator[dict[str, Any]]:
+        """Elements of `choices` of a stream, one per token or two."""
+        text = self.text
+        if self.chat:
+            yield {"index": self.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        for at in range(0, len(text), 2):
+            piece = text[at : at + 2]
+            said: dict[str, Any] = {"delta": {"content": piece}} if self.chat else {"text": piece}
+            yield {"index": self.index, **said, "logprobs": None, "finish_reason": None}
+        said = {"delta": {}} if self.chat else {"text": ""}
+        yield {"index": self.index, **said, "logprobs": None, "finish_reason": self.finish_reason}
+
+    def _end(self, logprobs: dict[str, Any] | None) -> dict[str, Any]:
+        return {"logprobs": logprobs, "finish_reason": self.finish_reason, "stop_reason": None}
+
+    @property
+    def logprobs(self) -> dict[str, Any] | None:
+        """Log-probabilities as `/v1/completions` of vLLM writes them."""
+        if self.top is None:
+            return None
+        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset = 0
+        for position, (token, alternatives) in enumerate(self._scored()):
+            unknowable = self.echo and position == 0
+            found["tokens"].append(token_text(token))
+            found["token_logprobs"].append(None if unknowable else alternatives[token])
+            tops = {token_text(one): score for one, score in alternatives.items()}
+            found["top_logprobs"].append(None if unknowable else tops)
+            found["text_offset"].append(offset)
+            offset += len(token_text(token)) if token < 128 else 0
+        return found
+
+    @property
+    def chat_logprobs(self) -> dict[str, Any] | None:
+        """Log-probabilities as `/v1/chat/completions` writes them."""
+        if self.top is None:
+            return None
+        content = []
+        for token, alternatives in self._scored():
+            tops = [_chat_token(one, score) for one, score in alternatives.items()]
+            content.append({**_chat_token(token, alternatives[token]), "top_logprobs": tops})
+        return {"content": content}
+
+    def _scored(self) -> Iterator[tuple[int, dict[int, float]]]:
+        state = self.state if self.echo else zlib.crc32(self.prompt, self.state)
+        for token in (self.prompt if self.echo else b"") + self.made:
+            best = _best(state)
+            ranked = [best, *(one for one in _ALPHABET if one != best)][: max(self.top or 0, 1)]
+            if token not in ranked:
+                ranked.append(token)
+            yield token, {one: _logprob(state, one) for one in ranked}
+            state = zlib.crc32(bytes([token]), state)
+
+
+def completions_of(label: str, prompts: list[bytes], fields: dict[str, Any], *, chat: bool) -> list[Completion]:
+    """Every choice that a request asks for, in the order of an answer."""
+    n = fields.get("n") or 1
+    given = fields.get("max_completion_tokens", fields.get("max_tokens"))
+    length = 16 if given is None else given
+    stops = fields.get("stop") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    top = (fields.get("top_logprobs") or 0) if chat and fields.get("logprobs") else fields.get("logprobs")
+    greedy = not fields.get("temperature")
+    found: list[Completion] = []
+    for prompt in prompts:
+        for number in range(n):
+            seed = "" if greedy and number == 0 else f"|{number}|{fields.get('seed')}"
+            state = zlib.crc32(f"{label}{seed}|".encode())
+            made, reason = _continue(zlib.crc32(prompt, state), length, stops)
+            found.append(
+                Completion(
+                    index=len(found),
+                    number=number,
+                    chat=chat,
+                    label=label,
+                    prompt=prompt,
+                    prompt_tokens=len(prompt),
+                    made=made,
+                    finish_reason=reason,
+                    echo=bool(fields.get("echo")) and not chat,
+                    top=None if top is None or top is False else int(top),
+                    state=state,
+                )
+            )
+    return found
+
+
+def prompts_of(prompt: Any) -> list[bytes]:
+    """The prompts of a completion request: a text, texts, token ids, or lists of token ids.
+
+    Raises:
+        TypeError: it is none of these.
+        ValueError: it is empty, or a token id is below 0.
+    """
+    if isinstance(prompt, str):
+        return [prompt.encode("utf-8", "replace")]
+    if not isinstance(prompt, list) or not prompt:
+        raise ValueError("prompt must be a text, texts, token ids, or lists of token ids")
+    if isinstance(prompt[0], int):
+        return [bytes(token % 256 for token in prompt)]
+    return [one.encode() if isinstance(one, str) else bytes(token % 256 for token in one) for one in prompt]
+
+
+def chat_prompt(messages: list[dict[str, Any]]) -> bytes:
+    """A conversation as the model would see it."""
+    parts = []
+    for message in messages:
+        content = message.get("content") or ""
+        if isinstance(content, list):
+            content = "".join(part.get("text", "") for part in content)
+        parts.append(f"<|{message['role']}|>{content}")
+    return ("\n".join(parts) + "\n<|assistant|>").encode()
+
+
+def token_text(token: int) -> str:
+    """A token as vLLM writes it: bytes that are no text by themselves by their number."""
+    return chr(token) if token < 128 else f"bytes:\\x{token:02x}"
+
+
+def _chat_token(token: int, score: float) -> dict[str, Any]:
+    return {"token": token_text(token), "logprob": score, "bytes": [token]}
+
+
+def _best(state: int) -> int:
+    return _ALPHABET[state % len(_ALPHABET)]
+
+
+def _logprob(state: int, token: int) -> float:
+    if token == _best(state):
+        return _BEST
+    return -1.0 - (zlib.crc32(bytes([token]), state) % 997) / 100
+
+
+def _continue(state: int, length: int, stops: list[str]) -> tuple[bytes, str]:
+    made = b""
+    for _ in range(length):
+        made += bytes([_best(state)])
+        state = zlib.crc32(made[-1:], state)
+        for stop in stops:
+            at = made.find(stop.encode())
+            if at >= 0:
+                return made[:at], "stop"
+    return made, "length"

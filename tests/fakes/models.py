@@ -1,0 +1,70 @@
+"""Checkpoints in Hugging Face layout, made without any machine-learning library."""
+
+from __future__ import annotations
+
+import json
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 16,
+}
+PARAMETERS: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (16, 8), "lm_head.weight": (16, 8)}
+
+
+def write_safetensors(path: Path, *, seed: int = 0, parameters: Mapping[str, Sequence[int]] = PARAMETERS) -> None:
+    """A safetensors file with random float32 parameters."""
+    generator = random.Random(seed)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, shape in parameters.items():
+        count = 1
+        for size in shape:
+            count *= size
+        content = struct.pack(f"<{count}f", *(generator.uniform(-1, 1) for _ in range(count)))
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [len(data), len(data) + len(content)]}
+        data += content
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+
+
+def write_checkpoint(
+    folder: Path,
+    *,
+    seed: int = 0,
+    config: Mapping[str, Any] = CONFIG,
+    parameters: Mapping[str, Sequence[int]] = PARAMETERS,
+    template: str = "{{ messages }}",
+    shards: int = 1,
+) -> Path:
+    """A complete checkpoint, its weights in one file or several with an index."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE"}}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    if shards == 1:
+        write_safetensors(folder / "model.safetensors", seed=seed, parameters=parameters)
+        return folder
+    names = list(parameters)
+    weight_map: dict[str, str] = {}
+    for index in range(shards):
+        shard = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
+        held = {name: parameters[name] for name in names[index::shards]}
+        write_safetensors(folder / shard, seed=seed + index, parameters=held)
+        weight_map.update(dict.fromkeys(held, shard))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def write_run(run: Path, steps: Sequence[int]) -> Path:
+    """A training run with a complete checkpoint at each step, its weights seeded by the step."""
+    for step in steps:
+        write_checkpoint(run / "hf" / f"step-{step}", seed=step)
+    return run

@@ -1,0 +1,264 @@
+"""`InferencePool` with its real proxy and real processes; the deterministic engine stands in for vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes.launcher import FakeLauncher
+from fakes.models import CONFIG, write_checkpoint
+from fakes.polling import eventually, is_alive
+from pools.config import InferencePoolConfig
+from pools.endpoint import RunningModel
+from pools.inference import InferencePool
+from pools.launch import ServedCheckpoint
+from resources.backends.local import LocalClient
+from resources.errors import EngineDied, EngineStartFailed, ProxyFailed
+from resources.jobs import JobStatus
+
+
+@pytest.fixture
+def client() -> Iterator[LocalClient]:
+    made = LocalClient()
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[ServedCheckpoint]:
+    return [
+        ServedCheckpoint.from_uri(f"run-{step}", str(write_checkpoint(tmp_path / f"step-{step}", seed=step)))
+        for step in (1, 2, 3)
+    ]
+
+
+def pool_config(**fields: Any) -> InferencePoolConfig:
+    return InferencePoolConfig.model_validate(
+        {
+            "model": {"name": "run"},
+            "startup_timeout_seconds": 20,
+            "engine_timeout_seconds": 10,
+            "proxy_timeout_seconds": 30,
+            **fields,
+        }
+    )
+
+
+def ask(running: RunningModel, prompt: str = "hello", *, model: str | None = None) -> httpx.Response:
+    return httpx.post(
+        f"{running.base_url}/completions",
+        json={"model": model or running.model, "prompt": prompt, "max_tokens": 4, "logprobs": 1, "echo": True},
+        headers={"Authorization": f"Bearer {running.api_key}"},
+        timeout=30,
+    )
+
+
+def engine_pids(folder: Path) -> list[int]:
+    return [json.loads(path.read_text())["pid"] for path in folder.glob("engine-*.json")]
+
+
+def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path)
+    answers = []
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        for checkpoint in checkpoints:
+            running, loaded = pool.load(checkpoint.name)
+            answers.append(ask(running).json()["choices"][0]["logprobs"]["token_logprobs"])
+            assert loaded.how == ("cold start" if checkpoint is checkpoints[0] else "reload")
+            assert running.prompt_logprobs
+            assert pool.counts(checkpoint.name)["answered"] == 1
+        again, loaded = pool.load("run-1")
+        assert ask(again).json()["choices"][0]["logprobs"]["token_logprobs"] == answers[0]
+        assert pool.load("run-1")[1].how == "already loaded"
+        pids = engine_pids(tmp_path)
+    assert launcher.launches == ["run-1"]
+    assert len({tuple(answer) for answer in answers}) == 3
+    assert pids
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_stale_weights_are_caught_and_the_engine_is_restarted(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path, faults={"skip_reload": True})
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        pool.load("run-1")
+        _, loaded = pool.load("run-2")
+    assert (loaded.how, loaded.reason) == ("restart", "the engine still answered with the former weights")
+    assert launcher.launches == ["run-1", "run-2"]
+
+
+def test_reload_that_fails_is_followed_by_a_restart(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path, faults={"fail_reload": True})
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        pool.load("run-1")
+        running, loaded = pool.load("run-3")
+        assert loaded.how == "restart"
+        assert "500" in (loaded.reason or "")
+        assert ask(running).status_code == 200
+
+
+def test_other_architecture_is_restarted_without_trying(tmp_path: Path, client: LocalClient) -> None:
+    first = ServedCheckpoint.from_uri("a", str(write_checkpoint(tmp_path / "a")))
+    wider = ServedCheckpoint.from_uri("b", str(write_checkpoint(tmp_path / "b", config={**CONFIG, "hidden_size": 9})))
+    launcher = FakeLauncher(tmp_path)
+    with InferencePool(pool_config(), [first, wider], client=client, launcher=launcher) as pool:
+        pool.load("a")
+        assert pool.load("b")[1].reason == "its config differs (hidden_size)"
+
+
+def test_request_for_a_checkpoint_not_loaded_yet_is_held_until_it_is(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = pool.load("run-1")
+        early: list[httpx.Response] = []
+        waiting = threading.Thread(target=lambda: early.append(ask(running, model="run-2")))
+        waiting.start()
+        eventually(lambda: pool._require_proxy().status().held == 1)
+        second, _ = pool.load("run-2")
+        waiting.join(timeout=20)
+        assert early[0].status_code == 200
+        assert early[0].json()["choices"] == ask(second).json()["choices"]
+        assert ask(running, model="run-9").status_code == 404
+
+
+def test_engine_that_dies_is_started_again_and_no_request_is_lost(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path)
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        running, _ = pool.load("run-1")
+        before = ask(running).json()["choices"]
+        os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
+        answer = ask(running)
+        assert answer.status_code == 200
+        assert answer.json()["choices"] == before
+        pool.check()
+    assert launcher.launches == ["run-1", "run-1"]
+
+
+def test_engine_that_keeps_dying_fails_the_pool_with_its_last_words(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    config = pool_config(max_replica_restarts=0)
+    with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = pool.load("run-1")
+        os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
+        assert ask(running).status_code == 503
+        with pytest.raises(EngineDied, match="its engine died 1 times"):
+            pool.check()
+
+
+def test_two_replicas_share_the_load_and_one_may_die(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    config = pool_config(resource_config={"replicas": 2}, max_replica_restarts=0)
+    with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = pool.load("run-1")
+        assert running.capacity == 64
+        os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
+        assert {ask(running, f"prompt {index}").status_code for index in range(20)} == {200}
+        pool.check()
+
+
+def test_engine_that_dies_at_start_shows_its_log_and_the_command(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path, scripts=["print('no such kernel'); raise SystemExit(3)"])
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        with pytest.raises(EngineStartFailed, match="no such kernel") as caught:
+            pool.load("run-1")
+        assert "it ended before its model answered" in caught.value.found
+        assert sys.executable in caught.value.remedy
+        with pytest.raises(EngineStartFailed, match="no such kernel"):
+            pool.load("run-2")
+    assert launcher.launches == ["run-1"]
+
+
+def test_engine_that_hangs_at_start_is_given_up_after_its_time(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path, scripts=["import time; print('still loading', flush=True); time.sleep(600)"])
+    config = pool_config(startup_timeout_seconds=1.5)
+    with (
+        InferencePool(config, checkpoints, client=client, launcher=launcher) as pool,
+        pytest.raises(EngineStartFailed, match="did not answer within") as caught,
+    ):
+        pool.load("run-1")
+    assert "still loading" in caught.value.found
+
+
+def test_port_in_use_is_said_and_nothing_is_left(client: LocalClient, checkpoints: list[ServedCheckpoint]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        config = pool_config(proxy_port=taken.getsockname()[1])
+        with pytest.raises(ProxyFailed, match="0 for a free one"), InferencePool(config, checkpoints, client=client):
+            pass
+
+
+def test_error_inside_the_block_ends_every_process(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    pool = InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path))
+    with pytest.raises(ZeroDivisionError), pool:
+        pool.load("run-1")
+        raise ZeroDivisionError
+    assert not any(is_alive(pid) for pid in engine_pids(tmp_path))
+    assert pool._proxy_job is not None
+    assert pool._proxy_job.status() is JobStatus.STOPPED
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_signal_to_the_owner_ends_every_process(tmp_path: Path, number: signal.Signals) -> None:
+    write_checkpoint(tmp_path / "step-1", seed=1)
+    owner = tmp_path / "owner.py"
+    owner.write_text(
+        textwrap.dedent(
+            f"""
+            import sys, time
+            sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+            from pathlib import Path
+            from fakes.launcher import FakeLauncher
+            from pools.config import InferencePoolConfig
+            from pools.inference import InferencePool
+            from pools.launch import ServedCheckpoint
+            folder = Path({str(tmp_path)!r})
+            checkpoint = ServedCheckpoint.from_uri("run-1", str(folder / "step-1"))
+            config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}}})
+            with InferencePool(config, [checkpoint], launcher=FakeLauncher(folder)) as pool:
+                pool.load("run-1")
+                (folder / "proxy.pid").write_text(str(pool._address.pid))
+                time.sleep(120)
+            """
+        )
+    )
+    process = subprocess.Popen([sys.executable, str(owner)])
+    try:
+        proxy = int(eventually(lambda: (tmp_path / "proxy.pid").is_file() and (tmp_path / "proxy.pid").read_text()))
+        pids = [proxy, *engine_pids(tmp_path)]
+        assert len(pids) == 2
+        assert all(is_alive(pid) for pid in pids)
+        process.send_signal(number)
+        process.wait(timeout=20)
+        eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
+    finally:
+        process.kill()
+        process.wait()

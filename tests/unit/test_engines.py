@@ -1,0 +1,66 @@
+"""Engine command lines: pure data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pools.config import ModelConfig
+from pools.engines import engine_arguments, engine_flags, engine_variables, hand_command, replica_capacity
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "flags"),
+    [
+        ({"max_model_len": 2048}, ["--max-model-len", "2048"]),
+        ({"enable_prefix_caching": True}, ["--enable-prefix-caching"]),
+        ({"enable_prefix_caching": False}, ["--no-enable-prefix-caching"]),
+        ({"quantization": None}, []),
+        ({"allowed_origins": ["a", "b"]}, ["--allowed-origins", "a", "b"]),
+        ({"speculative_config": {"n": 1}}, ["--speculative-config", '{"n": 1}']),
+    ],
+)
+def test_engine_arguments_become_flags(kwargs: dict, flags: list[str]) -> None:
+    assert engine_flags(kwargs) == flags
+
+
+def test_arguments_carry_names_template_and_defaults() -> None:
+    model = ModelConfig(
+        name="run",
+        engine_kwargs={"max_model_len": 512, "enforce_eager": False},
+        generation_params={"temperature": 0.5},
+    )
+    arguments = engine_arguments(
+        model, "cpu", folder="/c/step-1", served_names=["run-1", "run-2"], host="127.0.0.1", port=81
+    )
+    text = " ".join(arguments)
+    assert "--model /c/step-1 --served-model-name run-1 run-2 --host 127.0.0.1 --port 81" in text
+    assert "--no-enforce-eager" in arguments
+    assert "--enforce-eager" not in arguments
+    assert arguments[arguments.index("--override-generation-config") + 1] == '{"temperature": 0.5}'
+    assert "--chat-template" not in arguments
+
+
+def test_arguments_are_the_same_for_the_same_model() -> None:
+    model = ModelConfig(name="run")
+    one, two = (engine_arguments(model, "tpu", folder="/c", served_names=["a"], host="h", port=1) for _ in range(2))
+    assert one == two
+    assert "--distributed-executor-backend" in one
+
+
+def test_variables_keep_caches_and_stay_off_the_hub() -> None:
+    variables = engine_variables("cpu", cache=Path("/cache/x"), cpu=4, offline=True)
+    assert variables["VLLM_CACHE_ROOT"] == "/cache/x"
+    assert variables["HF_HUB_OFFLINE"] == "1"
+    assert variables["OMP_NUM_THREADS"] == "3"
+    assert engine_variables("cpu", cache=Path("/c"), cpu=1, offline=False)["OMP_NUM_THREADS"] == "1"
+
+
+def test_capacity_follows_max_num_seqs() -> None:
+    assert replica_capacity("cuda", {}) == 256
+    assert replica_capacity("cuda", {"max_num_seqs": 7}) == 7
+
+
+def test_hand_command_can_be_pasted_into_a_shell() -> None:
+    assert hand_command("py", ["-m", "x y"], {"A": "1 2"}) == "A='1 2' py -m 'x y'"

@@ -1,0 +1,801 @@
+"""The proxy over loopback HTTP: the real process in front of deterministic engines."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from fakes.engine import FakeEngine
+from fakes.proxy import (
+    ADMIN_KEY,
+    CLIENT_KEY,
+    HEADERS,
+    KEYS,
+    RunningProxy,
+    replica_of,
+    running_proxy,
+    state_of,
+    until,
+)
+from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
+from pools.proxy.state import DesiredReplica, DesiredState, ModelCounters, ProxyLimits, ReplicaState
+from resources.errors import ProxyFailed
+from resources.settings import process_environment
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def shared_proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    with running_proxy(tmp_path_factory.mktemp("proxy"), probe_interval_seconds=0.05) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(shared_proxy: RunningProxy) -> RunningProxy:
+    shared_proxy.client.set_state(DesiredState())
+    return shared_proxy
+
+
+@pytest.fixture
+def model() -> str:
+    """A name of the test's own: the shared proxy counts by model."""
+    return f"model-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(connector=connector, headers=HEADERS, auto_decompress=False) as session:
+        yield session
+
+
+@pytest.fixture
+async def start_engine() -> AsyncIterator[Callable[[], Awaitable[FakeEngine]]]:
+    async with AsyncExitStack() as engines:
+
+        async def start() -> FakeEngine:
+            return await engines.enter_async_context(FakeEngine())
+
+        yield start
+
+
+@pytest.fixture
+async def engine(start_engine: Callable[[], Awaitable[FakeEngine]]) -> FakeEngine:
+    return await start_engine()
+
+
+@pytest.fixture
+async def other_engine(start_engine: Callable[[], Awaitable[FakeEngine]]) -> FakeEngine:
+    return await start_engine()
+
+
+Answer = tuple[int, bytes]
+
+
+async def _post(http: aiohttp.ClientSession, url: str, body: bytes | dict[str, Any]) -> Answer:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    async with http.post(url, data=data) as reply:
+        return reply.status, await reply.read()
+
+
+async def _ask(http: aiohttp.ClientSession, proxy: RunningProxy, model: str, **fields: Any) -> Answer:
+    return await _post(http, proxy.url + COMPLETIONS, {"model": model, "prompt": "Once", "max_tokens": 8, **fields})
+
+
+def _error(body: bytes) -> dict[str, Any]:
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error
+
+
+def _counters(proxy: RunningProxy, model: str) -> ModelCounters:
+    return proxy.client.status().models[model]
+
+
+# --- Passing through -------------------------------------------------------------------------------------------------
+
+BODIES = {
+    "spacing-and-order": b'{ "prompt" :"a",\n\t"model":"MODEL" , "max_tokens":1 }',
+    "float-digits": b'{"model":"MODEL","temperature":0.10000000000000000555,"top_p":1.0,"x":1e-7,"big":1E400}',
+    "escapes": '{"model":"MODEL","prompt":"\\u00e9 \u00e9 \\ud83d\\ude00 \\/ \\u0000"}'.encode(),
+    "vllm-only": b'{"model":"MODEL","prompt":"a","guided_json":{"type":"object"},"prompt_logprobs":1,"echo":true}',
+    "token-ids": b'{"model":"MODEL","prompt":[[1,2,3],[4,5]],"logprobs":null,"max_tokens":0}',
+    "six-stops": b'{"model":"MODEL","prompt":["a","b"],"stop":["1","2","3","4","5","6"],"n":2}',
+    "repeated-keys": b'{"model":"x","model":"MODEL","prompt":"a","prompt":"b"}',
+    "trailing-newline": b'{"model":"MODEL"}\r\n',
+    "large": b'{"model":"MODEL","prompt":"' + b"lorem ipsum " * 200_000 + b'"}',
+}
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+async def test_request_arrives_byte_for_byte(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str, path: str, body: bytes
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.echo = True
+    body = body.replace(b"MODEL", model.encode())
+    headers = {"Content-Type": "application/json; charset=utf-8", "X-Request-Id": "mine", "Accept": "a/b"}
+    async with http.post(proxy.url + path, data=body, headers=headers) as reply:
+        assert reply.status == 200
+        assert reply.headers["X-Fake-Engine"] == "echo"
+        seen = json.loads(await reply.read())
+    assert base64.b64decode(seen["body"]) == body
+    kept = {name: seen["headers"].get(name) for name in ("content-type", "x-request-id", "accept", "authorization")}
+    assert kept == {
+        "content-type": "application/json; charset=utf-8",
+        "x-request-id": "mine",
+        "accept": "a/b",
+        "authorization": None,
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": "Once", "max_tokens": 0, "echo": True, "logprobs": 2}),
+        (COMPLETIONS, {"prompt": [[1, 2], [3]], "max_tokens": 5, "n": 2, "stop": "e"}),
+        (CHAT, {"messages": [{"role": "user", "content": "Hi"}], "logprobs": True, "top_logprobs": 3}),
+    ],
+)
+async def test_answer_is_the_engines_byte_for_byte(
+    proxy: RunningProxy,
+    engine: FakeEngine,
+    http: aiohttp.ClientSession,
+    model: str,
+    path: str,
+    fields: dict[str, Any],
+    stream: bool,
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    body = {"model": model, "stream": stream, **fields}
+    direct = await _post(http, engine.url + path, body)
+    assert await _post(http, proxy.url + path, body) == direct
+    assert direct[0] == 200
+
+
+async def test_stream_is_forwarded_as_it_comes(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.delay_seconds = 0.1
+    body = {"model": model, "prompt": "a", "max_tokens": 6, "stream": True}
+    async with http.post(proxy.url + COMPLETIONS, json=body) as reply:
+        assert reply.content_type == "text/event-stream"
+        first = await reply.content.readline()
+        assert engine.stats.in_flight == 1
+        assert first.startswith(b"data: {")
+        assert (await reply.content.read()).endswith(b"data: [DONE]\n\n")
+
+
+@pytest.mark.parametrize("status", [400, 404, 422, 429])
+async def test_engine_refusal_is_passed_through_once(
+    proxy: RunningProxy,
+    engine: FakeEngine,
+    other_engine: FakeEngine,
+    http: aiohttp.ClientSession,
+    model: str,
+    status: int,
+) -> None:
+    proxy.client.set_state(state_of(model, engine, other_engine))
+    for one in (engine, other_engine):
+        one.faults.status, one.faults.status_count = status, 5
+    found, body = await _ask(http, proxy, model)
+    assert (found, _error(body)["message"]) == (status, "a fault was asked for")
+    assert engine.stats.requests + other_engine.stats.requests == 1
+    assert _counters(proxy, model) == ModelCounters(client_errors=1)
+
+
+# --- What the proxy answers itself -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b'"x"', b"{}", b'{"model": 1}', b"\xff\xfe\x00", b"[" * 200_000],
+    ids=["empty", "cut", "list", "text", "no-model", "number", "no-utf8", "deep"],
+)
+async def test_body_without_a_model_is_answered_400_without_an_engine(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str, body: bytes
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    status, answer = await _post(http, proxy.url + COMPLETIONS, body)
+    assert (status, _error(answer)["type"], engine.stats.requests) == (400, "BadRequestError", 0)
+
+
+async def test_unknown_model_is_answered_404_with_the_known_ones(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    status, answer = await _ask(http, proxy, "another")
+    error = _error(answer)
+    assert (status, error["type"], error["param"], engine.stats.requests) == (404, "NotFoundError", "model", 0)
+    assert "`another`" in error["message"] and f"`{model}`" in error["message"]
+    assert "another" not in proxy.client.status().models
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", COMPLETIONS),
+        ("POST", CHAT),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("PUT", "/admin/state"),
+        ("GET", "/admin/status"),
+    ],
+)
+@pytest.mark.parametrize(
+    "authorization", [None, "Bearer wrong", "Bearer", f"Basic {CLIENT_KEY}", "Bearer \u00e9", f"Basic {ADMIN_KEY}"]
+)
+async def test_request_without_the_key_is_answered_401(
+    proxy: RunningProxy, method: str, path: str, authorization: str | None
+) -> None:
+    headers = {} if authorization is None else {"Authorization": authorization}
+    async with aiohttp.request(method, proxy.url + path, headers=headers, data=b"{}") as reply:
+        assert reply.status == 401
+        assert _error(await reply.read())["code"] == 401
+
+
+async def test_keys_open_only_their_own_paths(proxy: RunningProxy, http: aiohttp.ClientSession) -> None:
+    async with http.get(f"{proxy.url}/admin/status") as reply:
+        assert reply.status == 401
+    async with http.get(f"{proxy.url}/v1/models", headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as reply:
+        assert reply.status == 401
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/nothing", 404), ("GET", COMPLETIONS, 405)])
+async def test_unknown_path_or_method_is_an_openai_error(
+    proxy: RunningProxy, http: aiohttp.ClientSession, method: str, path: str, status: int
+) -> None:
+    async with http.request(method, proxy.url + path) as reply:
+        assert reply.status == status
+        assert _error(await reply.read())["code"] == status
+
+
+async def test_models_lists_every_model_of_the_state(proxy: RunningProxy, http: aiohttp.ClientSession) -> None:
+    proxy.client.set_state(DesiredState(models={"run-200": "d2", "run-100": "d1"}))
+    async with http.get(f"{proxy.url}/v1/models") as reply:
+        listed = await reply.json()
+    assert listed["object"] == "list"
+    assert [(one["id"], one["object"]) for one in listed["data"]] == [("run-100", "model"), ("run-200", "model")]
+
+
+async def test_health_needs_no_key_and_follows_the_state(proxy: RunningProxy, engine: FakeEngine, model: str) -> None:
+    async def health() -> tuple[int, str]:
+        async with aiohttp.request("GET", f"{proxy.url}/health") as reply:
+            return reply.status, (await reply.json())["status"]
+
+    assert await health() == (503, "holding")
+    proxy.client.set_state(state_of(model, engine))
+    assert await health() == (200, "ready")
+    assert proxy.client.health() == "ready"
+    proxy.client.set_state(DesiredState(failed="gave up"))
+    assert await health() == (503, "failed")
+
+
+async def test_bad_state_is_refused_and_the_former_one_kept(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    headers = {"Authorization": f"Bearer {ADMIN_KEY}"}
+    for body in (b"{", b'{"replicas": [{"name": "a", "url": "nowhere"}]}', b'{"unheard": 1}'):
+        async with http.put(f"{proxy.url}/admin/state", data=body, headers=headers) as reply:
+            assert reply.status == 400
+    assert (await _ask(http, proxy, model))[0] == 200
+
+
+async def test_too_large_body_is_answered_413(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    async def in_pieces(body: bytes) -> AsyncIterator[bytes]:
+        for at in range(0, len(body), 1000):
+            yield body[at : at + 1000]
+
+    with running_proxy(tmp_path, max_body_bytes=10_000) as proxy:
+        proxy.client.set_state(state_of(model, engine))
+        large = json.dumps({"model": model, "prompt": "a" * 10_000}).encode()
+        status, answer = await _post(http, proxy.url + COMPLETIONS, large)
+        assert (status, _error(answer)["code"]) == (413, 413)
+        async with http.post(proxy.url + COMPLETIONS, data=in_pieces(large)) as reply:
+            assert reply.status == 413
+        assert engine.stats.requests == 0
+        fitting = json.dumps({"model": model, "prompt": "a" * 2_000, "max_tokens": 1}).encode()
+        async with http.post(proxy.url + COMPLETIONS, data=in_pieces(fitting)) as reply:
+            assert reply.status == 200
+
+
+async def test_client_that_waits_for_continue_gets_it(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    body = {"model": model, "prompt": "a", "max_tokens": 1}
+    async with http.post(proxy.url + COMPLETIONS, json=body, expect100=True) as reply:
+        assert reply.status == 200
+
+
+# --- Holding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("state", "digest"), [("starting", "d"), ("draining", "d"), ("dead", "d"), ("ready", "other"), ("ready", None)]
+)
+async def test_request_is_held_until_a_replica_is_ready(
+    proxy: RunningProxy,
+    engine: FakeEngine,
+    http: aiohttp.ClientSession,
+    model: str,
+    state: ReplicaState,
+    digest: str | None,
+) -> None:
+    replica = replica_of(engine, state=state, digest=digest)
+    proxy.client.set_state(DesiredState(models={model: "d"}, replicas=(replica,)))
+    asked = asyncio.create_task(_ask(http, proxy, model))
+    await until(lambda: proxy.client.status().held == 1)
+    assert engine.stats.requests == 0
+    proxy.client.set_state(state_of(model, engine))
+    assert (await asked)[0] == 200
+    assert proxy.client.status().held == 0
+
+
+async def test_request_before_the_first_state_is_held(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    with running_proxy(tmp_path) as proxy:
+        asked = asyncio.create_task(_ask(http, proxy, model))
+        await until(lambda: proxy.client.status().held == 1)
+        proxy.client.set_state(state_of(model, engine))
+        assert (await asked)[0] == 200
+
+
+async def test_held_request_past_the_bounds_is_answered_429_and_503(
+    tmp_path: Path, http: aiohttp.ClientSession, model: str
+) -> None:
+    with running_proxy(tmp_path, max_held=2, hold_timeout_seconds=1) as proxy:
+        proxy.client.set_state(DesiredState(models={model: "d"}))
+        asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(2)]
+        await until(lambda: proxy.client.status().held == 2)
+        async with http.post(proxy.url + COMPLETIONS, json={"model": model}) as reply:
+            assert (reply.status, reply.headers["Retry-After"]) == (429, "1")
+        async with http.post(proxy.url + COMPLETIONS, json={"model": "unknown"}) as reply:
+            assert reply.status == 404
+        answers = await asyncio.gather(*asked)
+        assert [status for status, _ in answers] == [503, 503]
+        assert proxy.client.status().held == 0
+        assert _counters(proxy, model) == ModelCounters(server_errors=3)
+
+
+async def test_failed_pool_answers_503_with_its_reason_at_once(
+    proxy: RunningProxy, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(DesiredState(models={model: "d"}))
+    held = asyncio.create_task(_ask(http, proxy, model))
+    await until(lambda: proxy.client.status().held == 1)
+    proxy.client.set_state(DesiredState(models={model: "d"}, failed="the engine died three times"))
+    for status, answer in (await held, await _ask(http, proxy, model)):
+        assert (status, _error(answer)["message"]) == (503, "the engine died three times")
+
+
+async def test_held_request_of_a_client_that_leaves_is_dropped(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(DesiredState(models={model: "d"}))
+    held = asyncio.create_task(_ask(http, proxy, model))
+    await until(lambda: proxy.client.status().held == 1)
+    held.cancel()
+    await until(lambda: proxy.client.status().held == 0)
+    proxy.client.set_state(state_of(model, engine))
+    assert (await _ask(http, proxy, model))[0] == 200
+    assert engine.stats.requests == 1
+    assert _counters(proxy, model) == ModelCounters(answered=1, cancelled=1)
+
+
+# --- Failing replicas ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["refuse", "die_mid_body", "status_count"])
+async def test_attempt_that_fails_is_repeated_on_another_replica(
+    proxy: RunningProxy,
+    engine: FakeEngine,
+    other_engine: FakeEngine,
+    http: aiohttp.ClientSession,
+    model: str,
+    fault: str,
+) -> None:
+    proxy.client.set_state(state_of(model, engine, other_engine))
+    setattr(engine.faults, fault, 1)
+    setattr(other_engine.faults, fault, 0)
+    answers = [await _ask(http, proxy, model) for _ in range(2)]  # they take turns: one of the two meets the fault
+    assert [status for status, _ in answers] == [200, 200]
+    assert answers[0][1] == answers[1][1]
+    assert _counters(proxy, model) == ModelCounters(answered=2, retried=1)
+
+
+async def test_address_nobody_listens_on_costs_no_request(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        gone = DesiredReplica(name="gone", url=f"http://127.0.0.1:{closed.getsockname()[1]}", digest="d", state="ready")
+        proxy.client.set_state(DesiredState(models={model: "d"}, replicas=(gone, replica_of(engine))))
+        answers = await asyncio.gather(*(_ask(http, proxy, model) for _ in range(20)))
+        assert {status for status, _ in answers} == {200}
+        [seen] = [one for one in proxy.client.status().replicas if one.name == "gone"]
+        assert seen.suspect and seen.consecutive_failures >= 1 and seen.in_flight == 0
+
+
+async def test_only_replica_that_breaks_the_connection_is_asked_again_once_it_answers_probes(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.refuse, engine.faults.unhealthy = 1, True
+    asked = asyncio.create_task(_ask(http, proxy, model))
+    await until(lambda: engine.stats.health_checks >= 3)
+    assert proxy.client.status().held == 1
+    assert proxy.client.health() == "holding"
+    engine.faults.unhealthy = False
+    assert (await asked)[0] == 200
+    assert proxy.client.health() == "ready"
+
+
+async def test_request_that_kills_engines_is_tried_three_times_in_all(
+    proxy: RunningProxy, start_engine: Callable[[], Awaitable[FakeEngine]], http: aiohttp.ClientSession, model: str
+) -> None:
+    engines = [await start_engine() for _ in range(5)]
+    for engine in engines:
+        engine.faults.refuse = 1
+    proxy.client.set_state(state_of(model, *engines))
+    status, answer = await _ask(http, proxy, model)
+    assert (status, _error(answer)["code"]) == (502, 502)
+    assert sorted(engine.stats.requests for engine in engines) == [0, 0, 1, 1, 1]
+    assert _counters(proxy, model) == ModelCounters(server_errors=1, retried=2)
+
+
+async def test_engine_error_that_stays_is_passed_through_after_three_attempts(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.status, engine.faults.status_count = 500, 10
+    status, answer = await _ask(http, proxy, model)
+    assert (status, _error(answer)["message"]) == (500, "a fault was asked for")
+    assert engine.stats.requests == 3
+    assert _counters(proxy, model) == ModelCounters(server_errors=1, retried=2)
+
+
+async def test_all_replicas_gone_and_back_loses_no_request(
+    proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine, other_engine))
+    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 0.2
+    asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(40)]
+    await until(lambda: engine.stats.in_flight + other_engine.stats.in_flight == 40)
+    await engine.stop()
+    await other_engine.stop()
+    asked += [asyncio.create_task(_ask(http, proxy, model)) for _ in range(40)]
+    await until(lambda: proxy.client.status().held == 80)
+    async with engine, other_engine:
+        answers = await asyncio.gather(*asked)
+    assert {status for status, _ in answers} == {200}
+    assert len({body for _, body in answers}) == 1
+
+
+async def test_replica_declared_dead_gives_up_its_requests_to_others(
+    proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.hang = 3
+    asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(3)]
+    await until(lambda: engine.stats.in_flight == 3)
+    dead = replica_of(engine, state="dead")
+    proxy.client.set_state(DesiredState(models={model: "d"}, replicas=(dead, replica_of(other_engine))))
+    assert {status for status, _ in await asyncio.gather(*asked)} == {200}
+    await until(lambda: engine.stats.aborted == 3)
+
+
+async def test_draining_replica_finishes_what_it_has_and_gets_nothing_new(
+    proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.delay_seconds = 0.5
+    first = asyncio.create_task(_ask(http, proxy, model))
+    await until(lambda: engine.stats.in_flight == 1)
+    draining = replica_of(engine, state="draining")
+    status = proxy.client.set_state(DesiredState(models={model: "d"}, replicas=(draining, replica_of(other_engine))))
+    assert [(one.state, one.in_flight) for one in status.replicas] == [("draining", 1), ("ready", 0)]
+    assert (await _ask(http, proxy, model))[0] == 200
+    assert (await first)[0] == 200
+    assert (engine.stats.requests, other_engine.stats.requests) == (1, 1)
+
+
+async def test_engine_that_takes_too_long_is_left_for_another_and_finally_504(
+    tmp_path: Path, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    with running_proxy(tmp_path, engine_timeout_seconds=0.3, probe_interval_seconds=0.05) as proxy:
+        proxy.client.set_state(state_of(model, engine, other_engine))
+        engine.faults.hang = 1
+        answers = [await _ask(http, proxy, model) for _ in range(2)]
+        assert [status for status, _ in answers] == [200, 200]
+        proxy.client.set_state(state_of(model, engine))
+        engine.faults.hang = 1
+        status, answer = await _ask(http, proxy, model)
+        assert (status, _error(answer)["type"]) == (504, "TimeoutError")
+        await until(lambda: engine.stats.in_flight == 0)
+        await until(lambda: proxy.client.health() == "ready")  # slow, not dead
+        assert (await _ask(http, proxy, model))[0] == 200
+
+
+async def test_stream_that_breaks_ends_with_an_error_event(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.die_mid_stream = 1
+    status, body = await _ask(http, proxy, model, stream=True)
+    events = [event.removeprefix("data: ") for event in body.decode().split("\n\n") if event.strip()]
+    *pieces, last = (json.loads(event) for event in events)
+    assert status == 200
+    assert len(pieces) == 2 and all("choices" in piece for piece in pieces)
+    assert last["error"]["code"] == 502
+    assert engine.stats.requests == 1
+    assert _counters(proxy, model) == ModelCounters(server_errors=1)
+
+
+async def test_stream_that_breaks_before_its_first_event_is_tried_again(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.refuse = 1
+    status, body = await _ask(http, proxy, model, stream=True)
+    assert (status, body.endswith(b"data: [DONE]\n\n")) == (200, True)
+
+
+async def test_stream_that_falls_silent_ends_with_an_error_event(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    with running_proxy(tmp_path, engine_timeout_seconds=0.5) as proxy:
+        proxy.client.set_state(state_of(model, engine))
+        asked = asyncio.create_task(_ask(http, proxy, model, stream=True, max_tokens=400))
+        engine.faults.delay_seconds = 0.1
+        await until(lambda: engine.stats.in_flight == 1)
+        engine.faults.delay_seconds = 30
+        assert b'"code": 502' in (await asked)[1]
+
+
+# --- Clients that leave, and load ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_client_that_leaves_ends_the_engines_work(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str, stream: bool
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    if stream:
+        engine.faults.delay_seconds = 0.05
+    else:
+        engine.faults.hang = 1
+    asked = asyncio.create_task(_ask(http, proxy, model, stream=stream, max_tokens=4000))
+    await until(lambda: engine.stats.in_flight == 1)
+    asked.cancel()
+    await until(lambda: engine.stats.aborted == 1, timeout_seconds=2)
+    await until(lambda: _counters(proxy, model).cancelled == 1)
+    [replica] = proxy.client.status().replicas
+    assert (replica.in_flight, replica.suspect) == (0, False)
+
+
+async def test_storm_of_clients_that_time_out_blocks_nobody(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.hang = 50
+    timeout = aiohttp.ClientTimeout(total=0.5)
+
+    async def give_up() -> None:
+        with pytest.raises(TimeoutError):
+            async with http.post(proxy.url + COMPLETIONS, json={"model": model, "prompt": "a"}, timeout=timeout):
+                pass
+
+    await asyncio.gather(*(give_up() for _ in range(50)))
+    started = time.monotonic()
+    answers = await asyncio.gather(*(_ask(http, proxy, model) for _ in range(20)))
+    assert {status for status, _ in answers} == {200}
+    assert time.monotonic() - started < 2
+    await until(lambda: engine.stats.aborted == 50)
+    assert _counters(proxy, model) == ModelCounters(answered=20, cancelled=50)
+
+
+async def test_health_answers_while_200_requests_hang(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine))
+    engine.faults.hang = 200
+    asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(200)]
+    await until(lambda: engine.stats.in_flight == 200)
+    started = time.monotonic()
+    assert proxy.client.health() == "ready"
+    assert time.monotonic() - started < 1
+    for one in asked:
+        one.cancel()
+    await until(lambda: engine.stats.in_flight == 0)
+
+
+async def test_concurrent_requests_are_not_served_one_after_another(
+    proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    proxy.client.set_state(state_of(model, engine, other_engine))
+    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 0.5
+    started = time.monotonic()
+    answers = await asyncio.gather(*(_ask(http, proxy, model) for _ in range(100)))
+    assert time.monotonic() - started < 100 * 0.5 / 10
+    assert {status for status, _ in answers} == {200}
+    assert (engine.stats.max_in_flight, other_engine.stats.max_in_flight) == (50, 50)
+
+
+# --- Counting and logging --------------------------------------------------------------------------------------------
+
+
+async def test_metrics_count_requests_models_and_load(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    with running_proxy(tmp_path) as proxy:
+        proxy.client.set_state(state_of(model, engine))
+        engine.faults.status, engine.faults.status_count = 400, 1
+        assert [(await _ask(http, proxy, model))[0] for _ in range(3)] == [400, 200, 200]
+        async with http.get(f"{proxy.url}/metrics") as reply:
+            assert reply.content_type == "text/plain"
+            text = await reply.text()
+    lines = text.splitlines()
+    for line in (
+        'assay_proxy_requests_total{status="200"} 2',
+        'assay_proxy_requests_total{status="400"} 1',
+        f'assay_proxy_model_requests_total{{model="{model}",result="answered"}} 2',
+        f'assay_proxy_in_flight{{replica="r{engine.port}"}} 0',
+        "assay_proxy_held 0",
+        "assay_proxy_retries_total 0",
+        'assay_proxy_request_seconds_bucket{le="+Inf"} 3',
+        "assay_proxy_request_seconds_count 3",
+    ):
+        assert line in lines
+    assert all(re.fullmatch(r'# TYPE \w+ \w+|\w+({(\w+="[^"]*",?)+})? [0-9.e+-]+', line) for line in lines)
+
+
+async def test_log_has_a_line_per_failed_request_and_no_secrets(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    secret = "the-prompt-nobody-may-read"
+    with running_proxy(tmp_path, probe_interval_seconds=0.05) as proxy:
+        proxy.client.set_state(state_of(model, engine))
+        assert (await _ask(http, proxy, model, prompt=secret))[0] == 200
+        engine.faults.status, engine.faults.status_count = 400, 1
+        assert (await _ask(http, proxy, model, prompt=secret))[0] == 400
+        assert (await _ask(http, proxy, f"{secret}-model"))[0] == 404
+        assert (await _post(http, proxy.url + COMPLETIONS, f'{{"prompt": "{secret}'.encode()))[0] == 400
+        engine.faults.refuse = 3
+        assert (await _ask(http, proxy, model, prompt=secret))[0] == 502
+        reader, writer = await asyncio.open_connection(proxy.address.host, proxy.address.port)
+        writer.write(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {CLIENT_KEY}\x00\r\n".encode())
+        writer.write(f"Content-Length: {secret}\r\n\r\n{secret}".encode())
+        assert b"400" in await reader.readline()
+        writer.close()
+    log = proxy.log_file.read_text()
+    failed = [line for line in log.splitlines() if "request=" in line]
+    assert [re.sub(r".*model=(\S+) status=(\d+) seconds=[\d.]+$", r"\1 \2", line) for line in failed] == [
+        f"{model} 400",
+        "- 404",
+        "- 400",
+        f"{model} 502",
+    ]
+    for hidden in (secret, CLIENT_KEY, ADMIN_KEY):
+        assert hidden not in log
+
+
+# --- The process -----------------------------------------------------------------------------------------------------
+
+
+async def test_sigterm_ends_the_process_soon_with_requests_under_way(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    with running_proxy(tmp_path) as proxy:
+        held = DesiredState(models={model: "d", "held": "other"}, replicas=(replica_of(engine),))
+        proxy.client.set_state(held)
+        engine.faults.hang = 1
+        hanging = asyncio.create_task(_ask(http, proxy, model))
+        waiting = asyncio.create_task(_ask(http, proxy, "held"))
+        await until(lambda: engine.stats.in_flight == 1 and proxy.client.status().held == 1)
+        started = time.monotonic()
+        proxy.process.send_signal(signal.SIGTERM)
+        await until(lambda: proxy.process.poll() is not None, timeout_seconds=5)
+        assert time.monotonic() - started < 3
+        assert proxy.process.returncode == 0
+        assert (await waiting)[0] == 503
+        with pytest.raises(aiohttp.ClientError):
+            await hanging
+        await until(lambda: engine.stats.aborted == 1)
+        with pytest.raises(ProxyFailed, match="Refused"):
+            proxy.client.status()
+
+
+def test_process_hides_its_keys_and_may_open_many_files(shared_proxy: RunningProxy) -> None:
+    process = Path("/proc") / str(shared_proxy.address.pid)
+    if not process.is_dir():
+        pytest.skip("needs /proc")
+    command = (process / "cmdline").read_text()
+    assert CLIENT_KEY not in command and ADMIN_KEY not in command
+    [open_files] = [line for line in (process / "limits").read_text().splitlines() if "open files" in line]
+    assert int(open_files.split()[3]) == resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "keys", "message"),
+    [
+        (["--port", "0"], {}, "ASSAY_POOL_KEY"),
+        (["--host", "192.0.2.1"], KEYS.as_environment(), "192.0.2.1"),
+        (["--max-held", "many"], KEYS.as_environment(), "max_held"),
+    ],
+    ids=["no-keys", "no-address", "bad-limit"],
+)
+def test_start_that_cannot_work_says_why_and_ends(
+    tmp_path: Path, flags: list[str], keys: dict[str, str], message: str
+) -> None:
+    address_file = tmp_path / "proxy.json"
+    ended = subprocess.run(
+        [sys.executable, "-m", "pools.proxy", "--address-file", str(address_file), *flags],
+        env=process_environment({"ASSAY_POOL_KEY": "", **keys}),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not address_file.exists()
+
+
+def test_wait_for_address_of_a_process_that_ended_raises(tmp_path: Path) -> None:
+    with pytest.raises(ProxyFailed, match="ended"):
+        wait_for_address(tmp_path / "proxy.json", timeout_seconds=5, is_running=lambda: False)
+
+
+def test_wait_for_address_that_never_comes_raises(tmp_path: Path) -> None:
+    with pytest.raises(ProxyFailed, match="has not written"):
+        wait_for_address(tmp_path / "proxy.json", timeout_seconds=0.05, is_running=lambda: True)
+
+
+def test_client_with_the_wrong_key_raises_the_proxys_reason(shared_proxy: RunningProxy) -> None:
+    with pytest.raises(ProxyFailed, match="401"):
+        ProxyClient(shared_proxy.address, admin_key="wrong").status()
+
+
+def test_command_carries_every_limit_and_no_key(tmp_path: Path) -> None:
+    command = proxy_command(tmp_path / "a", host="::1", port=7, limits=ProxyLimits(max_held=3))
+    assert command[1:] == (
+        *("-m", "pools.proxy", "--host", "::1", "--port", "7", "--address-file", str(tmp_path / "a")),
+        *("--max-body-bytes", "67108864", "--max-held", "3", "--hold-timeout-seconds", "1800"),
+        *("--engine-timeout-seconds", "600", "--connect-timeout-seconds", "10"),
+        *("--probe-interval-seconds", "1", "--probe-timeout-seconds", "30"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("127.0.0.1", "http://127.0.0.1:9/v1"), ("0.0.0.0", "http://127.0.0.1:9/v1"), ("::", "http://[::1]:9/v1")],
+)
+def test_address_base_url_can_be_connected_to(host: str, url: str) -> None:
+    assert ProxyAddress(host=host, port=9, pid=1).base_url == url
