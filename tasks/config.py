@@ -1,0 +1,142 @@
+"""What is to be evaluated, and how: `EvalTaskConfig` and `EvaluationConfig`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from pools.config import InferencePoolConfig, check_name
+from resources.config import Config
+from tasks.names import name_of
+
+EvaluatorName = Literal["lm_evaluation_harness"]
+
+
+class EvalTaskConfig(Config):
+    """One benchmark."""
+
+    name: str
+    """The benchmark's name as its harness knows it, such as mmlu."""
+    num_fewshot: int | None = Field(default=None, ge=0)
+    """Worked examples in front of each question; the benchmark's own number when unset."""
+    task_alias: str | None = None
+    """Name under which its metrics are published, where one benchmark is wanted in two forms."""
+
+    @field_validator("name", "task_alias")
+    @classmethod
+    def _name_is_usable(cls, name: str | None) -> str | None:
+        return check_name(name) if name is not None else None
+
+    @property
+    def metric_key(self) -> str:
+        """The name its metrics are published under."""
+        return self.task_alias or self.name
+
+
+class CheckpointSelection(Config):
+    """Which of a run's checkpoints are wanted."""
+
+    which: Literal["all", "latest"] = "all"
+    """Every complete checkpoint, or only the one with the highest step."""
+    every_n_steps: int | None = Field(default=None, ge=1)
+    """Keep only steps that are multiples of this, and the last one."""
+    wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
+    """How long to wait for checkpoints that are still being written before they are left out."""
+
+
+class EvaluationConfig(Config):
+    """An evaluation of one checkpoint, or of every checkpoint of a run."""
+
+    evaluator: EvaluatorName = "lm_evaluation_harness"
+    """The harness that asks the questions and scores the answers."""
+    model_path: str
+    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""
+    evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
+    """The benchmarks, evaluated together as one cell per checkpoint."""
+    evaluation_path: str = "evaluations"
+    """Folder for records and the harness's own output; local, gs:// or s3://."""
+    model_name: str | None = None
+    """Name of the run in records and reports; the pool's model name, or else the path's, when unset."""
+    pool_config: InferencePoolConfig | None = None
+    """The inference pool to start; a pool on this machine's CPU when neither it nor base_url is given."""
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint that already serves the checkpoint, in place of a pool."""
+    discover_latest_checkpoint: bool = False
+    """Take the newest complete checkpoint below model_path."""
+    max_eval_instances: int | None = Field(default=None, ge=1)
+    """Questions per benchmark, for a quick look; all when unset."""
+    benchmarks_path: str | None = None
+    """Folder with benchmarks of one's own, as YAML files of the harness; those bundled with Assay when unset."""
+    timeout_seconds: float = Field(default=4 * 3600, gt=0)
+    """Wall clock of one cell."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags that go into every record."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_way_of_serving(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        if values.get("pool_config") and values.get("base_url"):
+            raise ValueError("expected pool_config or base_url, found both: remove one")
+        if values.get("pool_config") or values.get("base_url") or not isinstance(values.get("model_path"), str):
+            return values
+        name, _, _ = name_of(values["model_path"])
+        return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
+
+    @model_validator(mode="after")
+    def _one_path(self) -> EvaluationConfig:
+        served = self.pool_config.model.path if self.pool_config else None
+        if served is not None and served.rstrip("/") != self.model_path.rstrip("/"):
+            raise ValueError(
+                f"model_path is {self.model_path!r} but pool_config.model.path is {served!r}: leave the latter out"
+            )
+        return self
+
+    @field_validator("model_name")
+    @classmethod
+    def _model_name_is_usable(cls, name: str | None) -> str | None:
+        return check_name(name) if name is not None else None
+
+    @field_validator("evals")
+    @classmethod
+    def _metric_keys_differ(cls, evals: tuple[EvalTaskConfig, ...]) -> tuple[EvalTaskConfig, ...]:
+        twice = [key for key, times in Counter(task.metric_key for task in evals).items() if times > 1]
+        if twice:
+            raise ValueError(
+                f"two benchmarks would publish their metrics as {', '.join(twice)}: "
+                "give one of them a task_alias of its own"
+            )
+        return evals
+
+    @property
+    def run_name(self) -> str:
+        """The run's name in records and reports."""
+        return self.model_name or (self.pool_config.model.name if self.pool_config else name_of(self.model_path)[0])
+
+    @property
+    def apply_chat_template(self) -> bool:
+        """Whether benchmarks are sent as conversations."""
+        return self.pool_config is not None and self.pool_config.model.apply_chat_template
+
+    def what_is_measured(self) -> dict[str, Any]:
+        """All that can change a score, apart from the checkpoint: what the evaluation hash is taken over."""
+        model = self.pool_config.model if self.pool_config else None
+        return {
+            "evaluator": self.evaluator,
+            "evals": [task.model_dump() for task in self.evals],
+            "max_eval_instances": self.max_eval_instances,
+            "engine_kwargs": model.engine_kwargs if model else None,
+            "generation_params": model.generation_params if model else None,
+            "apply_chat_template": self.apply_chat_template,
+            "device": self.pool_config.device if self.pool_config else self.base_url,
+        }
+
+
+def digest_of(content: Any) -> str:
+    """Hex digest of any JSON-like value, the same for the same content."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

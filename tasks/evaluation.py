@@ -1,0 +1,241 @@
+"""Evaluating cells: which are wanted, which are done, and one of them from its first request to its record."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from pools.launch import ServedCheckpoint
+from resources import storage
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import AssayError, EvaluationIncomplete, EvaluationInterrupted, RecordStatus
+from resources.jobs import current_client
+from tasks.benchmarks import benchmarks_digest
+from tasks.checkpoints import Checkpoint
+from tasks.config import EvaluationConfig, digest_of
+from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts
+from tasks.evaluators.registry import EVALUATORS
+from tasks.progress import CellDone, CellProgress, report, report_event
+from tasks.provenance import git_state, hardware, versions
+from tasks.records import CheckpointReference, Record, now, read_record, write_record
+from tasks.serving import Serving
+
+_MOST_NAMES_IN_A_CELL = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One checkpoint and one set of benchmarks. `uri` is its folder; `record` what stands there already."""
+
+    config: EvaluationConfig
+    checkpoint: ServedCheckpoint
+    reference: CheckpointReference
+    evaluation_hash: str
+    uri: str
+    record: Record | None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has a succeeded record, so that nothing is left to do."""
+        return self.record is not None and self.record.succeeded
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def plan_cells(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+    """A cell for each checkpoint, in the order given; weights are digested, and copied here where they are remote.
+
+    Not retried: what fails here is the request, a checkpoint that changed, or a folder that cannot be written.
+
+    Raises:
+        UnknownBenchmark: the evaluator does not know a benchmark.
+        CheckpointError: a checkpoint stopped being complete meanwhile.
+        StorageError: something could not be read.
+    """
+    storage.check_writable(config.evaluation_path)
+    evaluator = EVALUATORS[config.evaluator]
+    evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment]).python)
+    evaluation_hash = digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
+    cells = [_cell(config, checkpoint, evaluation_hash) for checkpoint in checkpoints]
+    done = sum(cell.done for cell in cells)
+    report_event(f"{len(cells)} cells wanted, {done} of them recorded already, {len(cells) - done} to evaluate")
+    return cells
+
+
+def _cell(config: EvaluationConfig, checkpoint: Checkpoint, evaluation_hash: str) -> Cell:
+    run = config.run_name
+    name = f"{run}{checkpoint.name.removeprefix(checkpoint.run)}"
+    served = ServedCheckpoint.from_uri(name, checkpoint.uri)
+    reference = CheckpointReference(
+        uri=checkpoint.uri,
+        run=run,
+        name=name,
+        step=checkpoint.step,
+        digest=served.digests.checkpoint,
+        weights_digest=served.digests.weights,
+    )
+    keys = [task.metric_key for task in config.evals]
+    shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{len(keys) - 3}-more" if len(keys) > 3 else "")
+    identity = digest_of([evaluation_hash, reference.digest])[:10]
+    folder = f"{shown[:80]}-{identity}"
+    uri = storage.join(config.evaluation_path, run, f"step-{checkpoint.step}", config.evaluator, folder)
+    return Cell(config, served, reference, evaluation_hash, uri, read_record(uri))
+
+
+@dataclass
+class _Outcome:
+    """What is known about a cell while it is being evaluated."""
+
+    status: RecordStatus = "infra_failed"
+    reason: str | None = None
+    parsed: Parsed | None = None
+    served: dict[str, Any] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    requests: dict[str, int] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, phase: str) -> Iterator[None]:
+        """Adds the block's wall seconds to a phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[phase] = round(self.seconds.get(phase, 0.0) + time.monotonic() - began, 3)
+
+
+def worth_another_try(_task: object, _run: object, state: Any) -> bool:
+    """Prefect retries a cell only if the failure was ours, not the model's, the benchmark's or the request's."""
+    error = state.result(raise_on_failure=False)
+    return isinstance(error, AssayError) and error.record_status == "infra_failed" and error.exit_code != 3
+
+
+@task(
+    task_run_name="evaluate {cell.reference.name}",
+    retries=1,
+    retry_delay_seconds=2,
+    retry_condition_fn=worth_another_try,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def evaluate_cell(cell: Cell, serving: Serving, position: int, cells: int) -> Record:
+    """Evaluates one cell and publishes its record, whatever the outcome.
+
+    Raises:
+        AssayError: the cell did not succeed; its record says so too.
+    """
+    attempt = f"attempt-{secrets.token_hex(4)}"
+    outcome = _Outcome()
+    failure: AssayError | None = None
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="assay-cell-") as scratch:
+        local = storage.is_local(cell.uri)
+        output = storage.local_path(cell.uri).absolute() / attempt if local else Path(scratch) / attempt
+        try:
+            outcome.parsed = _answer(cell, serving, output, outcome, position, cells)
+            verify_counts(outcome.parsed)
+            outcome.status = "succeeded"
+        except AssayError as error:
+            failure, outcome.status, outcome.reason = error, error.record_status, str(error)
+        with outcome.timed("publish"):
+            if not local and output.is_dir():
+                storage.copy_from_local(output, storage.join(cell.uri, attempt))
+        record = write_record(cell.uri, _record(cell, outcome, attempt))
+    report(CellDone(cell.reference.name, position, cells, record.status, time.monotonic() - began))
+    if failure is not None and not record.succeeded:
+        raise failure
+    return record
+
+
+def _answer(cell: Cell, serving: Serving, output: Path, outcome: _Outcome, position: int, cells: int) -> Parsed:
+    evaluator = EVALUATORS[cell.config.evaluator]
+    name = cell.reference.name
+    python = ensure_environment(ENVIRONMENTS[evaluator.environment]).python
+    report(CellProgress(name, position, cells, "loading the checkpoint", 0, 0))
+    with outcome.timed("load"):
+        running, outcome.served = serving.load(name)
+    before = serving.counts(name)
+
+    def on_progress(progress: Progress) -> None:
+        report(CellProgress(name, position, cells, progress.stage, progress.done, progress.total))
+
+    report(CellProgress(name, position, cells, f"starting {evaluator.name}", 0, 0))
+    try:
+        with outcome.timed("evaluate"):
+            return run_harness(
+                evaluator,
+                running,
+                cell.config,
+                output=output,
+                python=python,
+                client=current_client(),
+                on_progress=on_progress,
+                check_endpoint=serving.check,
+            )
+    finally:
+        after = serving.counts(name)
+        outcome.requests = {kind: count - before.get(kind, 0) for kind, count in after.items()}
+
+
+def _record(cell: Cell, outcome: _Outcome, attempt: str) -> Record:
+    commit, dirty = git_state()
+    pool = cell.config.pool_config
+    chips = pool.resource_config.chip_count() if pool else 0
+    busy_seconds = sum(outcome.seconds.get(phase, 0.0) for phase in ("load", "evaluate"))
+    parsed = outcome.parsed
+    succeeded = outcome.status == "succeeded"
+    return Record(
+        status=outcome.status,
+        reason=outcome.reason,
+        cell=storage.basename(cell.uri),
+        checkpoint=cell.reference,
+        evaluator=cell.config.evaluator,
+        benchmarks=tuple(task.metric_key for task in cell.config.evals),
+        metrics=parsed.metrics if parsed and succeeded else (),
+        counts=parsed.counts if parsed else None,
+        evaluation=cell.config.model_dump(mode="json"),
+        evaluation_hash=cell.evaluation_hash,
+        git_commit=commit,
+        git_dirty=dirty,
+        versions={**versions(), **(parsed.versions if parsed else {})},
+        hardware=hardware(cell.config),
+        served=outcome.served,
+        seconds=outcome.seconds,
+        chip_seconds=round(chips * busy_seconds, 3),
+        requests=outcome.requests,
+        tags=cell.config.wandb_tags,
+        attempt=attempt,
+        created=now(),
+    )
+
+
+def conclude(cells: Sequence[Cell]) -> list[Record]:
+    """The records that stand for some cells now.
+
+    Raises:
+        EvaluationIncomplete, EvaluationInterrupted: not every cell has a succeeded record.
+    """
+    records = {cell: read_record(cell.uri) for cell in cells}
+    missing = {
+        cell.reference.name: record.status if record else "infra_failed"
+        for cell, record in records.items()
+        if record is None or not record.succeeded
+    }
+    if not missing:
+        return [record for record in records.values() if record is not None]
+    ours = set(missing.values()) == {"infra_failed"}
+    reasons = [record.reason for record in records.values() if record and record.reason]
+    kind = EvaluationInterrupted if ours else EvaluationIncomplete
+    raise kind(
+        expected=f"a succeeded record for each of {len(cells)} cells",
+        found=f"{', '.join(f'{name}: {status}' for name, status in missing.items())}"
+        + (f". The first reason:\n{reasons[0]}" if reasons else ""),
+        remedy="run it again: only these are evaluated" if ours else "see the reason in each record.json",
+    )

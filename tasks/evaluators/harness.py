@@ -1,0 +1,319 @@
+"""What an evaluator is, and the one runner that all of them share.
+
+An evaluator is a pure pair: the command to run against an endpoint, and the reading of what that left behind. The
+runner does the rest: a folder and an environment of its own, a job that dies with us, a wall clock, progress, and
+errors that name their cause.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pools.endpoint import RunningModel
+from resources import storage
+from resources.config import ResourceConfig
+from resources.errors import (
+    AssayError,
+    BadInput,
+    CountsDisagree,
+    EndpointUnusable,
+    HarnessFailed,
+    HarnessInterrupted,
+    HarnessOutputInvalid,
+    JobFailed,
+    JobTimeout,
+    StorageError,
+    UnknownBenchmark,
+)
+from resources.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
+from resources.settings import process_environment, settings
+from tasks.config import EvaluationConfig
+from tasks.records import Counts, Metric
+
+LOG_NAME = "harness.log"
+REFUSAL_NAME = "refused.json"
+"""Written by our own programs when they find that the request, not the harness, is at fault."""
+WORKING_FOLDER = "work"
+
+_REFUSALS: dict[str, type[AssayError]] = {
+    kind.__name__: kind for kind in (BadInput, EndpointUnusable, HarnessOutputInvalid, UnknownBenchmark)
+}
+_PROGRESS_LINES = 200
+_KEPT_LOG_LINES = 1_000_000
+_SHOWN_LOG_LINES = 25
+_SHOWN_LINE_CHARACTERS = 300  # harnesses print whole answers, and answers echo prompts
+_KEY_VARIABLE = "OPENAI_API_KEY"
+_FROM_OUTSIDE = re.compile("from outside|supervisor was killed")  # how the local backend names a foreign signal
+
+
+@dataclass(frozen=True)
+class HarnessCommand:
+    """What to run. `files` are written, and `copies` (folders in any store) fetched, into the working folder first."""
+
+    argv: tuple[str, ...]
+    variables: Mapping[str, str] = field(repr=False)
+    files: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a harness has come: `done` of `total` requests, now asking for `stage`."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a harness found out, and the three numbers that say whether it may be published."""
+
+    metrics: tuple[Metric, ...]
+    counts: Counts
+    versions: Mapping[str, str]
+
+
+class Evaluator(Protocol):
+    """A harness that asks an endpoint questions and scores the answers."""
+
+    @property
+    def name(self) -> str:
+        """Name in configs and records."""
+        ...
+
+    @property
+    def environment(self) -> str:
+        """Key of its environment in `resources.environments.ENVIRONMENTS`."""
+        ...
+
+    @property
+    def needs_endpoint(self) -> bool:
+        """Whether it talks to a served model; else it loads the checkpoint itself."""
+        ...
+
+    def command(
+        self, running_model: RunningModel, config: EvaluationConfig, output: Path, *, python: Path
+    ) -> HarnessCommand:
+        """The command that leaves its results in `output`; touches nothing, and the same input gives the same."""
+        ...
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        """Reads what the command left in `output`.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        ...
+
+    def progress(self, log: str) -> Progress | None:
+        """How far it has come, from the last lines of its log; None while it asks nothing."""
+        ...
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        """Refuses early what the harness would refuse late.
+
+        Raises:
+            UnknownBenchmark: it knows no benchmark of that name.
+            BadInput: something else in the configuration cannot be right.
+        """
+        ...
+
+
+def run_harness(
+    evaluator: Evaluator,
+    running_model: RunningModel,
+    config: EvaluationConfig,
+    *,
+    output: Path,
+    python: Path,
+    client: Client,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    check_endpoint: Callable[[], None] = lambda: None,
+    poll_seconds: float = 1.0,
+) -> Parsed:
+    """Runs one harness to its end and reads its results; its log is kept in `output`, whatever happens.
+
+    Args:
+        evaluator: the harness.
+        running_model: where it asks its questions.
+        config: what is asked; `timeout_seconds` is the wall clock.
+        output: folder for everything it writes, created here.
+        python: interpreter of the harness's environment.
+        client: runs the job.
+        on_progress: called whenever there is news.
+        check_endpoint: called at every poll; what it raises ends the harness and is raised from here.
+        poll_seconds: time between two looks at the job.
+
+    Raises:
+        HarnessFailed: it ended with an error.
+        HarnessInterrupted: it was killed, or ran past its wall clock.
+        HarnessOutputInvalid: it left nothing that can be read.
+        UnknownBenchmark, BadInput, EndpointUnusable: it refused what it was asked to do.
+        StorageError: the output folder cannot be written.
+    """
+    output = output.absolute()
+    command = evaluator.command(running_model, config, output, python=python)
+    working_folder = _prepare(command, output)
+    variables = {**_cache_variables(), **command.variables}
+    request = JobRequest(
+        f"{evaluator.environment}-{secrets.token_hex(4)}",
+        Command(command.argv[0], command.argv[1:]),
+        resources=ResourceConfig(),
+        environment=create_environment(workspace=working_folder, python=python, env_vars=variables),
+        max_retries_preemption=0,  # whoever called us retries, with a fresh folder
+    )
+    deadline = time.monotonic() + config.timeout_seconds
+    job = client.submit(request)
+    try:
+        _follow(job, evaluator, deadline, on_progress=on_progress, check_endpoint=check_endpoint, poll=poll_seconds)
+    finally:
+        job.terminate()
+        log = _without_key(job.logs(_KEPT_LOG_LINES), running_model.api_key)
+        with suppress(OSError):  # a full disk must not hide how the harness ended
+            (output / LOG_NAME).write_text(log + "\n")
+    if job.status() is not JobStatus.SUCCEEDED:
+        by_hand = _by_hand(command, working_folder)
+        raise _failure(
+            job, evaluator, output, config=config, log=log, by_hand=by_hand, late=time.monotonic() > deadline
+        )
+    return evaluator.parse(output, config)
+
+
+def verify_counts(parsed: Parsed) -> None:
+    """Lets a score pass only if every question asked was answered and scored.
+
+    Raises:
+        CountsDisagree: they are not the same number, or there was no question at all.
+    """
+    counts = parsed.counts
+    if counts.requested == counts.answered == counts.scored and counts.requested > 0:
+        return
+    raise CountsDisagree(
+        expected="as many answers and scores as questions, and at least one",
+        found=f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored",
+        remedy="The score is withheld. Look into harness.log and the samples beside the record, then evaluate again",
+    )
+
+
+def _prepare(command: HarnessCommand, output: Path) -> Path:
+    working_folder = output / WORKING_FOLDER
+    try:
+        working_folder.mkdir(parents=True, exist_ok=True)
+        (output / REFUSAL_NAME).unlink(missing_ok=True)
+        for name, text in command.files.items():
+            (working_folder / name).write_text(text)
+    except OSError as error:
+        raise StorageError(
+            expected=f"to write the harness's files into {output}",
+            found=str(error),
+            remedy="check that the folder is yours and has space, or choose another evaluation_path",
+        ) from error
+    for name, uri in command.copies.items():
+        storage.copy_to_local(uri, working_folder / name)
+    return working_folder
+
+
+def _cache_variables() -> dict[str, str]:
+    """Data sets are downloaded once per machine, into a place of our own unless the user has one."""
+    shared = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"} & set(process_environment())
+    ours = {
+        "HF_HOME": str(settings().cache_dir / "hub"),
+        "HF_TOKEN_PATH": str(Path.home() / ".cache" / "huggingface" / "token"),  # where a login leaves it
+    }
+    variables = {} if shared else {name: value for name, value in ours.items() if name not in process_environment()}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"} if settings().offline else {}
+    return {**variables, **offline, "HF_HUB_DISABLE_TELEMETRY": "1", "TQDM_MININTERVAL": "1"}
+
+
+def _follow(
+    job: JobHandle,
+    evaluator: Evaluator,
+    deadline: float,
+    *,
+    on_progress: Callable[[Progress], None],
+    check_endpoint: Callable[[], None],
+    poll: float,
+) -> None:
+    """Returns when the job has finished or its time is up."""
+    last: Progress | None = None
+    while True:
+        finished = _wait(job, max(0.0, min(poll, deadline - time.monotonic())))
+        progress = evaluator.progress(job.logs(_PROGRESS_LINES))
+        if progress is not None and progress != last:
+            on_progress(progress)
+            last = progress
+        if finished and job.status() is JobStatus.SUCCEEDED:
+            return
+        check_endpoint()  # before the harness is blamed: it may have failed because the pool is gone
+        if finished or time.monotonic() >= deadline:
+            return
+
+
+def _wait(job: JobHandle, seconds: float) -> bool:
+    try:
+        return job.wait(seconds, raise_on_failure=False).finished
+    except JobTimeout:
+        return False
+
+
+def _failure(
+    job: JobHandle, evaluator: Evaluator, output: Path, *, config: EvaluationConfig, log: str, by_hand: str, late: bool
+) -> AssayError:
+    """What happened to a job that did not succeed."""
+    refusal = _refusal(output)
+    if refusal is not None:
+        return refusal
+    lines = [line[:_SHOWN_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
+    last_lines = "\n".join(lines[-_SHOWN_LOG_LINES:])
+    expected = f"{evaluator.name} to end with exit code 0 within {config.timeout_seconds:g} s"
+    if late:
+        return HarnessInterrupted(
+            expected=expected,
+            found=f"it was still running then, and was ended. Its last lines:\n{last_lines}",
+            remedy="Raise timeout_seconds, lower max_eval_instances, or give the pool more replicas",
+        )
+    try:
+        job.wait(0)
+        found = "it ended in no way that is known"
+    except JobFailed as error:
+        found = error.found.splitlines()[0]
+    if job.status() is JobStatus.STOPPED or _FROM_OUTSIDE.search(found):
+        return HarnessInterrupted(
+            expected=expected,
+            found=f"it was ended from outside ({found}). Its last lines:\n{last_lines}",
+            remedy="Evaluate again; if the machine ran out of memory, give it more",
+        )
+    return HarnessFailed(
+        expected=expected, found=f"{found}. Its last lines:\n{last_lines}", remedy=f"Run it by hand: {by_hand}"
+    )
+
+
+def _refusal(output: Path) -> AssayError | None:
+    try:
+        refusal = json.loads((output / REFUSAL_NAME).read_text())
+        kind = _REFUSALS[refusal["kind"]]
+        return kind(expected=refusal["expected"], found=refusal["found"], remedy=refusal["remedy"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _by_hand(command: HarnessCommand, working_folder: Path) -> str:
+    variables = [f"{_KEY_VARIABLE}='the key of the endpoint'"]
+    variables += [
+        f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()) if name != _KEY_VARIABLE
+    ]
+    return f"cd {shlex.quote(str(working_folder))} && {' '.join(variables)} {shlex.join(command.argv)}"
+
+
+def _without_key(text: str, key: str) -> str:
+    return text.replace(key, "***") if len(key) >= 8 else text  # shorter ones, such as "none", protect nothing

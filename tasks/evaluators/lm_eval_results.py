@@ -1,0 +1,220 @@
+"""Reads what lm-eval leaves behind: a plan (ours), `results_*.json`, and `samples_<benchmark>_*.jsonl`.
+
+The number of questions comes from the plan, which is written before the first request; answers and scores are
+counted in the samples, one by one. Nothing here trusts a file to be whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from resources.errors import HarnessOutputInvalid
+from tasks.config import EvaluationConfig
+from tasks.evaluators.harness import Parsed
+from tasks.records import Counts, Metric
+
+PLAN_NAME = "plan.json"
+RESULTS_FOLDER = "lm_eval"
+NO_ANSWER = "[[no answer came back]]"
+"""What the harness is told to put where an endpoint answered with no text at all; its default scores as empty."""
+
+
+_Content = TypeVar("_Content", bound=BaseModel)
+
+
+class _PlannedTask(BaseModel):
+    questions: int
+    output_type: str
+
+
+class _Plan(BaseModel):
+    """Tasks of the harness by benchmark, as our program found them before it asked anything."""
+
+    benchmarks: dict[str, dict[str, _PlannedTask]]
+
+
+class _Results(BaseModel):
+    """The part of lm-eval's own results that is read."""
+
+    results: dict[str, dict[str, Any]]
+    higher_is_better: dict[str, dict[str, bool | None]] = {}
+    lm_eval_version: str = "unknown"
+    transformers_version: str = "unknown"
+
+
+@dataclass(frozen=True)
+class _Counted:
+    answered: int
+    scored: int
+
+
+def read_results(output: Path, config: EvaluationConfig) -> Parsed:
+    """What the run in `output` found out.
+
+    Raises:
+        HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
+    """
+    plan = _read(output / PLAN_NAME, _Plan)
+    wanted = {task.metric_key for task in config.evals}
+    if set(plan.benchmarks) != wanted:
+        raise _invalid(output, f"a plan for {', '.join(sorted(plan.benchmarks))}, not {', '.join(sorted(wanted))}")
+    results_path = _newest_results(output)
+    results = _read(results_path, _Results)
+    stamp = results_path.stem.removeprefix("results_")
+    requested = answered = scored = 0
+    for tasks in plan.benchmarks.values():
+        for name, task in tasks.items():
+            if name not in results.results:
+                raise _invalid(output, f"results without {name}, which was asked")
+            filters = {_split(key)[1] for key in results.results[name] if "," in key}
+            counted = _count(results_path.with_name(f"samples_{name}_{stamp}.jsonl"), task.output_type, filters)
+            requested += task.questions
+            answered += counted.answered
+            scored += counted.scored
+    counts = Counts(requested=requested, answered=answered, scored=scored)
+    metrics = list(_metrics(results))
+    unusable = [f"{metric.benchmark} {metric.name}" for metric in metrics if not _is_finite(metric.value)]
+    if requested == answered == scored and (unusable or not metrics):
+        raise _invalid(output, f"no usable number for {', '.join(unusable) or 'anything'}")
+    return Parsed(
+        metrics=tuple(metric for metric in metrics if _is_finite(metric.value)),
+        counts=counts,
+        versions={"lm_eval": results.lm_eval_version, "transformers": results.transformers_version},
+    )
+
+
+def _metrics(results: _Results) -> Iterator[Metric]:
+    for benchmark, row in results.results.items():
+        numbers = {_split(key): value for key, value in row.items() if "," in key}
+        several = len({filter_name for _, filter_name in numbers}) > 1
+        directions = results.higher_is_better.get(benchmark, {})
+        n = row.get("sample_len")
+        for (name, filter_name), value in numbers.items():
+            if name.endswith("_stderr") or not _is_number(value):
+                continue
+            stderr = numbers.get((f"{name}_stderr", filter_name))
+            yield Metric(
+                benchmark=benchmark,
+                name=f"{name},{filter_name}" if several and filter_name != "none" else name,
+                value=value,
+                stderr=stderr if _is_number(stderr) and _is_finite(stderr) else None,
+                n=n if isinstance(n, int) else 0,
+                higher_is_better=directions.get(name) is not False,
+            )
+
+
+def _split(key: str) -> tuple[str, str]:
+    """`exact_match,strict-match` → metric and filter."""
+    name, _, filter_name = key.rpartition(",")
+    return name, filter_name
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_finite(number: float) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # an integer beyond all floats, which JSON allows
+        return False
+
+
+def _count(path: Path, output_type: str, filters: set[str]) -> _Counted:
+    """Distinct questions with every answer, and with every score under every filter."""
+    answered: set[Any] = set()
+    unanswered: set[Any] = set()
+    scored: dict[str, set[Any]] = {name: set() for name in filters}
+    for sample in _samples(path):
+        question = sample.get("doc_id")
+        if not isinstance(question, int):
+            continue
+        (answered if _is_answered(sample, output_type) else unanswered).add(question)
+        if _is_scored(sample):
+            scored.setdefault(str(sample.get("filter")), set()).add(question)
+    answered -= unanswered
+    in_all = set.intersection(*scored.values()) if scored else set()
+    return _Counted(len(answered), len(in_all & answered))
+
+
+def _samples(path: Path) -> Iterator[Mapping[str, Any]]:
+    """Every line that is a whole sample; a lost line is a question without an answer."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            for line in lines:
+                try:
+                    sample = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(sample, dict):
+                    yield sample
+    except OSError:
+        return
+
+
+def _is_answered(sample: Mapping[str, Any], output_type: str) -> bool:
+    """Whether every request of a question has all its responses; the harness writes each part of them as text."""
+    responses, arguments = sample.get("resps"), sample.get("arguments")
+    if not isinstance(responses, list) or not responses or not isinstance(arguments, dict | list):
+        return False
+    if len(responses) != len(arguments):
+        return False
+    usable = _is_text if output_type == "generate_until" else _is_log_probability
+    return all(isinstance(repeats, list) and repeats and all(map(usable, repeats)) for repeats in responses)
+
+
+def _is_text(response: Any) -> bool:
+    return isinstance(response, str) and response != NO_ANSWER
+
+
+def _is_log_probability(response: Any) -> bool:
+    """`["-12.5", "False"]`, or the number alone where whole texts are weighed."""
+    number: Any = response[0] if isinstance(response, list) and response else response
+    try:
+        return math.isfinite(float(number))
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_scored(sample: Mapping[str, Any]) -> bool:
+    names = sample.get("metrics")
+    return isinstance(names, list) and bool(names) and all(_is_score(sample.get(str(name))) for name in names)
+
+
+def _is_score(value: Any) -> bool:
+    """A finite number; some metrics keep pairs of numbers or texts per question and reduce them at the end."""
+    if isinstance(value, list):
+        return all(_is_score(part) for part in value)
+    return isinstance(value, str) or (isinstance(value, int | float) and _is_finite(value))
+
+
+def _newest_results(output: Path) -> Path:
+    found = sorted((output / RESULTS_FOLDER).glob("*/results_*.json"), key=lambda path: path.name)
+    if not found:
+        raise _invalid(output, f"no {RESULTS_FOLDER}/*/results_*.json")
+    return found[-1]
+
+
+def _read(path: Path, kind: type[_Content]) -> _Content:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise _invalid(path.parent, f"no readable {path.name} ({error})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _invalid(path, f"not what lm-eval writes: {'.'.join(map(str, first['loc']))} {first['msg']}") from error
+
+
+def _invalid(place: Path, found: str) -> HarnessOutputInvalid:
+    return HarnessOutputInvalid(
+        expected=f"results of lm-eval in {place}",
+        found=found,
+        remedy="Look into harness.log beside the record, then evaluate again",
+    )

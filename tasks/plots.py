@@ -1,0 +1,306 @@
+"""Curves over training steps as SVG: one small chart per benchmark and metric, drawn with matplotlib.
+
+The charts are made to lie inside an HTML page. Ink, grid and series colours are CSS variables with a fallback, so one
+drawing is right in light and dark; text stays text, in fonts every machine has; nothing outside is referred to. The
+same points give the same bytes.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import math
+import re
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import ScaledTranslation
+
+from resources.errors import RecordStatus
+
+WIDTH, HEIGHT = 400, 295
+"""Size of a chart in CSS pixels, before a legend is added below."""
+Z_95 = 1.96
+"""Standard errors to either side of a value that make its 95 % interval."""
+SERIES_COLOURS = ("#0072b2", "#c75000", "#007f5c", "#a3498a", "#8f6400", "#3d7fb0", "#5a5f66")
+"""After Okabe and Ito, which colour-blind readers can tell apart, darkened to 3:1 against white."""
+
+_INK, _MUTED, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
+_VARIABLES = {
+    _INK: "currentColor",
+    _MUTED: "var(--chart-muted, #55606e)",
+    _GRID: "var(--chart-grid, #dfe3e8)",
+    _PAPER: "var(--chart-paper, #ffffff)",
+} | {f"#0a0a0{index}": f"var(--series-{index}, {colour})" for index, colour in enumerate(SERIES_COLOURS)}
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+_DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
+_GAP_MARKERS: dict[str, str] = {"withheld": "d", "failed": "x", "infra_failed": "+"}
+_FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
+_STYLE = f'style="font-family: {_FONTS}; stroke-linejoin: round"'
+_LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND_ROW = 48, 14, 72, 46, 20
+_CHARACTER = 7.5  # widest average character of a 12.5 px label, in px
+_MOST_WITH_CAPS = 25  # points on a curve; more are drawn finer
+_SETTINGS_LOCK = threading.Lock()  # matplotlib's settings belong to the process, Prefect's tasks are threads
+_SETTINGS: dict[Any, Any] = {
+    "svg.fonttype": "none",
+    "font.family": "DejaVu Sans",
+    "font.size": 12,
+    "axes.unicode_minus": True,
+}
+
+
+@dataclass(frozen=True)
+class Point:
+    """One checkpoint on a curve; without a finite value it is a gap, marked with a symbol for its status."""
+
+    step: int
+    value: float | None
+    stderr: float | None
+    status: RecordStatus
+
+    @property
+    def shown(self) -> bool:
+        """Whether there is a number to draw."""
+        return self.value is not None and math.isfinite(self.value)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The points of one run, by step; `series` is its place among all runs, which its colour and marker follow."""
+
+    run: str
+    points: tuple[Point, ...]
+    series: int = 0
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One metric of one benchmark, with a curve per run."""
+
+    title: str
+    note: str
+    description: str
+    curves: tuple[Curve, ...]
+
+
+def chart_svg(chart: Chart, *, name: str) -> str:
+    """An `<svg>` element to put into a page; `name` must differ between the charts of a page."""
+    return _chart(chart, name)[0]
+
+
+def charts_svg(charts: Sequence[Chart], *, columns: int = 2) -> str:
+    """A picture of its own (with XML namespace and background) that shows several charts, in rows of `columns`."""
+    drawn = [_chart(chart, f"chart-{index}") for index, chart in enumerate(charts)]
+    row_height = max((height for _, height in drawn), default=HEIGHT)
+    columns = max(1, min(columns, len(drawn)))
+    rows = max(1, math.ceil(len(drawn) / columns))
+    placed = [
+        svg.replace("<svg ", f'<svg x="{index % columns * WIDTH}" y="{index // columns * row_height}" ', 1).replace(
+            'width="100%"', f'width="{WIDTH}" height="{height}"', 1
+        )
+        for index, (svg, height) in enumerate(drawn)
+    ]
+    if not placed:
+        placed = [f'<text x="{WIDTH / 2}" y="{HEIGHT / 2}" text-anchor="middle">No results yet</text>']
+    size = f'width="{columns * WIDTH}" height="{rows * row_height}"'
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
+        f'viewBox="0 0 {columns * WIDTH} {rows * row_height}" style="color: #1b222c; font: 14px {_FONTS}">'
+        f'<rect width="100%" height="100%" fill="#ffffff"/>{"".join(placed)}</svg>\n'
+    )
+
+
+def step_label(step: float) -> str:
+    """A training step, short where nothing is lost: 500, 2k, 2,048, 1.5M."""
+    if step >= 1_000_000 and step % 10_000 == 0:
+        return f"{step / 1_000_000:g}M"
+    if step >= 1_000 and step % 100 == 0:
+        return f"{step / 1_000:g}k"
+    return f"{step:,.0f}"
+
+
+def _chart(chart: Chart, name: str) -> tuple[str, int]:
+    """The element and its height in px."""
+    statuses = [status for status in _GAP_MARKERS if any(p.status == status for c in chart.curves for p in c.points)]
+    legend = _legend(chart, statuses)
+    legend_columns = 1 if any(len(label) > 20 for _, label in legend) else 2
+    height = HEIGHT + math.ceil(len(legend) / legend_columns) * _LEGEND_ROW + (6 if legend else 0)
+    with _SETTINGS_LOCK, matplotlib.rc_context({**_SETTINGS, "svg.hashsalt": name}), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph")  # the browser's fonts draw the text, not ours
+        figure = Figure(figsize=(WIDTH / 72, height / 72), dpi=72, facecolor="none")
+        bottom = _BOTTOM + height - HEIGHT
+        axes = figure.add_axes(
+            (_LEFT / WIDTH, bottom / height, (WIDTH - _LEFT - _RIGHT) / WIDTH, (height - bottom - _TOP) / height)
+        )
+        for text, top, style in (
+            (_shortened(chart.title, 42), 6, {"color": _INK, "weight": "bold", "size": 14}),
+            (chart.note, 26, {"color": _MUTED, "size": 12, "linespacing": 1.3}),
+        ):
+            figure.text(6 / WIDTH, 1 - top / height, text, va="top", parse_math=False, **style)
+        _draw_axes(axes, chart)
+        for index, curve in enumerate(chart.curves):
+            _draw_curve(axes, curve, index, len(chart.curves))
+        if legend:
+            box = figure.legend([handle for handle, _ in legend], [str(number) for number in range(len(legend))],
+                                loc="lower left", bbox_to_anchor=(6 / WIDTH, 2 / height), ncols=legend_columns,
+                                frameon=False, borderpad=0.2, labelspacing=0.45, fontsize=12)  # fmt: skip
+            for text, (_, label) in zip(box.get_texts(), legend, strict=True):
+                text.set(text=label, color=_INK, parse_math=False)
+        output = io.StringIO()
+        FigureCanvasSVG(figure).print_svg(output, metadata={"Date": None})
+    return _for_a_page(output.getvalue(), chart, name), height
+
+
+def _draw_axes(axes: Axes, chart: Chart) -> None:
+    steps = sorted({point.step for curve in chart.curves for point in curve.points})
+    axes.set_facecolor("none")
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_MUTED)
+    axes.grid(axis="y", color=_GRID, linewidth=1)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_INK, length=0, pad=6, labelsize=12.5)
+    axes.tick_params(axis="x", length=4, color=_MUTED, pad=4)
+    axes.set_xlabel("training step", color=_MUTED, size=12, labelpad=3)
+    _scale_steps(axes, steps)
+    edges = [
+        point.value + side * Z_95 * (point.stderr or 0.0)
+        for curve in chart.curves
+        for point in curve.points
+        if point.value is not None and point.shown
+        for side in (-1, 1)
+    ]
+    if not edges:
+        axes.set_yticks([])
+        axes.text(
+            0.5, 0.5, "no numbers yet", transform=axes.transAxes, ha="center", color=_MUTED, backgroundcolor=_PAPER
+        )
+        return
+    low, high = min(edges), max(edges)
+    if low > 0 and low < 0.5 * high:
+        low = 0.0  # a curve that comes from near zero is seen from zero
+    pad = max(0.07 * (high - low), 0.02 * abs(high), 1e-6)
+    axes.set_ylim(low - (0 if low == 0 and min(edges) > pad else pad), high + pad)
+    ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(*axes.get_ylim())
+    decimals = max(len(f"{tick:g}".partition(".")[2]) for tick in ticks)
+    axes.set_yticks([tick for tick in ticks if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]])
+    axes.yaxis.set_major_formatter(
+        FuncFormatter(lambda value, _: step_label(value) if value >= 1e3 else f"{value:.{decimals}f}".replace("-", "−"))
+    )
+
+
+def _scale_steps(axes: Axes, steps: Sequence[int]) -> None:
+    """A linear axis, unless the steps grow so fast that it would push most of them against the left edge."""
+    positive = [step for step in steps if step > 0]
+    if positive and steps[-1] > 20 * positive[0] and median(steps) < 0.25 * steps[-1]:
+        axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
+        axes.set_xlabel("training step (log scale)")
+    transform, inverse = axes.xaxis.get_transform(), axes.xaxis.get_transform().inverted()
+    first, last = (float(transform.transform(step)) for step in (steps[0], steps[-1])) if steps else (0.0, 1.0)
+    pad = 0.05 * (last - first) or max(1.0, abs(last) * 0.1)
+    axes.set_xlim(float(inverse.transform(first - pad)), float(inverse.transform(last + pad)))
+    width = WIDTH - _LEFT - _RIGHT
+    where = {
+        step: (float(transform.transform(step)) - first + pad) / (last - first + 2 * pad) * width for step in steps
+    }
+    labelled = _apart(where)
+    if len(labelled) == len(steps) or axes.get_xscale() != "linear":
+        axes.set_xticks(labelled, minor=False)
+        axes.set_xticks([], minor=True)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: step_label(value)))
+
+
+def _apart(where: dict[int, float]) -> list[int]:
+    """From the last step down, those whose labels do not touch one another; `where` is each step's place in px."""
+    kept: list[int] = []
+    free_up_to = math.inf
+    for step, place in reversed(where.items()):
+        half = len(step_label(step)) * _CHARACTER / 2
+        if place + half + 6 <= free_up_to:
+            kept.insert(0, step)
+            free_up_to = place - half
+    return kept
+
+
+def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
+    """Line and 95 % bars, broken where a number is missing, which gets a symbol at the foot of the chart instead."""
+    figure = axes.get_figure(root=True)
+    aside = ScaledTranslation((index - (curves - 1) / 2) * 3.5 / 72, 0, figure.dpi_scale_trans) if figure else None
+    look = _look(curve)
+    colour = str(look["color"])
+    shown = axes.transData if aside is None else axes.transData + aside
+    foot = axes.get_xaxis_transform() if aside is None else axes.get_xaxis_transform() + aside
+    fine = len(curve.points) > _MOST_WITH_CAPS
+    container: ErrorbarContainer = axes.errorbar(
+        [point.step for point in curve.points],
+        [point.value if point.value is not None and point.shown else math.nan for point in curve.points],
+        yerr=[Z_95 * (point.stderr or 0.0) if point.shown else math.nan for point in curve.points],
+        **{**look, "markeredgecolor": colour if fine else _PAPER, "transform": shown, "clip_on": False, "zorder": 3},
+        **{"markersize": 3 if fine else 6, "elinewidth": 1 if fine else 1.3, "capsize": 0 if fine else 3},
+    )
+    for cap in container.lines[1]:
+        cap.set(markeredgecolor=colour, markeredgewidth=1.3, clip_on=False)
+    for bar in container.lines[2]:
+        bar.set(clip_on=False)
+    for point in curve.points:
+        if not point.shown:
+            axes.axvline(point.step, color=_MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
+            axes.add_line(_gap_symbol(point.status, colour, at=point.step, transform=foot))
+
+
+def _look(curve: Curve) -> dict[str, Any]:
+    """Colour, marker and dashes, the same for a run in every chart."""
+    return {
+        "color": f"#0a0a0{curve.series % len(SERIES_COLOURS)}",
+        "marker": _MARKERS[curve.series % len(_MARKERS)],
+        "linestyle": _DASHES[curve.series // len(SERIES_COLOURS) % len(_DASHES)],
+        "linewidth": 2,
+    }
+
+
+def _gap_symbol(status: str, colour: str, *, at: float | None = None, transform: object = None) -> Line2D:
+    placed = {} if at is None else {"transform": transform, "clip_on": False, "zorder": 4}
+    return Line2D([0 if at is None else at], [0 if at is None else 0.06], linestyle="none", markersize=8,
+                  marker=_GAP_MARKERS.get(status, "x"), markeredgecolor=colour, markerfacecolor=_PAPER,
+                  markeredgewidth=2, **placed)  # fmt: skip
+
+
+def _legend(chart: Chart, statuses: Sequence[str]) -> list[tuple[Line2D, str]]:
+    """Handles and labels: the runs where there are several, and the symbols that stand for missing numbers."""
+    runs = [(Line2D([], [], markersize=6, **_look(curve)), _shortened(curve.run, 44)) for curve in chart.curves]
+    gaps = [(_gap_symbol(status, _INK), f"{status}: no number") for status in statuses]
+    return (runs if len(runs) > 1 else []) + gaps
+
+
+def _shortened(text: str, length: int) -> str:
+    """The text, its middle left out where it is too long: names differ at their ends."""
+    half = (length - 1) // 2
+    return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
+
+
+def _for_a_page(svg: str, chart: Chart, name: str) -> str:
+    """Matplotlib's document as an element among others: no prologue, no metadata, ids of its own, CSS colours."""
+    body = svg[svg.index("<svg") :]
+    body = re.sub(r"<metadata>.*?</metadata>\s*|<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, flags=re.DOTALL)
+    body = body.replace("xlink:href=", "href=")
+    used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
+    body = re.sub(r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", body)
+    body = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r"font-family: 'DejaVu Sans'[^;\"]*; ", "", body)
+    body = re.sub(r"(?<=: )#0[a0-9]{5}\b", lambda m: _VARIABLES.get(m[0], m[0]), body)
+    box = re.search(r'viewBox="[^"]+"', body)
+    label = html.escape(chart.description, quote=True)
+    opening = f'<svg class="chart" role="img" aria-label="{label}" width="100%" {box[0] if box else ""} {_STYLE}>'
+    return re.sub(r"<svg[^>]*>", lambda _: opening, body, count=1).strip()

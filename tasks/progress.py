@@ -1,0 +1,70 @@
+"""What an evaluation is doing, told to whoever listens: the command line's live view, and Prefect's log."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+from prefect.exceptions import MissingContextError
+from prefect.logging import get_run_logger
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, in a line."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class CellProgress:
+    """Where one cell stands: requests `done` of `total` in the present stage; cells are counted from 1."""
+
+    checkpoint: str
+    cell: int
+    cells: int
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class CellDone:
+    """A cell ended."""
+
+    checkpoint: str
+    cell: int
+    cells: int
+    status: str
+    seconds: float
+
+
+Update = Event | CellProgress | CellDone
+_listener: ContextVar[Callable[[Update], None] | None] = ContextVar("progress_listener", default=None)
+
+
+@contextmanager
+def listening(listener: Callable[[Update], None]) -> Iterator[None]:
+    """Sends every update made inside the block, in this context, to `listener`."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def report(update: Update) -> None:
+    """Tells the listener, if there is one."""
+    if (listener := _listener.get()) is not None:
+        listener(update)
+
+
+def report_event(text: str) -> None:
+    """Tells the listener, and writes it to the log of the Prefect run we are in."""
+    report(Event(text))
+    try:
+        get_run_logger().info(text)
+    except MissingContextError:
+        return  # called outside a run: there is no log to write to

@@ -1,0 +1,53 @@
+"""Where a number comes from: code, versions, machine."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tasks.config import EvaluationConfig
+
+
+@cache
+def git_state() -> tuple[str | None, bool | None]:
+    """Commit of the repository this code runs from, and whether it has uncommitted changes; None outside of one."""
+    here = Path(__file__).parent
+    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+        return None, None  # installed somewhere inside a repository that is not ours
+    commit = _git(here, "rev-parse", "HEAD")
+    changes = _git(here, "status", "--porcelain")
+    return commit, (bool(changes) if changes is not None else None)
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Versions of Assay, Python and Prefect."""
+    return {
+        "assay": metadata.version("assay-evals"),
+        "python": platform.python_version(),
+        "prefect": metadata.version("prefect"),
+    }
+
+
+def hardware(config: EvaluationConfig) -> dict[str, Any]:
+    """The device asked for, how many replicas, and the machine the flow ran on."""
+    pool = config.pool_config
+    machine = {"system": platform.platform(), "machine": platform.machine()}
+    if pool is None:
+        return {"device": "unknown: a foreign endpoint", **machine}
+    resources = pool.resource_config
+    return {"device": resources.device.model_dump(), "replicas": resources.replicas, "cpu": resources.cpu, **machine}

@@ -1,0 +1,56 @@
+"""Showing results where people look: the report page, and artifacts in the Prefect UI."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from pathlib import Path
+
+from prefect import task
+from prefect.artifacts import create_image_artifact, create_link_artifact, create_table_artifact
+from prefect.cache_policies import NO_CACHE
+
+from resources import storage
+from tasks.config import EvaluationConfig
+from tasks.records import Record, current_records, read_records
+from tasks.reports import curves_svg, results_rows, write_report
+
+REPORT_NAME = "report.html"
+
+
+def report_uri(config: EvaluationConfig) -> str:
+    """Where the report over a run lies."""
+    return storage.join(config.evaluation_path, config.run_name, REPORT_NAME)
+
+
+@task(retries=3, retry_delay_seconds=[1, 5, 20], cache_policy=NO_CACHE, persist_result=False)
+def publish_report(config: EvaluationConfig) -> str:
+    """Writes the report over all records of a run, with the table, plot and link artifacts beside it.
+
+    Retried, since object stores fail now and then; every try writes the same page.
+
+    Returns:
+        Where the report lies.
+    """
+    run, uri = config.run_name, report_uri(config)
+    records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
+    write_report(records, uri, title=run)
+    publish_artifacts(current_records(records), uri, title=run)
+    return uri
+
+
+def publish_artifacts(records: Sequence[Record], page: str, *, title: str) -> None:
+    """The same results as a table, a plot and a link in the Prefect UI."""
+    key = _artifact_key(title)
+    create_table_artifact(results_rows(records), key=f"{key}-results", description=f"Results of {title}")
+    svg = base64.b64encode(curves_svg(records).encode()).decode()
+    create_image_artifact(
+        f"data:image/svg+xml;base64,{svg}", key=f"{key}-curves", description=f"Curves of {title} over training steps"
+    )
+    link = Path(page).absolute().as_uri() if storage.is_local(page) else page
+    create_link_artifact(link, key=f"{key}-report", link_text=page, description=f"Report of {title}")
+
+
+def _artifact_key(title: str) -> str:
+    cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in title.lower())
+    return "-".join(part for part in cleaned.split("-") if part)[:60] or "evaluation"

@@ -1,0 +1,182 @@
+"""Records: the published outcome of a cell, written last, and only then the cell is done.
+
+A record lies at `<evaluation_path>/<run>/step-<N>/<evaluator>/<cell>/record.json`, the harness's own output beside it
+in a folder per attempt. Cell folders are named after what was measured and on which weights, so a checkpoint that was
+written again, or a changed evaluation, never meets an old record.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from resources import storage
+from resources.errors import RecordStatus
+
+RECORD_NAME = "record.json"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+
+class Metric(_Part):
+    """One number of one benchmark."""
+
+    benchmark: str
+    """Name it is published under."""
+    name: str
+    """Metric as the harness calls it, such as acc or exact_match."""
+    value: float
+    """Its value, on the harness's own scale (accuracies from 0 to 1)."""
+    stderr: float | None
+    """Standard error of the value, where the harness gives one."""
+    n: int
+    """Questions it was taken over."""
+    higher_is_better: bool = True
+    """Direction of improvement."""
+
+
+class Counts(_Part):
+    """Questions of a cell, counted in three places; a score is published only where they agree."""
+
+    requested: int
+    """Questions the evaluation asks."""
+    answered: int
+    """Questions to which every needed answer came back."""
+    scored: int
+    """Questions the harness scored."""
+
+
+class CheckpointReference(_Part):
+    """Which model state was measured."""
+
+    uri: str
+    """Where it lay."""
+    run: str
+    """The training run that wrote it."""
+    name: str
+    """Its name in requests and reports, such as run-a-2000."""
+    step: int
+    """Training step."""
+    digest: str
+    """Over weights, config, tokenizer and chat template."""
+    weights_digest: str
+    """Over the weights alone."""
+
+
+class Record(_Part):
+    """The outcome of one cell."""
+
+    schema_version: Literal[1] = 1
+    """Version of this layout."""
+    status: RecordStatus
+    """succeeded, failed (the model or benchmark), infra_failed (ours, worth another try) or withheld."""
+    reason: str | None
+    """Why it did not succeed; empty for a success."""
+    cell: str
+    """Name of the cell's folder."""
+    checkpoint: CheckpointReference
+    """What was measured."""
+    evaluator: str
+    """The harness."""
+    benchmarks: tuple[str, ...]
+    """The benchmarks, by the names they are published under."""
+    metrics: tuple[Metric, ...]
+    """The numbers; empty unless it succeeded."""
+    counts: Counts | None
+    """Requested, answered, scored; empty if it never came so far."""
+    evaluation: dict[str, Any]
+    """The whole configuration."""
+    evaluation_hash: str
+    """Over everything but the checkpoint that can change a score."""
+    git_commit: str | None
+    """Commit of the code that ran, where it lies in a repository."""
+    git_dirty: bool | None
+    """Whether that code had uncommitted changes."""
+    versions: dict[str, str]
+    """Versions of Assay, Python, engine and harness."""
+    hardware: dict[str, Any]
+    """Device, replicas, machine."""
+    served: dict[str, Any]
+    """How the checkpoint came into the engine: cold start, reload or restart, and why; or the endpoint used."""
+    seconds: dict[str, float]
+    """Wall seconds by phase."""
+    chip_seconds: float
+    """Accelerators times seconds of this cell; 0 on CPU."""
+    requests: dict[str, int]
+    """What the proxy counted for this cell: answered, errors, retried; empty for a foreign endpoint."""
+    tags: tuple[str, ...] = ()
+    """Free labels."""
+    attempt: str
+    """Folder beside the record that holds the harness's own output."""
+    created: datetime
+    """When it was written, UTC."""
+
+    @property
+    def succeeded(self) -> bool:
+        """Whether its numbers are published."""
+        return self.status == "succeeded"
+
+
+def now() -> datetime:
+    """This moment, in UTC."""
+    return datetime.now(UTC)
+
+
+def record_uri(cell_uri: str) -> str:
+    """Where the record of a cell lies."""
+    return storage.join(cell_uri, RECORD_NAME)
+
+
+def read_record(cell_uri: str) -> Record | None:
+    """The record of a cell, or None if it has none or only something unreadable (which counts as not done)."""
+    try:
+        return Record.model_validate_json(storage.read_bytes(record_uri(cell_uri)))
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def write_record(cell_uri: str, record: Record) -> Record:
+    """Publishes the outcome of a cell; of two runs that finish the same cell, the first success stands.
+
+    Returns:
+        The record that stands: this one, or the success of another run that was there before.
+
+    Raises:
+        StorageError: it could not be written; nothing half-written stands.
+    """
+    uri = record_uri(cell_uri)
+    content = record.model_dump_json(indent=2).encode()
+    if storage.create_bytes(uri, content):
+        return record
+    standing = read_record(cell_uri)
+    if standing is not None and standing.succeeded:
+        return standing
+    storage.write_bytes(uri, content)
+    return record
+
+
+def read_records(evaluation_path: str) -> list[Record]:
+    """Every readable record below a folder, by run, step and time of writing.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    records = []
+    for file in storage.list_files(evaluation_path):
+        if storage.basename(file.uri) == RECORD_NAME:
+            record = read_record(storage.parent(file.uri))
+            if record is not None:
+                records.append(record)
+    return sorted(records, key=lambda record: (record.checkpoint.run, record.checkpoint.step, record.created))
+
+
+def current_records(records: list[Record]) -> list[Record]:
+    """Of several records for the same checkpoint name and benchmarks, only the newest."""
+    newest: dict[tuple[str, str, tuple[str, ...]], Record] = {}
+    for record in sorted(records, key=lambda record: record.created):
+        newest[(record.checkpoint.name, record.evaluator, record.benchmarks)] = record
+    return sorted(newest.values(), key=lambda record: (record.checkpoint.run, record.checkpoint.step))

@@ -1,0 +1,107 @@
+"""What every evaluator promises, whichever harness it drives."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from pools.endpoint import RunningModel
+from resources.environments import ENVIRONMENTS
+from resources.errors import HarnessOutputInvalid
+from tasks.config import EvalTaskConfig, EvaluationConfig, EvaluatorName
+from tasks.evaluators.harness import Evaluator
+from tasks.evaluators.registry import EVALUATORS
+
+KEY = "sk-a-key-that-nobody-may-see"
+PYTHON = Path("/environment/bin/python")
+BENCHMARKS: dict[str, tuple[str, ...]] = {"lm_evaluation_harness": ("demo_facts", "demo_backwards")}
+"""Benchmarks that come with Assay, by evaluator."""
+
+
+@pytest.fixture(params=sorted(EVALUATORS))
+def name(request: pytest.FixtureRequest) -> EvaluatorName:
+    return cast("EvaluatorName", request.param)
+
+
+@pytest.fixture
+def evaluator(name: EvaluatorName) -> Evaluator:
+    return EVALUATORS[name]
+
+
+@pytest.fixture
+def config(name: EvaluatorName) -> EvaluationConfig:
+    evals = tuple(EvalTaskConfig(name=benchmark) for benchmark in BENCHMARKS[name])
+    return EvaluationConfig(evaluator=name, model_path="checkpoint", base_url="http://127.0.0.1:9/v1", evals=evals)
+
+
+def running_model(**changes) -> RunningModel:
+    given = {
+        "base_url": "http://127.0.0.1:9/v1",
+        "model": "run-100",
+        "tokenizer": "tokenizer",
+        "capacity": 7,
+        "prompt_logprobs": True,
+        "request_timeout_seconds": 60.0,
+        "api_key": KEY,
+    }
+    return RunningModel(**{**given, **changes})
+
+
+def test_evaluator_is_registered_under_its_own_name(name: EvaluatorName, evaluator: Evaluator):
+    assert evaluator.name == name
+
+
+def test_evaluator_environment_is_one_there_is(evaluator: Evaluator):
+    assert evaluator.environment in ENVIRONMENTS
+
+
+def test_command_touches_nothing_and_is_the_same_twice(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+    output = tmp_path / "output"
+    first = evaluator.command(running_model(), config, output, python=PYTHON)
+    assert first == evaluator.command(running_model(), config, output, python=PYTHON)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_command_has_the_key_in_one_variable_only(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+    command = evaluator.command(running_model(), config, tmp_path, python=PYTHON)
+    assert KEY not in " ".join(command.argv)
+    assert all(KEY not in text for text in command.files.values())
+    assert [name for name, value in command.variables.items() if KEY in value] == ["OPENAI_API_KEY"]
+    assert KEY not in repr(command)
+
+
+def test_command_runs_the_given_interpreter(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+    command = evaluator.command(running_model(), config, tmp_path, python=PYTHON)
+    assert Path(command.argv[0]).is_relative_to(PYTHON.parent)
+
+
+def test_command_follows_the_endpoint(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+    def everything(model: RunningModel) -> str:
+        command = evaluator.command(model, config, tmp_path, python=PYTHON)
+        return " ".join([*command.argv, *command.files.values()])
+
+    for changes in ({"base_url": "http://127.0.0.1:10/v1"}, {"model": "run-200"}, {"capacity": 70}):
+        assert everything(running_model()) != everything(running_model(**changes))
+
+
+def test_parse_of_an_empty_folder_is_invalid_output(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+    with pytest.raises(HarnessOutputInvalid):
+        evaluator.parse(tmp_path, config)
+
+
+def test_parse_of_no_folder_is_invalid_output(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+    with pytest.raises(HarnessOutputInvalid):
+        evaluator.parse(tmp_path / "missing", config)
+
+
+@pytest.mark.parametrize("log", ["", "\r\r\n", "100%", "Requesting API", "\x00" * 1000, "1/2 [", "(a; 1 before, 2"])
+def test_progress_of_any_log_is_none_or_sensible(evaluator: Evaluator, log: str):
+    progress = evaluator.progress(log)
+    assert progress is None or 0 <= progress.done <= progress.total < math.inf
+
+
+def test_check_accepts_the_benchmarks_that_come_with_assay(evaluator: Evaluator, config: EvaluationConfig):
+    evaluator.check(config, python=PYTHON)

@@ -1,0 +1,180 @@
+"""The report page as Chromium lays it out, at the width of a phone and of a desktop, in light and dark."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.records import make_metric, make_record
+from resources.errors import RecordStatus
+from tasks.records import Record
+from tasks.reports import render_report
+
+pytestmark = pytest.mark.chromium
+
+PHONE, DESKTOP = 390, 1280
+BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=4000",
+    "--window-size=1500,1200",
+)
+
+# Looks at a page inside a frame of a given width, because a headless window cannot be as narrow as a phone.
+OBSERVE = """
+const box = (element) => element.getBoundingClientRect();
+const apart = (a, b) => a.right <= b.left || b.right <= a.left || a.bottom <= b.top || b.bottom <= a.top;
+function observe(frame) {
+  const page = frame.contentDocument;
+  page.querySelectorAll("details").forEach((part) => { part.open = true; });
+  const charts = [...page.querySelectorAll("svg.chart")];
+  let overlaps = [], outside = [];
+  for (const chart of charts) {
+    const labels = [...chart.querySelectorAll("text")];
+    labels.forEach((label, i) => {
+      const cut = box(label).right > box(chart).right + 1 || box(label).left < box(chart).left - 1;
+      if (cut) outside.push(label.textContent);
+      labels.slice(i + 1).forEach((other) => {
+        if (!apart(box(label), box(other))) overlaps.push([label.textContent, other.textContent]);
+      });
+    });
+  }
+  const numbers = page.querySelector(".scroll"), first = numbers && numbers.querySelector("tbody th[scope=row]");
+  if (numbers) numbers.scrollLeft = 10000;
+  const text = charts[0] && charts[0].querySelector("text");
+  return {
+    title: page.title,
+    scrollWidth: page.scrollingElement.scrollWidth,
+    loaded: frame.contentWindow.performance.getEntriesByType("resource").map((entry) => entry.name),
+    chartTops: charts.map((chart) => Math.round(box(chart).top)),
+    chartWidths: charts.map((chart) => box(chart).width),
+    textHeights: charts.flatMap((chart) => [...chart.querySelectorAll("text")].map((label) => box(label).height)),
+    overlaps, outside,
+    numbersScroll: numbers ? numbers.scrollWidth - numbers.clientWidth : 0,
+    firstColumnStays: first ? box(first).left - box(numbers).left : 0,
+    pageColour: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
+    textColour: text ? frame.contentWindow.getComputedStyle(text).fill : "",
+  };
+}
+addEventListener("load", () => {
+  const seen = [...document.querySelectorAll("iframe")].map(observe);
+  document.querySelector("pre").textContent = JSON.stringify(seen);
+});
+"""
+
+
+@pytest.fixture(scope="module")
+def chromium() -> str:
+    for name in BINARIES:
+        if found := shutil.which(name):
+            return found
+    pytest.skip("no Chromium: install one (apt-get install chromium, or brew install --cask chromium)")
+
+
+def observed(chromium: str, folder: Path, page: str, *, dark: bool = False) -> list[dict[str, Any]]:
+    """What Chromium makes of a page in a frame as wide as a phone, and in one as wide as a desktop."""
+    frames = "".join(
+        f'<iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{html.escape(page)}"></iframe>'
+        for width in (PHONE, DESKTOP)
+    )
+    harness = folder / "harness.html"
+    harness.write_text(f"<!DOCTYPE html><meta charset=utf-8><pre></pre>{frames}<script>{OBSERVE}</script>")
+    done = subprocess.run(
+        [
+            chromium,
+            *FLAGS,
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            f"--user-data-dir={folder / 'profile'}",
+            "--dump-dom",
+            harness.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    answer = re.search(r"<pre>(.+?)</pre>", done.stdout, flags=re.DOTALL)
+    assert answer, done.stderr[-2000:]
+    return json.loads(html.unescape(answer[1]))
+
+
+def brightness(colour: str) -> float:
+    return sum(map(float, re.findall(r"[\d.]+", colour)[:3])) / 3
+
+
+def series(*, run: str = "demo", steps: range = range(100, 700, 100)) -> list[Record]:
+    statuses: dict[int, RecordStatus] = {300: "withheld", 500: "failed"}
+    return [
+        make_record(
+            step=step,
+            run=run,
+            status=statuses.get(step, "succeeded"),
+            metrics=(
+                make_metric("demo_facts", 0.2 + step / 1000, stderr=0.04),
+                make_metric("demo_backwards", step / 700, name="exact_match", n=100),
+                make_metric(
+                    "a_benchmark_with_a_long_name", 1000 / step, name="word_perplexity", higher_is_better=False
+                ),
+            ),
+        )
+        for step in steps
+    ]
+
+
+def test_page_on_phone_and_desktop_is_laid_out_without_overlaps_or_sideways_scrolling(
+    chromium: str, tmp_path: Path
+) -> None:
+    records = series() + series(run="another-run-with-a-rather-long-name-that-goes-on-and-on-2026-01-02")
+
+    phone, desktop = observed(chromium, tmp_path, render_report(records, title="Demo"))
+
+    assert phone["title"] == desktop["title"] == "Demo"
+    assert phone["loaded"] == desktop["loaded"] == []
+    assert phone["scrollWidth"] <= PHONE
+    assert desktop["scrollWidth"] <= DESKTOP
+    assert phone["overlaps"] == desktop["overlaps"] == []
+    assert phone["outside"] == desktop["outside"] == []
+    assert len(set(phone["chartTops"])) == 3, "one under the other"
+    assert len(set(desktop["chartTops"])) == 1, "side by side"
+    assert min(phone["chartWidths"]) > 320
+    assert min(phone["textHeights"]) > 10, "legible: a line of text is higher than its font size"
+    assert phone["numbersScroll"] > 0, "the table of numbers scrolls inside its own box"
+    assert phone["firstColumnStays"] < 3
+
+
+def test_page_in_a_dark_scheme_has_light_text_on_dark_also_in_charts(chromium: str, tmp_path: Path) -> None:
+    for folder, dark in (("light", False), ("dark", True)):
+        (tmp_path / folder).mkdir()
+        phone, _ = observed(chromium, tmp_path / folder, render_report(series(), title="Demo"), dark=dark)
+        assert (brightness(phone["pageColour"]) < 60) == dark
+        assert (brightness(phone["textColour"]) > 200) == dark
+
+
+def test_page_with_growing_steps_has_tick_labels_apart(chromium: str, tmp_path: Path) -> None:
+    records = [make_record(step=step) for step in (0, *(2**power for power in range(0, 18)))]
+
+    phone, desktop = observed(chromium, tmp_path, render_report(records, title="Demo"))
+
+    assert phone["overlaps"] == desktop["overlaps"] == []
+    assert phone["outside"] == desktop["outside"] == []
+
+
+def test_page_without_records_is_still_a_page(chromium: str, tmp_path: Path) -> None:
+    phone, _ = observed(chromium, tmp_path, render_report([], title="Nothing yet"))
+
+    assert phone["title"] == "Nothing yet"
+    assert phone["scrollWidth"] <= PHONE

@@ -1,0 +1,174 @@
+"""Evaluation and pool configurations: what is accepted, what is refused, and with which words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from flows.loading import load_config
+from pools.config import InferencePoolConfig, ModelConfig
+from resources.config import ResourceConfig
+from resources.errors import BadInput
+from tasks.config import EvaluationConfig, digest_of
+
+MINIMAL = {"model_path": "/runs/run-a", "evals": [{"name": "demo_facts"}]}
+
+
+def test_minimal_evaluation_gets_a_pool_named_after_the_run() -> None:
+    config = EvaluationConfig.model_validate(MINIMAL)
+    assert config.pool_config is not None
+    assert (config.run_name, config.pool_config.model.name, config.pool_config.device) == ("run-a", "run-a", "cpu")
+
+
+def test_pool_accepts_model_and_model_config() -> None:
+    model = {"name": "m", "engine_kwargs": {"max-model-len": 2048}}
+    one = InferencePoolConfig.model_validate({"model": model})
+    assert one == InferencePoolConfig.model_validate({"model_config": model})
+    assert one == InferencePoolConfig(model_config=ModelConfig.model_validate(model))  # pyright: ignore[reportCallIssue]
+    assert one.model.engine_kwargs == {"max_model_len": 2048}
+
+
+def test_example_of_the_seed_documents_is_accepted() -> None:
+    config = EvaluationConfig.model_validate(
+        {
+            "evaluator": "lm_evaluation_harness",
+            "pool_config": {
+                "resource_config": {
+                    "cpu": 16,
+                    "ram": "128g",
+                    "disk": "200g",
+                    "device": {"kind": "tpu", "type": "v5e-16", "count": 16},
+                    "replicas": 1,
+                    "regions": ["eu-west4"],
+                },
+                "model_config": {"name": "model-name", "path": "gs://bucket/model", "device": "tpu"},
+            },
+            "model_name": "model-name",
+            "model_path": "gs://bucket/model",
+            "evaluation_path": "gs://bucket/output",
+            "evals": [{"name": "mmlu", "num_fewshot": 5}],
+            "discover_latest_checkpoint": True,
+            "wandb_tags": ["tag1", "tag2"],
+        }
+    )
+    assert config.pool_config is not None
+    assert config.pool_config.device == "tpu"
+
+
+def test_two_benchmarks_with_one_metric_key_are_refused() -> None:
+    evals = [{"name": "hellaswag", "num_fewshot": 0}, {"name": "hellaswag", "num_fewshot": 10}]
+    with pytest.raises(ValidationError, match="publish their metrics as hellaswag: give one of them a task_alias"):
+        EvaluationConfig.model_validate({**MINIMAL, "evals": evals})
+    evals[1]["task_alias"] = "hellaswag_10shot"
+    assert len(EvaluationConfig.model_validate({**MINIMAL, "evals": evals}).evals) == 2
+
+
+def test_pool_and_endpoint_together_are_refused() -> None:
+    with pytest.raises(ValidationError, match="found both"):
+        EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1", "pool_config": {"model": {"name": "m"}}})
+    assert EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1"}).pool_config is None
+
+
+def test_two_paths_for_one_model_are_refused() -> None:
+    with pytest.raises(ValidationError, match="leave the latter out"):
+        EvaluationConfig.model_validate({**MINIMAL, "pool_config": {"model": {"name": "m", "path": "/elsewhere"}}})
+
+
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "with space"])
+def test_names_that_would_leave_their_folder_are_refused(name: str) -> None:
+    with pytest.raises(ValidationError, match="expected a name"):
+        EvaluationConfig.model_validate({**MINIMAL, "model_name": name})
+    with pytest.raises(ValidationError, match="expected a name"):
+        EvaluationConfig.model_validate({**MINIMAL, "evals": [{"name": name}]})
+
+
+def test_timeouts_must_grow_outwards() -> None:
+    with pytest.raises(ValidationError, match="time-outs must grow outwards"):
+        InferencePoolConfig(model=ModelConfig(name="m"), engine_timeout_seconds=2000)
+
+
+def test_device_that_contradicts_the_resources_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"model\.device is 'tpu' but the resources are for 'cpu'"):
+        InferencePoolConfig(model=ModelConfig(name="m", device="tpu"), resource_config=ResourceConfig.with_cpu())
+
+
+def test_chat_template_and_what_the_pool_sets_are_not_overridden() -> None:
+    with pytest.raises(ValidationError, match="would replace the model's own template"):
+        ModelConfig(name="m", engine_kwargs={"chat_template": "x"})
+    with pytest.raises(ValidationError, match="port is set by the pool"):
+        ModelConfig(name="m", engine_kwargs={"port": 1})
+
+
+def test_generation_params_without_an_engine_default_are_refused() -> None:
+    assert ModelConfig(name="m", generation_params={"temperature": 0.7, "top_k": 5}).generation_params
+    with pytest.raises(ValidationError, match="keeps no default for stop_token_ids"):
+        ModelConfig(name="m", generation_params={"stop_token_ids": [1]})
+
+
+def test_evaluation_hash_changes_with_what_can_change_a_score_only() -> None:
+    def hash_of(**changes: object) -> str:
+        return digest_of(EvaluationConfig.model_validate({**MINIMAL, **changes}).what_is_measured())
+
+    base = hash_of()
+    assert base == hash_of(evaluation_path="/elsewhere", timeout_seconds=5, wandb_tags=["x"])
+    pool = {"model": {"name": "run-a"}}
+    assert base == hash_of(pool_config={**pool, "startup_timeout_seconds": 3, "resource_config": {"replicas": 2}})
+    changed = [
+        hash_of(max_eval_instances=5),
+        hash_of(evals=[{"name": "demo_facts", "num_fewshot": 1}]),
+        hash_of(pool_config={"model": {"name": "run-a", "engine_kwargs": {"dtype": "float32"}}}),
+        hash_of(pool_config={"model": {"name": "run-a", "generation_params": {"temperature": 1}}}),
+        hash_of(pool_config={"model": {"name": "run-a", "apply_chat_template": True}}),
+    ]
+    assert len({base, *changed}) == 6
+
+
+def write_yaml(folder: Path, content: object) -> str:
+    path = folder / "evaluation.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_pth": "x"}, "model_pth: unknown key; did you mean model_path?"),
+        ({"evals": [{"name": "x", "num_fewshots": 1}]}, "evals.0.num_fewshots: unknown key; did you mean num_fewshot?"),
+        (
+            {"pool_config": {"model": {"name": "m"}, "resource_config": {"replcas": 2}}},
+            "did you mean replicas?",
+        ),
+        (
+            {"pool_config": {"model": {"name": "m"}, "resource_config": {"device": {"kind": "gpu", "cout": 2}}}},
+            "did you mean count?",
+        ),
+        ({"zzz": 1}, "zzz: unknown key; known keys: base_url"),
+        ({"evals": []}, "at least 1 item"),
+        (
+            {
+                "pool_config": {
+                    "model": {"name": "m"},
+                    "resource_config": {"device": {"kind": "tpu", "type": "v4-8", "count": 8}},
+                }
+            },
+            "v4-8 has 4 chips",
+        ),
+    ],
+)
+def test_mistake_in_a_file_is_named_with_its_place(tmp_path: Path, change: dict[str, object], words: str) -> None:
+    with pytest.raises(BadInput) as caught:
+        load_config(write_yaml(tmp_path, {**MINIMAL, **change}), EvaluationConfig)
+    assert words in caught.value.found
+
+
+def test_file_loads_and_broken_files_are_refused(tmp_path: Path) -> None:
+    assert load_config(write_yaml(tmp_path, MINIMAL), EvaluationConfig).model_path == "/runs/run-a"
+    with pytest.raises(BadInput, match="is not there"):
+        load_config(str(tmp_path / "none.yaml"), EvaluationConfig)
+    with pytest.raises(BadInput, match="Expected: YAML in"):
+        load_config(write_yaml(tmp_path, "a: [1"), EvaluationConfig)
+    with pytest.raises(BadInput, match="Expected: keys and values in"):
+        load_config(write_yaml(tmp_path, "- 1"), EvaluationConfig)

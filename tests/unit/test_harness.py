@@ -1,0 +1,216 @@
+"""The shared runner of harnesses, on a stand-in program run by the real local job client."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fakes.polling import eventually, is_alive
+from pools.endpoint import RunningModel
+from resources.backends.local import LocalClient
+from resources.errors import (
+    CountsDisagree,
+    EngineDied,
+    HarnessFailed,
+    HarnessInterrupted,
+    HarnessOutputInvalid,
+    StorageError,
+    UnknownBenchmark,
+)
+from resources.settings import process_environment
+from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.harness import HarnessCommand, Parsed, Progress, run_harness, verify_counts
+from tasks.records import Counts
+
+KEY = "sk-a-key-that-nobody-may-see"
+PROGRAM = Path(__file__).parents[1] / "fakes" / "harness.py"
+MODEL = RunningModel(
+    base_url="http://127.0.0.1:9/v1",
+    model="m",
+    tokenizer="tokenizer",
+    capacity=4,
+    prompt_logprobs=True,
+    request_timeout_seconds=10,
+    api_key=KEY,
+)
+
+
+@dataclass(frozen=True)
+class FakeEvaluator:
+    behaviour: str
+    copies: tuple[tuple[str, str], ...] = ()
+    name: str = "fake"
+    environment: str = "fake"
+    needs_endpoint: bool = True
+
+    def command(
+        self, running_model: RunningModel, config: EvaluationConfig, output: Path, *, python: Path
+    ) -> HarnessCommand:
+        return HarnessCommand(
+            argv=(str(python), str(PROGRAM), self.behaviour, str(output)),
+            variables={"OPENAI_API_KEY": running_model.api_key},
+            files={"job.json": "{}"},
+            copies=dict(self.copies),
+        )
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        try:
+            counts = Counts.model_validate_json((output / "results.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise HarnessOutputInvalid(expected="results", found=str(error), remedy="run it again") from error
+        return Parsed(metrics=(), counts=counts, versions={})
+
+    def progress(self, log: str) -> Progress | None:
+        found = re.findall(r"asked (\d)/(\d)", log)
+        return Progress("asking", *map(int, found[-1])) if found else None
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        return None
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[LocalClient]:
+    client = LocalClient(tmp_path / "jobs", grace_seconds=1.0)
+    yield client
+    client.shutdown()
+
+
+def make_config(timeout_seconds: float = 60) -> EvaluationConfig:
+    return EvaluationConfig(
+        model_path="checkpoint",
+        base_url=MODEL.base_url,
+        evals=(EvalTaskConfig(name="benchmark"),),
+        timeout_seconds=timeout_seconds,
+    )
+
+
+def run(behaviour: str, output: Path, client: LocalClient, **options) -> Parsed:
+    config = make_config(options.pop("timeout_seconds", 60))
+    evaluator = FakeEvaluator(behaviour, copies=options.pop("copies", ()))
+    return run_harness(
+        evaluator, MODEL, config, output=output, python=Path(sys.executable), client=client, poll_seconds=0.1, **options
+    )
+
+
+def test_harness_that_succeeds_is_parsed_and_keeps_log_and_files(tmp_path: Path, client: LocalClient):
+    output, seen = tmp_path / "deep" / "output", []
+    parsed = run("succeed", output, client, on_progress=seen.append)
+    verify_counts(parsed)
+    assert parsed.counts == Counts(requested=2, answered=2, scored=2)
+    assert seen[-1] == Progress("asking", 2, 2)
+    assert "asked 2/2" in (output / "harness.log").read_text()
+    assert (output / "work" / "job.json").read_text() == "{}"
+    assert (output / "work" / "here").exists()
+
+
+def test_harness_output_twice_in_the_same_folder_gives_the_same(tmp_path: Path, client: LocalClient):
+    with pytest.raises(UnknownBenchmark):
+        run("refuse", tmp_path / "output", client)
+    assert run("succeed", tmp_path / "output", client) == run("succeed", tmp_path / "output", client)
+
+
+def test_harness_key_is_in_no_file_it_leaves(tmp_path: Path, client: LocalClient):
+    run("succeed", tmp_path / "output", client)
+    for path in (path for path in (tmp_path / "output").rglob("*") if path.is_file()):
+        assert KEY not in path.read_text(errors="replace"), path
+    assert "with key ***" in (tmp_path / "output" / "harness.log").read_text()
+
+
+def test_harness_remote_folders_are_copied_into_the_working_folder(tmp_path: Path, client: LocalClient):
+    import fsspec
+
+    fsspec.filesystem("memory").pipe_file("/harness-copies/benchmarks/one.yaml", b"task: one")
+    run("succeed", tmp_path / "output", client, copies=(("own", "memory://harness-copies/benchmarks"),))
+    assert (tmp_path / "output" / "work" / "own" / "one.yaml").read_text() == "task: one"
+
+
+def test_harness_exiting_nonzero_fails_with_its_last_lines_and_the_command(tmp_path: Path, client: LocalClient):
+    with pytest.raises(HarnessFailed) as caught:
+        run("fail", tmp_path / "output", client)
+    error = pickle.loads(pickle.dumps(caught.value))
+    assert error.record_status == "failed"
+    assert "the reason it gives" in error.found
+    assert str(PROGRAM) in error.remedy and "OPENAI_API_KEY=" in error.remedy
+    assert KEY not in str(error)
+    assert "the reason it gives" in (tmp_path / "output" / "harness.log").read_text()
+
+
+def test_harness_that_refuses_raises_what_it_refused_with(tmp_path: Path, client: LocalClient):
+    with pytest.raises(UnknownBenchmark) as caught:
+        run("refuse", tmp_path / "output", client)
+    assert caught.value.remedy == "ask differently"
+
+
+def test_harness_printing_garbage_gives_invalid_output(tmp_path: Path, client: LocalClient):
+    with pytest.raises(HarnessOutputInvalid):
+        run("print_garbage", tmp_path / "output", client)
+
+
+def test_harness_past_its_wall_clock_is_ended_with_all_it_started(tmp_path: Path, client: LocalClient):
+    output = tmp_path / "output"
+    with pytest.raises(HarnessInterrupted) as caught:
+        run("hang", output, client, timeout_seconds=3)
+    assert caught.value.record_status == "infra_failed"
+    assert "timeout_seconds" in caught.value.remedy
+    for pid in map(int, (output / "pids").read_text().split()):
+        eventually(lambda pid=pid: not is_alive(pid))
+
+
+def test_harness_killed_from_outside_is_interrupted(tmp_path: Path, client: LocalClient):
+    with pytest.raises(HarnessInterrupted) as caught:
+        run("die", tmp_path / "output", client)
+    assert "from outside" in caught.value.found
+
+
+def test_harness_is_ended_when_its_endpoint_is_gone(tmp_path: Path, client: LocalClient):
+    output = tmp_path / "output"
+
+    def check_endpoint() -> None:
+        if (output / "pids").exists():
+            raise EngineDied(expected="a replica", found="none", remedy="start one")
+
+    with pytest.raises(EngineDied):
+        run("hang", output, client, check_endpoint=check_endpoint)
+    for pid in map(int, (output / "pids").read_text().split()):
+        eventually(lambda pid=pid: not is_alive(pid))
+
+
+def test_harness_that_failed_because_its_endpoint_is_gone_is_not_blamed(tmp_path: Path, client: LocalClient):
+    def check_endpoint() -> None:
+        if (tmp_path / "output" / "refused.json").exists():
+            raise EngineDied(expected="a replica", found="none", remedy="start one")
+
+    with pytest.raises(EngineDied):
+        run("refuse", tmp_path / "output", client, check_endpoint=check_endpoint)
+
+
+def test_harness_output_folder_not_writable_is_a_storage_error(tmp_path: Path, client: LocalClient):
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError):
+        run("succeed", tmp_path / "file" / "output", client)
+
+
+def test_harness_answering_fewer_than_asked_is_withheld_by_its_counts(tmp_path: Path, client: LocalClient):
+    parsed = run("answer_fewer", tmp_path / "output", client)
+    with pytest.raises(CountsDisagree) as caught:
+        verify_counts(parsed)
+    assert caught.value.record_status == "withheld"
+    assert {"2", "1"} <= set(re.findall(r"\d+", caught.value.found))
+
+
+def test_counts_without_any_question_are_withheld():
+    with pytest.raises(CountsDisagree):
+        verify_counts(Parsed(metrics=(), counts=Counts(requested=0, answered=0, scored=0), versions={}))
+
+
+def test_harness_command_does_not_show_its_variables():
+    command = FakeEvaluator("succeed").command(MODEL, make_config(), Path("out"), python=Path(sys.executable))
+    assert KEY not in repr(command)
+    assert "PATH" in process_environment() and json.loads(command.files["job.json"]) == {}

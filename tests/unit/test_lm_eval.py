@@ -1,0 +1,404 @@
+"""The lm-eval evaluator: its command, and the reading of results that a real run has left.
+
+`tests/data/lm_eval/recorded` is a run of lm-eval 0.4.13 over `tests/data/lm_eval/benchmarks` with five questions each,
+against the deterministic engine: a group, a tag in a 2-shot form, the group again in a 1-shot form, and a generation
+with two filters.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+from pools.endpoint import RunningModel
+from resources.errors import BadInput, CountsDisagree, HarnessFailed, HarnessOutputInvalid, UnknownBenchmark
+from resources.settings import settings
+from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.harness import Parsed, Progress, verify_counts
+from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval_results import NO_ANSWER
+
+DATA = Path(__file__).parents[1] / "data" / "lm_eval"
+PYTHON = Path("/environment/bin/python")
+KEY = "sk-a-key-that-nobody-may-see"
+EVALS = (
+    EvalTaskConfig(name="shape_sides"),
+    EvalTaskConfig(name="shapes", num_fewshot=2, task_alias="shapes_2shot"),
+    EvalTaskConfig(name="shape_sides", num_fewshot=1, task_alias="sides_1shot"),
+    EvalTaskConfig(name="shape_words"),
+)
+
+
+def make_config(*evals: EvalTaskConfig, **changes: Any) -> EvaluationConfig:
+    given = {
+        "model_path": "checkpoint",
+        "base_url": "http://127.0.0.1:9/v1",
+        "evals": evals or EVALS,
+        "benchmarks_path": str(DATA / "benchmarks"),
+        "max_eval_instances": 5,
+    }
+    return EvaluationConfig(**{**given, **changes})
+
+
+def make_model(**changes: Any) -> RunningModel:
+    given = {
+        "base_url": "http://127.0.0.1:9/v1",
+        "model": "run-100",
+        "tokenizer": "tokenizer",
+        "capacity": 7,
+        "prompt_logprobs": True,
+        "request_timeout_seconds": 60.0,
+        "api_key": KEY,
+    }
+    return RunningModel(**{**given, **changes})
+
+
+def job_of(config: EvaluationConfig, model: RunningModel) -> dict[str, Any]:
+    command = LmEval().command(model, config, Path("/out"), python=PYTHON)
+    return json.loads(command.files["job.json"])
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Path:
+    """A copy of the recorded run that a test may damage."""
+    return Path(shutil.copytree(DATA / "recorded", tmp_path / "recorded"))
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+    yield tmp_path / "cache"
+    settings.cache_clear()
+
+
+def parse(folder: Path) -> Parsed:
+    return LmEval().parse(folder, make_config())
+
+
+def edit_results(folder: Path, edit: Callable[[dict[str, Any]], Any]) -> None:
+    [path] = folder.glob("lm_eval/*/results_*.json")
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def samples_file(folder: Path, benchmark: str) -> Path:
+    [path] = folder.glob(f"lm_eval/*/samples_{benchmark}_2*.jsonl")
+    return path
+
+
+def edit_sample(folder: Path, benchmark: str, edit: Callable[[dict[str, Any]], Any]) -> None:
+    """Changes the first line of a samples file."""
+    path = samples_file(folder, benchmark)
+    first, *rest = path.read_text().splitlines()
+    sample = json.loads(first)
+    edit(sample)
+    path.write_text("\n".join([json.dumps(sample), *rest, ""]))
+
+
+# The command
+
+
+def test_command_job_holds_what_was_asked_and_where_to_ask():
+    job = job_of(make_config(), make_model(max_model_len=512))
+    assert job["benchmarks"][:2] == [
+        {"name": "shape_sides", "num_fewshot": None, "key": "shape_sides"},
+        {"name": "shapes", "num_fewshot": 2, "key": "shapes_2shot"},
+    ]
+    assert job["benchmarks_path"] == str(DATA / "benchmarks")
+    assert job["limit"] == 5
+    assert job["max_model_len"] == 512
+    assert job["output"] == "/out"
+    assert job["model_args"]["base_url"] == "http://127.0.0.1:9/v1/completions"
+    assert job["model_args"]["model"] == "run-100"
+    assert job["model_args"]["tokenizer"] == "tokenizer"
+    assert job["model_args"]["num_concurrent"] == 7
+    assert job["model_args"]["timeout"] == 60
+
+
+def test_command_argv_is_our_program_run_by_the_environment():
+    command = LmEval().command(make_model(), make_config(), Path("/out"), python=PYTHON)
+    python, *_, program, job_file = command.argv
+    assert python == str(PYTHON)
+    assert Path(program).name == "run_lm_eval.py" and Path(program).is_file()
+    assert list(command.files) == [job_file]
+    assert command.variables["LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER"] == NO_ANSWER
+
+
+def test_command_takes_the_bundled_benchmarks_when_none_are_given():
+    folder = Path(job_of(make_config(benchmarks_path=None), make_model())["benchmarks_path"])
+    assert (folder / "demo_facts.yaml").is_file()
+
+
+def test_command_copies_benchmarks_that_lie_in_a_store():
+    config = make_config(benchmarks_path="memory://lm-eval-command/own")
+    command = LmEval().command(make_model(), config, Path("/out"), python=PYTHON)
+    [(name, uri)] = command.copies.items()
+    assert uri == "memory://lm-eval-command/own"
+    assert json.loads(command.files["job.json"])["benchmarks_path"] == name
+
+
+def test_command_with_a_capacity_of_one_still_takes_the_concurrent_path():
+    assert job_of(make_config(), make_model(capacity=1))["model_args"]["num_concurrent"] == 2
+
+
+# Results
+
+
+def test_parse_recorded_run_gives_every_row_that_lm_eval_reports(recorded: Path):
+    parsed = parse(recorded)
+    verify_counts(parsed)
+    assert parsed.counts.requested == 7 * 5
+    assert parsed.versions["lm_eval"] == "0.4.13"
+    rows = {(metric.benchmark, metric.name): metric for metric in parsed.metrics}
+    assert set(rows) == {
+        ("shape_sides", "acc"),
+        ("shapes_few", "acc"),
+        ("shapes_many", "acc"),
+        ("shapes_2shot.shapes_few", "acc"),
+        ("shapes_2shot.shapes_many", "acc"),
+        ("sides_1shot", "acc"),
+        ("sides_1shot.shapes_few", "acc"),
+        ("sides_1shot.shapes_many", "acc"),
+        ("shape_words", "exact_match,strict"),
+        ("shape_words", "exact_match,flexible"),
+    }
+    group = rows["sides_1shot", "acc"]
+    assert (group.value, group.stderr, group.n, group.higher_is_better) == (0.1, 0.1, 10, True)
+    assert rows["shapes_few", "acc"].n == 5
+
+
+def test_parse_only_filter_is_not_part_of_a_metrics_name(recorded: Path):
+    edit_results(recorded, lambda content: content["results"]["shape_words"].pop("exact_match,strict"))
+    edit_results(recorded, lambda content: content["results"]["shape_words"].pop("exact_match_stderr,strict"))
+    names = {metric.name for metric in parse(recorded).metrics if metric.benchmark == "shape_words"}
+    assert names == {"exact_match"}
+
+
+def test_parse_standard_error_not_available_is_none(recorded: Path):
+    edit_results(recorded, lambda content: content["results"]["shapes_few"].update({"acc_stderr,none": "N/A"}))
+    [metric] = [metric for metric in parse(recorded).metrics if metric.benchmark == "shapes_few"]
+    assert metric.stderr is None
+
+
+def test_parse_direction_comes_from_the_results(recorded: Path):
+    edit_results(recorded, lambda content: content["higher_is_better"].update(shapes_few={"acc": False}))
+    edit_results(recorded, lambda content: content["higher_is_better"].update(shapes_many={"acc": None}))
+    directions = {metric.benchmark: metric.higher_is_better for metric in parse(recorded).metrics}
+    assert not directions["shapes_few"]
+    assert directions["shapes_many"]
+
+
+# Withheld
+
+
+def withheld(folder: Path) -> tuple[int, int, int]:
+    parsed = parse(folder)
+    with pytest.raises(CountsDisagree):
+        verify_counts(parsed)
+    return parsed.counts.requested, parsed.counts.answered, parsed.counts.scored
+
+
+def test_parse_samples_fewer_than_requested_is_withheld(recorded: Path):
+    path = samples_file(recorded, "shapes_few")
+    path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))
+    assert withheld(recorded) == (35, 34, 34)
+
+
+def test_parse_sample_twice_does_not_stand_for_a_missing_one(recorded: Path):
+    path = samples_file(recorded, "shapes_few")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:-1], lines[0]]))
+    assert withheld(recorded) == (35, 34, 34)
+
+
+def test_parse_truncated_samples_file_is_withheld(recorded: Path):
+    path = samples_file(recorded, "shape_words")
+    path.write_bytes(path.read_bytes()[:-100])
+    requested, answered, scored = withheld(recorded)
+    assert requested == 35 and answered == 35 and scored == 34  # the line cut off is that of the second filter
+
+
+@pytest.mark.parametrize(
+    "line", [b"\xff\xfe\x00", b"{", b"[" * 100_000, b"null", b'{"doc_id": {}}', b'{"doc_id": 1e999}']
+)
+def test_parse_garbage_line_in_samples_is_withheld(recorded: Path, line: bytes):
+    path = samples_file(recorded, "shapes_few")
+    path.write_bytes(b"\n".join([line, *path.read_bytes().splitlines()[1:]]))
+    assert withheld(recorded) == (35, 34, 34)
+
+
+def test_parse_missing_samples_file_is_withheld(recorded: Path):
+    samples_file(recorded, "shapes_few").unlink()
+    assert withheld(recorded) == (35, 30, 30)
+
+
+@pytest.mark.parametrize(
+    "responses",
+    [
+        None,
+        [],
+        [None, None],
+        [[["nan", "False"]]] * 6,
+        [[["-inf", "False"]]] * 6,
+        [[["None", "False"]]] * 6,
+        [[["-1.0", "False"]]] * 5,
+        [[]] * 6,
+        [[[]]] * 6,
+        "text",
+    ],
+)
+def test_parse_log_probability_missing_or_not_finite_is_withheld(recorded: Path, responses: Any):
+    edit_sample(recorded, "shapes_few", lambda sample: sample.update(resps=responses))
+    assert withheld(recorded) == (35, 34, 34)
+
+
+@pytest.mark.parametrize("responses", [None, [[None]], [[NO_ANSWER]], [[]], [[{}]]])
+def test_parse_generation_that_never_came_is_withheld(recorded: Path, responses: Any):
+    edit_sample(recorded, "shape_words", lambda sample: sample.update(resps=responses))
+    assert withheld(recorded) == (35, 34, 34)
+
+
+def test_parse_empty_generation_is_an_answer(recorded: Path):
+    edit_sample(recorded, "shape_words", lambda sample: sample.update(resps=[[""]]))
+    verify_counts(parse(recorded))
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None, {}, [0.5, float("nan")], 10**400])
+def test_parse_score_missing_or_not_finite_is_withheld(recorded: Path, score: Any):
+    edit_sample(recorded, "shapes_few", lambda sample: sample.update(acc=score))
+    assert withheld(recorded) == (35, 35, 34)
+
+
+def test_parse_scores_kept_as_pairs_or_texts_are_scores(recorded: Path):
+    edit_sample(recorded, "shapes_few", lambda sample: sample.update(acc=[-12.5, 4]))
+    edit_sample(recorded, "shapes_many", lambda sample: sample.update(acc=["reference", "prediction"]))
+    verify_counts(parse(recorded))
+
+
+def test_parse_fewer_questions_evaluated_than_planned_is_withheld(recorded: Path):
+    plan = json.loads((recorded / "plan.json").read_text())
+    plan["benchmarks"]["shape_words"]["shape_words"]["questions"] = 6
+    (recorded / "plan.json").write_text(json.dumps(plan))
+    assert withheld(recorded) == (36, 35, 35)
+
+
+# Garbage
+
+
+@pytest.mark.parametrize("pattern", ["plan.json", "lm_eval/*/results_*.json"])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\xff", b"{", b"[]", b"null", b"{}", b'{"results": 1}', b"[" * 100_000]
+)
+def test_parse_file_that_is_garbage_is_invalid_output(recorded: Path, pattern: str, content: bytes | None):
+    [path] = recorded.glob(pattern)
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(HarnessOutputInvalid) as caught:
+        parse(recorded)
+    assert caught.value.record_status == "infra_failed"
+
+
+def test_parse_results_without_a_benchmark_that_was_asked_is_invalid_output(recorded: Path):
+    edit_results(recorded, lambda content: content["results"].pop("shape_words"))
+    with pytest.raises(HarnessOutputInvalid, match="shape_words"):
+        parse(recorded)
+
+
+def test_parse_of_another_evaluations_folder_is_invalid_output(recorded: Path):
+    with pytest.raises(HarnessOutputInvalid):
+        LmEval().parse(recorded, make_config(EvalTaskConfig(name="shape_words")))
+
+
+def test_parse_metric_that_is_no_number_though_all_was_scored_is_invalid_output(recorded: Path):
+    edit_results(recorded, lambda content: content["results"]["shapes_few"].update({"acc,none": float("nan")}))
+    with pytest.raises(HarnessOutputInvalid, match="shapes_few acc"):
+        parse(recorded)
+
+
+# Progress
+
+
+def test_progress_is_that_of_the_last_bar():
+    log = (
+        "Running loglikelihood requests\n"
+        "Requesting API (arc, piqa; 0 before, 580 in all):  37%|███▋      | 178/480 [00:01<00:02, 100.00it/s]\r"
+        "Requesting API (arc, piqa; 0 before, 580 in all): 100%|██████████| 480/480 [00:03<00:00, 150.00it/s]\n"
+        "Requesting API (gsm8k; 480 before, 580 in all):   7%|▋         | 7/100 [00:00<?, ?it/s]\r"
+    )
+    assert LmEval().progress(log) == Progress("gsm8k", 487, 580)
+
+
+def test_progress_of_an_unlabelled_bar_counts_that_bar():
+    assert LmEval().progress("Requesting API:  37%|███▋ | 148/400 [00:01<00:02, 9it/s]") == Progress(
+        "requests", 148, 400
+    )
+
+
+def test_progress_of_a_log_without_bar_is_none():
+    assert LmEval().progress("Tokenizing inputs: 100%|██████████| 480/480 [00:00<00:00, 20541.22it/s]") is None
+
+
+# Looking benchmarks up
+
+
+@pytest.fixture
+def environment_python(tmp_path: Path) -> Path:
+    """An interpreter that lists two benchmarks, once: then it is broken."""
+    python = tmp_path / "lm-eval-0123" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\nrm "$0"\necho \'["hellaswag", "mmlu"]\'\n')
+    python.chmod(0o755)
+    return python
+
+
+def test_check_benchmarks_of_ones_own_asks_nobody(cache_dir: Path):
+    LmEval().check(make_config(), python=PYTHON)
+    assert not cache_dir.exists()
+
+
+def test_check_benchmark_of_lm_eval_is_asked_for_once_per_environment(cache_dir: Path, environment_python: Path):
+    for _ in range(2):
+        LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=environment_python)
+    assert not environment_python.exists()
+
+
+def test_check_unknown_benchmark_says_what_may_have_been_meant(cache_dir: Path, environment_python: Path):
+    with pytest.raises(UnknownBenchmark, match="did you mean hellaswag"):
+        LmEval().check(make_config(EvalTaskConfig(name="helaswag")), python=environment_python)
+    with pytest.raises(UnknownBenchmark, match="did you mean shape_words"):
+        LmEval().check(make_config(EvalTaskConfig(name="shape_word")), python=environment_python)
+
+
+def test_check_names_files_it_could_not_read(cache_dir: Path, environment_python: Path, tmp_path: Path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "broken.yaml").write_text("task: [")
+    (folder / "good.yaml").write_text("task: good\nprocess_docs: !function functions.process\n")
+    LmEval().check(make_config(EvalTaskConfig(name="good"), benchmarks_path=str(folder)), python=environment_python)
+    with pytest.raises(UnknownBenchmark, match=r"broken\.yaml"):
+        LmEval().check(make_config(EvalTaskConfig(name="bad"), benchmarks_path=str(folder)), python=environment_python)
+
+
+def test_check_benchmarks_in_a_store_are_found(cache_dir: Path):
+    fsspec.filesystem("memory").pipe_file("/lm-eval-check/own/one.yaml", b"task: one")
+    config = make_config(EvalTaskConfig(name="one"), benchmarks_path="memory://lm-eval-check/own")
+    LmEval().check(config, python=PYTHON)
+
+
+def test_check_folder_that_does_not_exist_is_bad_input(cache_dir: Path, tmp_path: Path):
+    with pytest.raises(BadInput, match="benchmarks_path"):
+        LmEval().check(make_config(benchmarks_path=str(tmp_path / "missing")), python=PYTHON)
+
+
+def test_check_environment_that_does_not_work_is_reported(cache_dir: Path):
+    with pytest.raises(HarnessFailed, match="by hand"):
+        LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=PYTHON)

@@ -1,0 +1,86 @@
+"""Records: written whole, once, and never over a success."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+from fakes.records import make_record
+from resources import storage
+from resources.errors import StorageError
+from tasks.records import current_records, read_record, read_records, record_uri, write_record
+
+
+def test_record_survives_writing_and_reading(tmp_path: Path) -> None:
+    record = make_record(step=100)
+    assert write_record(str(tmp_path / "cell"), record) == record
+    assert read_record(str(tmp_path / "cell")) == record
+
+
+def test_success_stands_whatever_comes_later(tmp_path: Path) -> None:
+    first = make_record(attempt="attempt-1")
+    assert write_record(str(tmp_path), first) == first
+    assert write_record(str(tmp_path), make_record(attempt="attempt-2")) == first
+    assert write_record(str(tmp_path), make_record(status="infra_failed", attempt="attempt-3")) == first
+    assert read_record(str(tmp_path)) == first
+
+
+@pytest.mark.parametrize("status", ["failed", "infra_failed", "withheld"])
+def test_anything_but_success_is_replaced(tmp_path: Path, status: str) -> None:
+    write_record(str(tmp_path), make_record(status=status))  # pyright: ignore[reportArgumentType]
+    better = make_record()
+    assert write_record(str(tmp_path), better) == better
+    assert read_record(str(tmp_path)) == better
+
+
+def test_two_runs_at_once_leave_one_whole_success(tmp_path: Path) -> None:
+    barrier = threading.Barrier(6)
+    stand: list[str] = []
+
+    def finish(index: int) -> None:
+        barrier.wait()
+        stand.append(write_record(str(tmp_path), make_record(attempt=f"attempt-{index}")).attempt)
+
+    threads = [threading.Thread(target=finish, args=(index,)) for index in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    record = read_record(str(tmp_path))
+    assert record is not None
+    assert set(stand) == {record.attempt}
+
+
+def test_full_disk_leaves_no_record(small_disk: Path) -> None:
+    huge = make_record(reason="x" * 3_000_000, status="withheld")
+    with pytest.raises(StorageError, match="free some space"):
+        write_record(str(small_disk / "cell"), huge)
+    assert read_record(str(small_disk / "cell")) is None
+    assert not storage.exists(record_uri(str(small_disk / "cell")))
+
+
+def test_half_written_record_is_not_taken_for_done(tmp_path: Path) -> None:
+    content = make_record().model_dump_json()
+    (tmp_path / "record.json").write_text(content[: len(content) // 2])
+    assert read_record(str(tmp_path)) is None
+    record = make_record()
+    assert write_record(str(tmp_path), record) == record
+    assert read_record(str(tmp_path)) == record
+
+
+def test_records_below_a_folder_come_by_run_and_step(tmp_path: Path) -> None:
+    for run, step in [("b", 1), ("a", 20), ("a", 3)]:
+        write_record(str(tmp_path / run / f"step-{step}" / "e" / "c"), make_record(run=run, step=step))
+    (tmp_path / "a" / "notes.txt").write_text("not a record")
+    found = read_records(str(tmp_path))
+    assert [(record.checkpoint.run, record.checkpoint.step) for record in found] == [("a", 3), ("a", 20), ("b", 1)]
+
+
+def test_current_records_keep_the_newest_of_a_checkpoint() -> None:
+    old = make_record(step=5, attempt="old")
+    new = old.model_copy(update={"attempt": "new", "created": old.created + timedelta(hours=1)})
+    other = make_record(step=6)
+    assert [record.attempt for record in current_records([new, old, other])] == ["new", other.attempt]

@@ -1,0 +1,296 @@
+"""Reports: what a reader finds in the table, the rows, the curves and the page."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from fakes.records import FIRST, REASONS, make_metric, make_record
+from resources import storage
+from resources.errors import RecordStatus, StorageError
+from tasks.records import Record
+from tasks.reports import Results, curves_svg, render_report, results_rows, results_table, write_report
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def both(step: int, status: RecordStatus = "succeeded", *, facts: float = 0.5, run: str = "run-a") -> Record:
+    metrics = (
+        make_metric("demo_facts", facts, stderr=0.03),
+        make_metric("demo_backwards", 0.25, name="exact_match", stderr=0.02, n=100),
+    )
+    return make_record(step=step, status=status, metrics=metrics, run=run)
+
+
+def one(step: int, value: float = 0.5, *, status: RecordStatus = "succeeded", stderr: float | None = 0.03) -> Record:
+    return make_record(step=step, status=status, metrics=(make_metric(value=value, stderr=stderr),))
+
+
+def in_terminal(records: Sequence[Record]) -> list[str]:
+    console = Console(width=80, file=io.StringIO())
+    console.print(results_table(records))
+    assert isinstance(console.file, io.StringIO)
+    return [line.rstrip() for line in console.file.getvalue().splitlines()]
+
+
+def texts(svg: str) -> list[str]:
+    return [element.text or "" for element in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+
+
+def verdicts(records: Sequence[Record]) -> list[str]:
+    results = Results(records)
+    return [change.verdict for column in results.columns for change in results.changes(column)]
+
+
+def test_rows_of_a_succeeded_and_a_withheld_checkpoint_tell_numbers_and_reason() -> None:
+    rows = results_rows([both(200, "withheld"), both(100, facts=0.75)])
+
+    assert [(row["step"], row["benchmark"], row["metric"], row["value"], row["stderr"], row["n"]) for row in rows] == [
+        (100, "demo_facts", "acc", 0.75, 0.03, 120),
+        (100, "demo_backwards", "exact_match", 0.25, 0.02, 100),
+        (200, "demo_facts", "acc", None, None, None),
+        (200, "demo_backwards", "exact_match", None, None, None),
+    ]
+    assert [row["status"] for row in rows] == ["succeeded"] * 2 + ["withheld"] * 2
+    assert rows[2]["reason"] == REASONS["withheld"]
+
+
+def test_table_of_two_benchmarks_fits_eighty_characters_and_shows_statuses() -> None:
+    lines = in_terminal([both(100), both(200, "withheld"), both(300, "failed"), both(400, "infra_failed")])
+
+    row = {line.split()[0]: line for line in lines if line.split()}
+    assert "0.500 ± 0.030" in row["100"] and "0.250 ± 0.020" in row["100"]
+    assert row["200"].split() == ["200", "withheld", "withheld"]
+    assert row["300"].split() == ["300", "failed", "failed"]
+    assert row["400"].split() == ["400", "infra_failed", "infra_failed"]
+    assert any("n = 120" in line and "n = 100" in line for line in lines)
+    assert not any("…" in line for line in lines)
+
+
+def test_table_of_many_metrics_lists_one_per_line_uncut() -> None:
+    names = ("mmlu", "arc_challenge", "hellaswag", "winogrande", "truthfulqa_mc2", "gsm8k")
+    lines = in_terminal([make_record(metrics=tuple(make_metric(name, n=14_042) for name in names))])
+
+    for name in names:
+        assert any(name in line and "0.500 ± 0.040" in line and "14,042" in line for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_table_of_several_runs_names_each_run() -> None:
+    lines = in_terminal([both(100, run="one"), both(200, run="one"), both(100, run="two")])
+
+    assert sum("one" in line for line in lines) == 1
+    assert sum("two" in line for line in lines) == 1
+
+
+def test_table_without_records_says_so() -> None:
+    assert "No records yet" in "\n".join(in_terminal([]))
+
+
+def test_only_the_newest_record_of_a_cell_counts() -> None:
+    old = make_record(metrics=(make_metric(value=0.1),), created=FIRST)
+    new = make_record(metrics=(make_metric(value=0.9),), created=FIRST + timedelta(hours=1))
+
+    assert [row["value"] for row in results_rows([new, old])] == [0.9]
+    assert "1 older record of" in render_report([new, old], title="t")
+
+
+def test_benchmark_in_two_cells_shows_the_one_that_succeeded() -> None:
+    alone = make_record(metrics=(make_metric(value=0.7),), created=FIRST)
+    together = make_record(
+        status="failed", metrics=(), benchmarks=("demo_facts", "other"), created=FIRST + timedelta(hours=1)
+    )
+
+    shown = {row["benchmark"]: (row["value"], row["status"]) for row in results_rows([alone, together])}
+
+    assert shown == {"demo_facts": (0.7, "succeeded"), "other": (None, "failed")}
+
+
+def test_parts_of_a_benchmark_stay_out_of_the_terminal_but_not_out_of_the_page() -> None:
+    metrics = (make_metric("mmlu"), make_metric("mmlu_anatomy", 0.321))
+    records = [
+        make_record(metrics=metrics, benchmarks=("mmlu",)),
+        make_record(step=200, status="failed", metrics=(), benchmarks=("mmlu",)),
+    ]
+
+    assert not any("mmlu_anatomy" in line for line in in_terminal(records))
+    assert "mmlu_anatomy" in render_report(records, title="t")
+    failed = [row for row in results_rows(records) if row["status"] == "failed"]
+    assert [row["benchmark"] for row in failed] == ["mmlu", "mmlu_anatomy"]
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "stderr", "higher_is_better", "verdict"),
+    [
+        (0.2, 0.6, 0.03, True, "better"),
+        (0.6, 0.2, 0.03, True, "worse"),
+        (9.0, 3.0, 0.03, False, "better"),
+        (0.50, 0.55, 0.03, True, "no clear change"),
+        (0.2, 0.6, None, True, "no standard error"),
+    ],
+)
+def test_change_over_training_is_judged_by_its_uncertainty(
+    first: float, last: float, stderr: float | None, higher_is_better: bool, verdict: str
+) -> None:
+    records = [
+        make_record(step=step, metrics=(make_metric(value=value, stderr=stderr, higher_is_better=higher_is_better),))
+        for step, value in ((100, first), (200, last))
+    ]
+
+    assert verdicts(records) == [verdict]
+
+
+def test_change_skips_what_did_not_succeed_and_needs_two_numbers() -> None:
+    assert verdicts([one(100)]) == []
+    assert verdicts([one(100, 0.1), one(200, 0.9, status="withheld")]) == []
+    assert verdicts([one(100, 0.1), one(200, status="failed"), one(300, 0.9)]) == ["better"]
+
+
+def test_curves_of_the_same_records_are_the_same_bytes() -> None:
+    records = [both(100), both(200, "withheld"), both(300)]
+
+    assert curves_svg(records) == curves_svg(list(reversed(records)))
+    assert render_report(records, title="t") == render_report(records, title="t")
+
+
+def test_curves_say_what_the_bars_are() -> None:
+    assert any("95 % interval" in text for text in "\n".join(texts(curves_svg([one(100), one(200)]))).splitlines())
+    assert not any("95 %" in text for text in texts(curves_svg([one(100, stderr=None)])))
+
+
+def strokes(svg: str) -> list[str]:
+    """The stretches of the thick line of the first series."""
+    lines = [
+        element.get("d", "")
+        for element in ElementTree.fromstring(svg).iter(f"{SVG}path")
+        if "--series-0" in element.get("style", "") and "stroke-width: 2" in element.get("style", "")
+    ]
+    return [stretch for line in lines for stretch in line.split("M")[1:] if "L" in stretch and "z" not in stretch]
+
+
+def test_curve_is_broken_where_a_checkpoint_has_no_number() -> None:
+    whole = curves_svg([one(step) for step in (100, 200, 300, 400, 500)])
+    broken = curves_svg([one(step, status="withheld" if step == 300 else "succeeded") for step in range(100, 600, 100)])
+
+    assert len(strokes(whole)) == 1
+    assert len(strokes(broken)) == 2
+    assert not any("withheld" in text for text in texts(whole))
+    assert any("withheld" in text for text in texts(broken))
+
+
+@pytest.mark.parametrize("records", [[], [one(0)], [one(300)], [one(100, status="failed")], [one(1, float("inf"))]])
+def test_curves_of_hardly_anything_are_still_a_picture(records: list[Record]) -> None:
+    assert texts(curves_svg(records))
+
+
+def test_curves_over_growing_steps_label_every_true_step() -> None:
+    shown = texts(curves_svg([one(1000 * 2**power) for power in range(9)]))
+
+    assert [text for text in shown if text.endswith("k")] == [
+        "1k",
+        "2k",
+        "4k",
+        "8k",
+        "16k",
+        "32k",
+        "64k",
+        "128k",
+        "256k",
+    ]
+    assert any("log" in text for text in shown)
+
+
+def test_curves_over_even_steps_stay_linear_however_far_they_reach() -> None:
+    assert not any("log" in text for text in texts(curves_svg([one(step) for step in range(1000, 51_000, 1000)])))
+
+
+def test_curves_of_several_runs_share_a_chart_with_a_legend() -> None:
+    shown = texts(curves_svg([both(step, run=run) for run in ("run-a", "run-b") for step in (100, 200)]))
+
+    assert shown.count("demo_facts · acc") == 1
+    assert shown.count("run-a") == shown.count("run-b") == 2  # one per chart, and there are two
+
+
+def test_run_keeps_its_colour_in_a_chart_where_another_run_is_missing() -> None:
+    records = [both(step, run="a") for step in (100, 200)]
+    records += [make_record(step=step, run="b", metrics=(make_metric("only_b"),)) for step in (100, 200)]
+
+    only_b = render_report(records, title="t").split('class="chart"')[-1]
+
+    assert "var(--series-1" in only_b and "var(--series-0," not in only_b
+
+
+def test_names_are_shown_as_they_are_and_never_run() -> None:
+    hostile = "_$x_1$<script>alert(1)</script>&amp;"
+    records = [make_record(step=step, run=run) for run in (hostile, "b") for step in (100, 200)]
+
+    page = render_report(records, title=hostile)
+
+    assert "<script" not in page
+    assert hostile in texts(curves_svg(records))
+
+
+def test_page_refers_to_nothing_outside_and_has_no_id_twice() -> None:
+    page = render_report([both(100), both(200, "withheld"), both(300)], title="t")
+
+    assert not re.search(r"""(?:src|href|action|data)\s*=\s*["']?\s*(?:https?:|//|file:)""", page)
+    assert not re.search(r"url\(\s*[\"']?(?!#)|@import|<script|<link (?!rel=\"icon\" href=\"data:,\")", page)
+    ids = re.findall(r'\sid="([^"]+)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]+)', page)) <= set(ids)
+
+
+def test_page_tells_where_numbers_come_from_and_what_did_not_succeed() -> None:
+    page = render_report([both(100), both(200, "withheld"), both(300, "infra_failed")], title="Nightly")
+
+    good = both(100)
+    for told in (
+        "<h1>Nightly</h1>",
+        "1 of 3 cells succeeded, 1 withheld, 1 infra_failed",
+        good.checkpoint.digest,
+        good.evaluation_hash,
+        "4b825dc642cb with uncommitted changes",
+        "vllm 0.22.0",
+        "max_model_len 512",
+        "device cpu",
+        "reload in 0.31 s",
+        "240 = 240 = 240",
+        "240 ≠ 238 = 238",
+        "118 answers",
+        "out of memory",
+        "Seconds by phase",
+    ):
+        assert told in page, told
+    assert len(re.findall(r'<svg class="chart" role="img" aria-label="[^"]+"', page)) == 2
+
+
+def test_page_warns_where_cells_were_evaluated_differently() -> None:
+    warning = "not all evaluated in the same way"
+
+    assert warning not in render_report([one(100), one(200)], title="t")
+    assert warning in render_report([one(100), make_record(step=200, evaluation_hash="another")], title="t")
+
+
+def test_page_without_records_says_so() -> None:
+    assert "no records yet" in render_report([], title="t")
+
+
+def test_write_report_writes_the_page_and_says_where(tmp_path: Path) -> None:
+    uri = str(tmp_path / "deeper" / "report.html")
+
+    assert write_report([one(100)], uri, title="t") == uri
+    assert storage.read_bytes(uri).decode() == render_report([one(100)], title="t")
+
+
+def test_write_report_to_a_place_that_is_no_folder_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+
+    with pytest.raises(StorageError):
+        write_report([one(100)], str(tmp_path / "file" / "report.html"), title="t")
