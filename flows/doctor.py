@@ -1,0 +1,108 @@
+"""What this machine can run, and what it lacks."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from resources.environments import ENVIRONMENTS, is_built
+from resources.settings import pip_find_links, prefect_api_url, settings
+
+_ENGINE_DISK_BYTES = 6 * 1024**3
+_ENGINE_MEMORY_BYTES = 4 * 1024**3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing looked at: whether it is fine, what was seen, and what to do where it is not."""
+
+    subject: str
+    level: Literal["ok", "note", "missing"]
+    seen: str
+    remedy: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        return asdict(self)
+
+
+def examine() -> list[Finding]:
+    """Looks at the machine; changes nothing."""
+    return [_python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk(), *_environments(), _prefect(), _wheels()]
+
+
+def _python() -> Finding:
+    fine = sys.version_info >= (3, 11)
+    return Finding("Python", "ok" if fine else "missing", platform.python_version(), "" if fine else "install 3.11+")
+
+
+def _cpu_engine() -> Finding:
+    machine = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if sys.platform != "linux":
+        return Finding("vLLM on CPU", "missing", sys.platform, "runs on Linux; evaluate an endpoint with --base-url")
+    flags = cpuinfo.read_text().split() if cpuinfo.is_file() else []
+    if machine == "x86_64" and "avx2" not in flags:
+        return Finding("vLLM on CPU", "missing", "a CPU without AVX2", "evaluate an endpoint with --base-url")
+    wide = "AVX-512" if "avx512f" in flags else "AVX2" if "avx2" in flags else machine
+    return Finding("vLLM on CPU", "ok", f"{wide}")
+
+
+def _gpu() -> Finding:
+    cards = sorted(Path("/proc/driver/nvidia/gpus").glob("*"))
+    if cards:
+        return Finding("GPU", "ok", f"{len(cards)} NVIDIA")
+    return Finding("GPU", "note", "none", "pools with GpuConfig need another machine")
+
+
+def _tpu() -> Finding:
+    chips = sorted(Path("/dev").glob("accel*")) or sorted(Path("/dev/vfio").glob("[0-9]*"))
+    if chips:
+        return Finding("TPU", "ok", f"{len(chips)} chips")
+    return Finding("TPU", "note", "none", "pools with TpuConfig need another machine")
+
+
+def _memory() -> Finding:
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.is_file():
+        return Finding("Memory", "note", "unknown")
+    kibibytes = int(next(line for line in meminfo.read_text().splitlines() if "MemAvailable" in line).split()[1])
+    fine = kibibytes * 1024 >= _ENGINE_MEMORY_BYTES
+    seen = f"{kibibytes / 1024**2:.1f} GiB free"
+    return Finding("Memory", "ok" if fine else "missing", seen, "" if fine else "an engine wants about 4 GiB")
+
+
+def _disk() -> Finding:
+    folder = settings().cache_dir
+    existing = next(place for place in (folder, *folder.parents) if place.is_dir())
+    free = shutil.disk_usage(existing).free
+    fine = free >= _ENGINE_DISK_BYTES
+    remedy = "" if fine else "environments take about 4 GiB: free some, or set ASSAY_CACHE_DIR"
+    return Finding("Disk", "ok" if fine else "missing", f"{free / 1024**3:.0f} GiB free at {existing}", remedy)
+
+
+def _environments() -> list[Finding]:
+    findings = []
+    for name, spec in ENVIRONMENTS.items():
+        built = is_built(spec)
+        seen = "built" if built else "not built yet"
+        findings.append(
+            Finding(f"Environment {name}", "ok" if built else "note", seen, "" if built else "built on first use")
+        )
+    return findings
+
+
+def _prefect() -> Finding:
+    url = prefect_api_url()
+    return Finding("Prefect server", "ok", url or "embedded, started with each run")
+
+
+def _wheels() -> Finding:
+    links = pip_find_links()
+    return Finding(
+        "Local wheels", "ok" if links else "note", ", ".join(links) or "none; torch comes from its own index"
+    )

@@ -1,0 +1,106 @@
+"""The live view of an evaluation in a terminal: which checkpoint, which benchmark, how far, how long still."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from tasks.progress import CellDone, CellProgress, Event, Update
+
+_LINES_BETWEEN_PLAIN_UPDATES_SECONDS = 5.0
+
+
+@dataclass
+class Progress:
+    """What is known so far. `clock` gives seconds."""
+
+    clock: Callable[[], float] = time.monotonic
+    began: float = field(init=False)
+    event: str = "starting"
+    cell: CellProgress | None = None
+    finished_seconds: list[float] = field(default_factory=list)
+    cells: int = 0
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    def take(self, update: Update) -> None:
+        """Takes in one update."""
+        match update:
+            case Event(text):
+                self.event = text
+            case CellProgress():
+                self.cell = update
+                self.cells = update.cells
+            case CellDone():
+                self.finished_seconds.append(update.seconds)
+                self.cells = update.cells
+                self.cell = None
+                self.event = f"{update.checkpoint}: {update.status} in {update.seconds:.1f} s"
+
+    def seconds_left(self) -> float | None:
+        """Estimate for the cells still to come, from those done; None before the first one is."""
+        if not self.finished_seconds:
+            return None
+        # The first cell pays for the start of the engine, so later ones say more about what is to come.
+        sample = self.finished_seconds[1:] or self.finished_seconds
+        mean = sum(sample) / len(sample)
+        left = mean * (self.cells - len(self.finished_seconds))
+        if self.cell is not None and self.cell.total:
+            left -= mean * self.cell.done / self.cell.total / 2
+        return max(0.0, left)
+
+    def describe(self) -> str:
+        """The present state in one line."""
+        elapsed = f"{_minutes(self.clock() - self.began)} elapsed"
+        left = self.seconds_left()
+        times = elapsed if left is None else f"{elapsed}, about {_minutes(left)} left"
+        if self.cell is None:
+            return f"{self.event} · {times}"
+        cell = self.cell
+        counted = f" {cell.done}/{cell.total} requests" if cell.total else ""
+        return f"[{cell.cell}/{cell.cells}] {cell.checkpoint} · {cell.stage}{counted} · {times}"
+
+    def render(self) -> RenderableType:
+        """The present state as a bar and two lines."""
+        grid = Table.grid(padding=(0, 1))
+        total = max(1, self.cells)
+        share = self.cell.done / self.cell.total if self.cell and self.cell.total else 0.0
+        grid.add_row(
+            ProgressBar(total=total, completed=len(self.finished_seconds) + share, width=30),
+            Text(f"{len(self.finished_seconds)}/{self.cells} checkpoints"),
+        )
+        return Group(grid, Text(self.describe(), overflow="ellipsis", no_wrap=True), Text(self.event, style="dim"))
+
+
+def _minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+@contextmanager
+def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
+    """Shows progress while the block runs: redrawn in place on a terminal, as lines now and then elsewhere."""
+    progress = Progress()
+    if console.is_terminal:
+        with Live(get_renderable=progress.render, console=console, refresh_per_second=4, transient=True):
+            yield progress.take
+        return
+    last = 0.0
+
+    def take(update: Update) -> None:
+        nonlocal last
+        progress.take(update)
+        due = time.monotonic() - last >= _LINES_BETWEEN_PLAIN_UPDATES_SECONDS
+        if due or not isinstance(update, CellProgress):
+            last = time.monotonic()
+            console.print(progress.describe(), highlight=False, markup=False)
+
+    yield take

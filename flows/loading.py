@@ -1,0 +1,98 @@
+"""Configurations from YAML or JSON files, with errors that name the place, the expectation and the likely intent."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, TypeVar
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from resources import storage
+from resources.errors import BadInput
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def load_config(uri: str, kind: type[_Model]) -> _Model:
+    """Reads a configuration file.
+
+    Raises:
+        BadInput: it is not there, is not YAML, or does not describe a valid `kind`.
+    """
+    try:
+        content = yaml.safe_load(storage.read_bytes(uri))
+    except FileNotFoundError:
+        raise BadInput(expected="a configuration file", found=f"{uri} is not there", remedy="check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy="correct the line it names") from error
+    if not isinstance(content, dict):
+        raise BadInput(
+            expected=f"keys and values in {uri}",
+            found=type(content).__name__,
+            remedy="start from the example in docs/quickstart.md",
+        )
+    return build_config(content, kind, source=uri)
+
+
+def build_config(content: dict[str, Any], kind: type[_Model], *, source: str) -> _Model:
+    """Validates a configuration that came from `source`.
+
+    Raises:
+        BadInput: it is not valid; every mistake is named.
+    """
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        problems = [_described(problem, kind) for problem in error.errors()]
+        raise BadInput(
+            expected=f"a valid {kind.__name__} in {source}",
+            found="; ".join(problems),
+            remedy="correct what is named; docs/reference.md lists every field",
+        ) from error
+
+
+def _described(problem: Any, kind: type[BaseModel]) -> str:
+    place = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] != "extra_forbidden":
+        message = problem["msg"].removeprefix("Value error, ")
+        return f"{place}: {message}" if place else message
+    known = sorted(_fields_at(problem["loc"][:-1], kind))
+    near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+    return f"{place}: unknown key; {hint}"
+
+
+def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[str]:
+    """Field names of the model that stands at a place inside `kind`, found through its JSON schema."""
+    schema = kind.model_json_schema()
+    node: dict[str, Any] = schema
+    for part in location:
+        node = _resolved(node, schema)
+        if isinstance(part, int):
+            node = node.get("items") or {}
+        elif part in node.get("properties", {}):
+            node = node["properties"][part]
+        # A tag of a union (cpu, gpu, tpu) is part of the location, but not of the document.
+        elif tagged := [one for one in _alternatives(node, schema) if part in _tags(one)]:
+            node = tagged[0]
+    return {name for one in _alternatives(node, schema) for name in one.get("properties", {})}
+
+
+def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
+    reference = node.get("$ref")
+    if reference is None:
+        objects = [one for one in _alternatives(node, schema) if "properties" in one or "items" in one]
+        return objects[0] if len(objects) == 1 else node
+    return schema["$defs"][reference.rsplit("/", 1)[1]]
+
+
+def _alternatives(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str, Any]]:
+    if "$ref" in node:
+        return [schema["$defs"][node["$ref"].rsplit("/", 1)[1]]]
+    options = node.get("anyOf") or node.get("oneOf")
+    return [alternative for one in options for alternative in _alternatives(one, schema)] if options else [node]
+
+
+def _tags(node: dict[str, Any]) -> set[str]:
+    return {str(field["const"]) for field in node.get("properties", {}).values() if "const" in field}

@@ -1,0 +1,236 @@
+"""Trains the demo's model, a tiny Llama, on the CPU and writes its checkpoints as Hugging Face folders.
+
+Runs inside the engine environment, which has torch, transformers and tokenizers:
+
+    python flows/programs/train_demo_model.py --output demo/checkpoints
+
+writes `demo/checkpoints/hf/step-N`. The training text comes from `demo_world.py`; its benchmarks' questions are never
+part of it. Two cores take about half a minute for the default 600 steps; a machine that is much slower stops at the
+last checkpoint that fits into `--seconds-limit`. The same seed gives the same run, as far as the CPU's arithmetic
+does.
+
+Prints one JSON object a line: `{"step", "steps", "loss", "seconds", "checkpoint"}` while training, where `checkpoint`
+is the folder just written or null, and at last `{"done", "step", "steps", "seconds", "parameters", "checkpoints"}`.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import torch
+from demo_world import CHAT_TEMPLATE, END, SPECIAL_TOKENS, training_text
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+THREADS = 2
+HIDDEN_SIZE = 128
+LAYERS = 2
+HEADS = 4
+CONTEXT_TOKENS = 512
+
+BATCH_TEXTS = 32
+LOG_EVERY_STEPS = 10
+MATRIX_LEARNING_RATE = 0.015
+OTHER_LEARNING_RATE = 3e-3
+WARMUP_STEPS = 20
+DECAY_SHARE = 0.6
+GRADIENT_NORM = 1.0
+IGNORED_LABEL = -100
+"""What torch's cross entropy leaves out; here the padding."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose tokens are the 256 bytes and the special tokens; it adds nothing to a text by itself."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=END,
+        pad_token=END,
+        chat_template=CHAT_TEMPLATE,
+        model_max_length=CONTEXT_TOKENS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
+    """A Llama of half a million parameters in float32, freshly initialised."""
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=HIDDEN_SIZE,
+        intermediate_size=3 * HIDDEN_SIZE,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        max_position_embeddings=CONTEXT_TOKENS,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    return LlamaForCausalLM(config)
+
+
+def build_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, which learns in a third of the steps that Adam takes; Adam for the rest."""
+    named = list(model.named_parameters())
+    matrices = [parameter for name, parameter in named if parameter.ndim == 2 and "embed" not in name]
+    others = [parameter for name, parameter in named if parameter.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=MATRIX_LEARNING_RATE, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=OTHER_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+    ]
+
+
+def learning_rate_factor(step: int, steps: int) -> float:
+    """Rises for the first steps, stays, and falls to almost nothing at the end."""
+    rise = min(1.0, step / WARMUP_STEPS)
+    fall = min(1.0, (1 - step / steps) / DECAY_SHARE)
+    return rise * (0.05 + 0.95 * fall)
+
+
+def checkpoint_steps(steps: int, checkpoints: int) -> list[int]:
+    """The steps to save, close together at first, when scores change fastest, in round numbers where they fit."""
+    rounding = 10 if steps >= 10 * checkpoints**2 // 2 else 1
+    planned = {round(steps * (number / checkpoints) ** 2 / rounding) * rounding for number in range(1, checkpoints)}
+    return sorted({step for step in planned if 0 < step < steps} | {steps})
+
+
+def next_batch(source: random.Random, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and labels, both [texts, tokens of the longest]; every text starts at position 0, as a prompt does."""
+    encoded = tokenizer([training_text(source) for _ in range(BATCH_TEXTS)])["input_ids"]
+    length = max(len(ids) for ids in encoded)
+    inputs = torch.full((len(encoded), length), tokenizer.pad_token_id)
+    labels = torch.full((len(encoded), length), IGNORED_LABEL)
+    for row, ids in enumerate(encoded):
+        inputs[row, : len(ids)] = labels[row, : len(ids)] = torch.tensor(ids)
+    return inputs, labels
+
+
+def save_checkpoint(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, *, output: Path, step: int) -> Path:
+    """Writes `output/hf/step-N` in one move, so that no half-written step is ever to be seen there."""
+    writing = output / ".writing"
+    shutil.rmtree(writing, ignore_errors=True)
+    fresh, replaced = writing / "fresh", writing / "replaced"
+    model.save_pretrained(fresh)
+    tokenizer.save_pretrained(fresh, save_jinja_files=False)  # the template stays inside tokenizer_config.json
+    tokenizer_config = fresh / "tokenizer_config.json"
+    described = json.loads(tokenizer_config.read_text())
+    described["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 does not know the name that 5 writes
+    tokenizer_config.write_text(json.dumps(described, indent=2) + "\n")
+
+    final = output / "hf" / f"step-{step}"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    if final.exists():
+        final.rename(replaced)
+    fresh.rename(final)
+    shutil.rmtree(writing)
+    return final
+
+
+def train(*, output: Path, steps: int, checkpoints: int, seed: int, seconds_limit: float) -> None:
+    """Trains, prints progress and writes the checkpoints."""
+    torch.set_num_threads(THREADS)
+    torch.manual_seed(seed)
+    source = random.Random(seed)
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer)
+    optimizers = build_optimizers(model)
+    peaks = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
+
+    planned = checkpoint_steps(steps, checkpoints)
+    saved: list[str] = []
+    started = time.monotonic()
+    step = 0
+    while step < steps:
+        step += 1
+        factor = learning_rate_factor(step, steps)
+        for optimizer, learning_rates in zip(optimizers, peaks, strict=True):
+            for group, peak in zip(optimizer.param_groups, learning_rates, strict=True):
+                group["lr"] = peak * factor
+        inputs, labels = next_batch(source, tokenizer)
+        loss = model(input_ids=inputs, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRADIENT_NORM)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        checkpoint = str(save_checkpoint(model, tokenizer, output=output, step=step)) if step in planned else None
+        seconds = time.monotonic() - started
+        if checkpoint or step % LOG_EVERY_STEPS == 0:
+            report(step=step, steps=steps, loss=round(loss.item(), 4), seconds=round(seconds, 2), checkpoint=checkpoint)
+        if checkpoint:
+            saved.append(checkpoint)
+            if step < steps and seconds / step * planned[len(saved)] > seconds_limit:
+                break
+
+    report(
+        done=True,
+        step=step,
+        steps=steps,
+        seconds=round(time.monotonic() - started, 2),
+        parameters=model.num_parameters(),
+        checkpoints=saved,
+    )
+
+
+def report(**fields: object) -> None:
+    """Prints one line of progress."""
+    print(json.dumps(fields), flush=True)
+
+
+def leftover_steps(output: Path, planned: list[int]) -> list[str]:
+    """Checkpoints of another run in the output folder, which would look like part of this one."""
+    names = {f"step-{step}" for step in planned}
+    return sorted(folder.name for folder in (output / "hf").glob("step-*") if folder.name not in names)
+
+
+def positive(text: str) -> int:
+    """A whole number above zero, for the command line."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number above 0, found {text}")
+    return number
+
+
+def main() -> None:
+    """Reads the command line and trains."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="checkpoints are written to OUTPUT/hf/step-N")
+    parser.add_argument("--steps", type=positive, default=600, help="training steps (default: 600)")
+    parser.add_argument("--checkpoints", type=positive, default=6, help="checkpoints to write (default: 6)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the text (default: 0)")
+    parser.add_argument(
+        "--seconds-limit",
+        type=float,
+        default=90.0,
+        help="stop at the last checkpoint that is expected within this time (default: 90)",
+    )
+    options = parser.parse_args()
+    if leftover := leftover_steps(options.output, checkpoint_steps(options.steps, options.checkpoints)):
+        sys.exit(
+            f"Expected only this run's checkpoints in {options.output / 'hf'}, found also {', '.join(leftover)}. "
+            "Remove them or choose another --output."
+        )
+    transformers_logging.disable_progress_bar()
+    train(
+        output=options.output,
+        steps=options.steps,
+        checkpoints=options.checkpoints,
+        seed=options.seed,
+        seconds_limit=options.seconds_limit,
+    )
+
+
+if __name__ == "__main__":
+    main()
