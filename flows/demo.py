@@ -14,7 +14,7 @@ from flows.running import SeriesResult, run_series
 from resources.config import ResourceConfig
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import JobFailed
-from resources.jobs import Command, JobRequest, create_environment, current_client
+from resources.jobs import Command, JobRequest, JobStatus, create_environment, current_client
 from tasks.checkpoints import find_checkpoints
 from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.progress import Event
@@ -23,6 +23,7 @@ from tasks.reports import write_report
 
 BENCHMARKS = ("demo_facts", "demo_backwards")
 _TRAINER = Path(__file__).parent / "programs" / "train_demo_model.py"
+_SUMMARY = "training.json"
 _POLL_SECONDS = 0.3
 _TRAINING_SECONDS = 300.0
 
@@ -57,11 +58,13 @@ def prepare(folder: Path, *, console: Console) -> None:
             while not job.status().finished and time.monotonic() < deadline:
                 show(Event(_describe(job.logs(max_lines=1))))
                 time.sleep(_POLL_SECONDS)
+            succeeded = job.status() is JobStatus.SUCCEEDED
         finally:
             log = job.logs(max_lines=20)
             job.terminate()
-        if not _is_trained(checkpoints):
+        if not succeeded:
             raise JobFailed(expected="the training to finish", found=f"its log ends in:\n{log}", remedy="run it again")
+        (checkpoints / _SUMMARY).write_text(log.rstrip().splitlines()[-1] + "\n")
 
 
 def _describe(line: str) -> str:
@@ -73,8 +76,8 @@ def _describe(line: str) -> str:
 
 
 def _is_trained(checkpoints: Path) -> bool:
-    """The trainer writes its summary last."""
-    return (checkpoints / "training.json").is_file() and all(
+    """Whether a training ended well there, and nothing has been taken away since."""
+    return (checkpoints / _SUMMARY).is_file() and all(
         checkpoint.complete for checkpoint in find_checkpoints(str(checkpoints))
     )
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pools.config import EngineDevice, ModelConfig
+from pools.config import EngineDevice, InferencePoolConfig
+from resources.config import size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -42,9 +43,7 @@ ENGINES: dict[EngineDevice, Engine] = {
         environment="vllm-cpu",
         kwargs={"enforce_eager": True},  # compiling costs minutes on a CPU and gains little
         capacity=32,
-        # One process instead of three saves two imports of vLLM, 7 s each; the threads of OpenMP then compete
-        # with the server's own, so a core is left to it.
-        variables={**_QUIET, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        variables=_QUIET,
     ),
     "cuda": Engine(environment="vllm-cuda", kwargs={}, capacity=256, variables=_QUIET),
     "tpu": Engine(
@@ -86,22 +85,32 @@ def engine_flags(kwargs: Mapping[str, Any]) -> list[str]:
     return flags
 
 
+def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
+    """Engine arguments of a pool: the engine's defaults under the user's own.
+
+    On a CPU vLLM would reserve 92 % of the machine's memory for its KV cache, and not start where that is not free;
+    a quarter of the memory asked for is taken instead.
+    """
+    kwargs = {**ENGINES[config.device].kwargs, **config.model.engine_kwargs}
+    if config.device == "cpu" and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(kwargs):
+        kwargs["kv_cache_memory_bytes"] = size_in_bytes(config.resource_config.ram) // 4
+    if config.model.generation_params:
+        kwargs["override_generation_config"] = dict(config.model.generation_params)
+    return kwargs
+
+
 def engine_arguments(
-    model: ModelConfig, device: EngineDevice, *, folder: str, served_names: Sequence[str], host: str, port: int
+    kwargs: Mapping[str, Any], *, folder: str, served_names: Sequence[str], host: str, port: int
 ) -> tuple[str, ...]:
     """Arguments after the interpreter that start one engine server.
 
     Args:
-        model: how to serve it; its engine arguments win over the engine's defaults.
-        device: which engine family.
+        kwargs: engine arguments, see `engine_kwargs`.
         folder: local folder that holds the weights to start with.
         served_names: every name under which requests may come, now and after loading other checkpoints.
         host: address to listen on.
         port: port to listen on.
     """
-    kwargs = {**ENGINES[device].kwargs, **model.engine_kwargs}
-    if model.generation_params:
-        kwargs["override_generation_config"] = dict(model.generation_params)
     return (
         *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", folder, "--served-model-name", *served_names),
@@ -116,7 +125,7 @@ def engine_variables(device: EngineDevice, *, cache: Path, cpu: int, offline: bo
     Args:
         device: which engine family.
         cache: folder for what the engine compiles or inspects once; keyed by environment, kept between starts.
-        cpu: cores the replica was given.
+        cpu: cores the replica was given; one is left to the server, the others compute.
         offline: keep it from asking a hub for anything.
     """
     variables = {**ENGINES[device].variables, "VLLM_CACHE_ROOT": str(cache)}

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
-from pools.engines import ENGINES
+from pools.engines import engine_kwargs
 from pools.launch import Launcher, ServedCheckpoint, VllmLauncher, environment_name
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
 from pools.proxy.state import DesiredReplica, DesiredState, ModelCounters, ProxyLimits
@@ -147,7 +147,7 @@ class InferencePool:
             "name": "vllm",
             "version": ", ".join(sorted(version for version in versions if version)),
             "device": self.config.device,
-            "arguments": {**ENGINES[self.config.device].kwargs, **self.config.model.engine_kwargs},
+            "arguments": engine_kwargs(self.config),
         }
 
     def counts(self, name: str) -> dict[str, int]:

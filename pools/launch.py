@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pools.config import InferencePoolConfig
-from pools.engines import ENGINES, engine_arguments, engine_variables, hand_command
+from pools.engines import ENGINES, engine_arguments, engine_kwargs, engine_variables, hand_command
 from pools.model_files import (
     ModelDigests,
     ModelFolder,
@@ -109,8 +109,7 @@ class VllmLauncher:
         """See `Launcher.launch`."""
         device = self.config.device
         arguments = engine_arguments(
-            self.config.model,
-            device,
+            engine_kwargs(self.config),
             folder=str(checkpoint.folder),
             served_names=served_names,
             host="127.0.0.1",

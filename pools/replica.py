@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import socket
 import threading
 import time
@@ -21,7 +22,9 @@ from resources.jobs import Client, Command, JobHandle, JobRequest, create_enviro
 LoadedHow = Literal["cold start", "reload", "restart", "already loaded"]
 
 _POLL_SECONDS = 0.2
-_LOG_LINES = 30
+_SEARCHED_LINES = 400
+_SHOWN_LINES = 15
+_EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
 _REFUSALS_AT_START = 10
 
 
@@ -173,7 +176,7 @@ class Replica:
             time.sleep(_POLL_SECONDS)
         raise EngineStartFailed(
             expected=f"the engine of {self.name} to answer for {model}",
-            found=f"{found}. Last lines of its log:\n{job.logs(max_lines=_LOG_LINES).rstrip()}",
+            found=f"{found}. {_explained(job.logs(max_lines=_SEARCHED_LINES))}",
             remedy=f"read the log; to see it by hand:\n{launch.by_hand()}",
         )
 
@@ -186,9 +189,9 @@ class Replica:
                 return
             checkpoint = self.checkpoint
             assert checkpoint is not None
-            last_words = self._job.logs(max_lines=5).strip()
+            last_words = _explained(self._job.logs(max_lines=_SEARCHED_LINES))
             if self.restarts >= self._config.max_replica_restarts:
-                self.failure = f"its engine died {self.restarts + 1} times; last: {last_words}"
+                self.failure = f"its engine died {self.restarts + 1} times. {last_words}"
                 self._become("dead", checkpoint)
                 return
             self.restarts += 1
@@ -213,6 +216,14 @@ class Replica:
         self.state = state
         self.checkpoint = checkpoint
         self._on_change()
+
+
+def _explained(log: str) -> str:
+    """The end of an engine's log, behind the first exception in it: later ones only say that the first one happened."""
+    cause = _EXCEPTION.search(log)
+    tail = "\n".join(log.rstrip().splitlines()[-_SHOWN_LINES:])
+    first = f"First error in its log: {cause.group()}\n" if cause else ""
+    return f"{first}Last lines of its log:\n{tail}"
 
 
 def _free_port() -> int:

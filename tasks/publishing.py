@@ -16,6 +16,7 @@ from tasks.records import Record, current_records, read_records
 from tasks.reports import curves_svg, results_rows, write_report
 
 REPORT_NAME = "report.html"
+_REASON_CHARACTERS = 160
 
 
 def report_uri(config: EvaluationConfig) -> str:
@@ -42,13 +43,20 @@ def publish_report(config: EvaluationConfig) -> str:
 def publish_artifacts(records: Sequence[Record], page: str, *, title: str) -> None:
     """The same results as a table, a plot and a link in the Prefect UI."""
     key = _artifact_key(title)
-    create_table_artifact(results_rows(records), key=f"{key}-results", description=f"Results of {title}")
+    rows = [{**row, "reason": _in_a_line(row["reason"])} for row in results_rows(records)]
+    create_table_artifact(rows, key=f"{key}-results", description=f"Results of {title}")
     svg = base64.b64encode(curves_svg(records).encode()).decode()
     create_image_artifact(
         f"data:image/svg+xml;base64,{svg}", key=f"{key}-curves", description=f"Curves of {title} over training steps"
     )
     link = Path(page).absolute().as_uri() if storage.is_local(page) else page
     create_link_artifact(link, key=f"{key}-report", link_text=page, description=f"Report of {title}")
+
+
+def _in_a_line(reason: str | None) -> str:
+    """What was found, without the log behind it: a table has room for a line."""
+    found = [line.removeprefix("Found:") for line in (reason or "").splitlines() if line.startswith("Found:")]
+    return found[0].strip()[:_REASON_CHARACTERS] if found else (reason or "")[:_REASON_CHARACTERS]
 
 
 def _artifact_key(title: str) -> str:

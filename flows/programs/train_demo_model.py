@@ -17,6 +17,7 @@ import argparse
 import json
 import random
 import shutil
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -149,10 +150,12 @@ def train(*, output: Path, steps: int, checkpoints: int, seed: int, seconds_limi
 
     planned = checkpoint_steps(steps, checkpoints)
     saved: list[str] = []
+    step_seconds: list[float] = []
     started = time.monotonic()
     step = 0
     while step < steps:
         step += 1
+        step_started = time.monotonic()
         factor = learning_rate_factor(step, steps)
         for optimizer, learning_rates in zip(optimizers, peaks, strict=True):
             for group, peak in zip(optimizer.param_groups, learning_rates, strict=True):
@@ -164,6 +167,7 @@ def train(*, output: Path, steps: int, checkpoints: int, seed: int, seconds_limi
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+        step_seconds.append(time.monotonic() - step_started)
 
         checkpoint = str(save_checkpoint(model, tokenizer, output=output, step=step)) if step in planned else None
         seconds = time.monotonic() - started
@@ -171,7 +175,9 @@ def train(*, output: Path, steps: int, checkpoints: int, seed: int, seconds_limi
             report(step=step, steps=steps, loss=round(loss.item(), 4), seconds=round(seconds, 2), checkpoint=checkpoint)
         if checkpoint:
             saved.append(checkpoint)
-            if step < steps and seconds / step * planned[len(saved)] > seconds_limit:
+            # The median, because one stall of the machine must not end the run.
+            missing_steps = planned[min(len(saved), len(planned) - 1)] - step
+            if seconds + missing_steps * statistics.median(step_seconds) > seconds_limit:
                 break
 
     report(

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pools.config import ModelConfig
-from pools.engines import engine_arguments, engine_flags, engine_variables, hand_command, replica_capacity
+from pools.config import InferencePoolConfig
+from pools.engines import (
+    engine_arguments,
+    engine_flags,
+    engine_kwargs,
+    engine_variables,
+    hand_command,
+    replica_capacity,
+)
 
 
 @pytest.mark.parametrize(
@@ -25,14 +33,16 @@ def test_engine_arguments_become_flags(kwargs: dict, flags: list[str]) -> None:
     assert engine_flags(kwargs) == flags
 
 
+def pool(device: str = "cpu", **model: Any) -> InferencePoolConfig:
+    devices = {"cpu": {"kind": "cpu"}, "tpu": {"kind": "tpu", "variant": "v4-8"}, "cuda": {"kind": "gpu"}}
+    resources = {"device": devices[device], "ram": "8g"}
+    return InferencePoolConfig.model_validate({"resource_config": resources, "model": {"name": "run", **model}})
+
+
 def test_arguments_carry_names_template_and_defaults() -> None:
-    model = ModelConfig(
-        name="run",
-        engine_kwargs={"max_model_len": 512, "enforce_eager": False},
-        generation_params={"temperature": 0.5},
-    )
+    config = pool(engine_kwargs={"max_model_len": 512, "enforce_eager": False}, generation_params={"temperature": 0.5})
     arguments = engine_arguments(
-        model, "cpu", folder="/c/step-1", served_names=["run-1", "run-2"], host="127.0.0.1", port=81
+        engine_kwargs(config), folder="/c/step-1", served_names=["run-1", "run-2"], host="127.0.0.1", port=81
     )
     text = " ".join(arguments)
     assert "--model /c/step-1 --served-model-name run-1 run-2 --host 127.0.0.1 --port 81" in text
@@ -42,11 +52,15 @@ def test_arguments_carry_names_template_and_defaults() -> None:
     assert "--chat-template" not in arguments
 
 
-def test_arguments_are_the_same_for_the_same_model() -> None:
-    model = ModelConfig(name="run")
-    one, two = (engine_arguments(model, "tpu", folder="/c", served_names=["a"], host="h", port=1) for _ in range(2))
-    assert one == two
-    assert "--distributed-executor-backend" in one
+def test_cpu_engine_takes_a_quarter_of_the_memory_asked_for_unless_told_otherwise() -> None:
+    assert engine_kwargs(pool())["kv_cache_memory_bytes"] == 2 * 1024**3
+    assert engine_kwargs(pool(engine_kwargs={"kv_cache_memory_bytes": "64M"}))["kv_cache_memory_bytes"] == "64M"
+    assert "kv_cache_memory_bytes" not in engine_kwargs(pool(engine_kwargs={"gpu_memory_utilization": 0.3}))
+    assert "kv_cache_memory_bytes" not in engine_kwargs(pool("cuda"))
+
+
+def test_tpu_engine_keeps_its_workers_in_one_host() -> None:
+    assert engine_kwargs(pool("tpu"))["distributed_executor_backend"] == "mp"
 
 
 def test_variables_keep_caches_and_stay_off_the_hub() -> None:

@@ -16,7 +16,8 @@ from fakes.records import FIRST, REASONS, make_metric, make_record
 from resources import storage
 from resources.errors import RecordStatus, StorageError
 from tasks.records import Record
-from tasks.reports import Results, curves_svg, render_report, results_rows, results_table, write_report
+from tasks.reports import curves_svg, render_report, results_rows, results_table, write_report
+from tasks.results import Results
 
 SVG = "{http://www.w3.org/2000/svg}"
 

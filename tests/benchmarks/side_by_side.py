@@ -1,0 +1,142 @@
+"""What the scripts in this folder share: timed processes, facts about the machine, and the one JSON line at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import process_environment
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = ROOT / ".bench"
+"""Where scripts keep what they make; ignored by git, safe to delete."""
+
+_SHOWN_LOG_LINES = 25
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two ways of doing the same, measured in one run on one machine; `ratio` is how many times better ours is."""
+
+    name: str
+    unit: str
+    ours: float
+    theirs: float
+    better: Literal["less", "more"]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Above 1 where ours is better."""
+        return self.theirs / self.ours if self.better == "less" else self.ours / self.theirs
+
+    def as_json(self) -> str:
+        """One line, for scripts."""
+        content = {
+            "name": self.name,
+            "ours": round(self.ours, 3),
+            "theirs": round(self.theirs, 3),
+            "ratio": round(self.ratio, 2),
+            "unit": self.unit,
+            "better": self.better,
+            **self.facts,
+            "environment": environment_facts(),
+        }
+        return json.dumps(content)
+
+
+def environment_facts() -> dict[str, Any]:
+    """What a number depends on beside the code: machine, load, versions."""
+    facts: dict[str, Any] = {
+        "system": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3, 1),
+        "load_average_1_min": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "assay": metadata.version("assay-evals"),
+        "prefect": metadata.version("prefect"),
+        "commit": _commit(),
+    }
+    return facts
+
+
+def installed_version(environment: str, distribution: str) -> str:
+    """The version of a distribution in one of the environments that engines and harnesses run in."""
+    python = ensure_environment(ENVIRONMENTS[environment]).python
+    code = f"from importlib.metadata import version; print(version({distribution!r}))"
+    return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    done = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def environment_of_a_user(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process, without what this one may have set for Prefect, and with `variables`."""
+    inherited = {name: value for name, value in process_environment().items() if not name.startswith("PREFECT_")}
+    return {**inherited, **variables}
+
+
+def run_timed(
+    argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str], cwd: Path = ROOT, limit_seconds: float = 1800
+) -> float:
+    """Runs a command to its end; the wall seconds from its start to its exit.
+
+    Standard error goes to `log`, standard output to `log` with the suffix .out. Ends this script if it fails.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
+        done = subprocess.run(argv, stdout=output, stderr=errors, env=env, cwd=cwd, timeout=limit_seconds)
+    seconds = time.monotonic() - began
+    if done.returncode != 0:
+        give_up(f"{Path(argv[0]).name} ended with {done.returncode}", log)
+    return seconds
+
+
+def give_up(reason: str, log: Path | None = None) -> None:
+    """Ends the script with the last lines of a log: half a comparison is none."""
+    lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:] if log and log.is_file() else []
+    sys.exit("\n".join([f"no result: {reason}", *lines]))
+
+
+def say(text: str) -> None:
+    """One line of progress, on standard error."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A small table; numbers with one digit after the point."""
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, justify="left" if column == columns[0] else "right")
+    for row in rows:
+        table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row))
+    Console().print(table)
+
+
+def print_comparison(comparison: Comparison) -> None:
+    """The last line of every script."""
+    print(comparison.as_json(), flush=True)

@@ -1,0 +1,175 @@
+"""The `assay` command: as a process where exit codes and error texts matter, through typer's runner elsewhere."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from fakes.models import write_checkpoint, write_run
+from fakes.records import make_metric, make_record
+from flows.cli import app
+from resources.settings import process_environment
+from tasks.records import Record, write_record
+
+ASSAY = Path(sys.executable).with_name("assay")
+SERVED_ELSEWHERE = ("--base-url", "http://127.0.0.1:9/v1")
+
+
+def assay(*arguments: str | Path, api: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs the command as a user does, in a wide terminal, against a Prefect server if there is one."""
+    variables = {"COLUMNS": "300"} | ({"PREFECT_API_URL": api} if api else {})
+    command = [str(ASSAY), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=process_environment(variables))
+
+
+def assert_refused(done: subprocess.CompletedProcess[str], *hints: str) -> None:
+    """Exit code 3, and a text that says what was expected, what was found and what to do, and nothing of Python."""
+    assert done.returncode == 3, done.stderr
+    labels = [line.split(":")[0] for line in done.stderr.splitlines()]
+    assert {"Expected", "Found", "To do"} <= set(labels)
+    assert "Traceback" not in done.stderr
+    assert not [hint for hint in hints if hint not in done.stderr], done.stderr
+
+
+def publish(folder: Path, *records: Record) -> Path:
+    """Writes records where an evaluation would."""
+    for record in records:
+        checkpoint = record.checkpoint
+        write_record(str(folder / checkpoint.run / f"step-{checkpoint.step}" / record.evaluator / record.cell), record)
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with two complete checkpoints."""
+    return write_run(tmp_path / "run-a", [100, 200])
+
+
+@pytest.fixture
+def half_written(run: Path) -> Path:
+    """The same with one more that lacks half of its weights."""
+    weights = write_checkpoint(run / "hf" / "step-300") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    return run
+
+
+def test_checkpoints_with_a_half_written_one_shows_which_and_why(half_written: Path):
+    shown = CliRunner().invoke(app, ["checkpoints", str(half_written)])
+    rows = [line for line in shown.stdout.splitlines() if "run-a-" in line]
+    assert shown.exit_code == 0
+    assert ["yes" in row for row in rows] == [True, True, False]
+    assert "model.safetensors" in shown.stdout
+
+
+def test_checkpoints_as_json_tells_complete_from_not(half_written: Path):
+    shown = CliRunner().invoke(app, ["checkpoints", str(half_written), "--json"])
+    found = json.loads(shown.stdout)
+    assert [(one["step"], one["complete"], bool(one["problems"])) for one in found] == [
+        (100, True, False),
+        (200, True, False),
+        (300, False, True),
+    ]
+    assert found[0]["name"] == "run-a-100"
+    assert found[0]["uri"] == str(half_written / "hf" / "step-100")
+
+
+def test_checkpoints_of_a_folder_that_is_not_there_are_refused(tmp_path: Path):
+    assert_refused(assay("checkpoints", tmp_path / "nowhere"), "nowhere is not there")
+
+
+def test_records_show_the_newest_and_all_of_them_on_request(tmp_path: Path):
+    older = make_record(step=100, cell="facts-old", metrics=(make_metric(value=0.25),))
+    newer = make_record(
+        step=100, cell="facts-new", metrics=(make_metric(value=0.75),), created=older.created.replace(year=2027)
+    )
+    folder = publish(tmp_path, older, newer)
+    table = CliRunner().invoke(app, ["records", str(folder)]).stdout
+    assert "0.75" in table and "0.25" not in table
+    current = json.loads(CliRunner().invoke(app, ["records", str(folder), "--json"]).stdout)
+    every = json.loads(CliRunner().invoke(app, ["records", str(folder), "--all", "--json"]).stdout)
+    assert [record["cell"] for record in current] == ["facts-new"]
+    assert {record["cell"] for record in every} == {"facts-old", "facts-new"}
+    assert [Record.model_validate(record) for record in current] == [newer]
+
+
+def test_records_of_a_folder_without_any_are_refused(tmp_path: Path):
+    assert_refused(assay("records", tmp_path), "records below")
+
+
+def test_report_on_a_folder_of_records_is_one_page(tmp_path: Path):
+    folder = publish(tmp_path / "evaluations", make_record(step=100), make_record(step=200, status="withheld"))
+    page = tmp_path / "page.html"
+    done = CliRunner().invoke(app, ["report", str(folder), "--output", str(page), "--title", "A tiny one"])
+    assert done.exit_code == 0
+    assert str(page) in done.stdout.replace("\n", "")
+    text = page.read_text()
+    assert "A tiny one" in text and "<svg" in text
+    assert "withheld" in text
+
+
+def test_doctor_as_json_names_a_remedy_for_everything_missing():
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    findings = json.loads(done.stdout)
+    assert all(set(finding) == {"subject", "level", "seen", "remedy"} for finding in findings)
+    assert {"Python", "vLLM on CPU", "Disk", "Prefect server"} <= {finding["subject"] for finding in findings}
+    missing = [finding for finding in findings if finding["level"] == "missing"]
+    assert all(finding["remedy"] for finding in missing)
+    assert done.exit_code == (2 if missing else 0)
+
+
+def test_evaluate_without_a_model_or_a_benchmark_is_refused():
+    assert_refused(assay("evaluate"), "--model", "--eval")
+
+
+def test_evaluate_two_benchmarks_with_one_metric_key_is_refused(run: Path):
+    given = ("--model", run, "--eval", "demo_facts", "--eval", "demo_facts")
+    assert_refused(assay("evaluate", *given), "demo_facts", "task_alias")
+
+
+def test_evaluate_with_traceback_shows_it_and_the_same_exit_code(run: Path):
+    done = assay("evaluate", "--traceback", "--model", run, "--eval", "demo_facts:many")
+    assert done.returncode == 3
+    assert "Traceback" in done.stderr and "To do:" in done.stderr
+
+
+def test_evaluate_unknown_key_in_a_file_asks_whether_another_was_meant(tmp_path: Path, run: Path):
+    file = tmp_path / "evaluation.yaml"
+    file.write_text(
+        f"model_path: {run}\nevals: [{{name: demo_facts}}]\n"
+        "pool_config: {model: {name: tiny, engine_kwarg: {dtype: float32}}}\n"
+    )
+    assert_refused(assay("evaluate", "--config", file), "pool_config.model.engine_kwarg", "did you mean engine_kwargs?")
+
+
+def test_evaluate_a_path_that_is_a_file_is_refused(tmp_path: Path, prefect_api: str):
+    file = tmp_path / "weights.bin"
+    file.touch()
+    given = ("--model", file, "--eval", "demo_facts", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
+    assert_refused(assay("evaluate", *given, api=prefect_api), f"{file} is a file")
+
+
+def test_evaluate_an_empty_run_is_refused(tmp_path: Path, prefect_api: str):
+    (tmp_path / "run" / "hf").mkdir(parents=True)
+    given = ("--model", tmp_path / "run", "--eval", "demo_facts", *SERVED_ELSEWHERE, "--output", tmp_path / "out")
+    assert_refused(assay("evaluate", *given, api=prefect_api), "an empty folder")
+
+
+def test_evaluate_into_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, run: Path, prefect_api: str):
+    in_the_way = tmp_path / "evaluations"
+    in_the_way.touch()
+    given = ("--model", run, "--eval", "demo_facts", *SERVED_ELSEWHERE, "--output", in_the_way / "here")
+    assert_refused(assay("evaluate", *given, api=prefect_api), str(in_the_way))
+
+
+@pytest.mark.harness
+@pytest.mark.timeout(900)
+def test_evaluate_an_unknown_benchmark_names_the_likely_one_and_parses_as_json(
+    tmp_path: Path, run: Path, prefect_api: str
+):
+    given = ("--model", run, "--eval", "demo_fact", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
+    assert_refused(assay("evaluate", *given, "--json", api=prefect_api), "demo_fact", "did you mean demo_facts")

@@ -1,0 +1,219 @@
+"""The flows themselves, on a Prefect server, with lm-eval itself, against the deterministic engine as an endpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prefect.artifacts import Artifact
+
+from fakes import engine as engine_program
+from fakes.models import write_checkpoint
+from fakes.polling import eventually
+from fakes.tokenizers import write_byte_tokenizer
+from flows.evaluation import evaluate_checkpoint
+from flows.series import evaluate_checkpoints
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import EvaluationInterrupted
+from resources.settings import process_environment
+from tasks.config import EvaluationConfig
+from tasks.records import Record, read_records
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(900), pytest.mark.usefixtures("prefect_api")]
+
+ASSAY = Path(sys.executable).with_name("assay")
+QUESTIONS = 4
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """The deterministic engine in a process of its own."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def requests(self) -> int:
+        """Completion requests it has seen so far."""
+        with urllib.request.urlopen(f"{self.url}/fake/stats", timeout=10) as response:
+            return json.load(response)["requests"]
+
+
+@contextmanager
+def endpoint(folder: Path, *models: str, **faults: Any) -> Iterator[Endpoint]:
+    """An endpoint that serves some names, for as long as the block lasts."""
+    address = folder / "engine.json"
+    command = [sys.executable, str(engine_program.__file__), "--address-file", str(address)]
+    command += ["--faults", json.dumps(faults), *(part for name in models for part in ("--model", name))]
+    process = subprocess.Popen(command)
+    try:
+        eventually(address.is_file)
+        yield Endpoint(json.loads(address.read_text())["url"], process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+@dataclass(frozen=True)
+class Series:
+    """A training run and where its records go."""
+
+    run: Path
+    evaluations: Path
+    base_url: str
+
+    @property
+    def config(self) -> EvaluationConfig:
+        return EvaluationConfig.model_validate(
+            {
+                "model_path": str(self.run),
+                "evaluation_path": str(self.evaluations),
+                "base_url": self.base_url,
+                "evals": [{"name": "demo_facts"}, {"name": "demo_backwards"}],
+                "max_eval_instances": QUESTIONS,
+            }
+        )
+
+    def command(self) -> list[str]:
+        """The same evaluation as a command line."""
+        command = [str(ASSAY), "evaluate", "--model", str(self.run), "--output", str(self.evaluations)]
+        command += ["--eval", "demo_facts", "--eval", "demo_backwards", "--limit", str(QUESTIONS)]
+        return [*command, "--base-url", self.base_url, "--json"]
+
+    def records(self) -> dict[str, Record]:
+        """Cell folder → record."""
+        files = sorted(self.evaluations.rglob("record.json"))
+        records = read_records(str(self.evaluations))
+        assert len(files) == len(records), "a record cannot be read"
+        return {f"{record.checkpoint.name}/{record.cell}": record for record in records}
+
+
+def write_served_checkpoint(folder: Path, *, seed: int) -> Path:
+    """A checkpoint with a tokenizer that the harness can load; the weights are only digested."""
+    return write_byte_tokenizer(write_checkpoint(folder, seed=seed))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _harness_is_built() -> None:
+    ensure_environment(ENVIRONMENTS["lm-eval"])
+
+
+@pytest.fixture
+def series(tmp_path: Path) -> Callable[[str, list[int]], Series]:
+    """Makes a run called `run` with complete checkpoints at some steps, to be evaluated at some endpoint."""
+
+    def make(base_url: str, steps: list[int]) -> Series:
+        for step in steps:
+            write_served_checkpoint(tmp_path / "run" / "hf" / f"step-{step}", seed=step)
+        return Series(tmp_path / "run", tmp_path / "evaluations", base_url)
+
+    return make
+
+
+def test_series_is_evaluated_once_and_only_what_is_missing_or_changed_is_evaluated_again(
+    tmp_path: Path, series: Callable[[str, list[int]], Series]
+):
+    with endpoint(tmp_path, "run-1", "run-2") as served:
+        one = series(served.base_url, [1, 2])
+
+        returned = evaluate_checkpoints(one.config)
+        first = one.records()
+        assert [record.checkpoint.name for record in returned] == ["run-1", "run-2"]
+        assert {record.status for record in first.values()} == {"succeeded"}
+        assert list(first.values()) == returned
+        for record in returned:
+            assert record.counts is not None
+            assert record.counts.requested == record.counts.answered == record.counts.scored == 2 * QUESTIONS
+            assert {(metric.benchmark, metric.n) for metric in record.metrics} == {
+                ("demo_facts", QUESTIONS),
+                ("demo_backwards", QUESTIONS),
+            }
+            assert record.served["by"] == "endpoint"
+        kinds = {f"run-{kind}": Artifact.get(f"run-{kind}") for kind in ("results", "curves", "report")}
+        assert {key: found.type for key, found in kinds.items() if isinstance(found, Artifact)} == {
+            "run-results": "table",
+            "run-curves": "image",
+            "run-report": "link",
+        }
+        assert (one.evaluations / "run" / "report.html").is_file()
+
+        asked = served.requests
+        assert evaluate_checkpoints(one.config) == returned
+        assert served.requests == asked
+
+        gone = next(path for path in one.evaluations.rglob("record.json") if "step-1/" in str(path))
+        gone.unlink()
+        evaluate_checkpoints(one.config)
+        again = one.records()
+        assert again.keys() == first.keys()
+        assert {key for key in first if again[key] != first[key]} == {key for key in first if key.startswith("run-1/")}
+
+        shutil.rmtree(one.run / "hf" / "step-2")
+        written_again = write_served_checkpoint(one.run / "hf" / "step-2", seed=99)
+        [newest] = evaluate_checkpoint(one.config.model_copy(update={"discover_latest_checkpoint": True}))
+        assert newest.succeeded and newest.checkpoint.uri == str(written_again)
+        assert again.items() < one.records().items()
+        assert newest.checkpoint.weights_digest not in {record.checkpoint.weights_digest for record in again.values()}
+
+
+def test_endpoint_that_serves_other_models_is_refused_and_recorded_as_ours(
+    tmp_path: Path, series: Callable[[str, list[int]], Series]
+):
+    with endpoint(tmp_path, "somebody", "else") as served:
+        one = series(served.base_url, [1])
+        with pytest.raises(EvaluationInterrupted, match="somebody, else"):
+            evaluate_checkpoints(one.config)
+        assert served.requests == 0
+    [record] = one.records().values()
+    assert record.status == "infra_failed" and record.metrics == ()
+    assert record.reason is not None and "to serve run-1" in record.reason
+
+
+def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failure(
+    tmp_path: Path, series: Callable[[str, list[int]], Series], prefect_api: str
+):
+    env = process_environment({"PREFECT_API_URL": prefect_api})
+    with endpoint(tmp_path, "run-1", delay_seconds=0.5) as served:
+        one = series(served.base_url, [1])
+        with subprocess.Popen(one.command(), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+            eventually(lambda: served.requests > QUESTIONS, seconds=120)
+            served.process.kill()
+            printed, errors = run.communicate(timeout=300)
+    assert run.returncode == 2, errors
+    assert "Traceback" not in errors and "To do:" in errors
+    assert [record["status"] for record in json.loads(printed)["records"]] == ["infra_failed"]
+    [record] = one.records().values()
+    assert record.status == "infra_failed" and record.metrics == ()
+
+
+def test_two_runs_of_one_evaluation_at_once_leave_one_valid_record_per_cell(
+    tmp_path: Path, series: Callable[[str, list[int]], Series], prefect_api: str
+):
+    env = process_environment({"PREFECT_API_URL": prefect_api})
+    with endpoint(tmp_path, "run-1") as served:
+        one = series(served.base_url, [1])
+        runs = [
+            subprocess.Popen(one.command(), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            for _ in range(2)
+        ]
+        outputs = [run.communicate(timeout=300) for run in runs]
+    assert [run.returncode for run in runs] == [0, 0], outputs
+    [record] = one.records().values()
+    assert record.succeeded
+    for printed, _ in outputs:
+        assert [Record.model_validate(each) for each in json.loads(printed)["records"]] == [record]
+    attempts = [path.name for path in one.evaluations.rglob("attempt-*") if path.is_dir()]
+    assert record.attempt in attempts

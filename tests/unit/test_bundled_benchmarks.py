@@ -1,0 +1,88 @@
+"""The bundled benchmarks are what their generator writes, and training never shows what they ask."""
+
+import json
+import random
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BUNDLED = REPOSITORY / "tasks" / "bundled"
+PROGRAMS = REPOSITORY / "flows" / "programs"
+NAMES = ("demo_facts", "demo_backwards")
+
+
+@pytest.fixture(scope="module")
+def world() -> dict[str, Any]:
+    return runpy.run_path(str(PROGRAMS / "demo_world.py"))
+
+
+@pytest.fixture(scope="module")
+def training_texts(world: dict[str, Any]) -> list[str]:
+    source = random.Random(0)
+    return [world["training_text"](source) for _ in range(20_000)]
+
+
+def rows(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (BUNDLED / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def test_bundled_questions_regenerated_are_byte_identical(tmp_path: Path) -> None:
+    program = PROGRAMS / "make_demo_benchmarks.py"
+    subprocess.run([sys.executable, "-B", str(program), "--output", str(tmp_path)], check=True, timeout=60)
+    for name in NAMES:
+        assert (tmp_path / f"{name}.jsonl").read_bytes() == (BUNDLED / f"{name}.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bundled_yaml_names_its_task_and_a_data_file_beside_it(name: str) -> None:
+    benchmark = yaml.safe_load((BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"))
+    assert benchmark["task"] == name
+    data_file = benchmark["dataset_kwargs"]["data_files"][benchmark["test_split"]]
+    assert Path(data_file).name == data_file
+    assert (BUNDLED / data_file).is_file()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_bundled_questions_each_occur_once(name: str) -> None:
+    questions = rows(name)
+    assert len({row["id"] for row in questions}) == len({row["question"] for row in questions}) == len(questions) >= 100
+
+
+def test_demo_facts_offers_four_choices_and_favours_no_position() -> None:
+    questions = rows("demo_facts")
+    assert all(len(set(row["choices"])) == 4 and row["answer"] in range(4) for row in questions)
+    for position in range(4):
+        share = sum(row["answer"] == position for row in questions) / len(questions)
+        assert 0.15 < share < 0.35
+
+
+def test_demo_backwards_answers_are_the_reversed_word() -> None:
+    for row in rows("demo_backwards"):
+        assert row["answer"] == row["id"][::-1] != row["id"]
+        assert row["id"] in row["question"].split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_texts_never_contain_a_benchmark_question(name: str, training_texts: list[str]) -> None:
+    training = "\n".join(training_texts)
+    assert not [row["question"] for row in rows(name) if row["question"] in training]
+
+
+def test_training_texts_teach_every_fact_that_is_asked(world: dict[str, Any], training_texts: list[str]) -> None:
+    seen = set(training_texts)
+    for fact in world["FACTS"]:
+        assert any(statement + world["END"] in seen for statement in fact.statements())
+        assert any(exchange.as_text() in seen for exchange in fact.practised())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_training_prompt_is_the_prompt_of_the_yaml(name: str, world: dict[str, Any]) -> None:
+    template = yaml.safe_load((BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"))["doc_to_text"]
+    exchange = world["Exchange"]("Who is there?", "nobody")
+    assert template.replace("{{question}}", exchange.question) == exchange.prompt()

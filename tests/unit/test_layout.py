@@ -1,0 +1,184 @@
+"""The rules that keep four top-level packages of one application safe, each as a test."""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import importlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import yaml
+from prefect import Flow
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("flows", "tasks", "pools", "resources")
+MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+PROGRAMS = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/programs"))
+LISTS = sorted((ROOT / "resources" / "requirements").glob("*.txt"))
+DEPLOYMENTS: dict[str, Any] = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
+ENTRYPOINTS = [deployment["entrypoint"] for deployment in DEPLOYMENTS["deployments"]]
+
+LONGEST_MODULE_LINES = 400
+FORBIDDEN_NAMES = {"utils", "common", "helpers", "core"}
+HEAVY = ("ray", "wandb", "mlflow", "torch", "transformers", "vllm", "lm_eval")
+IN_HARNESS_ENVIRONMENTS = {
+    *("accelerate", "alpaca_eval", "datasets", "dill", "draccus", "equinox", "evaluate", "fire", "haliax", "helm"),
+    *("huggingface_hub", "jax", "jsonlines", "levanter", "lm_eval", "mlflow", "more_itertools", "multiprocess"),
+    *("nltk", "numexpr", "numpy", "pandas", "peft", "pyarrow", "ray", "rouge_score", "sacrebleu", "safetensors"),
+    *("scipy", "sklearn", "spacy", "sqlitedict", "tenacity", "tokenizers", "torch", "tqdm", "transformers", "vllm"),
+    *("wandb", "word2number", "xxhash"),
+}
+PINNED = re.compile(r"^[A-Za-z0-9._-]+(\[[A-Za-z0-9._,-]+\])?==[A-Za-z0-9.!]+( *;.+)?$")
+ABSOLUTE_PATH = re.compile(r"(?<![\w.~>}])/(?:home|Users|root|work)/[\w.]")
+REGISTRY = re.compile(
+    r"(?:files\.pythonhosted|pypi|registry\.npmjs|download\.pytorch)\.org|/[Aa]rtifactory/|/simple/?(?:\s|[\"']|$)"
+    r"|(?:index-url|find-links|index_url|find_links)[ =:]+[\"']?(?:https?|file):",
+    re.MULTILINE,
+)
+
+
+@pytest.fixture(scope="module")
+def committed() -> dict[Path, str]:
+    """Every text file that is, or is about to be, in the repository."""
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    texts = {}
+    for path in (ROOT / name for name in names if name):
+        content = path.read_bytes() if path.is_file() else b"\0"
+        if b"\0" not in content:
+            texts[path.relative_to(ROOT)] = content.decode(errors="replace")
+    return texts
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_package_has_an_init_file(package: str):
+    assert (ROOT / package / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
+def test_deployment_entrypoint_is_a_module_path_that_imports_to_a_flow(entrypoint: str):
+    assert re.fullmatch(r"flows(\.\w+)+", entrypoint)
+    module, _, name = entrypoint.rpartition(".")
+    assert isinstance(getattr(importlib.import_module(module), name), Flow)
+
+
+def test_deployments_pull_nothing_anywhere():
+    assert [place["pull"] for place in (DEPLOYMENTS, *DEPLOYMENTS["deployments"])] == [[]] * (len(ENTRYPOINTS) + 1)
+
+
+@pytest.mark.parametrize("folder", [ROOT / "flows", *PROGRAMS], ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_folder_that_can_be_first_on_the_path_shadows_no_library(folder: Path):
+    installed = {name for name in metadata.packages_distributions() if name not in PACKAGES}
+    stems = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    assert not stems & (installed | IN_HARNESS_ENVIRONMENTS | sys.stdlib_module_names)
+
+
+def test_pytest_imports_test_files_by_path():
+    options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert "--import-mode=importlib" in options["addopts"]
+
+
+def test_application_cannot_be_uploaded():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert "Private :: Do Not Upload" in project["classifiers"]
+
+
+def test_module_names_say_what_is_inside():
+    assert not [path for path in MODULES if {path.stem, *path.relative_to(ROOT).parts[:-1]} & FORBIDDEN_NAMES]
+
+
+@pytest.mark.parametrize("path", LISTS, ids=lambda path: path.name)
+def test_requirement_list_pins_every_line_to_a_public_version_and_names_no_address(path: Path):
+    lines = [line for line in path.read_text().splitlines() if line.strip() and not line.startswith("#")]
+    assert lines and not [line for line in lines if not PINNED.match(line) or "://" in line]
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "resources" / "requirements").glob("*.in")), ids=lambda path: path.name)
+def test_requirement_input_names_no_address_and_no_local_version(path: Path):
+    lines = [line.partition("#")[0] for line in path.read_text().splitlines()]
+    options = [line for line in lines if line.startswith("-") and not re.fullmatch(r"-[cr] [\w.-]+\s*", line)]
+    assert not options and not [line for line in lines if "://" in line or re.search(r"=\S*\+", line)]
+
+
+def test_environment_is_read_in_settings_and_programs_only():
+    allowed = {ROOT / "resources" / "settings.py", *(path for folder in PROGRAMS for path in folder.glob("*.py"))}
+    assert not [path for path in MODULES if path not in allowed and reads_environment(ast.parse(path.read_text()))]
+
+
+def reads_environment(tree: ast.AST) -> bool:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in names and getattr(node.value, "id", None) == "os":
+            return True
+        if isinstance(node, ast.ImportFrom) and node.module == "os" and names & {alias.name for alias in node.names}:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("module", ["flows.evaluation", "flows.cli"])
+def test_importing_a_flow_pulls_in_no_engine_harness_or_vendor_sdk(module: str):
+    code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not set(done.stdout.split()) & set(HEAVY)
+
+
+def test_importing_the_command_does_not_import_prefect():
+    code = "import sys, flows.cli; print('prefect' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("folder", PROGRAMS, ids=lambda folder: str(folder.relative_to(ROOT)))
+def test_programs_are_scripts_not_a_package(folder: Path):
+    assert not (folder / "__init__.py").exists()
+
+
+def test_committed_files_name_no_registry(committed: dict[Path, str]):
+    configured = addresses_of_this_machines_registries()
+    found = {
+        path: match.group()
+        for path, text in committed.items()
+        if (match := REGISTRY.search(text)) or (match := next(iter(hits(text, configured)), None))
+    }
+    assert not found
+
+
+def hits(text: str, addresses: set[str]) -> list[re.Match[str]]:
+    return [match for address in addresses if (match := re.search(re.escape(address), text))]
+
+
+def addresses_of_this_machines_registries() -> set[str]:
+    """Hosts (with port) that pip and uv are configured with here; the loopback without a port says nothing."""
+    values = [value for name, value in os.environ.items() if re.match(r"(PIP|UV)_.*(INDEX|LINKS)", name)]
+    parser = configparser.RawConfigParser()
+    parser.read([Path("/etc/pip.conf"), Path.home() / ".config/pip/pip.conf", Path.home() / ".pip/pip.conf"])
+    values += [value for section in parser.sections() for key, value in parser.items(section) if "index" in key]
+    hosts = {urlsplit(part).netloc.rpartition("@")[2] for value in values for part in value.split()}
+    return {host for host in hosts if host and host not in {"localhost", "127.0.0.1"}}
+
+
+def test_committed_files_name_no_home_or_work_directory(committed: dict[Path, str]):
+    folders = [re.escape(str(folder)) for folder in (ROOT, Path.home()) if folder != Path("/")]
+    here = re.compile(rf"(?:{'|'.join(folders)})(?=[/\s\"'`])")
+    found = {
+        path: match.group()
+        for path, text in committed.items()
+        if (match := ABSOLUTE_PATH.search(text)) or (match := here.search(text))
+    }
+    assert not found
+
+
+def test_modules_are_short_enough_to_read():
+    assert not [path for path in MODULES if len(path.read_text().splitlines()) >= LONGEST_MODULE_LINES]
