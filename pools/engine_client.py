@@ -19,6 +19,7 @@ CANARY_PROMPTS = (
 """Texts whose log-probabilities tell one set of weights from another."""
 
 _ANSWER_SECONDS = 60.0
+_NOT_FINITE = "Out of range float values"  # vLLM answers 400 with this, since JSON has no NaN
 _RELOAD_SECONDS = 900.0
 
 
@@ -85,18 +86,19 @@ class EngineClient:
 
     def _logprobs(self, model: str, prompts: Sequence[str], *, echo: bool) -> tuple[float, ...]:
         body = {"model": model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": echo}
-        answer = self._request("POST", "/v1/completions", body)
+        try:
+            answer = self._request("POST", "/v1/completions", body)
+        except EndpointUnusable as error:
+            if _NOT_FINITE not in error.found:
+                raise
+            raise _no_finite_numbers(model, self.base_url, "NaN or infinity where log-probabilities belong") from error
         values: list[float] = []
         for choice in answer.get("choices") or []:
             # The first token of a text has nothing before it, hence no log-probability.
             logprobs = (choice.get("logprobs") or {}).get("token_logprobs") or []
             values.extend(logprobs[1:] if echo else logprobs)
         if not values or not all(isinstance(value, (int, float)) and math.isfinite(value) for value in values):
-            raise ModelUnusable(
-                expected=f"finite log-probabilities from {model} at {self.base_url}",
-                found=f"log-probabilities {values[:4]}",
-                remedy="check that the weights hold no NaN or infinity, and that the server supports logprobs",
-            )
+            raise _no_finite_numbers(model, self.base_url, f"log-probabilities {values[:4]}")
         return tuple(float(value) for value in values)
 
     def reload_weights(self, folder: str) -> None:
@@ -144,3 +146,12 @@ class EngineClient:
                 remedy="check that the server is up and speaks the OpenAI protocol",
             ) from error
         return content if isinstance(content, dict) else {}
+
+
+def _no_finite_numbers(model: str, base_url: str, found: str) -> ModelUnusable:
+    return ModelUnusable(
+        expected=f"finite log-probabilities from {model} at {base_url}",
+        found=found,
+        remedy="check that the weights hold no NaN or infinity (a training run that diverged), "
+        "and that the server supports logprobs",
+    )

@@ -17,7 +17,7 @@ from pools.endpoint import RunningModel
 from pools.engines import engine_kwargs
 from pools.launch import Launcher, ServedCheckpoint, VllmLauncher, environment_name
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
-from pools.proxy.state import DesiredReplica, DesiredState, ModelCounters, ProxyLimits
+from pools.proxy.state import DesiredReplica, DesiredState, ModelCounters, ProxyLimits, ProxyStatus
 from pools.replica import Loaded, Replica
 from resources.config import ResourceConfig
 from resources.environments import ENVIRONMENTS, ensure_environment
@@ -110,9 +110,11 @@ class InferencePool:
         Raises:
             EngineStartFailed: a replica could not be brought to it.
             ModelUnusable: its weights give no finite numbers.
-            EngineDied, ProxyFailed: the pool had failed before.
+            ProxyFailed: the proxy's process is gone.
         """
-        self.check()
+        self._check_proxy()
+        if self._start_error is not None:
+            raise self._start_error
         checkpoint = self._checkpoints[name]
         self._on_event(f"loading {name}")
         try:
@@ -140,6 +142,21 @@ class InferencePool:
             api_key=self.key,
         )
 
+    @property
+    def proxy_pid(self) -> int:
+        """Process id of the proxy."""
+        self._require_proxy()
+        assert self._address is not None
+        return self._address.pid
+
+    def proxy_status(self) -> ProxyStatus:
+        """Replicas with their load, requests held, and counters, as the proxy sees them now."""
+        return self._require_proxy().status()
+
+    def engine_urls(self) -> list[str]:
+        """Addresses of the engines themselves, for looking at one directly."""
+        return [replica.url for replica in self._replicas]
+
     def engine_identity(self) -> dict[str, Any]:
         """Which engine answers, with what arguments."""
         versions = {replica.engine_version for replica in self._replicas}
@@ -152,7 +169,7 @@ class InferencePool:
 
     def counts(self, name: str) -> dict[str, int]:
         """What the proxy counted for one checkpoint so far: answered, client_errors, server_errors, and so on."""
-        return self._require_proxy().status().models.get(name, ModelCounters()).model_dump()
+        return self.proxy_status().models.get(name, ModelCounters()).model_dump()
 
     def check(self) -> None:
         """Raises the reason if the pool cannot answer any more.
@@ -161,17 +178,18 @@ class InferencePool:
             EngineDied: no replica is left, and restarts are used up.
             ProxyFailed: the proxy's process is gone.
         """
-        if self._proxy_job is not None and self._proxy_job.status().finished:
-            raise ProxyFailed(
-                expected="the pool's proxy to run", found=self._proxy_job.logs(max_lines=10), remedy="run again"
-            )
-        if self._start_error is not None:
-            raise self._start_error
+        self._check_proxy()
         if self._has_answered and self._failure is not None:
             raise EngineDied(
                 expected="at least one replica that answers",
                 found=self._failure,
                 remedy="read the engine's log above; run again, or give the replicas more memory",
+            )
+
+    def _check_proxy(self) -> None:
+        if self._proxy_job is not None and self._proxy_job.status().finished:
+            raise ProxyFailed(
+                expected="the pool's proxy to run", found=self._proxy_job.logs(max_lines=10), remedy="run again"
             )
 
     def _start(self) -> None:
@@ -266,8 +284,7 @@ class InferencePool:
             time.sleep(_DRAIN_POLL_SECONDS)
 
     def _in_flight(self, replica: str) -> int:
-        status = self._require_proxy().status()
-        return sum(seen.in_flight for seen in status.replicas if seen.name == replica)
+        return sum(seen.in_flight for seen in self.proxy_status().replicas if seen.name == replica)
 
     def _watch(self) -> None:
         """Revives replicas whose engine died, each in turn, until the pool closes."""

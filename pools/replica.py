@@ -24,7 +24,7 @@ LoadedHow = Literal["cold start", "reload", "restart", "already loaded"]
 _POLL_SECONDS = 0.2
 _SEARCHED_LINES = 400
 _SHOWN_LINES = 15
-_EXCEPTION = re.compile(r"\b[A-Z]\w*(?:Error|Exception): .*")
+_EXCEPTION = re.compile(r"(?:^|\] )([A-Z]\w*(?:Error|Exception): .*)", re.MULTILINE)
 _REFUSALS_AT_START = 10
 
 
@@ -95,6 +95,7 @@ class Replica:
             if running is not None and self.state == "ready" and running.digests == checkpoint.digests:
                 self._become("ready", checkpoint)
                 return Loaded("already loaded", 0.0)
+            self.restarts = 0
             if running is None or self.state != "ready":
                 self._start(checkpoint)
                 return Loaded("cold start", time.monotonic() - began)
@@ -222,7 +223,7 @@ def _explained(log: str) -> str:
     """The end of an engine's log, behind the first exception in it: later ones only say that the first one happened."""
     cause = _EXCEPTION.search(log)
     tail = "\n".join(log.rstrip().splitlines()[-_SHOWN_LINES:])
-    first = f"First error in its log: {cause.group()}\n" if cause else ""
+    first = f"First error in its log: {cause.group(1)}\n" if cause else ""
     return f"{first}Last lines of its log:\n{tail}"
 
 

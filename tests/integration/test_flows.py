@@ -17,7 +17,7 @@ import pytest
 from prefect.artifacts import Artifact
 
 from fakes import engine as engine_program
-from fakes.models import write_checkpoint
+from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate_checkpoint
@@ -103,7 +103,7 @@ class Series:
 
 def write_served_checkpoint(folder: Path, *, seed: int) -> Path:
     """A checkpoint with a tokenizer that the harness can load; the weights are only digested."""
-    return write_byte_tokenizer(write_checkpoint(folder, seed=seed))
+    return write_byte_tokenizer(write_checkpoint(folder, seed=seed, config={**CONFIG, "num_attention_heads": 1}))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -189,7 +189,7 @@ def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failu
     with endpoint(tmp_path, "run-1", delay_seconds=0.5) as served:
         one = series(served.base_url, [1])
         with subprocess.Popen(one.command(), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-            eventually(lambda: served.requests > QUESTIONS, seconds=120)
+            eventually(lambda: served.requests > QUESTIONS or run.poll() is not None, seconds=120)
             served.process.kill()
             printed, errors = run.communicate(timeout=300)
     assert run.returncode == 2, errors

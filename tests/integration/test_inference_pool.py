@@ -25,8 +25,7 @@ from pools.endpoint import RunningModel
 from pools.inference import InferencePool
 from pools.launch import ServedCheckpoint
 from resources.backends.local import LocalClient
-from resources.errors import EngineDied, EngineStartFailed, ProxyFailed
-from resources.jobs import JobStatus
+from resources.errors import EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
 
 
 @pytest.fixture
@@ -63,6 +62,22 @@ def ask(running: RunningModel, prompt: str = "hello", *, model: str | None = Non
         headers={"Authorization": f"Bearer {running.api_key}"},
         timeout=30,
     )
+
+
+NAN_ENGINE = """
+import http.server, sys
+class Engine(http.server.BaseHTTPRequestHandler):
+    def answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+    def do_GET(self):
+        self.answer(200, b"{}")
+    def do_POST(self):
+        self.answer(400, b'{"error": {"message": "Out of range float values are not JSON compliant"}}')
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Engine).serve_forever()
+"""
 
 
 def engine_pids(folder: Path) -> list[int]:
@@ -131,7 +146,7 @@ def test_request_for_a_checkpoint_not_loaded_yet_is_held_until_it_is(
         early: list[httpx.Response] = []
         waiting = threading.Thread(target=lambda: early.append(ask(running, model="run-2")))
         waiting.start()
-        eventually(lambda: pool._require_proxy().status().held == 1)
+        eventually(lambda: pool.proxy_status().held == 1)
         second, _ = pool.load("run-2")
         waiting.join(timeout=20)
         assert early[0].status_code == 200
@@ -192,6 +207,22 @@ def test_engine_that_dies_at_start_shows_its_log_and_the_command(
     assert launcher.launches == ["run-1"]
 
 
+def test_checkpoint_with_useless_weights_fails_alone_and_the_next_one_is_served(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path)
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        pool.load("run-1")
+        launcher.scripts = [NAN_ENGINE]
+        httpx.put(f"{pool.engine_urls()[0]}/fake/faults", json={"fail_reload": True})
+        with pytest.raises(ModelUnusable, match="diverged"):
+            pool.load("run-2")
+        running, loaded = pool.load("run-3")
+        assert loaded.how == "cold start"
+        assert ask(running).status_code == 200
+        pool.check()
+
+
 def test_engine_that_hangs_at_start_is_given_up_after_its_time(
     tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
 ) -> None:
@@ -222,8 +253,7 @@ def test_error_inside_the_block_ends_every_process(
         pool.load("run-1")
         raise ZeroDivisionError
     assert not any(is_alive(pid) for pid in engine_pids(tmp_path))
-    assert pool._proxy_job is not None
-    assert pool._proxy_job.status() is JobStatus.STOPPED
+    assert not is_alive(pool.proxy_pid)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
@@ -245,7 +275,7 @@ def test_signal_to_the_owner_ends_every_process(tmp_path: Path, number: signal.S
             config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}}})
             with InferencePool(config, [checkpoint], launcher=FakeLauncher(folder)) as pool:
                 pool.load("run-1")
-                (folder / "proxy.pid").write_text(str(pool._address.pid))
+                (folder / "proxy.pid").write_text(str(pool.proxy_pid))
                 time.sleep(120)
             """
         )
