@@ -58,6 +58,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
         app([argument for argument in arguments if argument != _TRACEBACK])
+    except SystemExit as ended:
+        # Typer ends with 2 when it cannot read the command line, which for us is bad input.
+        sys.exit(BadInput.exit_code if ended.code == 2 else ended.code)
     except AssayError as error:
         if traceback:
             _err.print_exception()
@@ -77,44 +80,40 @@ def evaluate(
     model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None,
     eval_: Annotated[list[str] | None, typer.Option("--eval", help="Benchmark or benchmark:shots; repeatable.")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file with an EvaluationConfig, in place of options.")] = None,
-    output: Annotated[str, typer.Option(help="Folder for records; local, gs:// or s3://.")] = "evaluations",
+    output: Annotated[str | None, typer.Option(help="Folder for records, evaluations when left out.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run in records and reports.")] = None,
     which: Annotated[str, typer.Option(help="all or latest.")] = "all",
     every: Annotated[int | None, typer.Option(help="Only steps that are multiples of this, and the last.")] = None,
     wait: Annotated[float, typer.Option(help="Seconds to wait for checkpoints that are being written.")] = 0.0,
     limit: Annotated[int | None, typer.Option(help="Questions per benchmark.")] = None,
     benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None,
-    base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the model already.")] = None,
-    replicas: Annotated[int, typer.Option(help="Engines side by side.")] = 1,
-    cpu: Annotated[int, typer.Option(help="CPU cores per engine.")] = 2,
+    base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the checkpoint already.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Its name there, where it is another one.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None,
+    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None,
     engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
     as_json: _Json = False,
 ) -> None:
     """Evaluate the checkpoints of a run that have no succeeded record yet."""
-    from flows.running import EvaluationOptions, evaluation_from_options, run_series
-    from tasks.config import CheckpointSelection, EvaluationConfig
+    from flows.running import EvaluationOptions, evaluation_from_file, evaluation_from_options, run_series
+    from tasks.config import CheckpointSelection
 
-    if config is not None:
-        from flows.loading import load_config
-
-        wanted = load_config(config, EvaluationConfig)
-    else:
-        wanted = evaluation_from_options(
-            EvaluationOptions(
-                model=model,
-                benchmarks=tuple(eval_ or ()),
-                output=output,
-                name=name,
-                limit=limit,
-                benchmarks_path=benchmarks,
-                base_url=base_url,
-                replicas=replicas,
-                cpu=cpu,
-                engine=tuple(engine or ()),
-                chat=chat,
-            )
-        )
+    options = EvaluationOptions(
+        model=model,
+        evals=tuple(eval_ or ()),
+        output=output,
+        name=name,
+        limit=limit,
+        benchmarks=benchmarks,
+        base_url=base_url,
+        served_name=served_name,
+        replicas=replicas,
+        cpu=cpu,
+        engine=tuple(engine or ()),
+        chat=chat,
+    )
+    wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
     from flows.loading import build_config
 
     selection = build_config(
@@ -174,23 +173,21 @@ def checkpoints(
 @app.command()
 def records(
     path: Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")] = "evaluations",
-    every: Annotated[bool, typer.Option("--all", help="Also records that newer ones replaced.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Show recorded results."""
-    from tasks.records import current_records, read_records
+    """Show recorded results; as JSON, every record, also those that newer ones replaced."""
+    from tasks.records import read_records
     from tasks.reports import results_table
 
     found = read_records(path)
-    shown = found if every else current_records(found)
     if as_json:
-        _print_json([json.loads(record.model_dump_json()) for record in shown])
+        _print_json([json.loads(record.model_dump_json()) for record in found])
         return
-    if not shown:
+    if not found:
         raise BadInput(
             expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
         )
-    _out.print(results_table(shown))
+    _out.print(results_table(found))
 
 
 @app.command()
@@ -218,7 +215,9 @@ def demo(
     as_json: _Json = False,
 ) -> None:
     """Train a tiny model on this CPU and evaluate its checkpoints: the whole path, in minutes."""
-    set_process_environment_defaults({"PREFECT_HOME": str((folder / "prefect").absolute())})
+    home = (folder / "prefect").absolute()
+    home.mkdir(parents=True, exist_ok=True)
+    set_process_environment_defaults({"PREFECT_HOME": str(home)})
     from flows.demo import next_steps, prepare, run_demo
 
     prepare(folder, console=_err)
@@ -247,7 +246,7 @@ def doctor(as_json: _Json = False) -> None:
             table.add_row(marks[finding.level], finding.subject, finding.seen, finding.remedy)
         _out.print(table)
     if any(finding.level == "missing" for finding in findings):
-        raise typer.Exit(2)
+        raise typer.Exit(1)
 
 
 def _print_json(content: Any) -> None:

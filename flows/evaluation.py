@@ -8,7 +8,7 @@ from prefect import flow
 
 from tasks.checkpoints import Checkpoint, discover_one
 from tasks.config import EvaluationConfig
-from tasks.evaluation import conclude, evaluate_cell, plan_cells
+from tasks.evaluation import conclude, evaluate_cell, plan_cells, stage_checkpoint
 from tasks.publishing import publish_report
 from tasks.records import Record
 from tasks.serving import provisioned
@@ -29,7 +29,7 @@ def evaluate_each(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -
     cells = plan_cells(config, checkpoints)
     wanted = [cell for cell in cells if not cell.done]
     if wanted:
-        with provisioned(config, [cell.checkpoint for cell in wanted]) as serving:
+        with provisioned(config, [stage_checkpoint(cell) for cell in wanted]) as serving:
             for position, cell in enumerate(wanted, start=1):
                 evaluate_cell(cell, serving, position, len(wanted), return_state=True)
     publish_report(config)

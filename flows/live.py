@@ -15,7 +15,7 @@ from rich.text import Text
 
 from tasks.progress import CellDone, CellProgress, Event, Update
 
-_LINES_BETWEEN_PLAIN_UPDATES_SECONDS = 5.0
+_SECONDS_BETWEEN_PLAIN_LINES = 5.0
 
 
 @dataclass
@@ -70,7 +70,10 @@ class Progress:
         return f"[{cell.cell}/{cell.cells}] {cell.checkpoint} · {cell.stage}{counted} · {times}"
 
     def render(self) -> RenderableType:
-        """The present state as a bar and two lines."""
+        """The present state as a bar and two lines; one line while there are no cells yet."""
+        described = Text(self.describe(), overflow="ellipsis", no_wrap=True)
+        if not self.cells:
+            return described
         grid = Table.grid(padding=(0, 1))
         total = max(1, self.cells)
         share = self.cell.done / self.cell.total if self.cell and self.cell.total else 0.0
@@ -78,7 +81,8 @@ class Progress:
             ProgressBar(total=total, completed=len(self.finished_seconds) + share, width=30),
             Text(f"{len(self.finished_seconds)}/{self.cells} checkpoints"),
         )
-        return Group(grid, Text(self.describe(), overflow="ellipsis", no_wrap=True), Text(self.event, style="dim"))
+        lines = [grid, described] if self.cell is None else [grid, described, Text(self.event, style="dim")]
+        return Group(*lines)
 
 
 def _minutes(seconds: float) -> str:
@@ -93,14 +97,14 @@ def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
         with Live(get_renderable=progress.render, console=console, refresh_per_second=4, transient=True):
             yield progress.take
         return
-    last = 0.0
+    printed_at = 0.0
 
     def take(update: Update) -> None:
-        nonlocal last
+        nonlocal printed_at
         progress.take(update)
-        due = time.monotonic() - last >= _LINES_BETWEEN_PLAIN_UPDATES_SECONDS
-        if due or not isinstance(update, CellProgress):
-            last = time.monotonic()
+        same_stage_soon_again = time.monotonic() - printed_at < _SECONDS_BETWEEN_PLAIN_LINES
+        if isinstance(update, CellDone) or not same_stage_soon_again:
+            printed_at = time.monotonic()
             console.print(progress.describe(), highlight=False, markup=False)
 
     yield take

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from rich.console import Console
 
 from flows.live import live_view
-from flows.loading import build_config
+from flows.loading import build_config, load_config
 from flows.series import evaluate_checkpoints
 from resources.errors import AssayError, BadInput
 from tasks.checkpoints import name_of
@@ -21,19 +21,26 @@ from tasks.records import Record, current_records, read_records
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What `assay evaluate` was given in place of a file; `benchmarks` as name or name:shots."""
+    """What `assay evaluate` was given, by the names of its options; `evals` as name or name:shots."""
 
-    model: str | None
-    benchmarks: tuple[str, ...]
-    output: str
+    model: str | None = None
+    evals: tuple[str, ...] = ()
+    output: str | None = None
     name: str | None = None
     limit: int | None = None
-    benchmarks_path: str | None = None
+    benchmarks: str | None = None
     base_url: str | None = None
-    replicas: int = 1
-    cpu: int = 2
+    served_name: str | None = None
+    replicas: int | None = None
+    cpu: int | None = None
     engine: tuple[str, ...] = ()
     chat: bool = False
+
+    def given(self, *names: str) -> list[str]:
+        """Those of some options (all, if none are named) that were given, as they are written."""
+        asked = names or tuple(field.name for field in fields(self))
+        found = [name for name in asked if getattr(self, name) not in (None, (), False)]
+        return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in found]
 
 
 @dataclass(frozen=True)
@@ -47,31 +54,54 @@ class SeriesResult:
     error: AssayError | None
 
 
+def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
+    """The configuration in a file, beside which no option may say something else.
+
+    Raises:
+        BadInput: the file is not valid, or options were given that it would override.
+    """
+    if given := options.given():
+        raise BadInput(
+            expected="either --config or the options that describe an evaluation",
+            found=f"--config and {', '.join(given)}",
+            remedy="write them into the file",
+        )
+    return load_config(uri, EvaluationConfig)
+
+
 def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
     """The configuration that some command-line options describe.
 
     Raises:
-        BadInput: something is missing or wrong.
+        BadInput: something is missing or wrong, or would be ignored.
     """
-    if options.model is None or not options.benchmarks:
+    if options.model is None or not options.evals:
         raise BadInput(
             expected="--model and at least one --eval, or --config FILE",
-            found=f"--model {options.model}, {len(options.benchmarks)} benchmarks",
+            found=" and ".join(options.given("model", "evals")) or "neither",
             remedy="for example: assay evaluate --model runs/a --eval demo_facts",
+        )
+    pool_options = options.given("replicas", "cpu", "engine", "chat")
+    if options.base_url is not None and pool_options:
+        raise BadInput(
+            expected="only options that an endpoint can follow",
+            found=f"--base-url and {', '.join(pool_options)}, which are for a pool",
+            remedy="leave them out: the endpoint is served the way its owner chose",
         )
     content: dict[str, Any] = {
         "model_path": options.model,
         "model_name": options.name,
-        "evaluation_path": options.output,
-        "evals": [_benchmark(text) for text in options.benchmarks],
+        "evaluation_path": options.output or "evaluations",
+        "evals": [_benchmark(text) for text in options.evals],
         "max_eval_instances": options.limit,
-        "benchmarks_path": options.benchmarks_path,
+        "benchmarks_path": options.benchmarks,
+        "served_model_name": options.served_name,
     }
     if options.base_url is not None:
         content["base_url"] = options.base_url
     else:
         content["pool_config"] = {
-            "resource_config": {"replicas": options.replicas, "cpu": options.cpu},
+            "resource_config": {"replicas": options.replicas or 1, "cpu": options.cpu or 2},
             "model": {
                 "name": options.name or name_of(options.model)[0],
                 "engine_kwargs": dict(_engine_argument(text) for text in options.engine),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pools.config import EngineDevice, InferencePoolConfig
-from resources.config import size_in_bytes
+from resources.config import GpuConfig, size_in_bytes
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,14 @@ def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
     """Engine arguments of a pool: the engine's defaults under the user's own.
 
     On a CPU vLLM would reserve 92 % of the machine's memory for its KV cache, and not start where that is not free;
-    a quarter of the memory asked for is taken instead.
+    a quarter of the memory asked for is taken instead. Several GPUs of one replica share its model.
     """
     kwargs = {**ENGINES[config.device].kwargs, **config.model.engine_kwargs}
     if config.device == "cpu" and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(kwargs):
         kwargs["kv_cache_memory_bytes"] = size_in_bytes(config.resource_config.ram) // 4
+    device = config.resource_config.device
+    if isinstance(device, GpuConfig) and device.count > 1:
+        kwargs.setdefault("tensor_parallel_size", device.count)
     if config.model.generation_params:
         kwargs["override_generation_config"] = dict(config.model.generation_params)
     return kwargs

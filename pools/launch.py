@@ -35,20 +35,27 @@ class ServedCheckpoint:
 
     @classmethod
     def from_uri(cls, name: str, uri: str) -> ServedCheckpoint:
-        """A complete checkpoint at any location; one in an object store is copied to this machine first.
+        """A complete checkpoint at any location; see `from_folder`.
 
         Raises:
             IncompleteCheckpoint: it is not complete.
+        """
+        folder = inspect_model_folder(uri)
+        return cls.from_folder(name, folder, digest_model_folder(folder))
+
+    @classmethod
+    def from_folder(cls, name: str, folder: ModelFolder, digests: ModelDigests) -> ServedCheckpoint:
+        """A checkpoint that was inspected and digested; one in an object store is copied to this machine first.
+
+        Raises:
             StorageError: it could not be copied.
         """
-        files = inspect_model_folder(uri)
-        digests = digest_model_folder(files)
-        if storage.is_local(uri):
-            return cls(name, storage.local_path(uri).absolute(), files, digests)
-        folder = settings().staging_dir / digests.checkpoint
-        if not folder.is_dir():
-            storage.copy_to_local(uri, folder)
-        return cls(name, folder, inspect_model_folder(str(folder)), digests)
+        if storage.is_local(folder.uri):
+            return cls(name, storage.local_path(folder.uri).absolute(), folder, digests)
+        copy = settings().staging_dir / digests.checkpoint
+        if not copy.is_dir():
+            storage.copy_to_local(folder.uri, copy)
+        return cls(name, copy, inspect_model_folder(str(copy)), digests)
 
 
 def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
@@ -93,6 +100,11 @@ class Launch:
 class Launcher(Protocol):
     """Knows how to start a server for a checkpoint."""
 
+    @property
+    def identity(self) -> str:
+        """Names the build of the engine; another build may behave differently."""
+        ...
+
     def launch(self, checkpoint: ServedCheckpoint, *, served_names: Sequence[str], port: int) -> Launch:
         """The start of a server on loopback at `port` that answers to every one of `served_names`."""
         ...
@@ -104,6 +116,11 @@ class VllmLauncher:
 
     config: InferencePoolConfig
     environment: Environment
+
+    @property
+    def identity(self) -> str:
+        """See `Launcher.identity`."""
+        return self.environment.identity
 
     def launch(self, checkpoint: ServedCheckpoint, *, served_names: Sequence[str], port: int) -> Launch:
         """See `Launcher.launch`."""

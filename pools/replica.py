@@ -13,9 +13,10 @@ from typing import Literal
 
 from pools.config import InferencePoolConfig
 from pools.engine_client import EngineClient
-from pools.engines import replica_capacity
+from pools.engines import engine_kwargs, replica_capacity
 from pools.launch import Launch, Launcher, ServedCheckpoint, why_not_reload
 from pools.proxy.state import ReplicaState
+from pools.reload_trust import ReloadTrust
 from resources.errors import AssayError, EndpointUnusable, EngineStartFailed, ModelUnusable, SwapRefused
 from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment
 
@@ -79,6 +80,7 @@ class Replica:
         self._drain = drain
         self._job: JobHandle | None = None
         self._canary: tuple[float, ...] = ()
+        self._untrusted_canary: tuple[float, ...] = ()
         self._stopping = False
         self._changing = threading.RLock()
 
@@ -103,17 +105,28 @@ class Replica:
             self._drain(self.name)
             reason = self._why_restart(running, checkpoint)
             if reason is None:
+                self._become("ready", checkpoint)
                 return Loaded("reload", time.monotonic() - began)
+            before, reloaded = self._canary, self._untrusted_canary
             self._start(checkpoint)
+            if reloaded:
+                verdict = self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=self._canary)
+                reason = (
+                    f"{reason}: {'they agree' if verdict.agrees else 'they differ'} ({verdict.difference:.2g} nats)"
+                )
             return Loaded("restart", time.monotonic() - began, reason)
 
     def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
         """Tries to reload in place; None if the engine now provably holds the wanted weights."""
+        self._untrusted_canary = ()
         if not self._config.reload_in_place:
             return "reloading in place is switched off"
         reason = why_not_reload(running, wanted)
         if reason is not None:
             return reason
+        verdict = self._trust(wanted).recall()
+        if verdict is not None and not verdict.agrees:
+            return f"a reload differed from a cold start before, by {verdict.difference:.2g} nats"
         engine = EngineClient(self.url)
         try:
             engine.reload_weights(str(wanted.folder))
@@ -122,9 +135,20 @@ class Replica:
             return error.found
         if canary == self._canary and running.digests.weights != wanted.digests.weights:
             return "the engine still answered with the former weights"
+        if verdict is None:
+            self._untrusted_canary = canary
+            return "the first reload of this architecture is compared with a cold start"
         self._canary = canary
-        self._become("ready", wanted)
         return None
+
+    def _trust(self, checkpoint: ServedCheckpoint) -> ReloadTrust:
+        engine = {
+            "engine": self._launcher.identity,
+            "version": self.engine_version,
+            "arguments": engine_kwargs(self._config),
+            "prompt_logprobs": self.prompt_logprobs,
+        }
+        return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.digests.config)
 
     def _start(self, checkpoint: ServedCheckpoint) -> None:
         self._end_job()

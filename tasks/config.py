@@ -47,6 +47,14 @@ class CheckpointSelection(Config):
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
     """How long to wait for checkpoints that are still being written before they are left out."""
 
+    @model_validator(mode="after")
+    def _one_rule(self) -> CheckpointSelection:
+        if self.which == "latest" and self.every_n_steps is not None:
+            raise ValueError(
+                "which='latest' takes one checkpoint, so every_n_steps means nothing: leave one of them out"
+            )
+        return self
+
 
 class EvaluationConfig(Config):
     """An evaluation of one checkpoint, or of every checkpoint of a run."""
@@ -64,7 +72,9 @@ class EvaluationConfig(Config):
     pool_config: InferencePoolConfig | None = None
     """The inference pool to start; a pool on this machine's CPU when neither it nor base_url is given."""
     base_url: str | None = None
-    """An OpenAI-compatible endpoint that already serves the checkpoint, in place of a pool."""
+    """An OpenAI-compatible endpoint that already serves the checkpoint, in place of a pool; ends in /v1."""
+    served_model_name: str | None = None
+    """Name under which base_url serves the one checkpoint, where it is neither the checkpoint's nor its path."""
     discover_latest_checkpoint: bool = False
     """Take the newest complete checkpoint below model_path."""
     max_eval_instances: int | None = Field(default=None, ge=1)
@@ -87,6 +97,14 @@ class EvaluationConfig(Config):
             return values
         name, _, _ = name_of(values["model_path"])
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
+
+    @model_validator(mode="after")
+    def _endpoint_is_one(self) -> EvaluationConfig:
+        if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"expected a base_url that ends in /v1, found {self.base_url!r}")
+        if self.served_model_name is not None and self.base_url is None:
+            raise ValueError("served_model_name is for base_url: a pool names its checkpoints itself")
+        return self
 
     @model_validator(mode="after")
     def _one_path(self) -> EvaluationConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,11 +14,13 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import deployment
 
 from pools.launch import ServedCheckpoint
+from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources import storage
 from resources.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import AssayError, EvaluationIncomplete, EvaluationInterrupted, RecordStatus
+from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted, RecordStatus
 from resources.jobs import current_client
 from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoints import Checkpoint
@@ -37,7 +40,8 @@ class Cell:
     """One checkpoint and one set of benchmarks. `uri` is its folder; `record` what stands there already."""
 
     config: EvaluationConfig
-    checkpoint: ServedCheckpoint
+    folder: ModelFolder
+    digests: ModelDigests
     reference: CheckpointReference
     evaluation_hash: str
     uri: str
@@ -51,15 +55,17 @@ class Cell:
 
 @task(cache_policy=NO_CACHE, persist_result=False)
 def plan_cells(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> list[Cell]:
-    """A cell for each checkpoint, in the order given; weights are digested, and copied here where they are remote.
+    """A cell for each checkpoint, in the order given, with its record where one stands; weights are digested.
 
     Not retried: what fails here is the request, a checkpoint that changed, or a folder that cannot be written.
 
     Raises:
+        BadInput: a path is relative where nobody knows to what, or two checkpoints have one name.
         UnknownBenchmark: the evaluator does not know a benchmark.
         CheckpointError: a checkpoint stopped being complete meanwhile.
         StorageError: something could not be read.
     """
+    _check_request(config, checkpoints)
     storage.check_writable(config.evaluation_path)
     evaluator = EVALUATORS[config.evaluator]
     evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment]).python)
@@ -70,24 +76,66 @@ def plan_cells(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> l
     return cells
 
 
+def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
+    """What only shows once the checkpoints are known, or the place where the flow runs."""
+    twice = [name for name, times in Counter(_name(config, one) for one in checkpoints).items() if times > 1]
+    if twice:
+        places = ", ".join(one.uri for one in checkpoints if _name(config, one) == twice[0])
+        raise BadInput(
+            expected=f"one checkpoint of each name below {config.model_path}",
+            found=f"{twice[0]} at {places}",
+            remedy="evaluate one run at a time: name its folder as model_path",
+        )
+    if config.served_model_name is not None and len(checkpoints) > 1:
+        raise BadInput(
+            expected="one checkpoint for served_model_name",
+            found=f"{len(checkpoints)} checkpoints",
+            remedy="name one of them as model_path",
+        )
+    paths = (config.evaluation_path, config.model_path, config.benchmarks_path or "/")
+    relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
+    if relative and deployment.id:
+        raise BadInput(
+            expected="absolute paths in a deployed flow: a worker runs it in a folder that it deletes afterwards",
+            found=", ".join(relative),
+            remedy="write the whole path",
+        )
+
+
+def _name(config: EvaluationConfig, checkpoint: Checkpoint) -> str:
+    return f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}"
+
+
 def _cell(config: EvaluationConfig, checkpoint: Checkpoint, evaluation_hash: str) -> Cell:
-    run = config.run_name
-    name = f"{run}{checkpoint.name.removeprefix(checkpoint.run)}"
-    served = ServedCheckpoint.from_uri(name, checkpoint.uri)
+    assert checkpoint.folder is not None, "only complete checkpoints become cells"
+    digests = digest_model_folder(checkpoint.folder)
     reference = CheckpointReference(
         uri=checkpoint.uri,
-        run=run,
-        name=name,
+        run=config.run_name,
+        name=_name(config, checkpoint),
         step=checkpoint.step,
-        digest=served.digests.checkpoint,
-        weights_digest=served.digests.weights,
+        digest=digests.checkpoint,
+        weights_digest=digests.weights,
     )
     keys = [task.metric_key for task in config.evals]
-    shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{len(keys) - 3}-more" if len(keys) > 3 else "")
+    more = len(keys) - _MOST_NAMES_IN_A_CELL
+    shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{more}-more" if more > 0 else "")
     identity = digest_of([evaluation_hash, reference.digest])[:10]
-    folder = f"{shown[:80]}-{identity}"
-    uri = storage.join(config.evaluation_path, run, f"step-{checkpoint.step}", config.evaluator, folder)
-    return Cell(config, served, reference, evaluation_hash, uri, read_record(uri))
+    step, folder = f"step-{checkpoint.step}", f"{shown[:80]}-{identity}"
+    uri = storage.join(config.evaluation_path, reference.run, step, config.evaluator, folder)
+    return Cell(config, checkpoint.folder, digests, reference, evaluation_hash, uri, read_record(uri))
+
+
+@task(
+    task_run_name="stage {cell.reference.name}",
+    retries=2,
+    retry_delay_seconds=[5, 30],
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def stage_checkpoint(cell: Cell) -> ServedCheckpoint:
+    """The cell's checkpoint in a folder of this machine. Retried, since copying from a store fails now and then."""
+    return ServedCheckpoint.from_folder(cell.reference.name, cell.folder, cell.digests)
 
 
 @dataclass

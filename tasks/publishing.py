@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from resources import storage
 from tasks.config import EvaluationConfig
+from tasks.progress import report_event
 from tasks.records import Record, current_records, read_records
 from tasks.reports import curves_svg, results_rows, write_report
 
@@ -34,6 +35,7 @@ def publish_report(config: EvaluationConfig) -> str:
         Where the report lies.
     """
     run, uri = config.run_name, report_uri(config)
+    report_event(f"writing {uri}")
     records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
     write_report(records, uri, title=run)
     publish_artifacts(current_records(records), uri, title=run)

@@ -175,8 +175,15 @@ def read_records(evaluation_path: str) -> list[Record]:
 
 
 def current_records(records: list[Record]) -> list[Record]:
-    """Of several records for the same checkpoint name and benchmarks, only the newest."""
+    """Of several records for the same checkpoint name and benchmarks, the newest; a quick look never hides a full one.
+
+    A quick look is an evaluation that was limited to some questions (`max_eval_instances`).
+    """
     newest: dict[tuple[str, str, tuple[str, ...]], Record] = {}
-    for record in sorted(records, key=lambda record: record.created):
+    for record in sorted(records, key=lambda record: (_is_full(record), record.created)):
         newest[(record.checkpoint.name, record.evaluator, record.benchmarks)] = record
     return sorted(newest.values(), key=lambda record: (record.checkpoint.run, record.checkpoint.step))
+
+
+def _is_full(record: Record) -> bool:
+    return record.evaluation.get("max_eval_instances") is None

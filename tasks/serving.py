@@ -65,9 +65,12 @@ class PoolServing:
 class EndpointServing:
     """Somebody else's endpoint, of which nothing is known but its address; it serves what it serves."""
 
-    def __init__(self, base_url: str, checkpoints: Mapping[str, ServedCheckpoint]) -> None:
+    def __init__(
+        self, base_url: str, checkpoints: Mapping[str, ServedCheckpoint], *, served_name: str | None = None
+    ) -> None:
         self._base_url = base_url.rstrip("/")
         self._checkpoints = checkpoints
+        self._served_name = served_name
         key = settings().endpoint_api_key
         self._key = key.get_secret_value() if key else "none"
         self._engine = EngineClient(self._base_url.removesuffix("/v1"), self._key)
@@ -75,15 +78,14 @@ class EndpointServing:
     def load(self, name: str) -> tuple[RunningModel, dict[str, Any]]:
         """Finds the checkpoint among the names the endpoint offers; it is not asked to load anything."""
         offered = self._engine.model_names()
-        if name in offered:
-            model = name
-        elif len(offered) == 1 and len(self._checkpoints) == 1:
-            model = offered[0]
-        else:
+        # A server that was given no name uses the path it was given.
+        known = [self._served_name] if self._served_name else [name, str(self._checkpoints[name].folder)]
+        model = next((one for one in known if one in offered), None)
+        if model is None:
             raise EndpointUnusable(
-                expected=f"{self._base_url} to serve {name}",
+                expected=f"{self._base_url} to serve {' or '.join(known)}",
                 found=f"it offers {', '.join(offered) or 'no model'}",
-                remedy="serve the checkpoint under that name, or evaluate the one it serves",
+                remedy="serve the checkpoint under that name, or give the name it has there as served_model_name",
             )
         self._engine.prove_it_answers(model)
         running = RunningModel(
@@ -112,12 +114,14 @@ def provisioned(config: EvaluationConfig, checkpoints: Sequence[ServedCheckpoint
     prepare_environments(config)
     if config.pool_config is None:
         assert config.base_url is not None
-        yield EndpointServing(config.base_url, {checkpoint.name: checkpoint for checkpoint in checkpoints})
+        by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+        yield EndpointServing(config.base_url, by_name, served_name=config.served_model_name)
         return
     pool = start_pool(config.pool_config, checkpoints)
     try:
         yield PoolServing(pool)
     finally:
+        report_event("closing the pool")
         pool.close()
 
 

@@ -1,12 +1,13 @@
 """The small invented world that the demo's model learns and that the two bundled benchmarks ask about.
 
-Everything follows from fixed names and a hash, so the trainer and the benchmark generator agree on what is held out
-without sharing a file:
+Everything follows from fixed names and a hash, so the trainer and the benchmark generator agree on what is
+held out without sharing a file:
 
-- *Facts.* Every islander has a town, a craft, an animal and an instrument, and there are three ways of asking for
-  each. One of the three, another one for each fact, belongs to the benchmark `demo_facts`: training never contains it,
-  so a right answer means that the fact is known, not that a sentence was memorised.
-- *Skill.* Short words are spelt backwards. The words of the benchmark `demo_backwards` never occur in training.
+- *Facts.* Every islander has a town, a craft, an animal and an instrument, and there are three ways of asking
+  for each. One of the three, chosen for each fact anew, belongs to the benchmark `demo_facts`: training never
+  contains it, so a right answer means that the fact is known, not that a sentence was memorised.
+- *Skill.* Short words are spelt backwards. Training never asks about the words of the benchmark
+  `demo_backwards`.
 
 Needs nothing but Python; `train_demo_model.py` and `make_demo_benchmarks.py` beside it import it.
 """
@@ -125,7 +126,7 @@ def rank(*parts: str) -> int:
 
 
 def world_facts() -> list[Fact]:
-    """Every fact of the world, islander by islander; no value of an attribute is much commoner than another."""
+    """Every fact, islander by islander; no value of an attribute is much commoner than another."""
     value_of = {
         (name, attribute): values[place % len(values)]
         for attribute, values in VALUES.items()
@@ -138,7 +139,7 @@ FACTS = tuple(world_facts())
 
 
 def invented_word(source: random.Random) -> str:
-    """A pronounceable word of three to five letters that is no palindrome, so that copying it is never right."""
+    """A pronounceable word of three to five letters, no palindrome, so that copying it is never right."""
     while True:
         shape = source.choice(WORD_SHAPES)
         word = "".join(source.choice(CONSONANTS if letter == "c" else VOWELS) for letter in shape)
@@ -175,7 +176,7 @@ def practised_word(source: random.Random) -> str:
 
 
 def training_text(source: random.Random) -> str:
-    """One text of the training run: a statement, or a question with its answer as plain text or as a conversation."""
+    """One text to train on: a statement, or a question with its answer, plain or as a conversation."""
     kind = source.random()
     if kind < SHARE_STATEMENTS:
         return source.choice(source.choice(FACTS).statements()) + END

@@ -1,6 +1,7 @@
-"""Writes the questions of the two bundled benchmarks as JSON lines: `demo_facts.jsonl` and `demo_backwards.jsonl`.
+"""Writes the questions of the bundled benchmarks as JSON lines: `demo_facts.jsonl`, `demo_backwards.jsonl`.
 
-The files are kept in the repository, so nobody has to run this; it says where they come from. Needs nothing but Python:
+The files are kept in the repository, so nobody has to run this; it says where they come from. Needs nothing
+but Python:
 
     python flows/programs/make_demo_benchmarks.py --output tasks/bundled
 """

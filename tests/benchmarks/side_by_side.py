@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -108,12 +109,24 @@ def run_timed(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    with log.open("wb") as errors, log.with_suffix(".out").open("wb") as output:
-        done = subprocess.run(argv, stdout=output, stderr=errors, env=env, cwd=cwd, timeout=limit_seconds)
+    with (
+        log.open("wb") as errors,
+        log.with_suffix(".out").open("wb") as output,
+        subprocess.Popen(argv, stdout=output, stderr=errors, env=env, cwd=cwd) as process,
+    ):
+        try:
+            returncode = process.wait(limit_seconds)
+        finally:
+            process.terminate()  # SIGTERM, so that it can end what it has started
     seconds = time.monotonic() - began
-    if done.returncode != 0:
-        give_up(f"{Path(argv[0]).name} ended with {done.returncode}", log)
+    if returncode != 0:
+        give_up(f"{Path(argv[0]).name} ended with {returncode}", log)
     return seconds
+
+
+def end_children_on_sigterm() -> None:
+    """Lets SIGTERM end this script as an exception, past every `finally`."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def give_up(reason: str, log: Path | None = None) -> None:

@@ -65,6 +65,8 @@ class Faults:
     """Every answer is the same few bytes, and requests are not looked at: for measuring what is in front."""
     skip_reload: bool = False
     """`reload_weights` says it did, and did not."""
+    partial_reload: bool = False
+    """`reload_weights` takes over only a part of the weights, as an engine with a stale packed layer does."""
     fail_reload: bool = False
     """`reload_weights` answers 500."""
 
@@ -296,7 +298,9 @@ class FakeEngine:
         if self.faults.fail_reload or not (folder / "model.safetensors").is_file():
             return _error(500, "reload_weights failed")
         self.stats.reloads += 1
-        if not self.faults.skip_reload:
+        if self.faults.partial_reload:
+            self.label = f"{weights_label(folder)} in part, else {self.label}"
+        elif not self.faults.skip_reload:
             self.label = weights_label(folder)
         return web.json_response({"results": [None]})
 

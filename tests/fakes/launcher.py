@@ -25,6 +25,7 @@ class FakeLauncher:
     faults: dict[str, Any] = field(default_factory=dict)
     scripts: list[str] = field(default_factory=list)
     launches: list[str] = field(default_factory=list)
+    identity: str = "fake-engine"
 
     def launch(self, checkpoint: ServedCheckpoint, *, served_names: Sequence[str], port: int) -> Launch:
         """See `pools.launch.Launcher`."""

@@ -26,6 +26,36 @@ from pools.inference import InferencePool
 from pools.launch import ServedCheckpoint
 from resources.backends.local import LocalClient
 from resources.errors import EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
+from resources.settings import settings
+
+
+@pytest.fixture(scope="module")
+def judged_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache in which the first reload of the fake engine was compared with a cold start, and agreed."""
+    folder = tmp_path_factory.mktemp("judged")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASSAY_CACHE_DIR", str(folder / "cache"))
+        settings.cache_clear()
+        both = [
+            ServedCheckpoint.from_uri(f"run-{step}", str(write_checkpoint(folder / f"step-{step}", seed=step)))
+            for step in (1, 2)
+        ]
+        client = LocalClient()
+        with InferencePool(pool_config(), both, client=client, launcher=FakeLauncher(folder)) as pool:
+            assert [pool.load(checkpoint.name)[1].how for checkpoint in both] == ["cold start", "restart"]
+        client.shutdown()
+    return folder / "cache"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Reloads are trusted already, but in tests marked `first_reload`."""
+    first = "first_reload" in request.keywords
+    cache = tmp_path / "cache" if first else request.getfixturevalue("judged_cache")
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(cache))
+    settings.cache_clear()
+    yield
+    settings.cache_clear()
 
 
 @pytest.fixture
@@ -104,6 +134,35 @@ def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
     assert len({tuple(answer) for answer in answers}) == 3
     assert pids
     assert not any(is_alive(pid) for pid in pids)
+
+
+@pytest.mark.first_reload
+def test_first_reload_is_compared_with_a_cold_start_and_trusted_afterwards(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path)
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        loaded = [pool.load(name)[1] for name in ("run-1", "run-2", "run-3")]
+    assert [outcome.how for outcome in loaded] == ["cold start", "restart", "reload"]
+    assert "compared with a cold start: they agree" in (loaded[1].reason or "")
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        assert [pool.load(name)[1].how for name in ("run-1", "run-2")] == ["cold start", "reload"]
+
+
+@pytest.mark.first_reload
+def test_engine_that_reloads_only_a_part_is_never_trusted_and_always_restarted(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
+    launcher = FakeLauncher(tmp_path, faults={"partial_reload": True})
+    answers = []
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        for name in ("run-1", "run-2", "run-3"):
+            running, loaded = pool.load(name)
+            answers.append(ask(running).json()["choices"])
+    assert loaded.how == "restart"
+    assert "differed from a cold start" in (loaded.reason or "")
+    with InferencePool(pool_config(), checkpoints[2:], client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        assert ask(pool.load("run-3")[0]).json()["choices"] == answers[2]
 
 
 def test_stale_weights_are_caught_and_the_engine_is_restarted(

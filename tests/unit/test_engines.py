@@ -59,6 +59,13 @@ def test_cpu_engine_takes_a_quarter_of_the_memory_asked_for_unless_told_otherwis
     assert "kv_cache_memory_bytes" not in engine_kwargs(pool("cuda"))
 
 
+def test_gpus_of_one_replica_share_its_model() -> None:
+    resources = {"device": {"kind": "gpu", "count": 4}}
+    config = InferencePoolConfig.model_validate({"resource_config": resources, "model": {"name": "run"}})
+    assert engine_kwargs(config)["tensor_parallel_size"] == 4
+    assert "tensor_parallel_size" not in engine_kwargs(pool("cuda"))
+
+
 def test_tpu_engine_keeps_its_workers_in_one_host() -> None:
     assert engine_kwargs(pool("tpu"))["distributed_executor_backend"] == "mp"
 

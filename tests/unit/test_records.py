@@ -84,3 +84,11 @@ def test_current_records_keep_the_newest_of_a_checkpoint() -> None:
     new = old.model_copy(update={"attempt": "new", "created": old.created + timedelta(hours=1)})
     other = make_record(step=6)
     assert [record.attempt for record in current_records([new, old, other])] == ["new", other.attempt]
+
+
+def test_quick_look_does_not_hide_a_full_evaluation() -> None:
+    full = make_record(step=5, attempt="full")
+    later = full.created + timedelta(hours=1)
+    quick = full.model_copy(update={"attempt": "quick", "created": later, "evaluation": {"max_eval_instances": 3}})
+    assert [record.attempt for record in current_records([full, quick])] == ["full"]
+    assert [record.attempt for record in current_records([quick])] == ["quick"]

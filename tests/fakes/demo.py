@@ -1,0 +1,33 @@
+"""The `assay demo` command, run as a user runs it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from resources.settings import process_environment
+
+ASSAY = Path(sys.executable).with_name("assay")
+
+
+@dataclass(frozen=True)
+class Demo:
+    """A finished demo: its folder, and what it printed."""
+
+    folder: Path
+    output: str
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Runs `assay` again beside it."""
+        environment = process_environment({"PREFECT_HOME": str(self.folder / "prefect")})
+        return subprocess.run(
+            [str(ASSAY), *arguments],
+            cwd=self.folder.parent,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
+        )

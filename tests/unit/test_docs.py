@@ -1,0 +1,361 @@
+"""The documents say what the code does: links, paths, commands and examples are checked, reference tables generated.
+
+    .venv/bin/python tests/unit/test_docs.py --write
+
+writes the tables of docs/reference.md anew from field docstrings, the command line and the TPU table.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_origin
+
+import pytest
+import typer.main
+import yaml
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from flows.cli import app
+from flows.loading import load_config
+from pools.config import InferencePoolConfig, ModelConfig
+from resources import errors
+from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
+from resources.environments import ENVIRONMENTS
+from resources.settings import Settings
+from resources.tpu import TPU_TOPOLOGIES
+from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
+from tasks.records import CheckpointReference, Counts, Metric, Record
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+REFERENCE = ROOT / "docs" / "reference.md"
+REGENERATE = ".venv/bin/python tests/unit/test_docs.py --write"
+PACKAGES = ("flows", "tasks", "pools", "resources")
+COMMAND = typer.main.get_command(app)
+
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE_COMMAND = re.compile(r"`(?:\.venv/bin/)?assay ([^`\n]+)`")
+SHELL_COMMAND = re.compile(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?assay(?: |$)")
+PROMISES = re.compile(
+    r"\b(?:will|won't|planned|plans? to|coming|upcoming|roadmap|todo|fixme|tbd|in the future"
+    r"|not yet (?:done|implemented)|to be (?:done|implemented|added))\b",
+    re.IGNORECASE,
+)
+OUTSIDE = re.compile(
+    r"(?:\.\./)*shared/|\bissues? #?\d|\bsessions? \d|https?://(?!127\.0\.0\.1|localhost)", re.IGNORECASE
+)
+TREE = re.compile(r"<!-- tree -->\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)
+GENERATED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- /generated -->)", re.DOTALL)
+
+MODELS: tuple[type[BaseModel], ...] = (
+    *(EvaluationConfig, EvalTaskConfig, CheckpointSelection, InferencePoolConfig, ModelConfig, ResourceConfig),
+    *(CpuConfig, GpuConfig, TpuConfig, Record, CheckpointReference, Metric, Counts),
+)
+DEFAULTS_IN_WORDS = {("Settings", "cache_dir"): "`$XDG_CACHE_HOME/assay`, else `~/.cache/assay`"}
+
+
+class Fence(NamedTuple):
+    """One code block: where it stands, its language, and its text."""
+
+    document: str
+    language: str
+    text: str
+
+
+FENCES = [
+    Fence(path.relative_to(ROOT).as_posix(), language, text)
+    for path in DOCUMENTS
+    for language, text in FENCE.findall(path.read_text())
+]
+
+
+# Tables of docs/reference.md
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """A Markdown table."""
+    lines = [headings, tuple("---" for _ in headings), *rows]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
+
+
+def fields_table(model: type[BaseModel], *, prefix: str = "") -> str:
+    """Every field of a model with its type, default and docstring."""
+    documented = docstrings_of(model)
+    rows = [
+        (
+            f"`{prefix}{(name.upper() if prefix else name)}`",
+            type_in_words(field.annotation) + limits_in_words(field),
+            DEFAULTS_IN_WORDS.get((model.__name__, name)) or default_in_words(field),
+            documented[name],
+        )
+        for name, field in model.model_fields.items()
+    ]
+    return table(("Name", "Type", "Default", "Meaning"), rows)
+
+
+def docstrings_of(model: type[BaseModel]) -> dict[str, str]:
+    """The string behind each field of a class, as one line."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
+    assert isinstance(tree.body[0], ast.ClassDef)
+    body = tree.body[0].body
+    return {
+        field.target.id: " ".join(text.value.value.split())
+        for field, text in pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+        if isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant) and isinstance(text.value.value, str)
+    }
+
+
+def type_in_words(annotation: Any) -> str:
+    """A type as a writer of YAML thinks of it."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return type_in_words(arguments[0])
+    if origin in (Union, UnionType):
+        return " or ".join(type_in_words(part) for part in arguments)
+    if origin is Literal:
+        return " or ".join(f"`{json.dumps(value)}`" for value in arguments)
+    if origin is tuple:
+        return f"list of {type_in_words(arguments[0])}"
+    if origin is dict:
+        return f"mapping to {type_in_words(arguments[1])}"
+    if annotation in MODELS:
+        return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
+    return {NoneType: "none", Any: "anything", SecretStr: "secret", str: "text", Path: "path"}.get(
+        annotation, getattr(annotation, "__name__", str(annotation))
+    )
+
+
+def limits_in_words(field: FieldInfo) -> str:
+    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "min_length": "length at least"}
+    found = [
+        f"{text} {getattr(limit, name):g}"
+        for limit in field.metadata
+        for name, text in words.items()
+        if hasattr(limit, name)
+    ]
+    return f", {', '.join(found)}" if found else ""
+
+
+def default_in_words(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    if isinstance(field.default, BaseModel):
+        return f"{type_in_words(type(field.default))} with its defaults"
+    return "none" if field.default in (None, {}, ()) else f"`{json.dumps(field.default)}`"
+
+
+def command_tables() -> str:
+    """Every subcommand with its arguments and options."""
+    parts = []
+    for name, command in commands().items():
+        rows = [
+            (
+                f"`{', '.join(option.opts)}`",
+                "required" if option.required else option_default(option),
+                str(getattr(option, "help", "")),
+            )
+            for option in command.params
+        ]
+        parts.append(f"### assay {name}\n\n{command.help}\n\n{table(('Option', 'Default', 'Meaning'), rows)}")
+    return "\n".join(parts)
+
+
+def commands() -> dict[str, Any]:
+    """The subcommands of `assay`."""
+    return dict(vars(COMMAND)["commands"])
+
+
+def option_default(option: Any) -> str:
+    if getattr(option, "is_flag", False):
+        return "off"
+    return "none" if option.default is None else f"`{option.default}`"
+
+
+def errors_table() -> str:
+    """Every error with the exit code and the record status that it leads to."""
+    rows = [
+        (f"`{name}`", str(kind.exit_code), f"`{kind.record_status}`", (inspect.getdoc(kind) or "").splitlines()[0])
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, errors.AssayError) and kind is not errors.AssayError
+    ]
+    return table(("Error", "Exit code", "Record status", "Meaning"), rows)
+
+
+def environments_table() -> str:
+    rows = [
+        (f"`{name}`", f"`{spec.requirements.relative_to(ROOT).as_posix()}`", spec.python or "the running one")
+        for name, spec in ENVIRONMENTS.items()
+    ]
+    return table(("Environment", "Pinned list", "Python"), rows)
+
+
+def tpu_table() -> str:
+    rows = [
+        (f"`{one.variant}`", str(one.chips), str(one.hosts), str(one.vms), str(one.chips_per_vm))
+        for one in TPU_TOPOLOGIES.values()
+    ]
+    return table(("Variant", "Chips", "Hosts", "VMs", "Chips per VM"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    **{model.__name__: lambda model=model: fields_table(model) for model in MODELS},
+    "settings": lambda: fields_table(Settings, prefix="ASSAY_"),
+    "commands": command_tables,
+    "errors": errors_table,
+    "environments": environments_table,
+    "tpu": tpu_table,
+}
+
+
+def with_current_tables(text: str) -> str:
+    """The reference with every generated part as the code has it now."""
+    return GENERATED.sub(lambda found: f"{found[1]}\n{TABLES[found['name']]()}\n{found[4]}", text)
+
+
+# Checks
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_document_links_lead_to_files_and_headings_that_exist(path: Path):
+    broken = []
+    for target in LINK.findall(path.read_text()):
+        file, _, anchor = target.partition("#")
+        found = (path.parent / file).resolve() if file else path
+        if not found.exists() or (anchor and anchor not in anchors_of(found)):
+            broken.append(target)
+    assert not broken
+
+
+def anchors_of(path: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def tree_paths(text: str) -> Iterator[str]:
+    """Paths of an indented tree, two spaces a level, each followed by its description."""
+    parents: list[str] = []
+    for line in text.splitlines():
+        name = line.split()[0]
+        level = (len(line) - len(line.lstrip())) // 2
+        parents[level:] = [name]
+        yield "".join(parents)
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/architecture.md"])
+def test_file_tree_names_only_what_exists(name: str):
+    [tree] = TREE.findall((ROOT / name).read_text())
+    paths = list(tree_paths(tree))
+    assert paths and not [path for path in paths if not (ROOT / path).exists()]
+
+
+def test_module_map_in_architecture_names_every_module():
+    [tree] = TREE.findall((ROOT / "docs" / "architecture.md").read_text())
+    modules = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "__init__.py"
+    }
+    assert modules <= set(tree_paths(tree))
+
+
+def shell_commands() -> Iterator[tuple[str, list[str]]]:
+    """Every `assay …` line of every code block, as arguments; output and comments are left out."""
+    for fence in FENCES:
+        joined = fence.text.replace("\\\n", " ")
+        for line in joined.splitlines():
+            if SHELL_COMMAND.match(line.strip()):
+                words = shlex.split(line.partition(" > ")[0].strip(), comments=True)
+                start = next(place for place, word in enumerate(words) if Path(word).name == "assay")
+                yield fence.document, words[start + 1 :]
+
+
+def test_assay_commands_in_code_blocks_parse_with_the_real_command_line():
+    found = list(shell_commands())
+    assert found
+    for document, words in found:
+        name, *arguments = [word for word in words if word != "--traceback"]  # which may stand anywhere
+        assert name in commands(), f"{document}: assay {name}"
+        try:
+            commands()[name].make_context(name, arguments)
+        except Exception as error:
+            raise AssertionError(f"{document}: assay {shlex.join(words)}: {error}") from error
+
+
+def test_assay_commands_in_sentences_name_options_that_exist():
+    for path in DOCUMENTS:
+        for text in INLINE_COMMAND.findall(path.read_text()):
+            used = {word.partition("=")[0] for word in text.split() if word.startswith("--")}
+            named = [commands()[word] for word in text.split()[:1] if not word.startswith("--")]
+            known = {
+                option for command in (COMMAND, *named) for parameter in command.params for option in parameter.opts
+            }
+            assert used <= known, f"{path.name}: assay {text}"
+
+
+def test_evaluation_examples_in_yaml_are_valid_configurations(tmp_path: Path):
+    examples = [fence for fence in FENCES if fence.language == "yaml" and fence.text.startswith("# An evaluation")]
+    assert examples
+    for fence in examples:
+        file = tmp_path / "evaluation.yaml"
+        file.write_text(fence.text)
+        load_config(str(file), EvaluationConfig)
+
+
+def test_other_yaml_and_json_examples_can_be_read():
+    for fence in FENCES:
+        if fence.language == "yaml":
+            assert isinstance(yaml.safe_load(fence.text), dict), fence
+        if fence.language in ("json", "jsonl"):
+            assert [json.loads(line) for line in fence.text.splitlines()], fence
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_document_describes_what_is_and_names_nothing_outside_the_repository(path: Path):
+    text = GENERATED.sub("", path.read_text())
+    assert not [found.group() for pattern in (PROMISES, OUTSIDE) for found in pattern.finditer(text)]
+
+
+def test_every_document_is_linked_from_another():
+    linked = {
+        (path.parent / target.partition("#")[0]).resolve()
+        for path in DOCUMENTS
+        for target in LINK.findall(path.read_text())
+        if target.partition("#")[0]
+    }
+    assert not [path for path in DOCUMENTS if path not in linked and path != ROOT / "README.md"]
+
+
+def test_reference_tables_are_what_the_code_says():
+    text = REFERENCE.read_text()
+    assert {found["name"] for found in GENERATED.finditer(text)} == set(TABLES)
+    assert text == with_current_tables(text), f"docs/reference.md is stale: run {REGENERATE}"
+
+
+def test_every_documented_field_has_a_docstring():
+    bare = [
+        f"{model.__name__}.{name}"
+        for model in (*MODELS, Settings)
+        for name in model.model_fields
+        if not docstrings_of(model).get(name)
+    ]
+    assert not bare
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        sys.exit(f"usage: {REGENERATE}")
+    REFERENCE.write_text(with_current_tables(REFERENCE.read_text()))
