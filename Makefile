@@ -9,7 +9,7 @@ demo: .venv/.complete
 	.venv/bin/assay demo
 
 test: check
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n 2 --dist loadfile
 
 check: .venv/.development
 	.venv/bin/ruff format --check .

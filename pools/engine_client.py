@@ -19,6 +19,7 @@ CANARY_PROMPTS = (
 """Texts whose log-probabilities tell one set of weights from another."""
 
 _ANSWER_SECONDS = 60.0
+_REACHABLE_SECONDS = 5.0
 _NOT_FINITE = "Out of range float values"  # vLLM answers 400 with this, since JSON has no NaN
 _RELOAD_SECONDS = 900.0
 
@@ -54,6 +55,18 @@ class EngineClient:
     def model_names(self) -> list[str]:
         """The names under which requests are taken."""
         return [str(entry.get("id")) for entry in self._request("GET", "/v1/models").get("data") or []]
+
+    def check_reachable(self) -> None:
+        """Passes unless nothing takes connections there any more; a server that is only busy is left alone.
+
+        Raises:
+            EndpointUnusable: it is gone.
+        """
+        try:
+            self._request("GET", "/v1/models", timeout=_REACHABLE_SECONDS)
+        except EndpointUnusable as error:
+            if isinstance(error.__cause__, httpx.ConnectError):
+                raise
 
     def prove_it_answers(self, model: str) -> None:
         """Asks for one token with its log-probability.

@@ -21,7 +21,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from resources.errors import StorageError
+from resources.errors import BadInput, StorageError
 
 _MEMORY_CREATE = threading.Lock()
 
@@ -180,12 +180,19 @@ def check_writable(uri: str) -> None:
     """Proves early that files can be written below a location, by writing one and removing it.
 
     Raises:
-        StorageError: they cannot.
+        BadInput: they cannot.
     """
     probe = join(uri, f".assay-write-probe-{os.getpid()}-{threading.get_ident()}")
-    write_bytes(probe, b"")
-    filesystem, path = _open(probe)
-    filesystem.rm_file(path)
+    try:
+        write_bytes(probe, b"")
+        filesystem, path = _open(probe)
+        filesystem.rm_file(path)
+    except (StorageError, OSError) as error:
+        raise BadInput(
+            expected=f"a folder that can be written at {uri}",
+            found=error.found if isinstance(error, StorageError) else str(error),
+            remedy="choose another folder, or make this one writable",
+        ) from error
 
 
 def list_files(uri: str) -> list[FileInfo]:

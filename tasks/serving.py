@@ -105,7 +105,8 @@ class EndpointServing:
         return {}
 
     def check(self) -> None:
-        """Nothing to check between requests: the harness sees for itself."""
+        """Raises if the endpoint is gone, which the harness would put down to itself."""
+        self._engine.check_reachable()
 
 
 @contextmanager

@@ -1,17 +1,52 @@
-"""The main job as a newcomer meets it: real training, real Prefect, real vLLM, real lm-eval."""
+"""The main job as a newcomer meets it, then its engine under hard conditions: training, Prefect, vLLM, lm-eval, all real.
+
+One file, since all of it works on one demo, and files are what the test workers share out.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
+import struct
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
+import openai
 import pytest
 
 from fakes.demo import Demo
+from fakes.polling import eventually
+from pools.config import InferencePoolConfig
+from pools.endpoint import RunningModel
+from pools.engine_client import EngineClient
+from pools.inference import InferencePool
+from pools.launch import ServedCheckpoint
+from resources.errors import ModelUnusable
+from resources.settings import settings
+from tasks.checkpoints import find_checkpoints
 from tasks.records import Record, read_records
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
+
+ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Demo:
+    """`assay demo` in a new folder, with a cache that knows environments but no reload of an earlier run."""
+    root = tmp_path_factory.mktemp("e2e")
+    cache = tmp_path_factory.mktemp("e2e-cache")
+    environments = settings().environments_dir
+    environments.mkdir(parents=True, exist_ok=True)
+    (cache / "environments").symlink_to(environments.resolve())
+    first = Demo(root / "demo", cache, "")
+    done = first.run("demo", "--folder", str(first.folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Demo(first.folder, cache, done.stdout)
 
 
 def records_of(demo: Demo) -> dict[int, Record]:
@@ -29,7 +64,9 @@ def test_demo_evaluates_every_checkpoint_and_scores_improve(demo: Demo) -> None:
         assert record.counts.requested == record.counts.answered == record.counts.scored == 220
         assert record.requests["answered"] >= 220
         assert record.requests["server_errors"] == 0
-    assert [records[step].served["how"] for step in steps] == ["cold start", *["reload"] * (len(steps) - 1)]
+    ways = [records[step].served["how"] for step in steps]
+    assert ways == ["cold start", "restart", *["reload"] * (len(steps) - 2)]
+    assert "compared with a cold start: they agree" in records[steps[1]].served["reason"]
     for first, last in zip(records[steps[0]].metrics, records[steps[-1]].metrics, strict=True):
         assert (first.benchmark, first.name) == (last.benchmark, last.name)
         assert last.stderr is not None
@@ -64,6 +101,7 @@ def test_deleted_record_is_the_only_one_evaluated_again(demo: Demo) -> None:
     assert (told["evaluated"], told["already_recorded"]) == (1, len(before) - 1)
     after = records_of(demo)
     assert [step for step in after if after[step] != before[step]] == [deleted]
+    assert (before[deleted].served["how"], after[deleted].served["how"]) == ("reload", "cold start")
     assert after[deleted].metrics == before[deleted].metrics
 
 
@@ -71,3 +109,125 @@ def test_everything_the_demo_makes_lies_in_its_folder(demo: Demo) -> None:
     assert [path.name for path in demo.folder.parent.iterdir()] == ["demo"]
     made = {path.name for path in Path(demo.folder).iterdir()}
     assert made == {"checkpoints", "evaluations", "prefect", "report.html"}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(demo: Demo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ServedCheckpoint]:
+    """The demo's first, middle and last checkpoint, and one whose weights are all NaN."""
+    found = find_checkpoints(str(demo.folder / "checkpoints"))
+    useless = tmp_path_factory.mktemp("useless") / "step-9999"
+    shutil.copytree(found[-1].uri, useless)
+    weights = useless / "model.safetensors"
+    content = weights.read_bytes()
+    (header_bytes,) = struct.unpack("<Q", content[:8])
+    data = 8 + header_bytes
+    weights.write_bytes(content[:data] + struct.pack("<f", float("nan")) * ((len(content) - data) // 4))
+    uris = {"first": found[0].uri, "middle": found[2].uri, "last": found[-1].uri, "useless": str(useless)}
+    return {name: ServedCheckpoint.from_uri(name, uri) for name, uri in uris.items()}
+
+
+@pytest.fixture(scope="module")
+def pool(checkpoints: dict[str, ServedCheckpoint]) -> Iterator[InferencePool]:
+    model = {"name": "tiny", "engine_kwargs": ENGINE, "generation_params": {"temperature": 0.0}}
+    config = InferencePoolConfig.model_validate({"model": model, "resource_config": {"cpu": 2}})
+    with InferencePool(config, list(checkpoints.values())) as pool:
+        yield pool
+
+
+def client_of(running: RunningModel) -> openai.OpenAI:
+    return openai.OpenAI(base_url=running.base_url, api_key=running.api_key, max_retries=0)
+
+
+def canary(pool: InferencePool, name: str) -> tuple[float, ...]:
+    running, _ = pool.load(name)
+    return EngineClient(running.base_url.removesuffix("/v1"), running.api_key).canary(name, prompt_logprobs=True)
+
+
+def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: InferencePool) -> None:
+    running, _ = pool.load("last")
+    assert running.prompt_logprobs
+    assert running.max_model_len == 512
+    client = client_of(running)
+    prompt = "Question: spell the word house backwards.\nAnswer:"
+    whole = client.completions.create(model="last", prompt=prompt, max_tokens=8)
+    assert whole.choices[0].text
+    stream = client.completions.create(model="last", prompt=prompt, max_tokens=8, stream=True)
+    assert "".join(event.choices[0].text for event in stream if event.choices) == whole.choices[0].text
+    tokens = client.completions.create(model="last", prompt=[70, 71, 72], max_tokens=1, logprobs=1, echo=True)
+    assert tokens.choices[0].logprobs is not None
+    chat = client.chat.completions.create(
+        model="last", messages=[{"role": "user", "content": "Spell the word house backwards."}], max_tokens=8
+    )
+    assert chat.choices[0].message.content
+    assert {model.id for model in client.models.list()} == {"first", "middle", "last", "useless"}
+
+
+def test_generation_params_are_the_engines_defaults(pool: InferencePool) -> None:
+    running, loaded = pool.load("first")
+    assert "compared with a cold start: they agree (0 nats)" in (loaded.reason or "")
+    client = client_of(running)
+    # Temperature 0 is the pool's default: without it, sampled bytes of an untrained model would differ.
+    texts = {client.completions.create(model="first", prompt="x", max_tokens=24).choices[0].text for _ in range(4)}
+    assert len(texts) == 1
+    hot = {
+        client.completions.create(model="first", prompt="x", max_tokens=24, temperature=1.5).choices[0].text
+        for _ in range(4)
+    }
+    assert len(hot) > 1
+
+
+def test_reloaded_checkpoint_answers_as_after_a_cold_start(pool: InferencePool) -> None:
+    _, loaded = pool.load("middle")
+    assert loaded.how == "reload"
+    reloaded = canary(pool, "middle")
+    assert canary(pool, "first") != reloaded
+    assert canary(pool, "middle") == reloaded
+
+
+def test_engine_killed_under_load_loses_no_request(pool: InferencePool) -> None:
+    running, _ = pool.load("last")
+    client = client_of(running)
+    texts: list[str] = []
+
+    def ask(index: int) -> None:
+        answer = client.completions.create(model="last", prompt=f"Question {index}", max_tokens=4)
+        texts.append(answer.choices[0].text)
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(48)]
+    for thread in threads[:24]:
+        thread.start()
+    os.kill(engine_pid(pool), signal.SIGKILL)
+    for thread in threads[24:]:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=300)
+    assert len(texts) == 48
+    eventually(lambda: pool.proxy_status().status == "ready")
+    assert pool.proxy_status().held == 0
+
+
+def engine_pid(pool: InferencePool) -> int:
+    """The process that listens on the engine's port, found the way a person would: by its command line."""
+    port = pool.engine_urls()[0].rsplit(":", 1)[1]
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            arguments = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"vllm.entrypoints.openai.api_server" in arguments and port.encode() in arguments:
+            return int(folder.name)
+    raise AssertionError(f"no engine on port {port}")
+
+
+def test_template_of_the_checkpoint_is_in_use(pool: InferencePool) -> None:
+    running, _ = pool.load("last")
+    client = client_of(running)
+    chat = client.chat.completions.create(model="last", messages=[{"role": "user", "content": "abc"}], max_tokens=1)
+    # The template of the demo's tokenizer: <|user|> abc <|eos|> <|assistant|>, one token for each mark and letter.
+    assert chat.usage is not None
+    assert chat.usage.prompt_tokens == 6
+
+
+def test_useless_weights_are_refused(pool: InferencePool) -> None:
+    with pytest.raises(ModelUnusable, match="diverged"):
+        pool.load("useless")

@@ -14,14 +14,17 @@ ASSAY = Path(sys.executable).with_name("assay")
 
 @dataclass(frozen=True)
 class Demo:
-    """A finished demo: its folder, and what it printed."""
+    """A finished demo: its folder, the cache it used, and what it printed."""
 
     folder: Path
+    cache: Path
     output: str
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Runs `assay` again beside it."""
-        environment = process_environment({"PREFECT_HOME": str(self.folder / "prefect")})
+        environment = process_environment(
+            {"PREFECT_HOME": str(self.folder / "prefect"), "ASSAY_CACHE_DIR": str(self.cache)}
+        )
         return subprocess.run(
             [str(ASSAY), *arguments],
             cwd=self.folder.parent,

@@ -82,19 +82,15 @@ def test_checkpoints_of_a_folder_that_is_not_there_are_refused(tmp_path: Path):
     assert_refused(assay("checkpoints", tmp_path / "nowhere"), "nowhere is not there")
 
 
-def test_records_show_the_newest_and_all_of_them_on_request(tmp_path: Path):
+def test_records_show_the_newest_of_each_checkpoint_and_as_json_all_of_them(tmp_path: Path):
     older = make_record(step=100, cell="facts-old", metrics=(make_metric(value=0.25),))
-    newer = make_record(
-        step=100, cell="facts-new", metrics=(make_metric(value=0.75),), created=older.created.replace(year=2027)
-    )
+    later = older.created.replace(year=2027)
+    newer = make_record(step=100, cell="facts-new", metrics=(make_metric(value=0.75),), created=later)
     folder = publish(tmp_path, older, newer)
     table = CliRunner().invoke(app, ["records", str(folder)]).stdout
     assert "0.75" in table and "0.25" not in table
-    current = json.loads(CliRunner().invoke(app, ["records", str(folder), "--json"]).stdout)
-    every = json.loads(CliRunner().invoke(app, ["records", str(folder), "--all", "--json"]).stdout)
-    assert [record["cell"] for record in current] == ["facts-new"]
-    assert {record["cell"] for record in every} == {"facts-old", "facts-new"}
-    assert [Record.model_validate(record) for record in current] == [newer]
+    every = json.loads(CliRunner().invoke(app, ["records", str(folder), "--json"]).stdout)
+    assert [Record.model_validate(record) for record in every] == [older, newer]
 
 
 def test_records_of_a_folder_without_any_are_refused(tmp_path: Path):

@@ -295,12 +295,15 @@ def test_engine_that_hangs_at_start_is_given_up_after_its_time(
     assert "still loading" in caught.value.found
 
 
-def test_port_in_use_is_said_and_nothing_is_left(client: LocalClient, checkpoints: list[ServedCheckpoint]) -> None:
+def test_port_in_use_is_said_and_nothing_is_left(
+    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         config = pool_config(proxy_port=taken.getsockname()[1])
-        with pytest.raises(ProxyFailed, match="0 for a free one"), InferencePool(config, checkpoints, client=client):
+        pool = InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path))
+        with pytest.raises(ProxyFailed, match="0 for a free one"), pool:
             pass
 
 
