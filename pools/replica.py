@@ -142,10 +142,12 @@ class Replica:
         return None
 
     def _trust(self, checkpoint: ServedCheckpoint) -> ReloadTrust:
+        arguments = engine_kwargs(self._config)
+        arguments.pop("override_generation_config", None)  # says how to sample, not what the weights are
         engine = {
             "engine": self._launcher.identity,
             "version": self.engine_version,
-            "arguments": engine_kwargs(self._config),
+            "arguments": arguments,
             "prompt_logprobs": self.prompt_logprobs,
         }
         return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.digests.config)

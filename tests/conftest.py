@@ -34,19 +34,24 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Digests, staged copies and job folders of tests go into a folder of the session, not into the user's cache.
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache folder for all tests of this process: digests, staged copies, job folders, verdicts on reloads.
 
-    Environments stay where they are: they take minutes to build, and are named after their content.
+    Environments, and what engines compile once, stay in the user's cache: they take minutes to make, and are named
+    after their content.
     """
-    environments = settings().environments_dir
     folder = tmp_path_factory.getbasetemp() / "cache"
-    folder.mkdir(exist_ok=True)
-    if not (folder / "environments").exists():
-        environments.mkdir(parents=True, exist_ok=True)
-        (folder / "environments").symlink_to(environments)
-    monkeypatch.setenv("ASSAY_CACHE_DIR", str(folder))
+    folder.mkdir()
+    for kept in (settings().environments_dir, settings().engine_cache_dir):
+        kept.mkdir(parents=True, exist_ok=True)
+        (folder / kept.name).symlink_to(kept.resolve())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(session_cache))
     settings.cache_clear()
     yield
     settings.cache_clear()
