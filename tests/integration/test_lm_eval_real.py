@@ -14,6 +14,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from fakes.engine import FakeEngine
+from fakes.tokenizers import BOS, write_byte_tokenizer
 from pools.endpoint import RunningModel
 from resources.backends.local import LocalClient
 from resources.environments import ENVIRONMENTS, ensure_environment
@@ -28,7 +29,6 @@ pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 
 OWN = Path(__file__).parents[1] / "data" / "lm_eval" / "benchmarks"
 KEY = "sk-a-key-that-nobody-may-see"
-BOS = 256
 DEMO = ("demo_facts", "demo_backwards")
 
 
@@ -42,51 +42,6 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
     client = LocalClient(tmp_path / "jobs", grace_seconds=2.0)
     yield client
     client.shutdown()
-
-
-def write_tokenizer(folder: Path, *, adds_bos: bool = False) -> Path:
-    """A byte-level tokenizer: token ids are bytes, then <|bos|> and <|eos|>."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    characters = {byte: chr(byte) for byte in printable}
-    for place, byte in enumerate(sorted(set(range(256)) - set(printable))):
-        characters[byte] = chr(256 + place)
-    special = {"<|bos|>": BOS, "<|eos|>": BOS + 1}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    sequence = {"Sequence": {"id": "A", "type_id": 0}}
-    with_bos = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": "<|bos|>", "type_id": 0}}, sequence],
-        "pair": [sequence, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {"<|bos|>": {"id": "<|bos|>", "ids": [BOS], "tokens": ["<|bos|>"]}},
-    }
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [{"id": number, "content": text, **flags} for text, number in special.items()],
-        "pre_tokenizer": byte_level,
-        "post_processor": with_bos if adds_bos else None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "vocab": {**{character: byte for byte, character in characters.items()}, **special},
-            "merges": [],
-        },
-    }
-    template = (
-        "{% for message in messages %}<|bos|>{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant:{% endif %}"
-    )
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|bos|>",
-        "eos_token": "<|eos|>",
-        "clean_up_tokenization_spaces": False,
-        "chat_template": template,
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    return folder
 
 
 def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> EvaluationConfig:
@@ -135,7 +90,7 @@ async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
     config = make_config(*DEMO, max_eval_instances=None)
     LmEval().check(config, python=python)
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer"))
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         output = tmp_path / "output"
         parsed = await evaluate(model, config, output, python=python, client=client, on_progress=seen.append)
     verify_counts(parsed)
@@ -152,7 +107,7 @@ async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
 
 
 async def test_samples_are_those_of_the_bare_command_line(tmp_path: Path, python: Path, client: LocalClient):
-    tokenizer = write_tokenizer(tmp_path / "tokenizer")
+    tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, tokenizer)
         await evaluate(model, make_config(*DEMO), tmp_path / "ours", python=python, client=client)
@@ -195,7 +150,7 @@ async def test_one_benchmark_in_several_forms_is_published_under_several_names(
         max_eval_instances=3,
     )
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer"))
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         parsed = await evaluate(model, config, tmp_path / "output", python=python, client=client)
     verify_counts(parsed)
     published = {metric.benchmark for metric in parsed.metrics}
@@ -207,7 +162,7 @@ async def test_one_benchmark_in_several_forms_is_published_under_several_names(
 
 async def test_chat_template_is_applied_to_both_kinds_of_benchmark(tmp_path: Path, python: Path, client: LocalClient):
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
         config = make_config(*DEMO, max_eval_instances=3)
         verify_counts(await evaluate(model, config, tmp_path / "output", python=python, client=client))
         prompts = [json.loads(body)["prompt"][0] for body in engine.bodies]
@@ -218,7 +173,7 @@ async def test_chat_template_is_applied_to_both_kinds_of_benchmark(tmp_path: Pat
 
 async def test_prompts_start_with_bos_where_the_tokenizer_adds_one(tmp_path: Path, python: Path, client: LocalClient):
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer", adds_bos=True))
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=True))
         config = make_config(*DEMO, max_eval_instances=3)
         verify_counts(await evaluate(model, config, tmp_path / "output", python=python, client=client))
         prompts = [json.loads(body)["prompt"][0] for body in engine.bodies]
@@ -229,7 +184,7 @@ async def test_prompts_start_with_bos_where_the_tokenizer_adds_one(tmp_path: Pat
 async def test_request_timeout_is_for_one_request_not_for_all(tmp_path: Path, python: Path, client: LocalClient):
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.delay_seconds = 0.3
-        tokenizer = write_tokenizer(tmp_path / "tokenizer")
+        tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
         model = make_model(engine, tokenizer, capacity=2, request_timeout_seconds=2)
         parsed = await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
         assert engine.stats.aborted == 0
@@ -241,7 +196,7 @@ async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, p
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.status_count = 2
         engine.faults.refuse = 2
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer"))
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         parsed = await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
     verify_counts(parsed)
 
@@ -253,7 +208,7 @@ async def test_endpoint_that_gives_no_log_probabilities_never_gives_a_score(
     async with FakeEngine(models=("m",)) as engine:
         for name, value in fault.items():
             setattr(engine.faults, name, value)
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer"))
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         with pytest.raises(HarnessFailed):
             await evaluate(model, make_config(DEMO[0]), tmp_path / "output", python=python, client=client)
 
@@ -267,7 +222,7 @@ async def test_endpoint_that_answers_with_no_text_is_withheld_not_scored_as_wron
     app = web.Application()
     app.add_routes([web.post("/v1/completions", no_text)])
     async with TestServer(app) as server:
-        model = make_model(FakeEngine(port=server.port or 0), write_tokenizer(tmp_path / "tokenizer"))
+        model = make_model(FakeEngine(port=server.port or 0), write_byte_tokenizer(tmp_path / "tokenizer"))
         parsed = await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
     assert parsed.counts == Counts(requested=10, answered=0, scored=0)
 
@@ -276,7 +231,7 @@ async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_r
     tmp_path: Path, python: Path, client: LocalClient
 ):
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer"), prompt_logprobs=False)
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), prompt_logprobs=False)
         with pytest.raises(EndpointUnusable, match="demo_facts"):
             await evaluate(model, make_config(*DEMO), tmp_path / "output", python=python, client=client)
         assert engine.stats.requests == 0
@@ -284,7 +239,7 @@ async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_r
 
 async def test_model_too_short_for_a_benchmarks_answers_is_refused(tmp_path: Path, python: Path, client: LocalClient):
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_tokenizer(tmp_path / "tokenizer"), max_model_len=12)
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), max_model_len=12)
         with pytest.raises(BadInput, match="demo_backwards"):
             await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
 
