@@ -98,7 +98,7 @@ class Replica:
                 self._become("ready", checkpoint)
                 return Loaded("already loaded", 0.0)
             self.restarts = 0
-            if running is None or self.state != "ready":
+            if running is None or self.state not in ("ready", "draining"):
                 self._start(checkpoint)
                 return Loaded("cold start", time.monotonic() - began)
             self._become("draining", running)
@@ -117,7 +117,11 @@ class Replica:
             return Loaded("restart", time.monotonic() - began, reason)
 
     def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
-        """Tries to reload in place; None if the engine now provably holds the wanted weights."""
+        """Tries to reload in place; None if the engine now provably holds the wanted weights.
+
+        Raises:
+            ModelUnusable: it holds them, and they give no finite numbers; the replica stays closed to requests.
+        """
         self._untrusted_canary = ()
         if not self._config.reload_in_place:
             return "reloading in place is switched off"
@@ -131,7 +135,11 @@ class Replica:
         try:
             engine.reload_weights(str(wanted.folder))
             canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
-        except (SwapRefused, EndpointUnusable, ModelUnusable) as error:
+        except ModelUnusable as error:
+            if verdict is not None:
+                raise  # a reload is known to be right here, so it is the weights; the next checkpoint replaces them
+            return error.found
+        except (SwapRefused, EndpointUnusable) as error:
             return error.found
         if canary == self._canary and running.digests.weights != wanted.digests.weights:
             return "the engine still answered with the former weights"
