@@ -98,7 +98,7 @@ class Replica:
                 self._become("ready", checkpoint)
                 return Loaded("already loaded", 0.0)
             self.restarts = 0
-            if running is None or self.state not in ("ready", "draining"):
+            if running is None or self.state != "ready":
                 self._start(checkpoint)
                 return Loaded("cold start", time.monotonic() - began)
             self._become("draining", running)
@@ -120,7 +120,7 @@ class Replica:
         """Tries to reload in place; None if the engine now provably holds the wanted weights.
 
         Raises:
-            ModelUnusable: it holds them, and they give no finite numbers; the replica stays closed to requests.
+            ModelUnusable: it holds them, and they give no finite numbers; the engine is ended.
         """
         self._untrusted_canary = ()
         if not self._config.reload_in_place:
@@ -136,9 +136,14 @@ class Replica:
             engine.reload_weights(str(wanted.folder))
             canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
         except ModelUnusable as error:
-            if verdict is not None:
-                raise  # a reload is known to be right here, so it is the weights; the next checkpoint replaces them
-            return error.found
+            if verdict is None:
+                return error.found
+            # A reload is known to be right here, so it is the weights. What they computed stays in the KV cache's
+            # memory, where even masked positions turn NaN times zero into NaN: this engine is of no use any more.
+            self._end_job()
+            self.failure = error.found
+            self._become("dead", wanted)
+            raise
         except (SwapRefused, EndpointUnusable) as error:
             return error.found
         if canary == self._canary and running.digests.weights != wanted.digests.weights:
