@@ -217,17 +217,6 @@ def list_files(uri: str) -> list[FileInfo]:
     return sorted(files, key=lambda file: file.uri)
 
 
-def file_info(uri: str) -> FileInfo:
-    """What the store knows about one file.
-
-    Raises:
-        FileNotFoundError: it is not there.
-    """
-    filesystem, path = _open(uri)
-    filesystem.invalidate_cache()
-    return _file_info(uri, filesystem.info(path))
-
-
 def _file_info(uri: str, info: dict) -> FileInfo:
     modified = info.get("mtime") or info.get("updated") or info.get("LastModified") or info.get("created") or 0.0
     if not isinstance(modified, (int, float)):

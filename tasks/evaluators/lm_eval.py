@@ -17,7 +17,7 @@ from pools.endpoint import RunningModel
 from resources import storage
 from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment, settings
-from tasks.benchmarks import BUNDLED
+from tasks.benchmarks import benchmarks_uri
 from tasks.config import EvaluationConfig
 from tasks.evaluators.harness import HarnessCommand, Parsed, Progress
 from tasks.evaluators.lm_eval_results import NO_ANSWER, RESULTS_FOLDER, read_results
@@ -116,7 +116,7 @@ class LmEval:
         known = _listed_benchmarks(python)
         for name in missing:
             if name not in known:
-                place = str(config.benchmarks_path or BUNDLED)
+                place = benchmarks_uri(config)
                 raise _unknown(name, own=own, known=known, place=place, unreadable=unreadable)
 
 
@@ -132,7 +132,7 @@ def _unknown(name: str, *, own: set[str], known: list[str], place: str, unreadab
 
 
 def _local_benchmarks(config: EvaluationConfig) -> Path:
-    return storage.local_path(config.benchmarks_path).absolute() if config.benchmarks_path else BUNDLED
+    return storage.local_path(benchmarks_uri(config)).absolute()
 
 
 def _own_benchmarks(config: EvaluationConfig) -> tuple[set[str], list[str]]:

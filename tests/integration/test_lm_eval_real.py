@@ -20,9 +20,10 @@ from resources.backends.local import LocalClient
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment
+from tasks.benchmarks import BUNDLED
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts
-from tasks.evaluators.lm_eval import BUNDLED, LmEval
+from tasks.evaluators.lm_eval import LmEval
 from tasks.records import Counts
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
