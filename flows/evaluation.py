@@ -8,10 +8,10 @@ from prefect import flow
 
 from tasks.checkpoints import Checkpoint, discover_one
 from tasks.config import EvaluationConfig
-from tasks.evaluation import conclude, evaluate_cell, plan_cells, stage_checkpoint
+from tasks.evaluation import conclude, evaluate_cells, plan_cells, stage_tokenizer
 from tasks.publishing import publish_report
 from tasks.records import Record
-from tasks.serving import provisioned
+from tasks.serving import as_served, provisioned
 
 
 @flow(name="evaluate-checkpoint", flow_run_name="evaluate {config.model_path}", persist_result=False)
@@ -25,12 +25,12 @@ def evaluate_checkpoint(config: EvaluationConfig) -> list[Record]:
 
 
 def evaluate_each(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> list[Record]:
-    """Evaluates checkpoints one after the other on one pool, leaving out those that have a succeeded record."""
+    """Evaluates checkpoints on one pool, leaving out those that have a succeeded record."""
+    config = as_served(config)
     cells = plan_cells(config, checkpoints)
     wanted = [cell for cell in cells if not cell.done]
     if wanted:
-        with provisioned(config, [stage_checkpoint(cell) for cell in wanted]) as serving:
-            for position, cell in enumerate(wanted, start=1):
-                evaluate_cell(cell, serving, position, len(wanted), return_state=True)
+        with provisioned(config, [stage_tokenizer(cell) for cell in wanted]) as serving:
+            evaluate_cells(wanted, serving)
     publish_report(config)
     return conclude(cells)

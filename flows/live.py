@@ -25,7 +25,7 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
     event: str = "starting"
-    cell: CellProgress | None = None
+    running: dict[int, CellProgress] = field(default_factory=dict)
     finished_seconds: list[float] = field(default_factory=list)
     cells: int = 0
 
@@ -38,12 +38,12 @@ class Progress:
             case Event(text):
                 self.event = text
             case CellProgress():
-                self.cell = update
+                self.running[update.cell] = update
                 self.cells = update.cells
             case CellDone():
                 self.finished_seconds.append(update.seconds)
                 self.cells = update.cells
-                self.cell = None
+                self.running.pop(update.cell, None)
                 self.event = f"{update.checkpoint}: {update.status} in {update.seconds:.1f} s"
 
     def seconds_left(self) -> float | None:
@@ -54,20 +54,30 @@ class Progress:
         sample = self.finished_seconds[1:] or self.finished_seconds
         mean = sum(sample) / len(sample)
         left = mean * (self.cells - len(self.finished_seconds))
-        if self.cell is not None and self.cell.total:
-            left -= mean * self.cell.done / self.cell.total / 2
-        return max(0.0, left)
+        left -= mean * sum(_share(cell) for cell in self.running.values()) / 2
+        return max(0.0, left / max(1, len(self.running)))
+
+    @property
+    def cell(self) -> CellProgress | None:
+        """The cell that has come farthest of those that are being evaluated."""
+        return max(self.running.values(), key=lambda cell: (_share(cell), -cell.cell), default=None)
 
     def describe(self) -> str:
         """The present state in one line."""
+        cell = self.cell
+        if cell is None:
+            return self.describe_event()
+        counted = f" {cell.done}/{cell.total} requests" if cell.total else ""
+        return f"[{cell.cell}/{cell.cells}] {cell.checkpoint} · {cell.stage}{counted}{_counts(cell)} · {self._times()}"
+
+    def describe_event(self) -> str:
+        """What happened last, in one line."""
+        return f"{self.event} · {self._times()}"
+
+    def _times(self) -> str:
         elapsed = f"{_minutes(self.clock() - self.began)} elapsed"
         left = self.seconds_left()
-        times = elapsed if left is None else f"{elapsed}, about {_minutes(left)} left"
-        if self.cell is None:
-            return f"{self.event} · {times}"
-        cell = self.cell
-        counted = f" {cell.done}/{cell.total} requests" if cell.total else ""
-        return f"[{cell.cell}/{cell.cells}] {cell.checkpoint} · {cell.stage}{counted} · {times}"
+        return elapsed if left is None else f"{elapsed}, about {_minutes(left)} left"
 
     def render(self) -> RenderableType:
         """The present state as a bar and two lines; one line while there are no cells yet."""
@@ -76,13 +86,25 @@ class Progress:
             return described
         grid = Table.grid(padding=(0, 1))
         total = max(1, self.cells)
-        share = self.cell.done / self.cell.total if self.cell and self.cell.total else 0.0
+        share = sum(_share(cell) for cell in self.running.values())
         grid.add_row(
             ProgressBar(total=total, completed=len(self.finished_seconds) + share, width=30),
             Text(f"{len(self.finished_seconds)}/{self.cells} checkpoints"),
         )
         lines = [grid, described] if self.cell is None else [grid, described, Text(self.event, style="dim")]
         return Group(*lines)
+
+
+def _share(cell: CellProgress) -> float:
+    return cell.done / cell.total if cell.total else 0.0
+
+
+def _counts(cell: CellProgress) -> str:
+    """What the pool counted for a cell, as far as it is not zero."""
+    words = {"journal_hits": "from the journal", "retried": "sent again", "server_errors": "failed"}
+    told = [f"{cell.counts[name]} {word}" for name, word in words.items() if cell.counts.get(name)]
+    tokens = cell.counts.get("prompt_tokens", 0) + cell.counts.get("completion_tokens", 0)
+    return "".join(f", {part}" for part in [*told, *([f"{tokens:,} tokens"] if tokens else [])])
 
 
 def _minutes(seconds: float) -> str:
@@ -105,6 +127,7 @@ def live_view(console: Console) -> Iterator[Callable[[Update], None]]:
         same_stage_soon_again = time.monotonic() - printed_at < _SECONDS_BETWEEN_PLAIN_LINES
         if isinstance(update, CellDone) or not same_stage_soon_again:
             printed_at = time.monotonic()
-            console.print(progress.describe(), highlight=False, markup=False)
+            line = progress.describe_event() if isinstance(update, CellDone) else progress.describe()
+            console.print(line, highlight=False, markup=False)
 
     yield take

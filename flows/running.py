@@ -35,6 +35,7 @@ class EvaluationOptions:
     cpu: int | None = None
     engine: tuple[str, ...] = ()
     chat: bool = False
+    pool: str | None = None
 
     def given(self, *names: str) -> list[str]:
         """Those of some options (all, if none are named) that were given, as they are written."""
@@ -82,11 +83,12 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
             remedy="for example: assay evaluate --model runs/a --eval demo_facts",
         )
     pool_options = options.given("replicas", "cpu", "engine", "chat")
-    if options.base_url is not None and pool_options:
+    served = options.given("base_url", "pool")
+    if served and pool_options:
         raise BadInput(
-            expected="only options that an endpoint can follow",
-            found=f"--base-url and {', '.join(pool_options)}, which are for a pool",
-            remedy="leave them out: the endpoint is served the way its owner chose",
+            expected="only options that what is up already can follow",
+            found=f"{served[0]} and {', '.join(pool_options)}, which are for a pool that is started",
+            remedy="leave them out: it serves the way its owner chose",
         )
     content: dict[str, Any] = {
         "model_path": options.model,
@@ -97,18 +99,24 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
         "benchmarks_path": options.benchmarks,
         "served_model_name": options.served_name,
     }
-    if options.base_url is not None:
-        content["base_url"] = options.base_url
+    if options.base_url is not None or options.pool is not None:
+        content.update({"base_url": options.base_url, "pool_name": options.pool})
     else:
-        content["pool_config"] = {
-            "resource_config": {"replicas": options.replicas or 1, "cpu": options.cpu or 2},
-            "model": {
-                "name": options.name or name_of(options.model)[0],
-                "engine_kwargs": dict(_engine_argument(text) for text in options.engine),
-                "apply_chat_template": options.chat,
-            },
-        }
+        content["pool_config"] = pool_content(options)
     return build_config(content, EvaluationConfig, source="the options")
+
+
+def pool_content(options: EvaluationOptions) -> dict[str, Any]:
+    """The pool that some options describe, to be made an `InferencePoolConfig`."""
+    assert options.model is not None
+    return {
+        "resource_config": {"replicas": options.replicas or 1, "cpu": options.cpu or 2},
+        "model": {
+            "name": options.name or name_of(options.model)[0],
+            "engine_kwargs": dict(_engine_argument(text) for text in options.engine),
+            "apply_chat_template": options.chat,
+        },
+    }
 
 
 def _benchmark(text: str) -> dict[str, Any]:

@@ -109,6 +109,18 @@ class InferencePoolConfig(Config):
     """How often a replica whose engine dies is started again."""
     reload_in_place: bool = True
     """Load the next checkpoint into the running engine where its architecture allows; else restart it."""
+    reload_audit_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of such loads that is compared with a cold start, beside the first of each architecture."""
+    lease_seconds: float = Field(default=30, gt=0)
+    """How long a replica may be silent, its engine hanging included, before its requests go to another."""
+    longest_wait_seconds: float = Field(default=600, gt=0)
+    """How long requests for one checkpoint may wait while others keep every replica busy."""
+    journal: bool = True
+    """Keep every whole answer, and answer from that when the same request comes again."""
+    journal_max_bytes: int = Field(default=4 * 2**30, ge=2**20)
+    """Bound on the journal's size on this machine; the oldest answers go first."""
+    journal_prompts: bool = False
+    """Keep prompts and answers in the clear; else only somebody who has the same request can read an answer."""
 
     @model_validator(mode="after")
     def _timeouts_are_ordered(self) -> InferencePoolConfig:
@@ -117,6 +129,12 @@ class InferencePoolConfig(Config):
                 "time-outs must grow outwards: engine_timeout_seconds < proxy_timeout_seconds < "
                 f"client_timeout_seconds, found {self.engine_timeout_seconds:g}, {self.proxy_timeout_seconds:g}, "
                 f"{self.client_timeout_seconds:g}. Raise the outer ones"
+            )
+        if not self.lease_seconds < self.proxy_timeout_seconds:
+            raise ValueError(
+                f"lease_seconds ({self.lease_seconds:g}) must be below proxy_timeout_seconds "
+                f"({self.proxy_timeout_seconds:g}), or requests of a silent replica end before they can move. "
+                "Lower the former or raise the latter"
             )
         return self
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import httpx
 
-from resources.errors import EndpointUnusable, ModelUnusable, SwapRefused
+from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 CANARY_PROMPTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -22,6 +23,7 @@ _ANSWER_SECONDS = 60.0
 _REACHABLE_SECONDS = 5.0
 _NOT_FINITE = "Out of range float values"  # vLLM answers 400 with this, since JSON has no NaN
 _RELOAD_SECONDS = 900.0
+_NO_SUCH_CALL = ("404 ", "405 ", "501 ")
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,10 @@ class EngineClient:
     base_url: str
     api_key: str = "none"
 
-    def healthy(self) -> bool:
-        """Whether the port answers; says nothing about the model."""
+    def healthy(self, timeout_seconds: float = 5.0) -> bool:
+        """Whether the port answers in that time; says nothing about the model."""
         try:
-            return httpx.get(f"{self.base_url}/health", timeout=5.0).status_code == 200
+            return _http().get(f"{self.base_url}/health", timeout=timeout_seconds).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -42,7 +44,7 @@ class EngineClient:
         """Longest prompt plus answer in tokens, where the server tells."""
         listed = self._request("GET", "/v1/models").get("data") or []
         lengths = {entry.get("id"): entry.get("max_model_len") for entry in listed}
-        return lengths.get(model)
+        return lengths.get(model) or min((length for length in lengths.values() if length), default=None)
 
     def version(self) -> str | None:
         """The engine's version, where the server tells."""
@@ -120,7 +122,8 @@ class EngineClient:
         The engine dies on files that do not fit it, so they are checked before.
 
         Raises:
-            SwapRefused: the engine has no such call, or it failed; its weights are in doubt then.
+            ReloadUnavailable: the engine has no such call.
+            SwapRefused: it failed; the weights are in doubt.
         """
         steps = (
             ("/pause?mode=wait", None),
@@ -132,13 +135,14 @@ class EngineClient:
             try:
                 self._request("POST", path, body, timeout=_RELOAD_SECONDS)
             except EndpointUnusable as error:
-                raise SwapRefused(
+                kind = ReloadUnavailable if error.found.startswith(_NO_SUCH_CALL) else SwapRefused
+                raise kind(
                     expected=f"the engine to take POST {path}", found=error.found, remedy="restart the engine"
                 ) from error
 
     def _request(self, method: str, path: str, body: Any = None, *, timeout: float = _ANSWER_SECONDS) -> dict[str, Any]:
         try:
-            response = httpx.request(
+            response = _http().request(
                 method,
                 f"{self.base_url}{path}",
                 json=body,
@@ -159,6 +163,12 @@ class EngineClient:
                 remedy="check that the server is up and speaks the OpenAI protocol",
             ) from error
         return content if isinstance(content, dict) else {}
+
+
+@cache
+def _http() -> httpx.Client:
+    """One client for all engines: making one takes longer than most calls. Engines close idle connections after 5 s."""
+    return httpx.Client(limits=httpx.Limits(keepalive_expiry=2.0))
 
 
 def _no_finite_numbers(model: str, base_url: str, found: str) -> ModelUnusable:

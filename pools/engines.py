@@ -5,6 +5,7 @@ Commands are data: nothing here starts a process.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shlex
 from collections.abc import Mapping, Sequence
@@ -22,12 +23,14 @@ class Engine:
 
     `environment` names the pinned list; `kwargs` are engine arguments under the user's own; `capacity` is how many
     requests a replica works on at once unless `max_num_seqs` says otherwise; `variables` go into its environment.
+    `program` is ours for serving with it, which a fork server can keep imported; vLLM's own serves where there is none.
     """
 
     environment: str
     kwargs: Mapping[str, Any]
     capacity: int
     variables: Mapping[str, str]
+    program: Path | None = None
 
 
 _QUIET = {
@@ -44,6 +47,7 @@ ENGINES: dict[EngineDevice, Engine] = {
         kwargs={"enforce_eager": True},  # compiling costs minutes on a CPU and gains little
         capacity=32,
         variables=_QUIET,
+        program=Path(__file__).parent / "programs" / "serve_vllm.py",
     ),
     "cuda": Engine(environment="vllm-cuda", kwargs={}, capacity=256, variables=_QUIET),
     "tpu": Engine(
@@ -103,7 +107,13 @@ def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
 
 
 def engine_arguments(
-    kwargs: Mapping[str, Any], *, folder: str, served_names: Sequence[str], host: str, port: int
+    kwargs: Mapping[str, Any],
+    *,
+    folder: str,
+    served_names: Sequence[str],
+    host: str,
+    port: int,
+    program: Path | None = None,
 ) -> tuple[str, ...]:
     """Arguments after the interpreter that start one engine server.
 
@@ -113,16 +123,26 @@ def engine_arguments(
         served_names: every name under which requests may come, now and after loading other checkpoints.
         host: address to listen on.
         port: port to listen on.
+        program: `Engine.program`; vLLM's own when None.
     """
+    start = ("-m", "vllm.entrypoints.openai.api_server") if program is None else ("-I", "-u", str(program))
+    return (*start, *server_arguments(kwargs, folder=folder, served_names=served_names, host=host, port=port))
+
+
+def server_arguments(
+    kwargs: Mapping[str, Any], *, folder: str, served_names: Sequence[str], host: str, port: int
+) -> tuple[str, ...]:
+    """What `engine_arguments` ends with, and a run in a fork server gets: the arguments of the server itself."""
     return (
-        *("-m", "vllm.entrypoints.openai.api_server"),
         *("--model", folder, "--served-model-name", *served_names),
         *("--host", host, "--port", str(port)),
         *engine_flags(kwargs),
     )
 
 
-def engine_variables(device: EngineDevice, *, cache: Path, cpu: int, offline: bool) -> dict[str, str]:
+def engine_variables(
+    device: EngineDevice, *, cache: Path, cpu: int, offline: bool, kwargs: Mapping[str, Any] | None = None
+) -> dict[str, str]:
     """Environment of an engine server.
 
     Args:
@@ -130,13 +150,43 @@ def engine_variables(device: EngineDevice, *, cache: Path, cpu: int, offline: bo
         cache: folder for what the engine compiles or inspects once; keyed by environment, kept between starts.
         cpu: cores the replica was given; one is left to the server, the others compute.
         offline: keep it from asking a hub for anything.
+        kwargs: engine arguments, see `engine_kwargs`; what is compiled for them lies apart from what is for others.
     """
-    variables = {**ENGINES[device].variables, "VLLM_CACHE_ROOT": str(cache)}
+    variables = {**ENGINES[device].variables, **_cache_variables(device, cache, kwargs or {})}
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))
     if offline:
         variables.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
     return variables
+
+
+def _cache_variables(device: EngineDevice, cache: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
+    """Where an engine keeps what it compiles: by default partly in folders that do not outlive a machine's start.
+
+    On a CPU vLLM compiles next to nothing, and what it finds out about architectures holds for all arguments.
+    """
+    if device == "cpu":
+        return {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor")}
+    compiled = cache / arguments_digest(kwargs)
+    variables = {"VLLM_CACHE_ROOT": str(compiled)}
+    if device == "cuda":
+        return {
+            **variables,
+            "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
+            "TRITON_CACHE_DIR": str(compiled / "triton"),
+        }
+    # tpu-inference hands the first to JAX once its runner is built; what JAX compiles before goes by the second.
+    return {
+        **variables,
+        "VLLM_XLA_CACHE_PATH": str(compiled / "xla"),
+        "JAX_COMPILATION_CACHE_DIR": str(compiled / "xla"),
+    }
+
+
+def arguments_digest(kwargs: Mapping[str, Any]) -> str:
+    """A short name for engine arguments, without those that only say how to sample."""
+    compiled_for = {name: value for name, value in kwargs.items() if name != "override_generation_config"}
+    return hashlib.sha256(json.dumps(compiled_for, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
 def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -2,46 +2,54 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
-from pydantic import SecretStr
-
+from pools.access import PoolAccess, engine_digest
+from pools.agent import run_agent
+from pools.agent_jobs import AgentJobs
 from pools.config import InferencePoolConfig
+from pools.director import Patience, assign
 from pools.endpoint import RunningModel
-from pools.engines import engine_kwargs
-from pools.launch import Launcher, ServedCheckpoint, VllmLauncher, environment_name
-from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
-from pools.proxy.state import DesiredReplica, DesiredState, ModelCounters, ProxyLimits, ProxyStatus
-from pools.replica import Loaded, Replica
-from resources.config import ResourceConfig
+from pools.launch import Launcher, Servable, VllmLauncher, environment_name
+from pools.proxy.client import ProxyClient
+from pools.proxy.process import ProxyProcess
+from pools.proxy.state import DesiredState, Failure, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
+from pools.session import PoolSession
 from resources.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import BadInput, EngineDied, EngineStartFailed, ProxyFailed
-from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment, current_client
-from resources.settings import ProxyKeys, settings
+from resources.errors import EngineStartFailed, ProxyFailed
+from resources.jobs import Call, Client, JobHandle, JobRequest, create_environment, current_client
+from resources.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 
-_WATCH_SECONDS = 0.5
-_DRAIN_POLL_SECONDS = 0.01
-_PROXY_START_SECONDS = 60.0
+_log = logging.getLogger("assay.pool")
+_IDLE_WAIT_SECONDS = 0.5
+_BUSY_WAIT_SECONDS = 0.05
+_SHORTEST_LINGER_SECONDS = 0.25
+_LONGEST_LINGER_SECONDS = 5.0
+_SILENT_PROXY_SECONDS = 30.0
 
 
 class InferencePool:
     """Engine replicas behind one proxy; leaves no process behind, whatever happens inside.
 
-    The checkpoints it is opened for can all be asked for by name; `load` decides which one the replicas hold, and
-    starts the engines at its first call. Requests for one that no replica holds are held by the proxy until one does.
+    Every checkpoint it was told of can be asked for by name. Which replica holds which follows from what is asked:
+    requests for a checkpoint that no replica holds wait at the proxy until one does.
 
     Args:
         config: what to serve, on what, and how patiently.
-        checkpoints: every checkpoint that will be loaded.
+        checkpoints: those that `load` may be called for; users of the pool may bring others.
         client: runs the processes; the current client when left out.
         launcher: how an engine server is started; vLLM from its pinned environment when left out.
         on_event: told in a line what the pool is doing.
+        own_session: hold a lease of one's own, which `load` needs; a pool that is kept for others has none.
 
     Raises:
         EnvironmentBuildFailed: the engine's environment could not be built.
@@ -51,30 +59,46 @@ class InferencePool:
     def __init__(
         self,
         config: InferencePoolConfig,
-        checkpoints: Sequence[ServedCheckpoint],
+        checkpoints: Sequence[Servable],
         *,
         client: Client | None = None,
         launcher: Launcher | None = None,
         on_event: Callable[[str], None] = lambda line: None,
+        own_session: bool = True,
     ) -> None:
-        if not checkpoints:
-            raise BadInput(expected="at least one checkpoint to serve", found="none", remedy="name one")
         self.config = config
-        self._checkpoints = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+        self._checkpoints = list(checkpoints)
         self._client = client or current_client()
         self._launcher = launcher
         self._on_event = on_event
-        self._keys = ProxyKeys(client=SecretStr(secrets.token_urlsafe(24)), admin=SecretStr(secrets.token_urlsafe(24)))
-        self._replicas: list[Replica] = []
+        self._own_session = own_session
+        self._keys = ProxyKeys.new()
+        self._proxy_process = ProxyProcess(config, client=self._client, keys=self._keys)
         self._proxy: ProxyClient | None = None
-        self._address: ProxyAddress | None = None
-        self._proxy_job: JobHandle | None = None
-        self._failure: str | None = None
-        self._start_error: EngineStartFailed | None = None
+        self._agents = AgentJobs(
+            self._submit_agent,
+            lease_seconds=config.lease_seconds,
+            max_restarts=config.max_replica_restarts,
+            on_event=on_event,
+        )
+        self._ordered_at: dict[str, float] = {}
+        self._models: dict[str, ServedModel] = {}
+        self._told = DesiredState()
+        self._unusable: dict[str, Failure] = {}
+        self._failed: str | None = None
         self._has_answered = False
+        self._start_failure: Failure | None = None
+        self._linger_seconds = _SHORTEST_LINGER_SECONDS
         self._closing = threading.Event()
-        self._publishing = threading.Lock()
-        self._watcher = threading.Thread(target=self._watch, name="pool-watch", daemon=True)
+        self._director = threading.Thread(target=self._direct, name="pool-director", daemon=True)
+        self._session: PoolSession | None = None
+        self._reported: set[tuple[str, str, int]] = set()
+        self._explained: set[str] = set()
+        self._failed_loads: Counter[str] = Counter()
+        self._paused: set[str] = set()
+        self._revived: dict[str, int] = {}
+        self._proxy_silent_since: float | None = None
+        self._tries: dict[tuple[str, str], int] = {}
 
     def __enter__(self) -> InferencePool:
         try:
@@ -89,168 +113,112 @@ class InferencePool:
     ) -> None:
         self.close()
 
+    def _start(self) -> None:
+        if self._launcher is None:
+            spec = ENVIRONMENTS[environment_name(self.config)]
+            self._launcher = VllmLauncher(self.config, ensure_environment(spec, on_progress=self._on_event))
+        address = self._proxy_process.start()
+        self.access = PoolAccess(
+            address=address,
+            key=self._keys.client,
+            admin_key=self._keys.admin,
+            config=self.config,
+            engine_build=self._launcher.identity,
+        )
+        self._proxy = self.access.proxy()
+        names = [f"replica-{index}" for index in range(self.config.resource_config.replicas)]
+        self._models = {checkpoint.name: checkpoint.served for checkpoint in self._checkpoints}
+        self._tell(dict.fromkeys(names))
+        self._agents.start(names)
+        self._director.start()
+        if self._own_session:
+            self._session = PoolSession(
+                self.access, self._checkpoints, holder="the pool's owner", on_event=self._on_event
+            ).__enter__()
+
+    def _submit_agent(self, name: str) -> JobHandle:
+        assert self._launcher is not None and self.access is not None
+        token = {POOL_JOIN_TOKEN_VARIABLE: self._keys.join.get_secret_value()}
+        return self._client.submit(
+            JobRequest(
+                name=f"{name}-{secrets.token_hex(3)}",
+                entrypoint=Call(run_agent, (name, self.config, self._launcher, self.access.address)),
+                resources=self.config.resource_config.model_copy(update={"replicas": 1}),
+                environment=create_environment(env_vars=token),
+                max_retries_preemption=0,  # the director starts it again, and counts
+            )
+        )
+
+    @property
+    def session(self) -> PoolSession:
+        """The owner's own use of the pool."""
+        if self._session is None:
+            raise ProxyFailed(
+                expected="a pool that was entered, with checkpoints of its own",
+                found="one that was not, or has none",
+                remedy="use it in a with block; bring checkpoints, or open a session",
+            )
+        return self._session
+
     @property
     def base_url(self) -> str:
         """The endpoint, ending in `/v1`."""
-        self._require_proxy()
-        assert self._address is not None
-        return self._address.base_url
+        return self.session.access.address.base_url
 
     @property
     def key(self) -> str:
         """What clients send as `Authorization: Bearer`."""
         return self._keys.client.get_secret_value()
 
-    def load(self, name: str) -> tuple[RunningModel, Loaded]:
-        """Makes every replica hold one of the pool's checkpoints.
+    def load(self, name: str) -> tuple[RunningModel, LoadReport]:
+        """Wants one of the pool's checkpoints and nothing else, and waits until it answers; see `PoolSession.load`."""
+        self.session.want_only(name)
+        return self.session.load(name)
 
-        Returns:
-            What an evaluator needs to know, and how the checkpoint came into the engines (the slowest replica's way).
+    def counts(self, name: str) -> dict[str, int]:
+        """What the proxy counted for one checkpoint so far: answered, client_errors, server_errors, and so on."""
+        return self.session.counts(name)
 
-        Raises:
-            EngineStartFailed: a replica could not be brought to it.
-            ModelUnusable: its weights give no finite numbers.
-            ProxyFailed: the proxy's process is gone.
-        """
-        self._check_proxy()
-        if self._start_error is not None:
-            raise self._start_error
-        checkpoint = self._checkpoints[name]
-        self._on_event(f"loading {name}")
-        try:
-            with ThreadPoolExecutor(len(self._replicas)) as threads:
-                outcomes = list(threads.map(lambda replica: replica.load(checkpoint), self._replicas))
-        except EngineStartFailed as error:
-            if not self._has_answered:  # it never worked: the next checkpoint would meet the same
-                self._start_error = error
-            raise
-        self._has_answered = True
-        loaded = max(outcomes, key=lambda outcome: outcome.seconds)
-        self._on_event(f"{name} is ready ({loaded.how}, {loaded.seconds:.1f} s)")
-        return self._running_model(checkpoint), loaded
+    def check(self, name: str) -> None:
+        """Raises the reason if the pool cannot answer for a checkpoint any more; see `PoolSession.check`."""
+        self.session.check(name)
 
-    def _running_model(self, checkpoint: ServedCheckpoint) -> RunningModel:
-        return RunningModel(
-            base_url=self.base_url,
-            model=checkpoint.name,
-            tokenizer=str(checkpoint.folder),
-            capacity=sum(replica.capacity for replica in self._replicas),
-            prompt_logprobs=all(replica.prompt_logprobs for replica in self._replicas),
-            request_timeout_seconds=self.config.client_timeout_seconds,
-            apply_chat_template=self.config.model.apply_chat_template,
-            max_model_len=min((r.max_model_len for r in self._replicas if r.max_model_len), default=None),
-            api_key=self.key,
-        )
-
-    @property
-    def proxy_pid(self) -> int:
-        """Process id of the proxy."""
-        self._require_proxy()
-        assert self._address is not None
-        return self._address.pid
+    def engine_identity(self) -> dict[str, Any]:
+        """Which engine answers, with what arguments."""
+        return self.session.engine_identity()
 
     def proxy_status(self) -> ProxyStatus:
         """Replicas with their load, requests held, and counters, as the proxy sees them now."""
         return self._require_proxy().status()
 
+    @property
+    def proxy_pid(self) -> int:
+        """Process id of the proxy."""
+        return self._proxy_process.address.pid
+
     def engine_urls(self) -> list[str]:
         """Addresses of the engines themselves, for looking at one directly."""
-        return [replica.url for replica in self._replicas]
+        return [one.said.url for one in self.proxy_status().replicas if one.said.url]
 
-    def engine_identity(self) -> dict[str, Any]:
-        """Which engine answers, with what arguments."""
-        versions = {replica.engine_version for replica in self._replicas}
-        return {
-            "name": "vllm",
-            "version": ", ".join(sorted(version for version in versions if version)),
-            "device": self.config.device,
-            "arguments": engine_kwargs(self.config),
-        }
-
-    def counts(self, name: str) -> dict[str, int]:
-        """What the proxy counted for one checkpoint so far: answered, client_errors, server_errors, and so on."""
-        return self.proxy_status().models.get(name, ModelCounters()).model_dump()
-
-    def check(self) -> None:
-        """Raises the reason if the pool cannot answer any more.
+    def wait_until_unused(self, idle_seconds: float) -> None:
+        """Returns once nobody has had a lease, and nobody has asked anything, for so long; or the pool has failed.
 
         Raises:
-            EngineDied: no replica is left, and restarts are used up.
-            ProxyFailed: the proxy's process is gone.
+            ProxyFailed: the proxy is gone, and its restarts are used up.
         """
-        self._check_proxy()
-        if self._has_answered and self._failure is not None:
-            raise EngineDied(
-                expected="at least one replica that answers",
-                found=self._failure,
-                remedy="read the engine's log above; run again, or give the replicas more memory",
-            )
-
-    def _check_proxy(self) -> None:
-        if self._proxy_job is not None and self._proxy_job.status().finished:
-            raise ProxyFailed(
-                expected="the pool's proxy to run", found=self._proxy_job.logs(max_lines=10), remedy="run again"
-            )
-
-    def _start(self) -> None:
-        if self._launcher is None:
-            spec = ENVIRONMENTS[environment_name(self.config)]
-            self._launcher = VllmLauncher(self.config, ensure_environment(spec, on_progress=self._on_event))
-        self._start_proxy()
-        self._replicas = [
-            Replica(
-                f"replica-{index}",
-                self.config,
-                launcher=self._launcher,
-                client=self._client,
-                served_names=tuple(self._checkpoints),
-                on_change=self._publish,
-                drain=self._drain,
-            )
-            for index in range(self.config.resource_config.replicas)
-        ]
-        self._publish()
-        self._watcher.start()
-
-    def _start_proxy(self) -> None:
-        folder = settings().cache_dir / "pools" / secrets.token_hex(6)
-        folder.mkdir(parents=True, mode=0o700)
-        address_file = folder / "address.json"
-        command, *arguments = proxy_command(
-            address_file,
-            host=self.config.proxy_host,
-            port=self.config.proxy_port,
-            limits=ProxyLimits(
-                max_held=self.config.max_pending_requests,
-                hold_timeout_seconds=self.config.proxy_timeout_seconds,
-                engine_timeout_seconds=self.config.engine_timeout_seconds,
-            ),
-        )
-        try:
-            job = self._client.submit(
-                JobRequest(
-                    name=f"proxy-{folder.name}",
-                    entrypoint=Command(command, tuple(arguments)),
-                    resources=ResourceConfig(preemptible=False),
-                    environment=create_environment(env_vars=self._keys.as_environment()),
-                    max_retries_preemption=0,
-                )
-            )
-            self._proxy_job = job
-            self._address = wait_for_address(
-                address_file, timeout_seconds=_PROXY_START_SECONDS, is_running=lambda: not job.status().finished
-            )
-            self._proxy = ProxyClient(self._address, admin_key=self._keys.admin.get_secret_value())
-        except ProxyFailed as error:
-            log = self._proxy_job.logs(max_lines=10).rstrip() if self._proxy_job else ""
-            raise ProxyFailed(
-                expected=error.expected,
-                found=f"{error.found}. Last lines of its log:\n{log}",
-                remedy="choose another proxy_port, or 0 for a free one",
-            ) from error
-        finally:
-            address_file.unlink(missing_ok=True)
-            folder.rmdir()
+        used_at = time.monotonic()
+        while not self._closing.wait(min(1.0, idle_seconds / 4)):
+            if self._failed is not None and not self._director.is_alive():
+                raise ProxyFailed(expected="a pool that lives", found=self._failed, remedy="read its log")
+            try:
+                status = self.proxy_status()
+            except ProxyFailed:
+                continue
+            if status.leases or any(one.held or one.in_flight for one in status.demand.values()):
+                used_at = time.monotonic()
+            recent = min((one.idle_seconds for one in status.demand.values()), default=idle_seconds)
+            if time.monotonic() - used_at > idle_seconds and recent >= idle_seconds:
+                return
 
     def _require_proxy(self) -> ProxyClient:
         if self._proxy is None:
@@ -259,57 +227,156 @@ class InferencePool:
             )
         return self._proxy
 
-    def _publish(self) -> None:
-        """Tells the proxy what is so: names, replicas, and whether all is lost."""
-        if self._closing.is_set():
+    def _direct(self) -> None:
+        """Directs until the pool closes; a failure of our own ends the pool, in words, rather than in silence."""
+        try:
+            self._direct_until_closed()
+        except Exception as error:  # noqa: BLE001 - the boundary: nobody else would hear of it
+            _log.exception("the pool's director failed")
+            self._failed = f"its director failed: {type(error).__name__}: {error}"
+            with suppress(ProxyFailed):
+                self._require_proxy().set_state(self._told.model_copy(update={"failed": self._failed}))
+
+    def _direct_until_closed(self) -> None:
+        """Follows what is asked and what replicas say, and orders accordingly."""
+        version = -1
+        wait_seconds = _IDLE_WAIT_SECONDS
+        while not self._closing.is_set():
+            try:
+                status = self._require_proxy().status(after=version, wait_seconds=wait_seconds)
+                version, self._proxy_silent_since = status.version, None
+                self._learn(status)
+                self._agents.look_after(status.replicas)
+                self._order(status)
+            except ProxyFailed:
+                if self._closing.is_set() or not self._restart_proxy():
+                    return
+                version = -1
+                continue
+            waiting = any(one.held for one in status.demand.values())
+            wait_seconds = _BUSY_WAIT_SECONDS if waiting else _IDLE_WAIT_SECONDS
+            self._closing.wait(_BUSY_WAIT_SECONDS / 5)  # whoever asks much must not make us ask as often
+
+    def _learn(self, status: ProxyStatus) -> None:
+        """Takes in leases and loads."""
+        for lease in status.leases.values():
+            self._models.update(lease.models)
+        for replica in status.replicas:
+            if replica.said.restarts > self._revived.get(replica.said.instance, 0):
+                self._on_event(f"the engine of {replica.name} died, or hung, and is started again")
+                self._revived[replica.said.instance] = replica.said.restarts
+            for load in replica.said.loads:
+                report = (replica.name, replica.said.instance, load.number)
+                if report in self._reported:
+                    continue
+                self._reported.add(report)
+                held = any(other.holds(load.digest) for other in status.replicas if other.name != replica.name)
+                self._take_report(replica, load, held_elsewhere=held)
+
+    def _take_report(self, replica: ReplicaStatus, load: LoadReport, *, held_elsewhere: bool) -> None:
+        if load.failure is not None:
+            self._on_event(f"{load.model} cannot be served by {replica.name}: {load.failure.found.splitlines()[0]}")
+            if held_elsewhere:  # so it is the replica's fault, not the checkpoint's
+                self._failed_loads[replica.name] += 1
+                self._paused.add(replica.name)
+                if self._failed_loads[replica.name] > self.config.max_replica_restarts:
+                    self._agents.give_up(replica.name, load.failure.found)
+                return
+            self._unusable[load.model] = load.failure
+            if not self._has_answered and load.failure.kind == EngineStartFailed.__name__:
+                self._start_failure = load.failure  # it never worked: the next checkpoint would meet the same
             return
-        with self._publishing:
-            dead = [replica for replica in self._replicas if replica.state == "dead"]
-            if self._replicas and len(dead) == len(self._replicas):
-                self._failure = "; ".join(f"{replica.name}: {replica.failure}" for replica in dead)
-            else:
-                self._failure = None
-            self._require_proxy().set_state(
-                DesiredState(
-                    models={name: checkpoint.digests.checkpoint for name, checkpoint in self._checkpoints.items()},
-                    replicas=tuple(_as_desired(replica) for replica in self._replicas if replica.url),
-                    failed=self._failure if self._has_answered else None,
-                )
-            )
+        self._has_answered = True
+        self._failed_loads[replica.name] = 0
+        if load.how in ("reload", "restart"):  # what the next swap will cost, probably
+            self._linger_seconds = min(max(_SHORTEST_LINGER_SECONDS, load.seconds), _LONGEST_LINGER_SECONDS)
+        why = f", since {load.reason}" if load.reason and load.reason not in self._explained else ""
+        self._explained.add(load.reason or "")
+        self._on_event(f"{load.model} is ready on {replica.name} ({load.how}, {load.seconds:.2f} s{why})")
 
-    def _drain(self, replica: str) -> None:
-        """Waits until the proxy has nothing in flight on a replica, at most as long as one request may take."""
-        deadline = time.monotonic() + self.config.engine_timeout_seconds
-        while time.monotonic() < deadline and self._in_flight(replica) > 0:
-            time.sleep(_DRAIN_POLL_SECONDS)
+    def _order(self, status: ProxyStatus) -> None:
+        usable = self._agents.usable
+        if not usable:
+            self._failed = self._agents.given_up
+        wanted = [name for lease in status.leases.values() for name in lease.wants if name in self._models]
+        self._try_again(status)
+        unusable = self._refused()
+        wants = [name for name in wanted if name not in unusable]
+        now = time.monotonic()
+        before = self._told.orders
+        orders = assign(
+            {
+                name: None if before.get(name) in unusable else before.get(name)
+                for name in usable
+                if name not in self._paused
+            },
+            demand={name: one for name, one in status.demand.items() if name in self._models and name not in unusable},
+            wants=wants,
+            held_seconds={name: now - self._ordered_at.get(name, now) for name in usable},
+            patience=Patience(self._linger_seconds, self.config.longest_wait_seconds),
+        )
+        for name, model in orders.items():
+            if model != before.get(name):
+                self._ordered_at[name] = now
+        orders.update(dict.fromkeys(self._paused.intersection(usable)))  # for a moment: then it may try again
+        self._paused.clear()
+        self._tell(orders, later=[name for name in wants if name not in orders.values()])
 
-    def _in_flight(self, replica: str) -> int:
-        return sum(seen.in_flight for seen in self.proxy_status().replicas if seen.name == replica)
+    def _refused(self) -> dict[str, Failure]:
+        """Models that cannot be served; all of them if the engine did not even start for the first one."""
+        if self._start_failure is not None and not self._has_answered:
+            return dict.fromkeys(self._models, self._start_failure)
+        return self._unusable
 
-    def _watch(self) -> None:
-        """Revives replicas whose engine died, each in turn, until the pool closes."""
-        while not self._closing.wait(_WATCH_SECONDS):
-            for replica in self._replicas:
-                if not self._closing.is_set():
-                    replica.revive_if_dead()
+    def _try_again(self, status: ProxyStatus) -> None:
+        """Forgets that a checkpoint could not be served once a user wants it anew."""
+        tries = {(lease, name): n for lease, held in status.leases.items() for name, n in held.tries.items()}
+        for (lease, name), n in tries.items():
+            if name in self._unusable and n > self._tries.get((lease, name), 0):
+                del self._unusable[name]
+        for key, n in tries.items():
+            if key[1] not in self._unusable:
+                self._tries[key] = n
+
+    def _tell(self, orders: dict[str, str | None], *, later: Sequence[str] = ()) -> None:
+        """Tells the proxy what is so, if that is news."""
+        desired = DesiredState(
+            models=dict(self._models),
+            engine=engine_digest(self.config, self._launcher.identity if self._launcher else ""),
+            orders=orders,
+            next=tuple(later),
+            unusable=dict(self._refused()),
+            failed=self._failed,
+        )
+        if desired != self._told:
+            self._told = desired
+            self._require_proxy().set_state(desired)
+
+    def _restart_proxy(self) -> bool:
+        """Sees to a proxy that does not answer; False if it will not do so any more."""
+        now = time.monotonic()
+        self._proxy_silent_since = self._proxy_silent_since or now
+        try:
+            if now - self._proxy_silent_since > _SILENT_PROXY_SECONDS:
+                self._on_event("the proxy has not answered for long and is ended")
+                self._proxy_process.stop()
+                self._proxy_silent_since = None
+            if self._proxy_process.restart_if_ended():
+                self._on_event("the proxy ended and was started again")
+                self._require_proxy().set_state(self._told)
+        except ProxyFailed as error:
+            self._failed = error.found
+            return False
+        self._closing.wait(_IDLE_WAIT_SECONDS)
+        return True
 
     def close(self) -> None:
         """Ends every process of the pool; safe to call twice."""
+        if self._session is not None:
+            self._session.close()
         self._closing.set()
-        with ThreadPoolExecutor(len(self._replicas) + 1) as threads:
-            for replica in self._replicas:
-                threads.submit(replica.stop)
-            if self._proxy_job is not None:
-                threads.submit(self._proxy_job.terminate)
-        if self._watcher.is_alive():
-            self._watcher.join()
-
-
-def _as_desired(replica: Replica) -> DesiredReplica:
-    return DesiredReplica(
-        name=replica.name,
-        url=replica.url,
-        digest=replica.checkpoint.digests.checkpoint if replica.checkpoint else None,
-        capacity=replica.capacity,
-        state=replica.state,
-    )
+        if self._director.is_alive():
+            self._director.join()
+        with ThreadPoolExecutor(2) as threads:
+            threads.submit(self._agents.stop)
+            threads.submit(self._proxy_process.stop)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from pools.config import InferencePoolConfig
-from pools.engines import ENGINES, engine_arguments, engine_kwargs, engine_variables, hand_command
+from pools.engines import (
+    ENGINES,
+    engine_arguments,
+    engine_kwargs,
+    engine_variables,
+    hand_command,
+    server_arguments,
+)
 from pools.model_files import (
     ModelDigests,
     ModelFolder,
@@ -17,24 +25,33 @@ from pools.model_files import (
     inspect_model_folder,
     read_tensors,
 )
+from pools.proxy.state import ServedModel
+from pools.staging import Staging
 from resources import storage
 from resources.environments import Environment
+from resources.fork_server import ForkServer
+from resources.jobs import Client
 from resources.settings import settings
 
+_ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
+"""One engine answers for checkpoint after checkpoint; which names mean which weights is the proxy's to say."""
 _SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 
 
 @dataclass(frozen=True)
-class ServedCheckpoint:
-    """A checkpoint in a local folder, under the name that requests use for it."""
+class Servable:
+    """A checkpoint that a pool may be asked for, wherever it lies, under the name that requests use for it.
+
+    `tokenizer` is a folder of this machine that holds its tokenizer and config.
+    """
 
     name: str
-    folder: Path
-    files: ModelFolder = field(repr=False)
+    uri: str
     digests: ModelDigests = field(repr=False)
+    tokenizer: Path
 
     @classmethod
-    def from_uri(cls, name: str, uri: str) -> ServedCheckpoint:
+    def from_uri(cls, name: str, uri: str) -> Servable:
         """A complete checkpoint at any location; see `from_folder`.
 
         Raises:
@@ -44,18 +61,52 @@ class ServedCheckpoint:
         return cls.from_folder(name, folder, digest_model_folder(folder))
 
     @classmethod
-    def from_folder(cls, name: str, folder: ModelFolder, digests: ModelDigests) -> ServedCheckpoint:
-        """A checkpoint that was inspected and digested; one in an object store is copied to this machine first.
+    def from_folder(cls, name: str, folder: ModelFolder, digests: ModelDigests) -> Servable:
+        """A checkpoint that was inspected and digested; of one in an object store only the small files are copied.
 
         Raises:
-            StorageError: it could not be copied.
+            StorageError: they could not be copied.
         """
-        if storage.is_local(folder.uri):
-            return cls(name, storage.local_path(folder.uri).absolute(), folder, digests)
-        copy = settings().staging_dir / digests.checkpoint
-        if not copy.is_dir():
-            storage.copy_to_local(folder.uri, copy)
-        return cls(name, copy, inspect_model_folder(str(copy)), digests)
+        local = storage.is_local(folder.uri)
+        uri = str(storage.local_path(folder.uri).absolute()) if local else folder.uri
+        return cls(name, uri, digests, staging().stage_small_files(uri, digests))
+
+    @property
+    def served(self) -> ServedModel:
+        """What the proxy and its replicas are told of it."""
+        digests = self.digests
+        return ServedModel(
+            digest=digests.checkpoint,
+            weights=digests.weights,
+            tokenizer=digests.tokenizer,
+            config=digests.config,
+            uri=self.uri,
+        )
+
+
+@dataclass(frozen=True)
+class ServedCheckpoint:
+    """A checkpoint in a local folder, as an engine loads it."""
+
+    name: str
+    folder: Path
+    files: ModelFolder = field(repr=False)
+    digests: ModelDigests = field(repr=False)
+
+    @classmethod
+    def from_folder(cls, name: str, folder: Path, digests: ModelDigests) -> ServedCheckpoint:
+        """A checkpoint that was staged into a folder of this machine."""
+        return cls(name, folder, inspect_model_folder(str(folder)), digests)
+
+
+def digests_of(served: ServedModel) -> ModelDigests:
+    """The digests of a checkpoint that somebody else has planned."""
+    return ModelDigests(weights=served.weights, tokenizer=served.tokenizer, config=served.config)
+
+
+def staging() -> Staging:
+    """The place of this machine where checkpoints from object stores are copied to."""
+    return Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes)
 
 
 def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
@@ -105,8 +156,12 @@ class Launcher(Protocol):
         """Names the build of the engine; another build may behave differently."""
         ...
 
-    def launch(self, checkpoint: ServedCheckpoint, *, served_names: Sequence[str], port: int) -> Launch:
-        """The start of a server on loopback at `port` that answers to every one of `served_names`."""
+    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
+        """The start of a server on loopback at `port` that answers to any model name."""
+        ...
+
+    def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
+        """A launcher whose starts are quick, for as long as the block lasts; must not take time itself."""
         ...
 
 
@@ -116,29 +171,49 @@ class VllmLauncher:
 
     config: InferencePoolConfig
     environment: Environment
+    server: ForkServer | None = None
+    """Keeps the engine imported and starts it in a fork; it starts cold when None."""
 
     @property
     def identity(self) -> str:
         """See `Launcher.identity`."""
         return self.environment.identity
 
-    def launch(self, checkpoint: ServedCheckpoint, *, served_names: Sequence[str], port: int) -> Launch:
+    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
         """See `Launcher.launch`."""
-        device = self.config.device
+        kwargs = engine_kwargs(self.config)
+        # Answers carry this name, whichever checkpoint they are from: the proxy passes them on byte for byte.
+        folder, names = str(checkpoint.folder), (self.config.model.name,)
+        if self.server is not None:
+            arguments = server_arguments(kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port)
+            command = self.server.command(*arguments)
+            return Launch(command.command, command.args, self._variables())
+        program = ENGINES[self.config.device].program
         arguments = engine_arguments(
-            engine_kwargs(self.config),
-            folder=str(checkpoint.folder),
-            served_names=served_names,
-            host="127.0.0.1",
-            port=port,
+            kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port, program=program
         )
+        return Launch(str(self.environment.python), arguments, self._variables())
+
+    @contextmanager
+    def warmed(self, client: Client) -> Iterator[Launcher]:
+        """See `Launcher.warmed`."""
+        program = ENGINES[self.config.device].program
+        if program is None:
+            yield self
+            return
+        python = self.environment.python
+        with ForkServer(program, python=python, client=client, variables=self._variables()) as server:
+            yield replace(self, server=server)
+
+    def _variables(self) -> dict[str, str]:
         variables = engine_variables(
-            device,
+            self.config.device,
             cache=settings().engine_cache_dir / self.environment.identity,
             cpu=self.config.resource_config.cpu,
             offline=True,  # the checkpoint is a local folder: there is nothing to ask a hub for
+            kwargs=engine_kwargs(self.config),
         )
-        return Launch(str(self.environment.python), arguments, variables)
+        return {**variables, **_ANY_NAME}
 
 
 def environment_name(config: InferencePoolConfig) -> str:

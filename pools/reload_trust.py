@@ -2,7 +2,8 @@
 
 An engine can take new weights, answer differently from before, and still be wrong: vLLM on a CPU, for one, keeps the
 packed output layer of a model with tied embeddings from its cold start. So the first reload of each architecture is
-compared with a cold start of the same checkpoint, and the outcome is remembered on this machine.
+compared with a cold start of the same checkpoint, and the outcome is remembered on this machine. A small share of
+later ones is compared as well.
 """
 
 from __future__ import annotations
@@ -50,6 +51,14 @@ class ReloadTrust:
             return Verdict(**json.loads(self.path.read_bytes()))
         except (OSError, ValueError, TypeError):
             return None
+
+    def audits(self, weights: str, *, share: float) -> bool:
+        """Whether a reload of weights of this digest is among those compared with a cold start again.
+
+        The choice follows from the digest, so that it is a fair sample and the same in every run.
+        """
+        chance = int.from_bytes(hashlib.sha256(weights.encode()).digest()[:8], "big") / 2**64
+        return chance < share
 
     def judge(self, *, before: Sequence[float], reloaded: Sequence[float], cold: Sequence[float]) -> Verdict:
         """Compares canaries and remembers the verdict.

@@ -1,41 +1,63 @@
-"""One replica: an engine server run as a job, and which checkpoint it holds."""
+"""One replica's engine: a server run as a job, which checkpoint it holds, and how the next one comes into it."""
 
 from __future__ import annotations
 
+import logging
 import random
 import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from pools.config import InferencePoolConfig
 from pools.engine_client import EngineClient
 from pools.engines import engine_kwargs, replica_capacity
 from pools.launch import Launch, Launcher, ServedCheckpoint, why_not_reload
-from pools.proxy.state import ReplicaState
+from pools.proxy.state import LoadedHow, ReplicaState
 from pools.reload_trust import ReloadTrust
-from resources.errors import AssayError, EndpointUnusable, EngineStartFailed, ModelUnusable, SwapRefused
+from resources.errors import (
+    AssayError,
+    EndpointUnusable,
+    EngineDied,
+    EngineStartFailed,
+    ModelUnusable,
+    ReloadUnavailable,
+    SwapRefused,
+)
 from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment
 
-LoadedHow = Literal["cold start", "reload", "restart", "already loaded"]
-
-_POLL_SECONDS = 0.2
+_log = logging.getLogger("assay.agent")
+_POLL_SECONDS = 0.05
 _SEARCHED_LINES = 400
 _SHOWN_LINES = 15
 _EXCEPTION = re.compile(r"(?:^|\] )([A-Z]\w*(?:Error|Exception): .*)", re.MULTILINE)
 _REFUSALS_AT_START = 10
 
 
-@dataclass(frozen=True)
-class Loaded:
-    """How a checkpoint came into an engine: `reason` says why it could not be reloaded in place."""
+class Loading:
+    """How a checkpoint comes into an engine: wall seconds by phase, and why it could not be reloaded in place."""
 
-    how: LoadedHow
-    seconds: float
-    reason: str | None = None
+    def __init__(self) -> None:
+        self.how: LoadedHow = "cold start"
+        self.reason: str | None = None
+        self.phases: dict[str, float] = {}
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._began
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Adds the block's wall seconds to a phase."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - began, 4)
 
 
 class Replica:
@@ -46,7 +68,6 @@ class Replica:
         config: how the pool serves.
         launcher: how a server is started.
         client: who runs it.
-        served_names: names that requests may use.
         on_change: called after every change of state, from the thread that made it.
         drain: waits until nothing is in flight on this replica any more.
     """
@@ -58,65 +79,67 @@ class Replica:
         *,
         launcher: Launcher,
         client: Client,
-        served_names: Sequence[str],
         on_change: Callable[[], None],
-        drain: Callable[[str], None],
+        drain: Callable[[], None],
     ) -> None:
         self.name = name
         self.capacity = replica_capacity(config.device, config.model.engine_kwargs)
         self.state: ReplicaState = "starting"
         self.checkpoint: ServedCheckpoint | None = None
-        self.url = ""
+        self.url: str | None = None
         self.prompt_logprobs = False
         self.max_model_len: int | None = None
         self.engine_version: str | None = None
         self.restarts = 0
-        self.failure: str | None = None
+        self.revived = 0
+        """Engines started again since this replica exists; `restarts` counts those for the present checkpoint."""
+        self.failure: AssayError | None = None
         self._config = config
         self._launcher = launcher
         self._client = client
-        self._served_names = tuple(served_names)
         self._on_change = on_change
         self._drain = drain
         self._job: JobHandle | None = None
         self._canary: tuple[float, ...] = ()
         self._untrusted_canary: tuple[float, ...] = ()
+        self._cannot_reload: str | None = None
         self._stopping = False
         self._changing = threading.RLock()
 
-    def load(self, checkpoint: ServedCheckpoint) -> Loaded:
+    def load(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
         """Makes this replica answer for `checkpoint`: reloads in place where that is safe, else starts an engine.
 
         Raises:
             EngineStartFailed: the engine did not come up with it.
             ModelUnusable: it did, and the weights give no finite numbers.
         """
-        began = time.monotonic()
         with self._changing:
             running = self.checkpoint
             if running is not None and self.state == "ready" and running.digests == checkpoint.digests:
+                loading.how = "already loaded"
                 self._become("ready", checkpoint)
-                return Loaded("already loaded", 0.0)
+                return
             self.restarts = 0
             if running is None or self.state != "ready":
-                self._start(checkpoint)
-                return Loaded("cold start", time.monotonic() - began)
+                self._start(checkpoint, loading)
+                return
             self._become("draining", running)
-            self._drain(self.name)
-            reason = self._why_restart(running, checkpoint)
+            with loading.phase("drain"):
+                self._drain()
+            loading.how = "reload"
+            reason = self._why_restart(running, checkpoint, loading)
             if reason is None:
                 self._become("ready", checkpoint)
-                return Loaded("reload", time.monotonic() - began)
+                return
+            loading.how, loading.reason = "restart", reason
             before, reloaded = self._canary, self._untrusted_canary
-            self._start(checkpoint)
+            self._start(checkpoint, loading)
             if reloaded:
                 verdict = self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=self._canary)
-                reason = (
-                    f"{reason}: {'they agree' if verdict.agrees else 'they differ'} ({verdict.difference:.2g} nats)"
-                )
-            return Loaded("restart", time.monotonic() - began, reason)
+                agreement = "they agree" if verdict.agrees else "they differ"
+                loading.reason = f"{reason}: {agreement} ({verdict.difference:.2g} nats)"
 
-    def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
+    def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint, loading: Loading) -> str | None:
         """Tries to reload in place; None if the engine now provably holds the wanted weights.
 
         Raises:
@@ -125,25 +148,33 @@ class Replica:
         self._untrusted_canary = ()
         if not self._config.reload_in_place:
             return "reloading in place is switched off"
+        if self._cannot_reload is not None:
+            return self._cannot_reload
         reason = why_not_reload(running, wanted)
         if reason is not None:
             return reason
-        verdict = self._trust(wanted).recall()
+        trust = self._trust(wanted)
+        verdict = trust.recall()
         if verdict is not None and not verdict.agrees:
             return f"a reload differed from a cold start before, by {verdict.difference:.2g} nats"
-        engine = EngineClient(self.url)
+        engine = EngineClient(self.url or "")
         try:
-            engine.reload_weights(str(wanted.folder))
-            canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
+            with loading.phase("reload"):
+                engine.reload_weights(str(wanted.folder))
+            with loading.phase("canary"):
+                canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
         except ModelUnusable as error:
             if verdict is None:
                 return error.found
             # A reload is known to be right here, so it is the weights. What they computed stays in the KV cache's
             # memory, where even masked positions turn NaN times zero into NaN: this engine is of no use any more.
             self._end_job()
-            self.failure = error.found
+            self.failure = error
             self._become("dead", wanted)
             raise
+        except ReloadUnavailable as error:
+            self._cannot_reload = f"this engine cannot reload weights ({error.found})"
+            return self._cannot_reload
         except (SwapRefused, EndpointUnusable) as error:
             return error.found
         if canary == self._canary and running.digests.weights != wanted.digests.weights:
@@ -151,6 +182,9 @@ class Replica:
         if verdict is None:
             self._untrusted_canary = canary
             return "the first reload of this architecture is compared with a cold start"
+        if trust.audits(wanted.digests.weights, share=self._config.reload_audit_share):
+            self._untrusted_canary = canary
+            return "this reload is among those compared with a cold start"
         self._canary = canary
         return None
 
@@ -165,31 +199,34 @@ class Replica:
         }
         return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.digests.config)
 
-    def _start(self, checkpoint: ServedCheckpoint) -> None:
-        self._end_job()
-        self._become("starting", checkpoint)
+    def _start(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
+        self._become("starting", checkpoint)  # said first: an engine that hangs takes its time to end
+        with loading.phase("stop"):
+            self._end_job()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        launch = self._launcher.launch(checkpoint, served_names=self._served_names, port=port)
+        launch = self._launcher.launch(checkpoint, port=port)
         engine = EngineClient(self.url)
         try:
-            self._job = self._client.submit(
-                JobRequest(
-                    name=f"engine-{self.name}-{random.randrange(16**6):06x}",
-                    entrypoint=Command(launch.command, launch.arguments),
-                    resources=self._config.resource_config.model_copy(update={"replicas": 1}),
-                    environment=create_environment(env_vars=dict(launch.variables)),
-                    max_retries_preemption=0,  # a restart must prove its model again, so it is decided here
+            with loading.phase("start"):
+                self._job = self._client.submit(
+                    JobRequest(
+                        name=f"engine-{self.name}-{random.randrange(16**6):06x}",
+                        entrypoint=Command(launch.command, launch.arguments),
+                        resources=self._config.resource_config.model_copy(update={"replicas": 1}),
+                        environment=create_environment(env_vars=dict(launch.variables)),
+                        max_retries_preemption=0,  # a restart must prove its model again, so it is decided here
+                    )
                 )
-            )
-            self._wait_until_answers(self._job, engine, checkpoint.name, launch)
-            self.prompt_logprobs = engine.has_prompt_logprobs(checkpoint.name)
-            self.max_model_len = engine.max_model_len(checkpoint.name)
-            self.engine_version = engine.version()
-            self._canary = engine.canary(checkpoint.name, prompt_logprobs=self.prompt_logprobs)
+                self._wait_until_answers(self._job, engine, checkpoint.name, launch)
+            with loading.phase("canary"):
+                self.prompt_logprobs = engine.has_prompt_logprobs(checkpoint.name)
+                self.max_model_len = engine.max_model_len(checkpoint.name)
+                self.engine_version = engine.version()
+                self._canary = engine.canary(checkpoint.name, prompt_logprobs=self.prompt_logprobs)
         except BaseException as error:
             self._end_job()
-            self.failure = error.found if isinstance(error, AssayError) else str(error)
+            self.failure = error if isinstance(error, AssayError) else None
             self._become("dead", checkpoint)
             raise
         self._become("ready", checkpoint)
@@ -220,23 +257,41 @@ class Replica:
             remedy=f"read the log; to see it by hand:\n{launch.by_hand()}",
         )
 
-    def revive_if_dead(self) -> None:
-        """Starts the engine again if its process ended by itself; gives up after the configured restarts."""
-        if self._stopping or self._job is None or self.state != "ready" or not self._job.status().finished:
-            return
+    @property
+    def engine_ended(self) -> bool:
+        """Whether a ready engine's process has ended by itself."""
+        return not self._stopping and self.state == "ready" and self._job is not None and self._job.status().finished
+
+    def healthy(self, timeout_seconds: float) -> bool:
+        """Whether the engine's server answers at all in that time; a busy one answers late."""
+        return self.url is not None and EngineClient(self.url).healthy(timeout_seconds)
+
+    def revive(self, why: str, *, still: Callable[[], bool]) -> None:
+        """Starts the engine again with what it held; gives up after the configured restarts.
+
+        Args:
+            why: what happened to it, as in "it …".
+            still: asked again once no load is under way any more.
+        """
         with self._changing:
-            if self._stopping or self.state != "ready" or not self._job.status().finished:
-                return
             checkpoint = self.checkpoint
-            assert checkpoint is not None
-            last_words = _explained(self._job.logs(max_lines=_SEARCHED_LINES))
+            if self._stopping or self.state != "ready" or checkpoint is None or self._job is None or not still():
+                return
             if self.restarts >= self._config.max_replica_restarts:
-                self.failure = f"its engine died {self.restarts + 1} times. {last_words}"
+                last_words = _explained(self._job.logs(max_lines=_SEARCHED_LINES))
+                self._end_job()
+                self.failure = EngineDied(
+                    expected=f"the engine of {self.name} to live",
+                    found=f"it {why}, for the {self.restarts + 1}. time. {last_words}",
+                    remedy="read the log above; run again, or give the replicas more memory",
+                )
                 self._become("dead", checkpoint)
                 return
             self.restarts += 1
+            self.revived += 1
+            _log.warning("the engine %s and is started again", why)
             try:
-                self._start(checkpoint)
+                self._start(checkpoint, Loading())
             except AssayError:
                 return  # the replica is dead now, and says why
 
@@ -255,6 +310,8 @@ class Replica:
     def _become(self, state: ReplicaState, checkpoint: ServedCheckpoint | None) -> None:
         self.state = state
         self.checkpoint = checkpoint
+        if state == "ready":
+            self.failure = None
         self._on_change()
 
 

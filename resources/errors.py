@@ -103,8 +103,20 @@ class SwapRefused(AssayError):
     """A checkpoint cannot be loaded into the running engine; a restart is needed."""
 
 
+class ReloadUnavailable(SwapRefused):
+    """The engine has no call that loads other weights; it never will, so it is not asked again."""
+
+
 class ProxyFailed(AssayError):
     """The pool's proxy did not start, or is gone."""
+
+
+class ProxyRefused(ProxyFailed):
+    """The pool's proxy is there, and does not do what it was asked."""
+
+
+class CheckpointChanged(CheckpointError):
+    """A checkpoint is not what it was when its evaluation was planned."""
 
 
 class EndpointUnusable(AssayError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import secrets
 import sys
 from functools import cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from resources.errors import ProxyFailed
 
 POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
 POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
+POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
 
 
 def _user_cache() -> Path:
@@ -42,10 +44,13 @@ class Settings(BaseSettings):
     offline: bool = False
     """Tell harnesses and engines not to look for anything on a hub."""
 
+    staging_max_bytes: int = Field(default=200 * 2**30, ge=0)
+    """Bound on the local copies of checkpoints from object stores; the least recently used ones go first."""
+
     @property
     def environments_dir(self) -> Path:
-        """Folder that holds one virtual environment per pinned list."""
-        return self.cache_dir / "environments"
+        """Folder with one virtual environment per pinned list; resolved, since scripts in it name their folder."""
+        return (self.cache_dir / "environments").resolve()
 
     @property
     def jobs_dir(self) -> Path:
@@ -56,6 +61,16 @@ class Settings(BaseSettings):
     def engine_cache_dir(self) -> Path:
         """Folder for what engines compile or inspect once and reuse at every later start."""
         return self.cache_dir / "engines"
+
+    @property
+    def journal_path(self) -> Path:
+        """The journal's file, shared by the pools of this machine."""
+        return self.cache_dir / "journal" / "journal.sqlite"
+
+    @property
+    def pools_dir(self) -> Path:
+        """Folder with one file per pool that was kept up: where it is, and its keys."""
+        return self.cache_dir / "pools"
 
     @property
     def staging_dir(self) -> Path:
@@ -128,13 +143,21 @@ class ProxyKeys(BaseModel):
     client: SecretStr
     """What evaluators send."""
     admin: SecretStr
-    """What the pool sends."""
+    """What the pool sends, and its users where they ask for checkpoints."""
+    join: SecretStr
+    """What replicas send."""
+
+    @classmethod
+    def new(cls) -> ProxyKeys:
+        """Keys that nobody can guess."""
+        return cls(**{name: SecretStr(secrets.token_urlsafe(24)) for name in cls.model_fields})
 
     def as_environment(self) -> dict[str, str]:
         """The variables that `proxy_keys` reads in the proxy's process."""
         return {
             POOL_KEY_VARIABLE: self.client.get_secret_value(),
             POOL_ADMIN_KEY_VARIABLE: self.admin.get_secret_value(),
+            POOL_JOIN_TOKEN_VARIABLE: self.join.get_secret_value(),
         }
 
 
@@ -144,11 +167,33 @@ def proxy_keys() -> ProxyKeys:
     Raises:
         ProxyFailed: one of them is not set, or empty.
     """
-    client, admin = os.environ.get(POOL_KEY_VARIABLE, ""), os.environ.get(POOL_ADMIN_KEY_VARIABLE, "")
-    if not client or not admin:
+    names = {"client": POOL_KEY_VARIABLE, "admin": POOL_ADMIN_KEY_VARIABLE, "join": POOL_JOIN_TOKEN_VARIABLE}
+    keys = {field: os.environ.get(name, "") for field, name in names.items()}
+    if not all(keys.values()):
         raise ProxyFailed(
-            expected=f"{POOL_KEY_VARIABLE} and {POOL_ADMIN_KEY_VARIABLE} in the environment",
+            expected=f"{', '.join(names.values())} in the environment",
             found="at least one of them unset or empty",
-            remedy="set both to secrets of your own, such as the output of `openssl rand -hex 32`",
+            remedy="set each to a secret of its own, such as the output of `openssl rand -hex 32`",
         )
-    return ProxyKeys(client=SecretStr(client), admin=SecretStr(admin))
+    return ProxyKeys(**{field: SecretStr(key) for field, key in keys.items()})
+
+
+def join_token() -> str:
+    """The token with which this process, a replica, joins its pool.
+
+    Raises:
+        ProxyFailed: it is not set.
+    """
+    token = os.environ.get(POOL_JOIN_TOKEN_VARIABLE, "")
+    if not token:
+        raise ProxyFailed(
+            expected=f"{POOL_JOIN_TOKEN_VARIABLE} in the environment",
+            found="nothing there",
+            remedy="let the pool start its replicas, or give them the token of the pool they join",
+        )
+    return token
+
+
+def job_id() -> str:
+    """The local job that this process belongs to, empty where it belongs to none."""
+    return os.environ.get("ASSAY_JOB_ID", "")

@@ -6,9 +6,12 @@ an upload becomes visible only when it ends.
 
 from __future__ import annotations
 
+import base64
+import binascii
 import errno
 import os
 import posixpath
+import re
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any, Literal
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -27,17 +31,30 @@ _MEMORY_CREATE = threading.Lock()
 
 
 @dataclass(frozen=True)
+class ContentHash:
+    """A hash of a whole file that its reader can compute too; `value` is in lower-case hex.
+
+    An `etag` is an MD5 that may turn out to be none: see `etag_is_md5`.
+    """
+
+    kind: Literal["md5", "crc32c", "etag"]
+    value: str
+
+
+@dataclass(frozen=True)
 class FileInfo:
     """What a store tells about one file without reading it.
 
-    `checksum` is the store's own over the content where it keeps one, else None. `modified` is in seconds since the
-    epoch, 0.0 where the store does not say.
+    `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
+    all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
+    since the epoch, 0.0 where the store does not say.
     """
 
     uri: str
     size: int
     modified: float
     checksum: str | None
+    content_hash: ContentHash | None = None
 
 
 def is_local(uri: str) -> bool:
@@ -48,6 +65,11 @@ def is_local(uri: str) -> bool:
 def local_path(uri: str) -> Path:
     """The path behind a local location."""
     return Path(uri.removeprefix("file://")).expanduser()
+
+
+def absolute(uri: str) -> str:
+    """The same location, for a process that works in another folder."""
+    return str(local_path(uri).absolute()) if is_local(uri) else uri
 
 
 def join(uri: str, *parts: str) -> str:
@@ -159,6 +181,17 @@ def create_bytes(uri: str, content: bytes) -> bool:
         return True
 
 
+def delete(uri: str) -> None:
+    """Deletes a file; one that is not there is no matter.
+
+    Raises:
+        StorageError: the place is not writable.
+    """
+    filesystem, path = _open(uri)
+    with _reported(uri, "delete"), suppress(FileNotFoundError):
+        filesystem.rm_file(path)
+
+
 @contextmanager
 def _written_aside(path: Path, content: bytes) -> Iterator[Path]:
     """The content, safely on disk beside `path` under a name that nobody reads; gone afterwards in any case."""
@@ -222,7 +255,37 @@ def _file_info(uri: str, info: dict) -> FileInfo:
     if not isinstance(modified, (int, float)):
         modified = modified.timestamp() if hasattr(modified, "timestamp") else _from_iso(str(modified))
     checksum = info.get("md5Hash") or info.get("crc32c") or info.get("ETag")
-    return FileInfo(uri, int(info.get("size") or 0), float(modified), str(checksum) if checksum else None)
+    return FileInfo(
+        uri, int(info.get("size") or 0), float(modified), str(checksum) if checksum else None, _content_hash(uri, info)
+    )
+
+
+def _content_hash(uri: str, info: dict[str, Any]) -> ContentHash | None:
+    with suppress(binascii.Error, ValueError):
+        if md5 := info.get("md5Hash"):
+            return ContentHash("md5", base64.b64decode(md5, validate=True).hex())
+        if crc32c := info.get("crc32c"):
+            return ContentHash("crc32c", base64.b64decode(crc32c, validate=True).hex())
+    etag = str(info.get("ETag") or "").strip('"').lower()
+    if uri.startswith(("s3://", "s3a://")) and re.fullmatch("[0-9a-f]{32}", etag):  # a part count follows a dash
+        return ContentHash("etag", etag)
+    return None
+
+
+def etag_is_md5(uri: str) -> bool:
+    """Whether the ETag of a file in `s3://` is the MD5 of its content, which a listing does not tell.
+
+    It is not where the store encrypts with a key of the customer's, nor in directory buckets. One request.
+    """
+    filesystem, path = _open(uri)
+    ask = getattr(filesystem, "call_s3", None)
+    if ask is None:
+        return True
+    bucket, _, key = path.partition("/")
+    if bucket.endswith("--x-s3"):
+        return False
+    said = ask("head_object", Bucket=bucket, Key=key)
+    return not (str(said.get("ServerSideEncryption")).startswith("aws:kms") or said.get("SSECustomerAlgorithm"))
 
 
 def _from_iso(text: str) -> float:

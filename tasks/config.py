@@ -71,6 +71,8 @@ class EvaluationConfig(Config):
     """Name of the run in records and reports; the pool's model name, or else the path's, when unset."""
     pool_config: InferencePoolConfig | None = None
     """The inference pool to start; a pool on this machine's CPU when neither it nor base_url is given."""
+    pool_name: str | None = None
+    """A pool on this machine that is kept up (`assay pool up`), in place of one that is started for this run."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint that already serves the checkpoint, in place of a pool; ends in /v1."""
     served_model_name: str | None = None
@@ -91,9 +93,10 @@ class EvaluationConfig(Config):
     def _one_way_of_serving(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
-        if values.get("pool_config") and values.get("base_url"):
-            raise ValueError("expected pool_config or base_url, found both: remove one")
-        if values.get("pool_config") or values.get("base_url") or not isinstance(values.get("model_path"), str):
+        ways = [name for name in ("pool_config", "pool_name", "base_url") if values.get(name)]
+        if len(ways) > 1:
+            raise ValueError(f"expected one of pool_config, pool_name and base_url, found {', '.join(ways)}: keep one")
+        if ways or not isinstance(values.get("model_path"), str):
             return values
         name, _, _ = name_of(values["model_path"])
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
@@ -130,6 +133,11 @@ class EvaluationConfig(Config):
                 "give one of them a task_alias of its own"
             )
         return evals
+
+    @property
+    def named(self) -> str:
+        """The run's name as far as model_name and model_path say."""
+        return self.model_name or name_of(self.model_path)[0]
 
     @property
     def run_name(self) -> str:

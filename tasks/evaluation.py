@@ -6,33 +6,48 @@ import secrets
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextvars import copy_context
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment
 
-from pools.launch import ServedCheckpoint
+from pools.launch import Servable
 from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources import storage
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted, RecordStatus
+from resources.fork_server import ForkServer
 from resources.jobs import current_client
 from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoints import Checkpoint
 from tasks.config import EvaluationConfig, digest_of
-from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts
+from tasks.evaluators.harness import Evaluator, Parsed, Progress, run_harness, verify_counts, warmed
 from tasks.evaluators.registry import EVALUATORS
 from tasks.progress import CellDone, CellProgress, report, report_event
 from tasks.provenance import git_state, hardware, versions
-from tasks.records import CheckpointReference, Record, now, read_record, write_record
-from tasks.serving import Serving
+from tasks.records import (
+    JOURNAL_FOLDER,
+    CheckpointReference,
+    Record,
+    begin_scope,
+    end_scope,
+    now,
+    read_record,
+    write_record,
+)
+from tasks.serving import ServedCell, Serving
 
 _MOST_NAMES_IN_A_CELL = 3
+_INTERRUPTED_SECONDS = 30.0
+_TURN_SECONDS = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +148,59 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, evaluation_hash: str
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def stage_checkpoint(cell: Cell) -> ServedCheckpoint:
-    """The cell's checkpoint in a folder of this machine. Retried, since copying from a store fails now and then."""
-    return ServedCheckpoint.from_folder(cell.reference.name, cell.folder, cell.digests)
+def stage_tokenizer(cell: Cell) -> Servable:
+    """The cell's checkpoint, as a pool is told of it; its tokenizer is copied to this machine for the harness.
+
+    The weights are copied by the replicas, each before it needs them. Retried, since copying fails now and then.
+    """
+    return Servable.from_folder(cell.reference.name, cell.folder, cell.digests)
+
+
+@dataclass(frozen=True, eq=False)
+class Harness:
+    """The evaluator of some cells, the interpreter of its environment, and what keeps it imported."""
+
+    evaluator: Evaluator
+    python: Path
+    server: ForkServer | None
+    on_open: Callable[[], None] = lambda: None
+    """Called once the cell's checkpoint has been asked for."""
+
+
+def evaluate_cells(cells: Sequence[Cell], serving: Serving) -> None:
+    """Evaluates cells, in order, as many at once as whoever serves them can use; each publishes its own record."""
+    config = cells[0].config
+    evaluator = EVALUATORS[config.evaluator]
+    python = ensure_environment(ENVIRONMENTS[evaluator.environment]).python
+    with warmed(evaluator, config, python=python, client=current_client()) as server:
+        _evaluate_side_by_side(cells, serving, Harness(evaluator, python, server))
+
+
+def _evaluate_side_by_side(cells: Sequence[Cell], serving: Serving, harness: Harness) -> None:
+    threads = ThreadPoolExecutor(serving.cells_at_once, thread_name_prefix="cell")
+    running = []
+    try:
+        for position, cell in enumerate(cells, start=1):
+            asked = Event()
+            context = copy_context()  # carries the Prefect run and whoever listens to progress
+            mine = replace(harness, on_open=asked.set)
+            future = threads.submit(context.run, _evaluate_one, cell, serving, mine, position, len(cells))
+            running.append(future)
+            while not (asked.wait(_TURN_SECONDS) or future.done()):
+                pass  # checkpoints are asked for in order, though evaluated side by side
+        for future in running:
+            future.result()
+    except BaseException:  # a signal, or Prefect itself: what has begun is ended, the rest is not begun
+        serving.interrupt()
+        threads.shutdown(wait=False, cancel_futures=True)
+        wait([future for future in running if not future.cancelled()], timeout=_INTERRUPTED_SECONDS)
+        raise
+    finally:
+        threads.shutdown(wait=False)
+
+
+def _evaluate_one(cell: Cell, serving: Serving, harness: Harness, position: int, cells: int) -> None:
+    evaluate_cell(cell, serving, harness, position, cells, return_state=True)
 
 
 @dataclass
@@ -148,6 +213,7 @@ class _Outcome:
     served: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
+    opened: ServedCell | None = None
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
@@ -162,6 +228,8 @@ class _Outcome:
 def worth_another_try(_task: object, _run: object, state: Any) -> bool:
     """Prefect retries a cell only if the failure was ours, not the model's, the benchmark's or the request's."""
     error = state.result(raise_on_failure=False)
+    if isinstance(error, EvaluationInterrupted):
+        return False
     return isinstance(error, AssayError) and error.record_status == "infra_failed" and error.exit_code != 3
 
 
@@ -173,7 +241,7 @@ def worth_another_try(_task: object, _run: object, state: Any) -> bool:
     cache_policy=NO_CACHE,
     persist_result=False,
 )
-def evaluate_cell(cell: Cell, serving: Serving, position: int, cells: int) -> Record:
+def evaluate_cell(cell: Cell, serving: Serving, harness: Harness, position: int, cells: int) -> Record:
     """Evaluates one cell and publishes its record, whatever the outcome.
 
     Raises:
@@ -187,7 +255,7 @@ def evaluate_cell(cell: Cell, serving: Serving, position: int, cells: int) -> Re
         local = storage.is_local(cell.uri)
         output = storage.local_path(cell.uri).absolute() / attempt if local else Path(scratch) / attempt
         try:
-            outcome.parsed = _answer(cell, serving, output, outcome, position, cells)
+            outcome.parsed = _answer(cell, serving, harness, output, outcome, (position, cells))
             verify_counts(outcome.parsed)
             outcome.status = "succeeded"
         except AssayError as error:
@@ -196,47 +264,67 @@ def evaluate_cell(cell: Cell, serving: Serving, position: int, cells: int) -> Re
             if not local and output.is_dir():
                 storage.copy_from_local(output, storage.join(cell.uri, attempt))
         record = write_record(cell.uri, _record(cell, outcome, attempt))
+    _close(cell, outcome, finished=record.succeeded)
     report(CellDone(cell.reference.name, position, cells, record.status, time.monotonic() - began))
     if failure is not None and not record.succeeded:
         raise failure
     return record
 
 
-def _answer(cell: Cell, serving: Serving, output: Path, outcome: _Outcome, position: int, cells: int) -> Parsed:
-    evaluator = EVALUATORS[cell.config.evaluator]
+def _answer(
+    cell: Cell, serving: Serving, harness: Harness, output: Path, outcome: _Outcome, place: tuple[int, int]
+) -> Parsed:
     name = cell.reference.name
-    python = ensure_environment(ENVIRONMENTS[evaluator.environment]).python
-    report(CellProgress(name, position, cells, "loading the checkpoint", 0, 0))
-    with outcome.timed("load"):
-        running, outcome.served = serving.load(name)
-    before = serving.counts(name)
+    report(CellProgress(name, *place, "asking for the checkpoint", 0, 0))
+    with outcome.timed("open"):
+        opened = outcome.opened = serving.open(
+            name,
+            cell=begin_scope(cell.uri),
+            attempt=output.name,
+            mirror=storage.absolute(storage.join(cell.uri, JOURNAL_FOLDER)),
+        )
+
+    harness.on_open()
 
     def on_progress(progress: Progress) -> None:
-        report(CellProgress(name, position, cells, progress.stage, progress.done, progress.total))
+        counts = opened.counts()
+        report(CellProgress(name, *place, progress.stage, progress.done, progress.total, counts))
 
-    report(CellProgress(name, position, cells, f"starting {evaluator.name}", 0, 0))
+    report(CellProgress(name, *place, f"starting {harness.evaluator.name}", 0, 0))
     try:
         with outcome.timed("evaluate"):
             return run_harness(
-                evaluator,
-                running,
+                harness.evaluator,
+                opened.running,
                 cell.config,
                 output=output,
-                python=python,
+                python=harness.python,
+                server=harness.server,
                 client=current_client(),
                 on_progress=on_progress,
-                check_endpoint=serving.check,
+                check_endpoint=opened.check,
             )
     finally:
-        after = serving.counts(name)
-        outcome.requests = {kind: count - before.get(kind, 0) for kind, count in after.items()}
+        outcome.requests, outcome.served = opened.counts(), opened.asked_all()
+
+
+def _close(cell: Cell, outcome: _Outcome, *, finished: bool) -> None:
+    """Ends the attempt; what fails here costs no result, only answers that are kept for longer than needed."""
+    try:
+        if outcome.opened is not None:
+            outcome.opened.close(finished=finished)
+        if finished:
+            end_scope(cell.uri)
+    except AssayError as error:
+        report_event(f"{cell.reference.name}: its answers stay in the journal: {error.found}")
 
 
 def _record(cell: Cell, outcome: _Outcome, attempt: str) -> Record:
     commit, dirty = git_state()
     pool = cell.config.pool_config
-    chips = pool.resource_config.chip_count() if pool else 0
-    busy_seconds = sum(outcome.seconds.get(phase, 0.0) for phase in ("load", "evaluate"))
+    # Replicas are given to one checkpoint at a time, so their seconds are what this one has cost.
+    chips = pool.resource_config.chip_count() / pool.resource_config.replicas if pool else 0
+    busy_seconds = float(outcome.served.get("replica_seconds", 0.0))
     parsed = outcome.parsed
     succeeded = outcome.status == "succeeded"
     return Record(

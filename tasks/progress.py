@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
@@ -20,7 +20,10 @@ class Event:
 
 @dataclass(frozen=True)
 class CellProgress:
-    """Where one cell stands: requests `done` of `total` in the present stage; cells are counted from 1."""
+    """Where one cell stands: requests `done` of `total` in the present stage; cells are counted from 1.
+
+    `counts` are the pool's: answered, held, journal_hits, prompt_tokens and so on; empty where nobody counts.
+    """
 
     checkpoint: str
     cell: int
@@ -28,6 +31,7 @@ class CellProgress:
     stage: str
     done: int
     total: int
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ written again, or a changed evaluation, never meets an old record.
 
 from __future__ import annotations
 
+import json
+import secrets
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -16,6 +18,9 @@ from resources import storage
 from resources.errors import RecordStatus
 
 RECORD_NAME = "record.json"
+JOURNAL_FOLDER = "journal"
+"""Folder in a cell's with a copy of its answers, while it has no record."""
+_SCOPE_NAME = "unfinished.json"
 
 
 class _Part(BaseModel):
@@ -157,6 +162,30 @@ def write_record(cell_uri: str, record: Record) -> Record:
         return standing
     storage.write_bytes(uri, content)
     return record
+
+
+def begin_scope(cell_uri: str) -> str:
+    """Name of the present evaluation of a cell, the same for every attempt until one succeeds.
+
+    Answers of an unfinished evaluation are used again when it goes on, also on another machine. One that was finished,
+    and is to be done afresh because its record was deleted, gets a new name, so that sampled answers are new too.
+
+    Raises:
+        StorageError: the cell's folder cannot be written.
+    """
+    uri = storage.join(cell_uri, _SCOPE_NAME)
+    name = f"{storage.basename(cell_uri)[-40:].lstrip('._+=@-')}-{secrets.token_hex(6)}"
+    if storage.create_bytes(uri, json.dumps({"scope": name}).encode()):
+        return name
+    try:
+        return str(json.loads(storage.read_bytes(uri))["scope"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return name
+
+
+def end_scope(cell_uri: str) -> None:
+    """Ends the present evaluation of a cell, which has its record."""
+    storage.delete(storage.join(cell_uri, _SCOPE_NAME))
 
 
 def read_records(evaluation_path: str) -> list[Record]:

@@ -1,10 +1,10 @@
-"""Who answers an evaluator's requests: an inference pool that we start, or an endpoint that runs already."""
+"""Who answers an evaluator's requests: a pool that we start, one that is kept up, or an endpoint that runs already."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any, Protocol
 
 from prefect import task
@@ -14,9 +14,11 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine_client import EngineClient
 from pools.inference import InferencePool
-from pools.launch import ServedCheckpoint, environment_name
+from pools.kept import require
+from pools.launch import Servable, environment_name
+from pools.session import OpenCell, PoolSession
 from resources.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import EndpointUnusable
+from resources.errors import EndpointUnusable, EvaluationInterrupted
 from resources.settings import settings
 from tasks.config import EvaluationConfig
 from tasks.evaluators.registry import EVALUATORS
@@ -26,48 +28,132 @@ _CLIENT_CONCURRENCY = 16
 _CLIENT_TIMEOUT_SECONDS = 1800.0
 
 
-class Serving(Protocol):
-    """Somebody who can be asked to hold a checkpoint and answer for it."""
+class ServedCell(Protocol):
+    """A checkpoint that answers, or will, for one attempt at one cell."""
 
-    def load(self, name: str) -> tuple[RunningModel, dict[str, Any]]:
-        """Makes one checkpoint answer; also tells how it came about, for the record."""
-        ...
-
-    def counts(self, name: str) -> dict[str, int]:
-        """Requests counted for a checkpoint so far, by outcome; empty where nobody counts."""
+    @property
+    def running(self) -> RunningModel:
+        """Where to ask."""
         ...
 
     def check(self) -> None:
         """Raises if nobody will answer any more."""
         ...
 
+    def counts(self) -> dict[str, int]:
+        """Requests of this attempt counted so far, by outcome; empty where nobody counts."""
+        ...
 
-class PoolServing:
-    """A pool of our own."""
+    def asked_all(self) -> dict[str, Any]:
+        """Lets the checkpoint go, since nothing more will be asked; tells how it was served, for the record."""
+        ...
 
-    def __init__(self, pool: InferencePool) -> None:
-        self._pool = pool
+    def close(self, *, finished: bool) -> None:
+        """Ends the attempt; `finished` says that the cell has its record, and nobody needs its answers again."""
+        ...
 
-    def load(self, name: str) -> tuple[RunningModel, dict[str, Any]]:
-        """See `Serving.load`."""
-        running, loaded = self._pool.load(name)
-        return running, {"by": "pool", **asdict(loaded), "engine": dict(self._pool.engine_identity())}
 
-    def counts(self, name: str) -> dict[str, int]:
-        """See `Serving.counts`."""
-        return self._pool.counts(name)
+class Serving(Protocol):
+    """Somebody who can be asked for checkpoints."""
+
+    @property
+    def cells_at_once(self) -> int:
+        """How many cells may be worked on at once."""
+        ...
+
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str) -> ServedCell:
+        """Asks for a checkpoint on behalf of a cell.
+
+        Args:
+            name: of the checkpoint.
+            cell: the same in every attempt that may use answers of an earlier one.
+            attempt: name of this attempt.
+            mirror: folder for a copy of the answers.
+        """
+        ...
+
+    def interrupt(self) -> None:
+        """Makes every open cell fail at its next check, since the run is being ended."""
+        ...
+
+
+class _Interruptible:
+    """Can be told that the run is being ended."""
+
+    def __init__(self) -> None:
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        self._interrupted.set()
+
+    def raise_if_interrupted(self) -> None:
+        if self._interrupted.is_set():
+            raise EvaluationInterrupted(
+                expected="the run to go on until the cell has its record",
+                found="it was told to end",
+                remedy="run it again: what was answered is in the journal",
+            )
+
+
+class PoolServing(_Interruptible):
+    """A pool, through a session of ours."""
+
+    def __init__(self, session: PoolSession) -> None:
+        super().__init__()
+        self._session = session
+
+    @property
+    def cells_at_once(self) -> int:
+        """One more than there are replicas: the next harness starts while the engines are busy with the others."""
+        return self._session.access.config.resource_config.replicas + 1
+
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str) -> ServedCell:
+        """See `Serving.open`."""
+        self.raise_if_interrupted()
+        opened = self._session.open(name, cell=cell, attempt=attempt, mirror=mirror)
+        return _PoolCell(self, self._session, name, opened)
+
+
+class _PoolCell:
+    def __init__(self, serving: PoolServing, session: PoolSession, name: str, opened: OpenCell) -> None:
+        self._serving = serving
+        self._session = session
+        self._name = name
+        self._opened = opened
+
+    @property
+    def running(self) -> RunningModel:
+        return self._opened.running
 
     def check(self) -> None:
-        """See `Serving.check`."""
-        self._pool.check()
+        self._serving.raise_if_interrupted()
+        self._session.check(self._name)
+
+    def counts(self) -> dict[str, int]:
+        return self._session.cell_counts(self._opened).model_dump()
+
+    def asked_all(self) -> dict[str, Any]:
+        report = self._session.report_of(self._name, self._opened)
+        seconds = self._session.replica_seconds(self._name) - self._opened.replica_seconds
+        self._session.unwant(self._name)
+        # Answered from the journal alone, a checkpoint needs no engine.
+        loaded = (
+            report.model_dump(exclude={"number", "model", "digest", "failure"}) if report else {"how": "not needed"}
+        )
+        engine = self._session.engine_identity()
+        return {"by": "pool", **loaded, "replica_seconds": round(max(0.0, seconds), 3), "engine": engine}
+
+    def close(self, *, finished: bool) -> None:
+        self._session.close_cell(self._opened, finished=finished)
 
 
-class EndpointServing:
+class EndpointServing(_Interruptible):
     """Somebody else's endpoint, of which nothing is known but its address; it serves what it serves."""
 
-    def __init__(
-        self, base_url: str, checkpoints: Mapping[str, ServedCheckpoint], *, served_name: str | None = None
-    ) -> None:
+    cells_at_once = 1
+
+    def __init__(self, base_url: str, checkpoints: Mapping[str, Servable], *, served_name: str | None = None) -> None:
+        super().__init__()
         self._base_url = base_url.rstrip("/")
         self._checkpoints = checkpoints
         self._served_name = served_name
@@ -75,11 +161,11 @@ class EndpointServing:
         self._key = key.get_secret_value() if key else "none"
         self._engine = EngineClient(self._base_url.removesuffix("/v1"), self._key)
 
-    def load(self, name: str) -> tuple[RunningModel, dict[str, Any]]:
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str) -> ServedCell:
         """Finds the checkpoint among the names the endpoint offers; it is not asked to load anything."""
         offered = self._engine.model_names()
         # A server that was given no name uses the path it was given.
-        known = [self._served_name] if self._served_name else [name, str(self._checkpoints[name].folder)]
+        known = [self._served_name] if self._served_name else [name, self._checkpoints[name].uri]
         model = next((one for one in known if one in offered), None)
         if model is None:
             raise EndpointUnusable(
@@ -91,28 +177,61 @@ class EndpointServing:
         running = RunningModel(
             base_url=self._base_url,
             model=model,
-            tokenizer=str(self._checkpoints[name].folder),
+            tokenizer=str(self._checkpoints[name].tokenizer),
             capacity=_CLIENT_CONCURRENCY,
             prompt_logprobs=self._engine.has_prompt_logprobs(model),
             request_timeout_seconds=_CLIENT_TIMEOUT_SECONDS,
             max_model_len=self._engine.max_model_len(model),
             api_key=self._key,
         )
-        return running, {"by": "endpoint", "base_url": self._base_url, "model": model, "weights": "as its owner says"}
+        return _EndpointCell(self, running, self._engine)
 
-    def counts(self, name: str) -> dict[str, int]:
-        """Nobody counts here."""
-        return {}
+
+class _EndpointCell:
+    def __init__(self, serving: EndpointServing, running: RunningModel, engine: EngineClient) -> None:
+        self._serving = serving
+        self.running = running
+        self._engine = engine
 
     def check(self) -> None:
         """Raises if the endpoint is gone, which the harness would put down to itself."""
+        self._serving.raise_if_interrupted()
         self._engine.check_reachable()
+
+    def counts(self) -> dict[str, int]:
+        return {}
+
+    def asked_all(self) -> dict[str, Any]:
+        running = self.running
+        return {"by": "endpoint", "base_url": running.base_url, "model": running.model, "weights": "as its owner says"}
+
+    def close(self, *, finished: bool) -> None:
+        """There is nothing to close."""
+
+
+def as_served(config: EvaluationConfig) -> EvaluationConfig:
+    """The evaluation with the configuration of the kept pool it is to use, if it names one.
+
+    Raises:
+        BadInput: there is no such pool.
+    """
+    if config.pool_name is None:
+        return config
+    served = require(config.pool_name).access.config
+    pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
+    return config.model_copy(update={"pool_config": pool_config, "model_name": config.named})
 
 
 @contextmanager
-def provisioned(config: EvaluationConfig, checkpoints: Sequence[ServedCheckpoint]) -> Iterator[Serving]:
+def provisioned(config: EvaluationConfig, checkpoints: Sequence[Servable]) -> Iterator[Serving]:
     """Serving for some checkpoints, for as long as the block lasts; environments are built first where missing."""
     prepare_environments(config)
+    if config.pool_name is not None:
+        with PoolSession(
+            require(config.pool_name).access, checkpoints, holder=f"evaluation of {config.run_name}"
+        ) as session:
+            yield PoolServing(session)
+        return
     if config.pool_config is None:
         assert config.base_url is not None
         by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
@@ -120,7 +239,7 @@ def provisioned(config: EvaluationConfig, checkpoints: Sequence[ServedCheckpoint
         return
     pool = start_pool(config.pool_config, checkpoints)
     try:
-        yield PoolServing(pool)
+        yield PoolServing(pool.session)
     finally:
         report_event("closing the pool")
         pool.close()
@@ -130,14 +249,14 @@ def provisioned(config: EvaluationConfig, checkpoints: Sequence[ServedCheckpoint
 def prepare_environments(config: EvaluationConfig) -> None:
     """Builds the environments of engine and evaluator, where missing; retried, since downloads fail now and then."""
     names = [EVALUATORS[config.evaluator].environment]
-    if config.pool_config is not None:
+    if config.pool_config is not None and config.pool_name is None:
         names.append(environment_name(config.pool_config))
     for name in names:
         ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def start_pool(config: InferencePoolConfig, checkpoints: Sequence[ServedCheckpoint]) -> InferencePool:
+def start_pool(config: InferencePoolConfig, checkpoints: Sequence[Servable]) -> InferencePool:
     """Starts a pool. Not retried: an engine that does not start says why, and would say it again."""
     pool = InferencePool(config, checkpoints, on_event=report_event)
     return pool.__enter__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,9 +50,26 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _cache_of_the_session(session_cache: Path) -> Iterator[None]:
+    """In place before the fixtures of modules, whose processes inherit it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASSAY_CACHE_DIR", str(session_cache))
+        settings.cache_clear()
+        yield
+    settings.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(session_cache))
     settings.cache_clear()
     yield
     settings.cache_clear()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _interruptible() -> None:
+    """A shell that starts us with & has SIGINT ignored, and every process that a test starts would inherit that."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)

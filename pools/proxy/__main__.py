@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import gc
 import json
 import logging
 import os
@@ -17,28 +19,37 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import aiohttp
-from aiohttp import StreamReader, web
-from aiohttp.abc import AbstractStreamWriter
-from aiohttp.http_parser import RawRequestMessage
 from pydantic import ValidationError
 
-from pools.proxy.server import Answerer, ProxyServer
+from pools.journal.store import Journal
+from pools.proxy.cells import Cells
+from pools.proxy.client import JournalFlags
+from pools.proxy.counters import Tally
+from pools.proxy.forwarding import Forwarder
+from pools.proxy.listener import Listener
+from pools.proxy.reading import Bounds
+from pools.proxy.routing import RoutingTable
+from pools.proxy.server import ProxyServer
 from pools.proxy.state import ProxyLimits
+from pools.proxy.upstream import Upstream
 from resources.errors import ProxyFailed
 from resources.settings import ProxyKeys, proxy_keys
 
-ENGINE_KEEPALIVE_SECONDS = 4  # vLLM's server closes idle connections after 5
 SHUTDOWN_GRACE_SECONDS = 0.5
-_BACKLOG = 4096
+_JOURNAL_BYTES = 4 * 2**30
+_GARBAGE_THRESHOLD = 20_000  # a collection walks every open connection: at 700 that took 8 % of the time
 
 _log = logging.getLogger("assay.proxy")
-_silent = logging.getLogger("assay.proxy.http")
-_silent.setLevel(logging.CRITICAL + 1)  # aiohttp quotes the bytes of requests it cannot parse, and so keys
 
 
 async def serve(
-    host: str, port: int, *, limits: ProxyLimits, keys: ProxyKeys, announce: Callable[[str, int], None]
+    host: str,
+    port: int,
+    *,
+    limits: ProxyLimits,
+    keys: ProxyKeys,
+    announce: Callable[[str, int], None],
+    journal: JournalFlags | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then answers what it can at once and ends.
 
@@ -46,8 +57,9 @@ async def serve(
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         limits: bounds and time-outs.
-        keys: of clients and of the pool.
+        keys: of clients, of the pool and of its replicas.
         announce: called with the bound address once connections are accepted.
+        journal: the journal to keep; none keeps none.
 
     Raises:
         ProxyFailed: the address cannot be listened on.
@@ -55,57 +67,45 @@ async def serve(
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=ENGINE_KEEPALIVE_SECONDS)
-    async with aiohttp.ClientSession(
-        connector=connector,
-        auto_decompress=False,
-        trust_env=False,
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=aiohttp.ClientTimeout(total=None, sock_connect=limits.connect_timeout_seconds),
-        skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-    ) as session:
-        proxy = ProxyServer(session, limits=limits, keys=keys)
-        runner = web.ServerRunner(_http_server(proxy.answer, limits), shutdown_timeout=SHUTDOWN_GRACE_SECONDS)
-        await runner.setup()
+    async with contextlib.AsyncExitStack() as ending:
+        shortest = min(limits.engine_timeout_seconds, limits.probe_timeout_seconds)
+        upstream = Upstream(
+            connect_timeout_seconds=limits.connect_timeout_seconds, look_seconds=min(1.0, shortest / 10)
+        )
+        ending.callback(upstream.close)
+        kept = None
+        if journal is not None:
+            kept = Journal.open(
+                journal.path, max_bytes=journal.max_bytes, keep_prompts=journal.prompts, warn=_log.warning
+            )
+        table, tally, cells = RoutingTable(), Tally(), Cells(kept)
+        forwarder = Forwarder(upstream, table=table, tally=tally, limits=limits, journal=kept)
+        proxy = ProxyServer(forwarder, table=table, tally=tally, cells=cells, limits=limits, keys=keys)
+        ending.push_async_callback(proxy.close)
+        bounds = Bounds(limits.max_body_bytes, head_timeout_seconds=limits.head_timeout_seconds)
+        listener = Listener(proxy, bounds=bounds)
+        ending.push_async_callback(listener.close, SHUTDOWN_GRACE_SECONDS)
         try:
-            try:
-                await web.TCPSite(runner, host, port, backlog=_BACKLOG).start()
-            except OSError as error:
-                raise ProxyFailed(
-                    expected=f"to listen on {host}:{port}",
-                    found=str(error),
-                    remedy="set the proxy's port to 0 for a free one, or its host to an address of this machine",
-                ) from error
-            announce(*runner.addresses[0][:2])
-            await stop.wait()
-            proxy.refuse_all("The proxy is shutting down.")
-        finally:
-            await runner.cleanup()
-            await proxy.close()
+            bound = await listener.start(host, port)
+        except OSError as error:
+            raise ProxyFailed(
+                expected=f"to listen on {host}:{port}",
+                found=str(error),
+                remedy="set the proxy's port to 0 for a free one, or its host to an address of this machine",
+            ) from error
+        announce(*bound)
+        gc.freeze()
+        gc.set_threshold(_GARBAGE_THRESHOLD)
+        await stop.wait()
+        proxy.refuse_all("The proxy is shutting down.")
 
 
-def _http_server(answer: Answerer, limits: ProxyLimits) -> web.Server:
-    loop = asyncio.get_running_loop()
-
-    def make_request(
-        message: RawRequestMessage,
-        payload: StreamReader,
-        protocol: web.RequestHandler,
-        writer: AbstractStreamWriter,
-        task: asyncio.Task[None],
-    ) -> web.BaseRequest:
-        size = limits.max_body_bytes
-        return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=size)
-
-    # Cancellation is what ends an engine's work when the client leaves.
-    return web.Server(
-        answer,
-        request_factory=make_request,
-        handler_cancellation=True,
-        access_log=None,
-        logger=_silent,
-        auto_decompress=False,
-    )
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:  # there is none for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
 
 
 def _announce_in(path: Path) -> Callable[[str, int], None]:
@@ -134,13 +134,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, limit in ProxyLimits.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, default=limit.default, help=limit.description)
+    parser.add_argument("--journal", type=Path, help="file of the journal; without it none is kept")
+    parser.add_argument("--journal-max-bytes", type=int, default=_JOURNAL_BYTES, help="size of the journal at most")
+    parser.add_argument("--journal-prompts", action="store_true", help="store prompts and answers readably")
     given = vars(parser.parse_args(arguments))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _allow_open_files()
     try:
         limits = ProxyLimits(**{name: given[name] for name in ProxyLimits.model_fields})
         announce = _announce_in(given["address_file"])
-        asyncio.run(serve(given["host"], given["port"], limits=limits, keys=proxy_keys(), announce=announce))
+        journal = None
+        if given["journal"] is not None:
+            size, prompts = given["journal_max_bytes"], given["journal_prompts"]
+            journal = JournalFlags(path=given["journal"], max_bytes=size, prompts=prompts)
+        with asyncio.Runner(loop_factory=_new_loop) as runner:
+            runner.run(
+                serve(
+                    given["host"], given["port"], limits=limits, keys=proxy_keys(), announce=announce, journal=journal
+                )
+            )
     except ValidationError as error:
         parser.error(str(error))
     except ProxyFailed as error:

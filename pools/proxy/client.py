@@ -12,11 +12,23 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from pools.proxy.state import DesiredState, ProxyHealth, ProxyLimits, ProxyStatus
+from pools.proxy.state import (
+    Announcement,
+    DesiredState,
+    Lease,
+    Orders,
+    ProxyHealth,
+    ProxyLimits,
+    ProxyStatus,
+    RequestCounters,
+)
 from resources.config import Config
-from resources.errors import ProxyFailed
+from resources.errors import ProxyFailed, ProxyRefused
 
 _POLL_SECONDS = 0.02
+_CELL_SECONDS = 300.0  # a mirror in a far store takes its time
+
+_Method = Literal["GET", "PUT", "POST", "DELETE"]
 
 
 class ProxyAddress(Config):
@@ -35,7 +47,20 @@ class ProxyAddress(Config):
         return f"http://{_reachable(self.host)}:{self.port}/v1"
 
 
-def proxy_command(address_file: Path, *, host: str, port: int, limits: ProxyLimits) -> tuple[str, ...]:
+class JournalFlags(Config):
+    """The journal a proxy is to keep."""
+
+    path: Path
+    """Its file on this machine; several proxies may share it."""
+    max_bytes: int
+    """Bound on its size."""
+    prompts: bool = False
+    """Keep prompts and answers in the clear."""
+
+
+def proxy_command(
+    address_file: Path, *, host: str, port: int, limits: ProxyLimits, journal: JournalFlags | None = None
+) -> tuple[str, ...]:
     """The command that starts a proxy with this interpreter; its keys belong into its environment.
 
     Args:
@@ -43,11 +68,15 @@ def proxy_command(address_file: Path, *, host: str, port: int, limits: ProxyLimi
         host: address to listen on.
         port: port to listen on; 0 takes a free one.
         limits: its bounds and time-outs.
+        journal: the journal it is to keep; none if it is to keep none.
     """
     command = [sys.executable, "-m", "pools.proxy", "--host", host, "--port", str(port)]
     command += ["--address-file", str(address_file)]
     for name, value in limits.model_dump().items():
         command += [f"--{name.replace('_', '-')}", str(value)]
+    if journal is not None:
+        command += ["--journal", str(journal.path), "--journal-max-bytes", str(journal.max_bytes)]
+        command += ["--journal-prompts"] if journal.prompts else []
     return tuple(command)
 
 
@@ -85,12 +114,14 @@ def wait_for_address(address_file: Path, *, timeout_seconds: float, is_running: 
 
 
 class ProxyClient:
-    """Speaks to one proxy as its pool, over a new connection each time. May be used from several threads.
+    """Speaks to one proxy as its pool, or as a user of the pool. May be used from several threads.
+
+    Each call takes a new connection: calls are few, and a proxy that was started again is found at once.
 
     Args:
         address: of the proxy.
         admin_key: the pool's key.
-        timeout_seconds: how long the proxy may take to answer.
+        timeout_seconds: how long the proxy may take to answer, beside what it was asked to wait.
     """
 
     def __init__(self, address: ProxyAddress, *, admin_key: str, timeout_seconds: float = 10) -> None:
@@ -99,23 +130,98 @@ class ProxyClient:
         self._timeout_seconds = timeout_seconds
 
     def set_state(self, desired: DesiredState) -> ProxyStatus:
-        """Replaces what the proxy knows of models and replicas; it holds when this returns.
-
-        Returns:
-            the proxy's status under the new state.
+        """Replaces what the proxy knows of models and what replicas are to hold; it holds when this returns.
 
         Raises:
-            ProxyFailed: the proxy does not answer, or refuses.
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
         """
-        return self._ask_status("PUT", "/admin/state", body=desired.model_dump_json().encode())
+        return ProxyStatus.model_validate_json(self._ask_for("PUT", "/admin/state", body=desired.model_dump_json()))
 
-    def status(self) -> ProxyStatus:
-        """Replicas with their load, and what became of the requests for each model.
+    def status(self, *, after: int | None = None, wait_seconds: float = 0) -> ProxyStatus:
+        """Replicas with their load, demand, leases, and what became of the requests for each model.
+
+        Args:
+            after: version of the status that is known; the answer may be held back until there is another.
+            wait_seconds: how long it may be held back.
 
         Raises:
-            ProxyFailed: the proxy does not answer, or refuses.
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
         """
-        return self._ask_status("GET", "/admin/status", body=None)
+        query = f"?after={after}&wait={wait_seconds:g}" if after is not None else ""
+        return ProxyStatus.model_validate_json(self._ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
+
+    def announce(self, replica: str, said: Announcement, *, join_token: str) -> Orders:
+        """Says what a replica is and holds; the answer may be held back for as long as the announcement says.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
+        """
+        answer = self._ask_for(
+            "POST", f"/replicas/{replica}", body=said.model_dump_json(), key=join_token, wait=said.wait_seconds
+        )
+        return Orders.model_validate_json(answer)
+
+    def take_lease(self, name: str, lease: Lease) -> ProxyStatus:
+        """Takes or renews a lease on the pool.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
+        """
+        answer = self._ask_for("PUT", f"/admin/leases/{name}", body=lease.model_dump_json())
+        return ProxyStatus.model_validate_json(answer)
+
+    def end_lease(self, name: str) -> ProxyStatus:
+        """Gives a lease back.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
+        """
+        return ProxyStatus.model_validate_json(self._ask_for("DELETE", f"/admin/leases/{name}"))
+
+    def open_cell(self, cell: str, attempt: str, *, mirror: str | None) -> None:
+        """Begins an attempt at a cell: its requests come under `/cells/<cell>/<attempt>/v1`.
+
+        Args:
+            cell: name of the cell, the same in every attempt that may replay its answers.
+            attempt: name of this attempt.
+            mirror: folder in any store that its answers are copied to, and read from now.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
+        """
+        body = json.dumps({"mirror": mirror})
+        self._ask_for("PUT", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
+
+    def cell_counts(self, cell: str, attempt: str) -> RequestCounters:
+        """What became of the requests of one attempt at a cell.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
+        """
+        return RequestCounters.model_validate_json(self._ask_for("GET", f"/admin/cells/{cell}/{attempt}"))
+
+    def close_cell(self, cell: str, attempt: str, *, drop: bool) -> RequestCounters:
+        """Ends an attempt at a cell.
+
+        Args:
+            cell: name of the cell.
+            attempt: name of the attempt.
+            drop: throw the mirrored answers away, since the cell has its record.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses.
+        """
+        body = json.dumps({"drop": drop})
+        answer = self._ask_for("DELETE", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
+        return RequestCounters.model_validate_json(answer)
 
     def health(self) -> ProxyHealth:
         """Whether requests are answered now, held, or refused.
@@ -123,23 +229,30 @@ class ProxyClient:
         Raises:
             ProxyFailed: the proxy does not answer.
         """
-        status, body = self._ask("GET", "/health", body=None)
+        status, body = self._ask("GET", "/health", body=None, key=self._admin_key, wait=0)
         try:
             return ProxyHealthReply.model_validate_json(body).status
         except ValidationError as error:
             raise self._failed(f"status {status} and something else") from error
 
-    def _ask_status(self, method: Literal["GET", "PUT"], path: str, *, body: bytes | None) -> ProxyStatus:
-        status, answer = self._ask(method, path, body=body)
+    def _ask_for(
+        self, method: _Method, path: str, *, body: str | None = None, key: str | None = None, wait: float = 0
+    ) -> bytes:
+        content = body.encode() if body is not None else None
+        status, answer = self._ask(method, path, body=content, key=key or self._admin_key, wait=wait)
         if status != 200:
-            raise self._failed(f"status {status} from {path}: {_message(answer)}")
-        return ProxyStatus.model_validate_json(answer)
+            raise ProxyRefused(
+                expected=f"the proxy at {self._address.host}:{self._address.port} to take {method} {path}",
+                found=f"status {status}: {_message(answer)}",
+                remedy="use the keys of this very pool, and what the message says",
+            )
+        return answer
 
-    def _ask(self, method: Literal["GET", "PUT"], path: str, *, body: bytes | None) -> tuple[int, bytes]:
+    def _ask(self, method: _Method, path: str, *, body: bytes | None, key: str, wait: float) -> tuple[int, bytes]:
         host, port = _reachable(self._address.host, in_url=False), self._address.port
-        connection = http.client.HTTPConnection(host, port, timeout=self._timeout_seconds)
+        connection = http.client.HTTPConnection(host, port, timeout=self._timeout_seconds + wait)
         try:
-            headers = {"Authorization": f"Bearer {self._admin_key}", "Content-Type": "application/json"}
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
             connection.request(method, path, body=body, headers=headers)
             reply = connection.getresponse()
             return reply.status, reply.read()
@@ -162,7 +275,7 @@ class ProxyHealthReply(Config):
     status: ProxyHealth
     """Whether requests are answered now, held, or refused."""
     replicas: tuple[dict[str, str | bool | int], ...]
-    """Name, state, suspicion and load of each replica."""
+    """Name, state and load of each replica."""
     held: int
     """Requests that wait for a replica."""
 

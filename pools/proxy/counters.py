@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
-from pools.proxy.state import ModelCounters, ReplicaStatus
+from pools.proxy.state import Announcement, JournalStatus, ReplicaStatus, RequestCounters
 
 LATENCY_BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 CLIENT_LEFT = 499
 """Status under which a request is counted whose client left; no answer carries it."""
+_CELLS_REMEMBERED = 10_000
 
 
 @dataclass(slots=True)
-class ModelTally:
-    """Running counts behind `ModelCounters`."""
+class RequestTally:
+    """Running counts behind `RequestCounters`."""
 
     answered: int = 0
     client_errors: int = 0
     server_errors: int = 0
     cancelled: int = 0
     retried: int = 0
+    upstream: int = 0
+    held: int = 0
+    journal_hits: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
 
     def count(self, status: int, *, turned_away: bool) -> None:
         """Counts one finished request by the HTTP status it was answered with, by an engine or by the proxy itself."""
@@ -38,9 +44,9 @@ class ModelTally:
             self.server_errors += 1
 
     @property
-    def counters(self) -> ModelCounters:
+    def counters(self) -> RequestCounters:
         """The counts as a value."""
-        return ModelCounters(**{one.name: getattr(self, one.name) for one in fields(self)})
+        return RequestCounters(**{one.name: getattr(self, one.name) for one in fields(self)})
 
 
 @dataclass(slots=True)
@@ -48,15 +54,42 @@ class Tally:
     """Everything the proxy counts. Model names are only those the pool named: a client cannot add one."""
 
     by_status: Counter[int] = field(default_factory=Counter)
-    models: dict[str, ModelTally] = field(default_factory=dict)
+    models: dict[str, RequestTally] = field(default_factory=dict)
+    cells: OrderedDict[tuple[str, str], RequestTally] = field(default_factory=OrderedDict)
+    """By cell and attempt; the oldest are forgotten."""
     latency_buckets: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS_SECONDS) + 1))
     latency_sum_seconds: float = 0.0
+    loads: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Checkpoints loaded, by replica and way."""
+    load_seconds: defaultdict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
+    """Seconds of these loads, by replica and phase."""
+    _last_load: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def model(self, name: str) -> ModelTally:
+    def announced(self, name: str, said: Announcement) -> None:
+        """Counts the loads of a replica that are new in an announcement."""
+        last = self._last_load.get((name, said.instance), 0)
+        for load in said.loads:
+            if load.number <= last:
+                continue
+            self.loads[name, "failed" if load.failure else load.how] += 1
+            for phase, seconds in load.phases.items():
+                self.load_seconds[name, phase] += seconds
+            self._last_load[name, said.instance] = load.number
+
+    def model(self, name: str) -> RequestTally:
         """The counts of one model."""
         known = self.models.get(name)
         if known is None:
-            known = self.models[name] = ModelTally()
+            known = self.models[name] = RequestTally()
+        return known
+
+    def cell(self, cell: str, attempt: str) -> RequestTally:
+        """The counts of one attempt at a cell."""
+        known = self.cells.get((cell, attempt))
+        if known is None:
+            known = self.cells[cell, attempt] = RequestTally()
+            if len(self.cells) > _CELLS_REMEMBERED:
+                self.cells.popitem(last=False)
         return known
 
     def finished(self, status: int, *, seconds: float) -> None:
@@ -66,29 +99,82 @@ class Tally:
         self.latency_sum_seconds += seconds
 
 
-def prometheus_text(tally: Tally, *, replicas: Iterable[ReplicaStatus], held: int) -> str:
+def prometheus_text(
+    tally: Tally, *, replicas: Iterable[ReplicaStatus], held: int, journal: JournalStatus | None = None
+) -> str:
     """The counts in Prometheus' text format, version 0.0.4."""
-    lines = ["# TYPE assay_proxy_requests_total counter"]
-    lines += [f'assay_proxy_requests_total{{status="{status}"}} {n}' for status, n in sorted(tally.by_status.items())]
-    lines.append("# TYPE assay_proxy_model_requests_total counter")
-    for name, model in sorted(tally.models.items()):
-        for result in ("answered", "client_errors", "server_errors", "cancelled"):
-            labels = f'model="{_escaped(name)}",result="{result}"'
-            lines.append(f"assay_proxy_model_requests_total{{{labels}}} {getattr(model, result)}")
-    lines.append("# TYPE assay_proxy_retries_total counter")
-    lines.append(f"assay_proxy_retries_total {sum(model.retried for model in tally.models.values())}")
-    lines.append("# TYPE assay_proxy_held gauge")
-    lines.append(f"assay_proxy_held {held}")
-    lines.append("# TYPE assay_proxy_in_flight gauge")
-    lines += [f'assay_proxy_in_flight{{replica="{_escaped(one.name)}"}} {one.in_flight}' for one in replicas]
-    lines.append("# TYPE assay_proxy_request_seconds histogram")
+    return "\n".join(_lines(tally, list(replicas), held, journal)) + "\n"
+
+
+def _lines(tally: Tally, replicas: list[ReplicaStatus], held: int, journal: JournalStatus | None) -> Iterator[str]:
+    by_status = {f'status="{status}"': count for status, count in sorted(tally.by_status.items())}
+    yield from _family("requests_total", "counter", "Requests by the status of their answer; 499: left", by_status)
+    results = ("answered", "client_errors", "server_errors", "cancelled")
+    by_result = {
+        f'model="{_escaped(name)}",result="{result}"': getattr(model, result)
+        for name, model in sorted(tally.models.items())
+        for result in results
+    }
+    yield from _family("model_requests_total", "counter", "Requests by model and result", by_result)
+    tokens = {
+        f'model="{_escaped(name)}",direction="{direction}"': count
+        for name, model in sorted(tally.models.items())
+        for direction, count in (("in", model.prompt_tokens), ("out", model.completion_tokens))
+    }
+    yield from _family("tokens_total", "counter", "Tokens that engines counted", tokens)
+    every = list(tally.models.values())
+    for name, what, count in (
+        ("retries_total", "Attempts after the first one", sum(model.retried for model in every)),
+        ("upstream_requests_total", "Attempts sent to engines", sum(model.upstream for model in every)),
+        ("held_requests_total", "Requests that had to wait for a replica", sum(model.held for model in every)),
+    ):
+        yield from _family(name, "counter", what, {"": count})
+    yield from _family("held", "gauge", "Requests that wait for a replica now", {"": held})
+    yield from _of_replicas(replicas)
+    yield from _of_loads(tally)
+    if journal is not None:
+        for name, count in journal.model_dump(exclude={"bytes"}).items():
+            yield from _family(f"journal_{name}_total", "counter", f"Journal: {name}", {"": count})
+        yield from _family("journal_bytes", "gauge", "Size of what the journal holds", {"": journal.bytes})
+    yield from _latency(tally)
+
+
+def _of_replicas(replicas: list[ReplicaStatus]) -> Iterator[str]:
+    labels = {one.name: f'replica="{_escaped(one.name)}"' for one in replicas}
+    ready = {labels[one.name]: int(one.usable) for one in replicas}
+    yield from _family("replica_ready", "gauge", "1 where the replica gets requests", ready)
+    in_flight = {labels[one.name]: one.in_flight for one in replicas}
+    yield from _family("in_flight", "gauge", "Requests a replica works on", in_flight)
+    restarts = {labels[one.name]: one.said.restarts for one in replicas}
+    yield from _family("engine_restarts_total", "counter", "Engines started again after one died", restarts)
+
+
+def _of_loads(tally: Tally) -> Iterator[str]:
+    loads = {f'replica="{_escaped(name)}",how="{how}"': count for (name, how), count in sorted(tally.loads.items())}
+    yield from _family("loads_total", "counter", "Checkpoints loaded into replicas, by the way they came in", loads)
+    seconds = {
+        f'replica="{_escaped(name)}",phase="{_escaped(phase)}"': round(total, 6)
+        for (name, phase), total in sorted(tally.load_seconds.items())
+    }
+    yield from _family("load_seconds_total", "counter", "Seconds of these loads by phase", seconds)
+
+
+def _latency(tally: Tally) -> Iterator[str]:
+    yield "# HELP assay_proxy_request_seconds From a request's arrival to the end of its answer"
+    yield "# TYPE assay_proxy_request_seconds histogram"
     total = 0
     for bound, n in zip((*LATENCY_BOUNDS_SECONDS, "+Inf"), tally.latency_buckets, strict=True):
         total += n
-        lines.append(f'assay_proxy_request_seconds_bucket{{le="{bound}"}} {total}')
-    lines.append(f"assay_proxy_request_seconds_sum {tally.latency_sum_seconds:.6f}")
-    lines.append(f"assay_proxy_request_seconds_count {total}")
-    return "\n".join(lines) + "\n"
+        yield f'assay_proxy_request_seconds_bucket{{le="{bound}"}} {total}'
+    yield f"assay_proxy_request_seconds_sum {tally.latency_sum_seconds:.6f}"
+    yield f"assay_proxy_request_seconds_count {total}"
+
+
+def _family(name: str, kind: str, what: str, values: Mapping[str, float]) -> Iterator[str]:
+    yield f"# HELP assay_proxy_{name} {what}"
+    yield f"# TYPE assay_proxy_{name} {kind}"
+    for labels, value in values.items():
+        yield f"assay_proxy_{name}{{{labels}}} {value}" if labels else f"assay_proxy_{name} {value}"
 
 
 def _escaped(label: str) -> str:

@@ -3,68 +3,73 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import itertools
 import logging
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
-import aiohttp
-from aiohttp import web
-
-from pools.proxy.counters import CLIENT_LEFT, Tally
+from pools.answers import AnswerFacts
+from pools.journal.cells import CellScope
+from pools.journal.keys import Subject, question
+from pools.journal.store import Claim, Journal, StoredAnswer
+from pools.proxy.attempts import Attempt, attempt
+from pools.proxy.counters import CLIENT_LEFT, RequestTally, Tally
+from pools.proxy.messages import ClientGone, Reply, Request, Responder
 from pools.proxy.probes import Probes
-from pools.proxy.replies import HOP_BY_HOP, Refusal, passed_on, unknown_model
-from pools.proxy.request import Asked, read_request
-from pools.proxy.routing import Outcome, Replica, RoutingTable, may_retry, outcome_of
-from pools.proxy.state import ProxyLimits
-from pools.proxy.stream import EVENT_STREAM, ClientGone, EventRelay
+from pools.proxy.replies import Refusal, unknown_model
+from pools.proxy.request import Asked, asked_in
+from pools.proxy.routing import Outcome, Replica, RoutingTable, may_retry
+from pools.proxy.state import ProxyLimits, ServedModel
+from pools.proxy.upstream import Call, Upstream
 
 SERVER_ERROR_PAUSE_SECONDS = 0.1
-_SENT_IN_PIECES_BYTES = 2**20  # aiohttp sends more than this in one write only with a warning
 
 _log = logging.getLogger("assay.proxy")
 
+Found = TypeVar("Found")
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """How one attempt ended: what to tell the client, if anything, and the status to count it under."""
 
-    outcome: Outcome
-    response: web.StreamResponse | None = None
-    status: int = 0
-    begun: bool = False
+class _InvalidAnswers(Refusal):
+    """Engines answered with something that is no answer."""
 
 
 class Forwarder:
-    """Answers the completion endpoints from the replicas of a table.
+    """Answers the completion endpoints from the replicas of a table, and from the journal.
 
     Args:
-        session: for requests to replicas, without time-outs of its own.
+        upstream: for requests to replicas.
         table: models and replicas; whoever changes it calls `table_changed`.
         tally: counts what was done.
         limits: bounds and time-outs.
+        journal: answers requests that were answered before; none to ask an engine each time.
     """
 
     def __init__(
-        self, session: aiohttp.ClientSession, *, table: RoutingTable, tally: Tally, limits: ProxyLimits
+        self,
+        upstream: Upstream,
+        *,
+        table: RoutingTable,
+        tally: Tally,
+        limits: ProxyLimits,
+        journal: Journal | None = None,
     ) -> None:
-        self._session = session
+        self._upstream = upstream
         self._table = table
         self._tally = tally
         self._limits = limits
-        self._probes = Probes(session, limits=limits, on_recovery=self._wake_held)
+        self._journal = journal
+        self._probes = Probes(upstream, limits=limits, on_recovery=self._recovered)
         self._loop = asyncio.get_running_loop()
-        self._running: dict[asyncio.Timeout, Replica] = {}
+        self._running: dict[Call, Replica] = {}
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._request_numbers = itertools.count(1)
-        self.held = 0
 
     def table_changed(self, lost: list[Replica]) -> None:
         """Looks again at held requests, and takes what `lost` replicas were working on away from them."""
-        for scope, replica in self._running.items():
-            if replica in lost and not scope.expired():
-                scope.reschedule(self._loop.time())
+        if lost:
+            for call, replica in list(self._running.items()):
+                if replica in lost:
+                    call.lose()
         self._probes.drop_settled()
         self._wake_held()
 
@@ -72,86 +77,179 @@ class Forwarder:
         """Ends what runs beside requests."""
         await self._probes.close()
 
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The answer to one completion request, an error of the proxy's own included."""
+    async def answer(self, request: Request, responder: Responder, *, target: bytes, scope: CellScope | None) -> None:
+        """Answers one completion request, with an error of the proxy's own too.
+
+        Args:
+            request: as it came.
+            responder: the client's end of it.
+            target: path and query to ask a replica for.
+            scope: the attempt at a cell that the request belongs to.
+        """
         started = self._loop.time()
         number = next(self._request_numbers)
         asked: Asked | None = None
         status, turned_away = CLIENT_LEFT, False
         try:
-            asked = await read_request(request, limit_bytes=self._limits.max_body_bytes)
-            response, status = await self._forward(request, asked)
+            asked = asked_in(request, target=target)
+            status = await self._answer(asked, responder, scope)
         except Refusal as refusal:
-            response, status, turned_away = refusal.response(), refusal.status, True
+            status, turned_away = refusal.status, True
+            responder.send(refusal.reply())
         except ClientGone:
-            response = web.Response()  # nobody is there to read it
+            pass
         except Exception:
             status, turned_away = 500, True
             raise
         finally:
-            self._count(number, asked, status=status, turned_away=turned_away, started=started)
-        return response
+            seconds = self._loop.time() - started
+            self._tally.finished(status, seconds=seconds)
+            for tally in self._tallies(asked, scope):
+                tally.count(status, turned_away=turned_away)
+            if status >= 400:
+                model = asked.model if asked is not None and asked.model in (self._table.models or {}) else "-"
+                _log.warning("request=%d model=%s status=%d seconds=%.3f", number, model, status, seconds)
 
-    def _count(self, number: int, asked: Asked | None, *, status: int, turned_away: bool, started: float) -> None:
-        seconds = self._loop.time() - started
-        self._tally.finished(status, seconds=seconds)
-        known = asked is not None and asked.model in (self._table.models or {})
-        model = asked.model if asked is not None and known else "-"
-        if known:
-            self._tally.model(model).count(status, turned_away=turned_away)
-        if status >= 400:
-            _log.warning("request=%d model=%s status=%d seconds=%.3f", number, model, status, seconds)
+    def _tallies(self, asked: Asked | None, scope: CellScope | None) -> list[RequestTally]:
+        tallies = []
+        if asked is not None and asked.model in (self._table.models or {}):
+            tallies.append(self._tally.model(asked.model))
+        if scope is not None:
+            tallies.append(self._tally.cell(scope.cell, scope.attempt))
+        return tallies
 
-    async def _forward(self, request: web.BaseRequest, asked: Asked) -> tuple[web.StreamResponse, int]:
+    async def _answer(self, asked: Asked, responder: Responder, scope: CellScope | None) -> int:
+        """Answers a request that could be read; the status of the answer."""
+        journal = self._journal
+        if journal is None:
+            last, _ = await self._forward(asked, responder, scope)
+            return await _give(last, responder)
+        if self._table.models is None:
+            await self._hold(asked, scope, lambda: self._table.models)
+        served = self._served(asked.model)
+        engine = f"{self._table.engine}/{served.config}"  # generation defaults and the like are engine arguments too
+        subject = Subject(served.weights or served.digest, served.tokenizer, engine)
+        target = asked.target.decode("latin-1")
+        claim = journal.claim(question(subject, target, body=asked.body, fields=asked.fields), cell=scope)
+        settled = False
+        try:
+            if claim.stored is not None:
+                responder.send(_stored_reply(claim.stored))
+                for tally in self._tallies(asked, scope):
+                    tally.journal_hits += 1
+                settled = True
+                return 200
+            last, digest = await self._forward(asked, responder, scope)
+            kept = digest == served.digest and await _keep(journal, claim, last)
+            status = await _give(last, responder)
+            settled = kept
+            return status
+        except _InvalidAnswers:
+            claim.refuse()
+            settled = True
+            raise
+        finally:
+            if not settled:
+                claim.release()
+
+    async def _forward(self, asked: Asked, responder: Responder, scope: CellScope | None) -> tuple[Attempt, str | None]:
+        """The last attempt at a request, which has something to give, and the digest of what answered.
+
+        Raises:
+            Refusal: no attempt had anything to give.
+        """
         tried: dict[str, Outcome] = {}
         attempts = 0
+        tallies = self._tallies(asked, scope)
         while True:
-            replica = await self._admit(asked.model, tried)
+            replica = self._choose(asked.model, tried)
+            if replica is None:
+                replica = await self._hold(asked, scope, lambda: self._choose(asked.model, tried))
+                tallies = self._tallies(asked, scope)
             attempts += 1
-            attempt = await self._attempt(replica, request, asked)
-            tried[replica.name] = attempt.outcome
-            if attempt.begun or not may_retry(attempt.outcome, attempts=attempts):
+            digest = replica.said.digest
+            for tally in tallies:
+                tally.upstream += 1
+            last = await self._attempt(replica, asked, responder)
+            if last.outcome is Outcome.ANSWERED or last.stream is not None:
+                self._count_tokens(last.facts, tallies)
+                return last, digest
+            tried[replica.name] = last.outcome
+            if not may_retry(last.outcome, attempts=attempts):
                 break
-            if attempt.outcome is Outcome.TIMED_OUT and self._choose(asked.model, tried) is None:
+            if last.outcome is Outcome.TIMED_OUT and self._choose(asked.model, tried) is None:
                 break
-            if attempt.outcome is Outcome.SERVER_ERROR:
+            if last.outcome is Outcome.SERVER_ERROR:
                 await asyncio.sleep(SERVER_ERROR_PAUSE_SECONDS)
-            self._tally.model(asked.model).retried += 1
-        if attempt.response is not None:
-            return attempt.response, attempt.status
-        if attempt.outcome is Outcome.TIMED_OUT:
+            for tally in tallies:
+                tally.retried += 1
+        if last.reply is not None:
+            return last, digest
+        if last.outcome is Outcome.TIMED_OUT:
             raise Refusal(504, f"No engine answered in {self._limits.engine_timeout_seconds:g} s.")
+        if last.outcome is Outcome.SERVER_ERROR:
+            raise _InvalidAnswers(502, f"Engines gave answers that are not whole or not valid, {attempts} times.")
         raise Refusal(502, f"Engines broke the connection before they had answered, {attempts} times.")
 
-    def _choose(self, model: str, tried: Mapping[str, Outcome]) -> Replica | None:
+    def _count_tokens(self, facts: AnswerFacts | None, tallies: list[RequestTally]) -> None:
+        if facts is not None:
+            for tally in tallies:
+                tally.prompt_tokens += facts.prompt_tokens
+                tally.completion_tokens += facts.completion_tokens
+
+    async def _attempt(self, replica: Replica, asked: Asked, responder: Responder) -> Attempt:
+        outcome: Outcome | None = None
+        call = self._upstream.call(replica.url, patience_seconds=self._limits.engine_timeout_seconds)
+        self._running[call] = replica
+        self._table.begin(replica, asked.model)
+        try:
+            made = await attempt(call, replica, asked, responder=responder)
+            outcome = made.outcome
+            return made
+        finally:
+            call.close()
+            del self._running[call]
+            self._table.end(replica, asked.model, outcome)
+            if replica.suspect:
+                self._probes.watch(replica)
+
+    # --- Choosing and holding ----------------------------------------------------------------------------------------
+
+    def _served(self, model: str) -> ServedModel:
         table = self._table
         if table.failed is not None:
             raise Refusal(503, table.failed)
-        if table.models is None:
-            return None
-        digest = table.models.get(model)
-        if digest is None:
-            raise unknown_model(model, table.models)
-        return table.choose(digest, tried=tried)
+        served = (table.models or {}).get(model)
+        if served is None:
+            raise unknown_model(model, table.models or {})
+        if (failure := table.unusable.get(model)) is not None:
+            raise Refusal(503, f"{model} cannot be served: {failure.found.splitlines()[0]}", param="model")
+        return served
 
-    async def _admit(self, model: str, tried: Mapping[str, Outcome]) -> Replica:
-        replica = self._choose(model, tried)
-        if replica is not None:
-            return replica
-        if self.held >= self._limits.max_held:
-            raise Refusal(429, f"{self.held} requests wait for a replica already.", retry_after_seconds=1)
-        self.held += 1
+    def _choose(self, model: str, tried: Mapping[str, Outcome]) -> Replica | None:
+        if self._table.models is None and self._table.failed is None:
+            return None
+        return self._table.choose(self._served(model).digest, tried=tried)
+
+    async def _hold(self, asked: Asked, scope: CellScope | None, look: Callable[[], Found | None]) -> Found:
+        """What `look` finds once the table has changed so that it finds something."""
+        table, limits = self._table, self._limits
+        if table.held >= limits.max_held:
+            raise Refusal(429, f"{table.held} requests wait for a replica already.", retry_after_seconds=1)
+        token = object()
+        table.hold(asked.model, token)
         try:
-            async with asyncio.timeout(self._limits.hold_timeout_seconds):
-                while replica is None:
+            async with asyncio.timeout(limits.hold_timeout_seconds):
+                while (found := look()) is None:
                     await self._table_change()
-                    replica = self._choose(model, tried)
-                return replica
+                return found
         except TimeoutError:
-            message = f"No replica was ready for {self._limits.hold_timeout_seconds:g} s."
+            message = f"No replica was ready for {limits.hold_timeout_seconds:g} s."
             raise Refusal(503, message, retry_after_seconds=5) from None
         finally:
-            self.held -= 1
+            table.let_go(asked.model, token)
+            for tally in self._tallies(asked, scope):
+                tally.held += 1
 
     async def _table_change(self) -> None:
         change = self._loop.create_future()
@@ -161,64 +259,37 @@ class Forwarder:
         finally:
             self._waiting.pop(change, None)
 
+    def _recovered(self) -> None:
+        self._table.bump()
+        self._wake_held()
+
     def _wake_held(self) -> None:
         for change in self._waiting:
             if not change.done():
                 change.set_result(None)
 
-    async def _attempt(self, replica: Replica, request: web.BaseRequest, asked: Asked) -> _Attempt:
-        relay = EventRelay(request)
-        outcome: Outcome | None = None
-        self._table.begin(replica)
-        try:
-            attempt = await self._exchange(replica, asked, relay=relay)
-            outcome = attempt.outcome
-            return attempt
-        except (aiohttp.ClientError, OSError) as error:
-            ours = isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ClientError)
-            outcome = Outcome.TIMED_OUT if ours and replica.state != "dead" else Outcome.LOST
-            if relay.response is None:
-                return _Attempt(outcome)
-            await relay.break_off("The engine broke off in the middle of its answer.")
-            return _Attempt(outcome, response=relay.response, status=502, begun=True)
-        finally:
-            self._table.end(replica, outcome)
-            if replica.suspect:
-                self._probes.watch(replica)
 
-    async def _exchange(self, replica: Replica, asked: Asked, *, relay: EventRelay) -> _Attempt:
-        body = asked.body if len(asked.body) <= _SENT_IN_PIECES_BYTES else io.BytesIO(asked.body)
-        async with asyncio.timeout(self._limits.engine_timeout_seconds) as scope:
-            self._running[scope] = replica
-            try:
-                async with self._session.post(
-                    replica.url + asked.target, data=body, headers=asked.headers, allow_redirects=False
-                ) as upstream:
-                    if asked.stream and upstream.status == 200 and upstream.content_type == EVENT_STREAM:
-                        await self._pass_on_stream(replica, upstream, relay=relay, scope=scope)
-                        return _Attempt(Outcome.ANSWERED, response=relay.response, status=200, begun=True)
-                    answer = web.Response(
-                        status=upstream.status,
-                        body=await upstream.read(),
-                        headers=passed_on(upstream.headers, dropped=HOP_BY_HOP),
-                    )
-                    return _Attempt(outcome_of(answer.status), response=answer, status=answer.status)
-            finally:
-                del self._running[scope]
+async def _keep(journal: Journal, claim: Claim, last: Attempt) -> bool:
+    """Writes a valid answer into the journal before its client sees the end of it; whether that was done."""
+    body = last.body
+    if last.facts is None or body is None:
+        return False
+    await journal.keep(claim, last.content_type, body, facts=last.facts)
+    return True
 
-    async def _pass_on_stream(
-        self,
-        replica: Replica,
-        upstream: aiohttp.ClientResponse,
-        *,
-        relay: EventRelay,
-        scope: asyncio.Timeout,
-    ) -> None:
-        chunk = await upstream.content.readany()  # until something came, another replica may still answer
-        await relay.begin(upstream)
-        while chunk:
-            await relay.send(chunk)
-            patience = 0 if replica.state == "dead" else self._limits.engine_timeout_seconds
-            scope.reschedule(self._loop.time() + patience)
-            chunk = await upstream.content.readany()
-        await relay.finish()
+
+async def _give(last: Attempt, responder: Responder) -> int:
+    """Sends what an attempt has brought, or the end of it; the status to count it under."""
+    if last.stream is not None:
+        if last.outcome is Outcome.ANSWERED:
+            await last.stream.finish()
+            return 200
+        await last.stream.break_off("The engine broke off in the middle of its answer.")
+        return 502
+    assert last.reply is not None
+    responder.send(last.reply)
+    return last.reply.status
+
+
+def _stored_reply(stored: StoredAnswer) -> Reply:
+    return Reply(200, stored.body, ((b"Content-Type", stored.content_type.encode("latin-1")),))

@@ -5,37 +5,35 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-import aiohttp
-
 from pools.proxy.routing import Replica
 from pools.proxy.state import ProxyLimits
+from pools.proxy.upstream import Lost, TimedOut, Upstream
 
 
 class Probes:
     """One task per suspect replica that asks its `/health` until it answers 200.
 
     Args:
-        session: to ask with.
+        upstream: to ask with.
         limits: how often and how long to ask.
         on_recovery: called when a replica answers, after it stopped being a suspect.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, *, limits: ProxyLimits, on_recovery: Callable[[], None]) -> None:
-        self._session = session
+    def __init__(self, upstream: Upstream, *, limits: ProxyLimits, on_recovery: Callable[[], None]) -> None:
+        self._upstream = upstream
         self._limits = limits
         self._on_recovery = on_recovery
-        self._timeout = aiohttp.ClientTimeout(total=limits.probe_timeout_seconds)
         self._tasks: dict[Replica, asyncio.Task[None]] = {}
 
     def watch(self, replica: Replica) -> None:
         """Starts to ask a suspect, unless that is being done."""
-        if replica.state == "ready" and replica not in self._tasks:
+        if _is_worth_asking(replica) and replica not in self._tasks:
             self._tasks[replica] = asyncio.create_task(self._ask_until_it_answers(replica))
 
     def drop_settled(self) -> None:
-        """Stops asking replicas that the pool has vouched for, or taken away."""
+        """Stops asking replicas that have been vouched for, or taken away."""
         for replica, task in list(self._tasks.items()):
-            if not replica.suspect or replica.state != "ready":
+            if not replica.suspect or not _is_worth_asking(replica):
                 task.cancel()
                 del self._tasks[replica]
 
@@ -54,8 +52,15 @@ class Probes:
         self._on_recovery()
 
     async def _answers(self, replica: Replica) -> bool:
+        call = self._upstream.call(replica.url, patience_seconds=self._limits.probe_timeout_seconds)
         try:
-            async with self._session.get(f"{replica.url}/health", timeout=self._timeout) as reply:
-                return reply.status == 200
-        except (aiohttp.ClientError, OSError):  # TimeoutError is an OSError
+            await call.ask(b"GET", b"/health")
+            return call.status == 200
+        except (Lost, TimedOut):
             return False
+        finally:
+            call.close()
+
+
+def _is_worth_asking(replica: Replica) -> bool:
+    return replica.said.state == "ready" and not replica.lost

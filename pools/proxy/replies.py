@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Sequence
 
-from aiohttp import web
-from multidict import CIMultiDict
+from pools.proxy.messages import Header, Reply
 
 HOP_BY_HOP = frozenset(
     {
-        "connection",
-        "keep-alive",
-        "proxy-authenticate",
-        "proxy-authorization",
-        "proxy-connection",
-        "te",
-        "trailer",
-        "transfer-encoding",
-        "upgrade",
-        "content-length",
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
     }
 )
 """Headers that belong to one connection; the length is set anew from the same bytes."""
 
-OURS_TO_KEEP = HOP_BY_HOP | {"host", "authorization", "expect", "cookie"}
+OURS_TO_KEEP = HOP_BY_HOP | {b"host", b"authorization", b"expect", b"cookie"}
 """Request headers that end at the proxy: the pool's key is none of a replica's business."""
 
 _TYPES = {
@@ -32,8 +31,10 @@ _TYPES = {
     401: "AuthenticationError",
     404: "NotFoundError",
     405: "MethodNotAllowedError",
+    408: "RequestTimeoutError",
     413: "PayloadTooLargeError",
     429: "RateLimitError",
+    431: "RequestHeadersTooLargeError",
     503: "ServiceUnavailableError",
     504: "TimeoutError",
 }
@@ -59,15 +60,14 @@ class Refusal(Exception):
         self.param = param
         self.retry_after_seconds = retry_after_seconds
 
-    def response(self) -> web.Response:
+    def reply(self) -> Reply:
         """The answer that carries it."""
-        headers: dict[str, str] = {}
+        headers: list[Header] = [(b"Content-Type", b"application/json")]
         if self.retry_after_seconds is not None:
-            headers["Retry-After"] = str(self.retry_after_seconds)
+            headers.append((b"Retry-After", str(self.retry_after_seconds).encode()))
         if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
-        body = error_body(self.status, self.message, param=self.param)
-        return web.Response(status=self.status, body=body, headers=headers, content_type="application/json")
+            headers.append((b"WWW-Authenticate", b"Bearer"))
+        return Reply(self.status, error_body(self.status, self.message, param=self.param), headers)
 
 
 def error_body(status: int, message: str, *, param: str | None = None) -> bytes:
@@ -90,6 +90,6 @@ def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     return Refusal(404, f"The model `{name}` does not exist. Known models: {listed}.", param="model")
 
 
-def passed_on(headers: Mapping[str, str], *, dropped: frozenset[str]) -> CIMultiDict[str]:
+def passed_on(headers: Sequence[Header], *, dropped: frozenset[bytes]) -> list[Header]:
     """The headers less those dropped (lower-case names), in their order, repeated ones included."""
-    return CIMultiDict([(name, value) for name, value in headers.items() if name.lower() not in dropped])
+    return [header for header in headers if header[0].lower() not in dropped]

@@ -1,65 +1,55 @@
-"""Reading a client's request: all of its bytes, and the two fields the proxy needs to know."""
+"""What the proxy has to know of a completion request: all of its bytes, and two of its fields."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from aiohttp import web
-from multidict import CIMultiDict
+import orjson
 
+from pools.proxy.messages import Header, Request
 from pools.proxy.replies import OURS_TO_KEEP, Refusal, passed_on
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Asked:
     """A client's request. `target` is its path with the query; `headers` are those a replica gets to see."""
 
-    target: str
-    headers: CIMultiDict[str]
-    body: bytes
+    target: bytes
+    headers: Sequence[Header]
+    body: bytes = field(repr=False)
     model: str
     stream: bool
+    fields: dict[str, Any] = field(repr=False)
+    """The body, parsed."""
 
 
-async def read_request(request: web.BaseRequest, *, limit_bytes: int) -> Asked:
-    """A completion request, whole.
+def asked_in(request: Request, *, target: bytes) -> Asked:
+    """A completion request, read.
+
+    Args:
+        request: as it came.
+        target: path and query to ask a replica for.
 
     Raises:
-        Refusal: it is too large, not JSON, or names no model.
+        Refusal: it is not JSON, or names no model.
     """
-    body = await read_body(request, limit_bytes=limit_bytes)
+    fields = _parsed(request.body)
+    model = fields.get("model") if isinstance(fields, dict) else None
+    if not isinstance(fields, dict) or not isinstance(model, str):
+        raise Refusal(400, "The body must be a JSON object with the name of a model.", param="model")
+    headers = passed_on(request.head.headers, dropped=OURS_TO_KEEP)
+    return Asked(target, headers, request.body, model, bool(fields.get("stream")), fields)
+
+
+def _parsed(body: bytes) -> Any:
     try:
-        fields = json.loads(body)
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        pass
+    try:
+        return json.loads(body)  # knows what engines take too: NaN, numbers without bounds, lone surrogates
     except (ValueError, RecursionError):
         raise Refusal(400, "The body is not valid JSON.") from None
-    model = fields.get("model") if isinstance(fields, dict) else None
-    if not isinstance(model, str):
-        raise Refusal(400, "The body must be a JSON object with the name of a model.", param="model")
-    return Asked(
-        target=request.path_qs,
-        headers=passed_on(request.headers, dropped=OURS_TO_KEEP),
-        body=body,
-        model=model,
-        stream=bool(fields.get("stream")),
-    )
-
-
-async def read_body(request: web.BaseRequest, *, limit_bytes: int) -> bytes:
-    """The whole body of a request.
-
-    Raises:
-        Refusal: it is larger than the limit, or not well-formed HTTP.
-    """
-    too_large = Refusal(413, f"The body is larger than {limit_bytes} bytes.")
-    if (request.content_length or 0) > limit_bytes:
-        raise too_large
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0  # none of these bytes belong to the answer
-    try:
-        return await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise too_large from None
-    except web.RequestPayloadError:
-        raise Refusal(400, "The body is not well-formed HTTP.") from None

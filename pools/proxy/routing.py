@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pools.proxy.state import DesiredReplica, DesiredState, ProxyHealth, ReplicaState, ReplicaStatus
+from pools.proxy.state import (
+    Announcement,
+    Demand,
+    DesiredState,
+    Failure,
+    Orders,
+    ProxyHealth,
+    ReplicaStatus,
+    ServedModel,
+)
 
 MAX_ATTEMPTS = 3
 """Times one request is sent in all: a prompt that crashes engines must not take down every replica."""
+_REMEMBERED_DEMAND_SECONDS = 600.0
 
 
 class Outcome(Enum):
@@ -18,7 +29,7 @@ class Outcome(Enum):
     ANSWERED = "answered"
     """A whole answer that is the client's to deal with: any status below 500."""
     SERVER_ERROR = "server error"
-    """A whole answer with status 5xx."""
+    """A whole answer with status 5xx, or one that is not what an engine answers."""
     LOST = "lost"
     """No connection, or one that broke before the answer was whole."""
     TIMED_OUT = "timed out"
@@ -37,34 +48,55 @@ def may_retry(outcome: Outcome, *, attempts: int) -> bool:
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One engine server: what the pool said of it, and what happened to it here."""
+    """One engine server: what it said of itself, what the pool wants of it, and what happened to it here."""
 
     name: str
-    url: str
-    digest: str | None
-    capacity: int
-    state: ReplicaState
+    said: Announcement
+    announced: float
+    """When it said so, on the table's clock."""
+    wanted: bool = True
+    """Whether it belongs to the pool."""
+    ordered: str | None = None
+    """Model name it is to hold."""
+    ordered_digest: str | None = None
+    ordered_at: float = 0.0
+    lost: bool = False
     in_flight: int = 0
     consecutive_failures: int = 0
     suspect: bool = False
     last_turn: int = 0
 
     @property
-    def takes_requests(self) -> bool:
-        """Whether new requests may go to it."""
-        return self.state == "ready" and not self.suspect
+    def url(self) -> str:
+        """Address of its engine, without a path."""
+        return self.said.url or ""
 
     @property
-    def status(self) -> ReplicaStatus:
-        """Its state as a value."""
-        return ReplicaStatus(
-            name=self.name,
-            state=self.state,
-            digest=self.digest,
-            suspect=self.suspect,
-            in_flight=self.in_flight,
-            consecutive_failures=self.consecutive_failures,
+    def takes_requests(self) -> bool:
+        """Whether new requests may go to it: it is ready, and the pool does not want other weights in it."""
+        said = self.said
+        return (
+            said.state == "ready"
+            and self.wanted
+            and not self.suspect
+            and not self.lost
+            and said.url is not None
+            and (self.ordered_digest is None or self.ordered_digest == said.digest)
         )
+
+    @property
+    def gone(self) -> bool:
+        """Whether what it was working on will not be answered."""
+        return self.lost or self.said.state == "dead"
+
+
+@dataclass(slots=True)
+class _Asked:
+    """The requests for one model that are open now; `since` holds one entry per held request, oldest first."""
+
+    since: dict[object, float] = field(default_factory=dict)
+    in_flight: int = 0
+    last_active: float = 0.0
 
 
 @dataclass(slots=True)
@@ -72,60 +104,188 @@ class RoutingTable:
     """The models and replicas there are, with their load. Used from one thread.
 
     `models` is none until the pool has said for the first time what there is: a request that comes earlier, as
-    after a restart of the proxy, has to wait, not to be told that its model is unknown.
+    after a restart of the proxy, has to wait, not to be told that its model is unknown. `version` grows whenever
+    somebody who waits for news of replicas or demand has some.
     """
 
-    models: Mapping[str, str] | None = None
+    clock: Callable[[], float] = time.monotonic
+    models: Mapping[str, ServedModel] | None = None
+    engine: str = ""
+    unusable: Mapping[str, Failure] = field(default_factory=dict)
     failed: str | None = None
+    next: tuple[str, ...] = ()
+    on_news: Callable[[], None] = lambda: None
+    """Called whenever `version` has grown."""
     replicas: dict[str, Replica] = field(default_factory=dict)
+    version: int = 0
+    orders_version: int = 0
+    held: int = 0
+    """Requests that wait for a replica."""
+    _orders: Mapping[str, str | None] = field(default_factory=dict)
+    _asked: dict[str, _Asked] = field(default_factory=dict)
+    _seconds: dict[str, float] = field(default_factory=dict)
     _turn: int = 0
 
+    def bump(self) -> None:
+        """Tells whoever waits for news that there is some."""
+        self.version += 1
+        self.on_news()
+
     def apply(self, desired: DesiredState) -> list[Replica]:
-        """Replaces what the pool wants; replicas that keep their name keep their load.
+        """Replaces what the pool wants; replicas keep what they said, and their load.
 
         Returns:
-            replicas that are dead or gone: whatever they were working on will not be answered.
+            replicas that the pool does not want any more: whatever they were working on will not be answered.
         """
-        before = self.replicas
+        changed = (self.models, self._orders, self.next) != (desired.models, desired.orders, desired.next)
         self.models = dict(desired.models)
+        self.engine = desired.engine
+        self.unusable = dict(desired.unusable)
         self.failed = desired.failed
-        self.replicas = {wanted.name: _updated(before.get(wanted.name), wanted) for wanted in desired.replicas}
-        lost = [replica for name, replica in before.items() if name not in self.replicas]
+        self.next = desired.next
+        self._orders = dict(desired.orders)
+        if changed:
+            self.orders_version += 1
+        unwanted = []
+        for replica in list(self.replicas.values()):
+            self._give_order(replica)
+            if not replica.wanted:
+                replica.lost = True
+                unwanted.append(replica)
+                del self.replicas[replica.name]
+        return unwanted
+
+    def announce(self, name: str, said: Announcement) -> list[Replica]:
+        """Takes what a replica says of itself, and renews its lease.
+
+        Returns:
+            replicas whose work is lost by that: itself if it is dead, or the one before it of the same name.
+        """
+        before = self.replicas.get(name)
+        lost: list[Replica] = []
+        if before is None or before.said.instance != said.instance:
+            if before is not None:
+                before.lost = True
+                lost.append(before)
+            replica = self.replicas[name] = Replica(name, said, self.clock())
+            self._give_order(replica)
+            self.bump()
+            return lost
+        if said.sequence < before.said.sequence:
+            before.announced = self.clock()
+            return lost
+        if _news(before.said) != _news(said) or before.lost:
+            self.bump()
+        if before.url != said.url or (before.said.state != "ready" and said.state == "ready") or before.lost:
+            # Another engine, or one that was just seen to answer: what happened before says nothing of it.
+            before.suspect = False
+            before.consecutive_failures = 0
+        before.said, before.announced, before.lost = said, self.clock(), False
+        return [before] if said.state == "dead" else []
+
+    def expire(self, lease_seconds: float) -> list[Replica]:
+        """Marks the replicas as lost that have been silent for longer than their lease; those newly lost."""
+        deadline = self.clock() - lease_seconds
+        lost = [one for one in self.replicas.values() if not one.lost and one.announced < deadline]
         for replica in lost:
-            replica.state = "dead"
-        return lost + [replica for replica in self.replicas.values() if replica.state == "dead"]
+            replica.lost = True
+            self.bump()
+        return lost
+
+    def orders_of(self, name: str) -> Orders:
+        """What the pool wants of a replica."""
+        if self.models is None:
+            return Orders(version=self.orders_version, known=False)
+        replica = self.replicas.get(name)
+        model = self._orders.get(name)
+        return Orders(
+            version=self.orders_version,
+            known=True,
+            stop=name not in self._orders,
+            model=model,
+            served=self.models.get(model) if model is not None else None,
+            next={one: self.models[one] for one in self.next if one in self.models and one != model},
+            in_flight=replica.in_flight if replica else 0,
+        )
 
     def choose(self, digest: str, *, tried: Mapping[str, Outcome]) -> Replica | None:
         """The least loaded replica that holds these weights and takes requests; equals take turns.
 
-        Args:
-            digest: of the weights that must answer.
-            tried: how this request fared at replicas already: one that timed out is not asked again, others only
-                where there is no replica that was not tried.
+        Replicas that a request was not sent to yet come first; one that timed out is not asked again.
         """
-        able = [
-            replica
-            for replica in self.replicas.values()
-            if replica.takes_requests and replica.digest == digest and tried.get(replica.name) is not Outcome.TIMED_OUT
-        ]
-        if not able:
-            return None
-        return min(able, key=lambda one: (one.name in tried, one.in_flight / one.capacity, one.last_turn))
+        best: Replica | None = None
+        best_rank: tuple[bool, float, int] | None = None
+        for replica in self.replicas.values():
+            if replica.said.digest != digest or not replica.takes_requests:
+                continue
+            if tried and tried.get(replica.name) is Outcome.TIMED_OUT:
+                continue
+            rank = (replica.name in tried, replica.in_flight / replica.said.capacity, replica.last_turn)
+            if best_rank is None or rank < best_rank:
+                best, best_rank = replica, rank
+        return best
 
-    def begin(self, replica: Replica) -> None:
-        """Counts a request that is sent to a replica now."""
+    def hold(self, model: str, request: object) -> None:
+        """Notes that a request waits for a replica that holds this model."""
+        asked = self._asked_of(model)
+        if not asked.since:
+            self.bump()
+        asked.since[request] = self.clock()
+        self.held += 1
+
+    def let_go(self, model: str, request: object) -> None:
+        """Notes that a request does not wait any more."""
+        asked = self._asked_of(model)
+        if asked.since.pop(request, None) is not None:
+            self.held -= 1
+        asked.last_active = self.clock()
+
+    def begin(self, replica: Replica, model: str) -> None:
+        """Counts a request for a model that is sent to a replica now."""
         self._turn += 1
         replica.last_turn = self._turn
         replica.in_flight += 1
+        self._asked_of(model).in_flight += 1
 
-    def end(self, replica: Replica, outcome: Outcome | None) -> None:
+    def end(self, replica: Replica, model: str, outcome: Outcome | None) -> None:
         """Counts a request that a replica is done with; no outcome where the client left."""
         replica.in_flight -= 1
-        if outcome in (Outcome.LOST, Outcome.TIMED_OUT):
+        asked = self._asked_of(model)
+        asked.in_flight -= 1
+        asked.last_active = self.clock()
+        if (asked.in_flight == 0 and self.held) or (replica.in_flight == 0 and replica.said.state == "draining"):
+            self.bump()
+        if outcome is Outcome.LOST or outcome is Outcome.TIMED_OUT:
             replica.consecutive_failures += 1
             replica.suspect = True
         elif outcome is not None:
             replica.consecutive_failures = 0
+
+    def demand(self) -> dict[str, Demand]:
+        """What is being asked of each model, or was lately."""
+        now = self.clock()
+        for model, asked in list(self._asked.items()):
+            quiet = not asked.since and not asked.in_flight
+            if quiet and now - asked.last_active > _REMEMBERED_DEMAND_SECONDS:
+                del self._asked[model]
+        return {model: _demand(asked, now) for model, asked in self._asked.items()}
+
+    def status(self) -> tuple[ReplicaStatus, ...]:
+        """Every replica, as values."""
+        now = self.clock()
+        return tuple(
+            ReplicaStatus(
+                name=one.name,
+                ordered=one.ordered,
+                said=one.said,
+                lost=one.lost,
+                silent_seconds=max(0.0, now - one.announced),
+                suspect=one.suspect,
+                in_flight=one.in_flight,
+                consecutive_failures=one.consecutive_failures,
+            )
+            for one in self.replicas.values()
+        )
 
     @property
     def health(self) -> ProxyHealth:
@@ -134,14 +294,45 @@ class RoutingTable:
             return "failed"
         return "ready" if any(replica.takes_requests for replica in self.replicas.values()) else "holding"
 
+    def replica_seconds(self) -> dict[str, float]:
+        """Time that replicas were ordered to hold each model, added up."""
+        now = self.clock()
+        total = dict(self._seconds)
+        for replica in self.replicas.values():
+            if replica.ordered is not None:
+                total[replica.ordered] = total.get(replica.ordered, 0.0) + now - replica.ordered_at
+        return {model: round(seconds, 3) for model, seconds in total.items()}
 
-def _updated(known: Replica | None, wanted: DesiredReplica) -> Replica:
-    if known is None:
-        return Replica(wanted.name, wanted.url, wanted.digest, wanted.capacity, wanted.state)
-    if known.url != wanted.url or (known.state != "ready" and wanted.state == "ready"):
-        # Another engine, or one the pool has just seen answer: what happened to the one before says nothing of it.
-        known.suspect = False
-        known.consecutive_failures = 0
-    known.url, known.digest = wanted.url, wanted.digest
-    known.capacity, known.state = wanted.capacity, wanted.state
-    return known
+    def _give_order(self, replica: Replica) -> None:
+        if self.models is None:
+            return
+        replica.wanted = replica.name in self._orders
+        ordered = self._orders.get(replica.name)
+        if ordered != replica.ordered:
+            now = self.clock()
+            if replica.ordered is not None:
+                self._seconds[replica.ordered] = self._seconds.get(replica.ordered, 0.0) + now - replica.ordered_at
+            replica.ordered, replica.ordered_at = ordered, now
+        served = self.models.get(ordered) if ordered is not None else None
+        replica.ordered_digest = served.digest if served is not None else None
+
+    def _asked_of(self, model: str) -> _Asked:
+        asked = self._asked.get(model)
+        if asked is None:
+            asked = self._asked[model] = _Asked(last_active=self.clock())
+        return asked
+
+
+def _demand(asked: _Asked, now: float) -> Demand:
+    open_now = bool(asked.since) or asked.in_flight > 0
+    return Demand(
+        held=len(asked.since),
+        in_flight=asked.in_flight,
+        oldest_held_seconds=max(0.0, now - next(iter(asked.since.values()))) if asked.since else 0.0,
+        idle_seconds=0.0 if open_now else max(0.0, now - asked.last_active),
+    )
+
+
+def _news(said: Announcement) -> tuple[object, ...]:
+    """What of an announcement matters to somebody who waits for news."""
+    return (said.state, said.digest, said.url, len(said.loads), said.loads[-1:], said.restarts, said.failure)

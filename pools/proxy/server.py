@@ -2,76 +2,137 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import json
 import logging
+import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeVar
+from urllib.parse import parse_qs
 
-import aiohttp
-from aiohttp import web
 from pydantic import ValidationError
 
+from pools.journal.cells import CellScope
+from pools.proxy.cells import Cells
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
+from pools.proxy.leases import Leases
+from pools.proxy.messages import Head, Reply, Request, Responder
 from pools.proxy.replies import Refusal
-from pools.proxy.request import read_body
-from pools.proxy.routing import RoutingTable
-from pools.proxy.state import DesiredState, ProxyLimits, ProxyStatus
+from pools.proxy.routing import Replica, RoutingTable
+from pools.proxy.state import (
+    NAME_PATTERN,
+    Announcement,
+    DesiredState,
+    Lease,
+    Orders,
+    ProxyLimits,
+    ProxyStatus,
+)
+from resources.config import Config
 from resources.settings import ProxyKeys
+
+_COMPLETIONS = frozenset({"/v1/completions", "/v1/chat/completions"})
+_CELL = re.compile(r"/cells/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,199})/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,99})(/v1/.*)")
+_NAMED = re.compile(NAME_PATTERN)
+_LONGEST_WAIT_SECONDS = 30.0
+_EXPIRY_SECONDS = 0.25
 
 _log = logging.getLogger("assay.proxy")
 
-Answerer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+Answerer = Callable[[Request, str], Awaitable[Reply]]
+Value = TypeVar("Value", bound=Config)
+
+
+class _Route(NamedTuple):
+    """Who may ask a path, in what way, and what answers; a path that ends in / has a name behind it."""
+
+    methods: tuple[str, ...]
+    key: bytes | None
+    answer: Answerer | None
 
 
 class ProxyServer:
     """Authorization, and the way from a path to what answers it.
 
     Args:
-        session: for requests to replicas.
+        forwarder: answers completion requests.
+        table: models and replicas.
+        tally: what was counted.
+        cells: journal and counters by cell.
         limits: bounds and time-outs.
-        keys: of clients and of the pool.
+        keys: of clients, of the pool, and of replicas that join.
     """
 
-    def __init__(self, session: aiohttp.ClientSession, *, limits: ProxyLimits, keys: ProxyKeys) -> None:
+    def __init__(
+        self,
+        forwarder: Forwarder,
+        *,
+        table: RoutingTable,
+        tally: Tally,
+        cells: Cells,
+        limits: ProxyLimits,
+        keys: ProxyKeys,
+    ) -> None:
         self._limits = limits
-        self._table = RoutingTable()
-        self._tally = Tally()
-        self._forwarder = Forwarder(session, table=self._table, tally=self._tally, limits=limits)
-        client_key = keys.client.get_secret_value().encode()
-        admin_key = keys.admin.get_secret_value().encode()
+        self._table = table
+        self._tally = tally
+        self._forwarder = forwarder
+        self._cells = cells
+        self._leases = Leases(asyncio.get_running_loop().time)
+        self._news = asyncio.Event()
         self._started = int(time.time())
-        self._routes: dict[str, tuple[str, bytes | None, Answerer]] = {
-            "/v1/completions": ("POST", client_key, self._forwarder.answer),
-            "/v1/chat/completions": ("POST", client_key, self._forwarder.answer),
-            "/v1/models": ("GET", client_key, self._models),
-            "/metrics": ("GET", client_key, self._metrics),
-            "/health": ("GET", None, self._health),
-            "/admin/state": ("PUT", admin_key, self._set_state),
-            "/admin/status": ("GET", admin_key, self._status),
+        self._instance = secrets.token_hex(6)
+        client, admin = keys.client.get_secret_value().encode(), keys.admin.get_secret_value().encode()
+        join = keys.join.get_secret_value().encode()
+        completion = _Route(("POST",), client, None)
+        self._routes: dict[str, _Route] = {
+            "/v1/completions": completion,
+            "/v1/chat/completions": completion,
+            "/v1/models": _Route(("GET",), client, self._models),
+            "/metrics": _Route(("GET",), client, self._metrics),
+            "/health": _Route(("GET",), None, self._health),
+            "/admin/state": _Route(("PUT",), admin, self._set_state),
+            "/admin/status": _Route(("GET",), admin, self._status),
+            "/admin/leases/": _Route(("PUT", "DELETE"), admin, self._lease),
+            "/admin/cells/": _Route(("PUT", "GET", "DELETE"), admin, self._cell),
+            "/replicas/": _Route(("POST",), join, self._announced),
         }
+        table.on_news = self._wake
+        self._expiry = asyncio.create_task(self._expire())
 
-    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """The answer to any request."""
+    def refuse(self, head: Head) -> Reply | None:
+        """What can be said before the body is read; None to go on."""
         try:
-            route = self._routes.get(request.path)
-            if route is None:
-                raise Refusal(404, "There is nothing at this path.")
-            method, key, answerer = route
-            if key is not None and not _carries(request, key):
+            route, _ = self._route(head.path)
+            if route.key is not None and not _carries(head, route.key):
                 raise Refusal(401, "The Authorization header must be Bearer and this pool's key.")
-            if request.method != method:
-                raise Refusal(405, f"This path takes {method}.")
-            return await answerer(request)
+            if head.method not in route.methods:
+                raise Refusal(405, f"This path takes {' or '.join(route.methods)}.")
         except Refusal as refusal:
-            return refusal.response()
+            return refusal.reply()
+        return None
+
+    async def answer(self, request: Request, responder: Responder) -> None:
+        """Answers any request that was not refused."""
+        try:
+            route, name = self._route(request.head.path)
+            if route.answer is None:
+                await self._complete(request, responder)
+            else:
+                responder.send(await route.answer(request, name))
+        except Refusal as refusal:
+            responder.send(refusal.reply())
         except Exception as error:  # noqa: BLE001 - the boundary: one request must not show its text in a log
             where = error.__traceback__
             while where is not None and where.tb_next is not None:
                 where = where.tb_next
             place = f"{where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where is not None else "?"
             _log.error("%s at %s", type(error).__name__, place)
-            return Refusal(500, "The proxy failed to handle this request.").response()
+            responder.send(Refusal(500, "The proxy failed to handle this request.").reply())
 
     def refuse_all(self, reason: str) -> None:
         """Answers every request that waits, and every later one, with 503 and this reason."""
@@ -79,47 +140,198 @@ class ProxyServer:
         self._forwarder.table_changed([])
 
     async def close(self) -> None:
-        """Ends what runs beside requests."""
+        """Ends what runs beside requests, and writes what is left to be written."""
+        self._expiry.cancel()
+        await asyncio.gather(self._expiry, return_exceptions=True)
         await self._forwarder.close()
+        await self._cells.close()
 
-    async def _models(self, _request: web.BaseRequest) -> web.Response:
+    def _route(self, path: str) -> tuple[_Route, str]:
+        route = self._routes.get(path)
+        if route is not None and not path.endswith("/"):
+            return route, ""
+        if path.startswith("/cells/") and (inside := _CELL.fullmatch(path)):
+            route = self._routes.get(inside[3])
+            if route is not None:
+                return route, ""
+        for prefix in ("/admin/leases/", "/admin/cells/", "/replicas/"):
+            if path.startswith(prefix):
+                name = path.removeprefix(prefix)
+                parts = name.split("/")
+                if len(parts) == (2 if prefix == "/admin/cells/" else 1) and all(map(_NAMED.match, parts)):
+                    return self._routes[prefix], name
+        raise Refusal(404, "There is nothing at this path.")
+
+    async def _complete(self, request: Request, responder: Responder) -> None:
+        path = request.head.path
+        if path in _COMPLETIONS:
+            await self._forwarder.answer(request, responder, target=request.head.target, scope=None)
+            return
+        inside = _CELL.fullmatch(path)
+        assert inside is not None
+        target = b"/" + request.head.target.split(b"/", 4)[4]
+        scope = CellScope(inside[1], inside[2])
+        await self._cells.ensure_open(scope)
+        await self._forwarder.answer(request, responder, target=target, scope=scope)
+
+    async def _models(self, _request: Request, _name: str) -> Reply:
         entry = {"object": "model", "created": self._started, "owned_by": "assay"}
-        names = sorted(self._table.models or {})
-        return web.json_response({"object": "list", "data": [{"id": name, **entry} for name in names]})
+        lengths = {
+            one.said.digest: one.said.max_model_len for one in self._table.replicas.values() if one.said.max_model_len
+        }
+        longest = min(lengths.values(), default=None)
+        listed = []
+        for name, served in sorted((self._table.models or {}).items()):
+            length = lengths.get(served.digest, longest)
+            listed.append({"id": name, **entry, "root": served.uri, "max_model_len": length})
+        return _json({"object": "list", "data": listed})
 
-    async def _health(self, _request: web.BaseRequest) -> web.Response:
+    async def _health(self, _request: Request, _name: str) -> Reply:
         health = self._table.health
         replicas = [
-            {"name": one.name, "state": one.state, "suspect": one.suspect, "in_flight": one.in_flight}
+            {"name": one.name, "state": "lost" if one.lost else one.said.state, "in_flight": one.in_flight}
             for one in self._table.replicas.values()
         ]
-        reply = {"status": health, "replicas": replicas, "held": self._forwarder.held}
-        return web.json_response(reply, status=200 if health == "ready" else 503)
+        reply = {"status": health, "replicas": replicas, "held": self._table.held}
+        return _json(reply, status=200 if health == "ready" else 503)
 
-    async def _metrics(self, _request: web.BaseRequest) -> web.Response:
-        replicas = [replica.status for replica in self._table.replicas.values()]
-        text = prometheus_text(self._tally, replicas=replicas, held=self._forwarder.held)
-        return web.Response(body=text.encode(), headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
-
-    async def _set_state(self, request: web.BaseRequest) -> web.Response:
-        body = await read_body(request, limit_bytes=self._limits.max_body_bytes)
-        try:
-            desired = DesiredState.model_validate_json(body)
-        except ValidationError as error:
-            raise Refusal(400, str(error)) from None
-        self._forwarder.table_changed(self._table.apply(desired))
-        return await self._status(request)
-
-    async def _status(self, _request: web.BaseRequest) -> web.Response:
-        status = ProxyStatus(
-            status=self._table.health,
-            replicas=tuple(replica.status for replica in self._table.replicas.values()),
-            held=self._forwarder.held,
-            models={name: tally.counters for name, tally in self._tally.models.items()},
+    async def _metrics(self, _request: Request, _name: str) -> Reply:
+        text = prometheus_text(
+            self._tally, replicas=self._table.status(), held=self._table.held, journal=self._cells.journal_status
         )
-        return web.Response(body=status.model_dump_json().encode(), content_type="application/json")
+        return Reply(200, text.encode(), ((b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8"),))
+
+    async def _set_state(self, request: Request, _name: str) -> Reply:
+        self._change(self._table.apply(_read(DesiredState, request)))
+        return _value(self._status_now())
+
+    async def _status(self, request: Request, _name: str) -> Reply:
+        query = parse_qs(request.head.target.partition(b"?")[2].decode("latin-1"))
+        try:
+            after, wait = int(query.get("after", ["-1"])[0]), float(query.get("wait", ["0"])[0])
+        except ValueError:
+            raise Refusal(400, "after must be a whole number, and wait a number of seconds.") from None
+        await self._until(lambda: self._table.version != after, seconds=wait, gone=request.gone)
+        return _value(self._status_now())
+
+    async def _announced(self, request: Request, name: str) -> Reply:
+        said = _read(Announcement, request)
+        self._tally.announced(name, said)
+        self._change(self._table.announce(name, said))
+
+        def news(orders: Orders) -> bool:
+            return orders.in_flight == 0 if said.until_idle else orders.version != said.seen
+
+        await self._until(lambda: news(self._table.orders_of(name)), seconds=said.wait_seconds, gone=request.gone)
+        return _value(self._table.orders_of(name))
+
+    async def _lease(self, request: Request, name: str) -> Reply:
+        if request.head.method == "DELETE":
+            self._leases.end(name)
+        else:
+            lease = _read(Lease, request)
+            self._check_digests(name, lease)
+            self._leases.take(name, lease)
+        self._table.bump()
+        return _value(self._status_now())
+
+    def _check_digests(self, name: str, lease: Lease) -> None:
+        """One name never stands for two checkpoints while somebody relies on the first.
+
+        Raises:
+            Refusal: another user's lease has other weights under a name of this one.
+        """
+        for other, held in self._leases.status().items():
+            for model, served in lease.models.items():
+                if other != name and model in held.models and held.models[model].digest != served.digest:
+                    raise Refusal(409, f"{held.holder} uses the name {model} for another checkpoint.", param=model)
+
+    async def _cell(self, request: Request, name: str) -> Reply:
+        cell, _, attempt = name.partition("/")
+        match request.head.method:
+            case "PUT":
+                await self._cells.open(cell, attempt, json_object(request.body))
+            case "DELETE":
+                await self._cells.close_cell(cell, attempt, json_object(request.body))
+        return _value(self._tally.cell(cell, attempt).counters)
+
+    def _status_now(self) -> ProxyStatus:
+        return ProxyStatus(
+            instance=self._instance,
+            version=self._table.version,
+            status=self._table.health,
+            replicas=self._table.status(),
+            held=self._table.held,
+            models={name: tally.counters for name, tally in self._tally.models.items()},
+            demand=self._table.demand(),
+            unusable=dict(self._table.unusable),
+            failed=self._table.failed,
+            replica_seconds=self._table.replica_seconds(),
+            leases=self._leases.status(),
+            journal=self._cells.journal_status,
+        )
+
+    def _change(self, lost: list[Replica]) -> None:
+        self._forwarder.table_changed(lost)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Lets everybody who waits for news look again."""
+        self._news.set()
+        self._news = asyncio.Event()
+
+    async def _until(self, condition: Callable[[], bool], *, seconds: float, gone: asyncio.Future[None]) -> None:
+        """Waits for a condition on the table, for so long at most, and not past the client's leaving."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + min(seconds, _LONGEST_WAIT_SECONDS)
+        while not condition() and not gone.done() and (left := deadline - loop.time()) > 0:
+            try:
+                async with asyncio.timeout(left):
+                    await self._news.wait()
+            except TimeoutError:
+                return
+
+    async def _expire(self) -> None:
+        """Ends leases of replicas and users that were not renewed."""
+        while True:
+            if lost := self._table.expire(self._limits.lease_seconds):
+                _log.warning("lease of %s has run out", ", ".join(one.name for one in lost))
+                self._forwarder.table_changed(lost)
+            if self._leases.expire():
+                self._table.bump()
+            await asyncio.sleep(min(_EXPIRY_SECONDS, self._limits.lease_seconds / 4))
 
 
-def _carries(request: web.BaseRequest, key: bytes) -> bool:
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    return hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), key) and scheme.lower() == "bearer"
+def json_object(body: bytes) -> dict[str, object]:
+    """A body that is a JSON object, or empty.
+
+    Raises:
+        Refusal: it is something else.
+    """
+    try:
+        content = json.loads(body or b"{}")
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise Refusal(400, "The body must be a JSON object.")
+    return content
+
+
+def _read(kind: type[Value], request: Request) -> Value:
+    try:
+        return kind.model_validate_json(request.body)
+    except ValidationError as error:
+        raise Refusal(400, str(error)) from None
+
+
+def _value(value: Config) -> Reply:
+    return Reply(200, value.model_dump_json().encode())
+
+
+def _json(content: object, *, status: int = 200) -> Reply:
+    return Reply(status, json.dumps(content).encode())
+
+
+def _carries(head: Head, key: bytes) -> bool:
+    scheme, _, given = (head.header(b"authorization") or b"").partition(b" ")
+    return hmac.compare_digest(given.strip(), key) and scheme.lower() == b"bearer"

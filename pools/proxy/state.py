@@ -1,15 +1,19 @@
-"""What the pool and its proxy say to each other: limits, desired state, status."""
+"""What the pool, its replicas and its users say to the proxy and hear from it: limits, orders, leases, status."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from resources.config import Config
 
 ReplicaState = Literal["starting", "ready", "draining", "dead"]
 ProxyHealth = Literal["ready", "holding", "failed"]
+LoadedHow = Literal["cold start", "reload", "restart", "already loaded"]
+
+NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}$"
+_URL_PATTERN = r"^https?://[^/?#\s]+$"
 
 
 class ProxyLimits(Config):
@@ -17,6 +21,8 @@ class ProxyLimits(Config):
 
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     """Largest request body; a larger one is answered 413."""
+    head_timeout_seconds: float = Field(default=30, gt=0)
+    """How long a client may take over the headers, and then over each piece of the body."""
     max_held: int = Field(default=20_000, ge=0)
     """Requests that may wait for a replica at once; one more is answered 429."""
     hold_timeout_seconds: float = Field(default=1800, gt=0)
@@ -29,40 +35,160 @@ class ProxyLimits(Config):
     """Pause between two looks at a replica that a connection to failed."""
     probe_timeout_seconds: float = Field(default=30, gt=0)
     """How long such a look may take; generous, as a busy engine answers late."""
+    lease_seconds: float = Field(default=30, gt=0)
+    """How long an announcement of a replica holds; without another one its requests go elsewhere."""
 
 
-class DesiredReplica(Config):
-    """One engine server as the pool sees it."""
+class ServedModel(Config):
+    """What stands behind a model name. The digests are hex."""
 
-    name: str = Field(min_length=1)
-    """Name that stays the same when the engine is started again."""
-    url: str = Field(pattern=r"^https?://[^/?#\s]+$")
-    """Address without a path, such as http://127.0.0.1:8001."""
-    digest: str | None = None
-    """Digest of the weights it holds; none while it holds none that may be asked."""
+    digest: str
+    """Over the whole checkpoint: weights, tokenizer and template, config."""
+    weights: str = ""
+    """Over the weights alone."""
+    tokenizer: str = ""
+    """Over tokenizer and chat template."""
+    config: str = ""
+    """Over the model's configuration."""
+    uri: str = ""
+    """Where it lies."""
+
+
+class Failure(Config):
+    """Why something cannot be had: the parts of an error of ours, to be raised again elsewhere."""
+
+    kind: str
+    """Class of the error."""
+    expected: str
+    """What should have been the case."""
+    found: str
+    """What was the case instead."""
+    remedy: str
+    """What to do."""
+
+
+class LoadReport(Config):
+    """How one checkpoint came into one replica, or did not."""
+
+    number: int
+    """Counts the loads of this replica, from 1."""
+    model: str
+    """Name of the checkpoint."""
+    digest: str
+    """Digest of the checkpoint."""
+    how: LoadedHow
+    """Into a new engine, into the running one, or into a new one because the running one would not do."""
+    seconds: float
+    """From the order to the canary's answer."""
+    phases: dict[str, float] = {}
+    """Seconds by phase: stage, drain, reload, canary, start."""
+    reason: str | None = None
+    """Why it could not be reloaded in place."""
+    failure: Failure | None = None
+    """Why it cannot be served at all."""
+
+
+class Announcement(Config):
+    """What a replica says of itself; it holds for `lease_seconds`."""
+
+    instance: str
+    """Tells one start of the replica from the next, which takes over its name."""
+    sequence: int = 0
+    """Grows with every announcement of an instance: an older one that arrives late changes nothing."""
+    url: str | None = Field(default=None, pattern=_URL_PATTERN)
+    """Address of its engine, without a path, such as http://127.0.0.1:8001."""
     capacity: int = Field(default=1, ge=1)
     """Requests it works on at once; load is measured against it."""
     state: ReplicaState = "starting"
     """Only a ready replica gets requests; a dead one also gives up those it has."""
+    model: str | None = None
+    """Name of the checkpoint it holds."""
+    digest: str | None = None
+    """Digest of the checkpoint it holds; none while it holds none that may be asked."""
+    prompt_logprobs: bool = False
+    """Whether its engine returns log-probabilities of the prompt's tokens."""
+    max_model_len: int | None = None
+    """Longest prompt plus answer in tokens."""
+    engine_version: str | None = None
+    """Version of the engine, as it says."""
+    restarts: int = 0
+    """Engines started again because one died, since this replica exists."""
+    failure: Failure | None = None
+    """Why it is dead."""
+    loads: tuple[LoadReport, ...] = ()
+    """The last few loads."""
+    seen: int = -1
+    """Version of the orders it knows."""
+    wait_seconds: float = Field(default=0, ge=0, le=60)
+    """How long the answer may be held back while there is nothing new for it."""
+    until_idle: bool = False
+    """Wants to hear when nothing is in flight on it any more, rather than of new orders."""
+
+
+class Orders(Config):
+    """Answer to an announcement: what the pool wants of the replica."""
+
+    version: int
+    """Changes with the orders."""
+    known: bool
+    """Whether the pool has said anything yet; if not, the replica goes on as it is."""
+    stop: bool = False
+    """The pool does not want it any more."""
+    model: str | None = None
+    """Name of the checkpoint it is to hold; none while there is nothing to do."""
+    served: ServedModel | None = None
+    """That checkpoint."""
+    next: dict[str, ServedModel] = {}
+    """Checkpoints it may be asked for soon, to be staged ahead."""
+    in_flight: int = 0
+    """Requests it is working on."""
 
 
 class DesiredState(Config):
-    """All that the proxy needs to know; each one replaces the one before."""
+    """What the pool wants; each one replaces the one before."""
 
-    models: dict[str, str] = {}
-    """Digest of the weights behind each model name that may be asked, now or soon."""
-    replicas: tuple[DesiredReplica, ...] = ()
-    """The engine servers there are."""
+    models: dict[str, ServedModel] = {}
+    """Every model name that may be asked, now or soon."""
+    engine: str = ""
+    """Identity of the engine (build and arguments): answers of one are not answers of another."""
+    orders: dict[str, str | None] = {}
+    """Replicas that belong to the pool, and the model name each is to hold; others are told to stop."""
+    next: tuple[str, ...] = ()
+    """Model names that will be asked soon, in order."""
+    unusable: dict[str, Failure] = {}
+    """Model names whose checkpoint cannot be served: requests for them are answered 503 with the reason."""
     failed: str | None = None
     """Why the pool has given up: every request is answered 503 with it."""
 
-    @field_validator("replicas")
-    @classmethod
-    def _names_differ(cls, replicas: tuple[DesiredReplica, ...]) -> tuple[DesiredReplica, ...]:
-        names = [replica.name for replica in replicas]
-        if len(set(names)) < len(names):
-            raise ValueError(f"expected replicas of different names, found {', '.join(sorted(names))}")
-        return replicas
+
+class Lease(Config):
+    """What one user wants of the pool; it holds for `seconds`, then what it names is forgotten."""
+
+    holder: str
+    """Who that is, for people."""
+    seconds: float = Field(gt=0, le=86_400)
+    """How long it holds unless it is renewed."""
+    models: dict[str, ServedModel] = {}
+    """Checkpoints that the user may ask for."""
+    wants: tuple[str, ...] = ()
+    """Model names it wants now, in order."""
+    tries: dict[str, int] = {}
+    """How often it has wanted each anew: one more lets a checkpoint that could not be served be tried again."""
+
+
+class LeaseStatus(Config):
+    """A lease as the proxy knows it."""
+
+    holder: str
+    """Who that is."""
+    seconds_left: float
+    """Time until it ends by itself."""
+    models: dict[str, ServedModel]
+    """Checkpoints it brought."""
+    wants: tuple[str, ...]
+    """Model names it wants now, in order."""
+    tries: dict[str, int]
+    """How often it has wanted each anew."""
 
 
 class ReplicaStatus(Config):
@@ -70,10 +196,14 @@ class ReplicaStatus(Config):
 
     name: str
     """Its name."""
-    state: ReplicaState
-    """What the pool said of it."""
-    digest: str | None
-    """Digest of its weights, as the pool said."""
+    ordered: str | None
+    """Model name it is to hold."""
+    said: Announcement
+    """What it said last."""
+    lost: bool
+    """Its lease has run out: it gets no requests until it announces itself again."""
+    silent_seconds: float
+    """Time since its last announcement."""
     suspect: bool
     """A connection to it failed, and it has not answered a probe since."""
     in_flight: int
@@ -81,12 +211,21 @@ class ReplicaStatus(Config):
     consecutive_failures: int
     """Connections that failed or timed out since its last answer."""
 
+    @property
+    def usable(self) -> bool:
+        """Whether it is there and answers, for the weights it holds."""
+        return self.said.state == "ready" and not self.lost and not self.suspect
 
-class ModelCounters(Config):
-    """What became of the requests for one model since the proxy started."""
+    def holds(self, digest: str) -> bool:
+        """Whether it is ready with the checkpoint of this digest; connections to it may have failed lately."""
+        return self.said.state == "ready" and not self.lost and self.said.digest == digest
+
+
+class RequestCounters(Config):
+    """What became of some requests since the proxy started."""
 
     answered: int = 0
-    """Answers with status 2xx that were passed on whole."""
+    """Answers with status 2xx that were passed on whole, those from the journal included."""
     client_errors: int = 0
     """Refusals of the engine (4xx) that were passed on."""
     server_errors: int = 0
@@ -95,16 +234,74 @@ class ModelCounters(Config):
     """Clients that left before their answer."""
     retried: int = 0
     """Attempts after the first one."""
+    upstream: int = 0
+    """Attempts that were sent to an engine."""
+    held: int = 0
+    """Requests that had to wait for a replica."""
+    journal_hits: int = 0
+    """Requests that were answered from the journal."""
+    prompt_tokens: int = 0
+    """Tokens in, as the engine counted them; answers from the journal do not count again."""
+    completion_tokens: int = 0
+    """Tokens out, likewise."""
+
+
+class Demand(Config):
+    """What is being asked of one model now."""
+
+    held: int = 0
+    """Requests that wait for a replica that holds it."""
+    in_flight: int = 0
+    """Requests that replicas are working on."""
+    oldest_held_seconds: float = 0.0
+    """How long the one that waits longest has waited."""
+    idle_seconds: float = 0.0
+    """Time since the last request for it came or was answered; 0 while there is one."""
+
+
+class JournalStatus(Config):
+    """What the journal did since the proxy started."""
+
+    hits: int = 0
+    """Requests answered from it."""
+    misses: int = 0
+    """Requests it could have answered, and had no answer for."""
+    kept: int = 0
+    """Answers written."""
+    refused: int = 0
+    """Answers that were not whole or not valid, hence not written."""
+    errors: int = 0
+    """Times the disk or the database failed it."""
+    dropped: int = 0
+    """Answers thrown away for lack of space, or because they could not be read."""
+    bytes: int = 0
+    """Size of what it holds."""
 
 
 class ProxyStatus(Config):
     """Answer of `GET /admin/status`."""
 
+    instance: str
+    """Tells one start of the proxy from the next."""
+    version: int
+    """Changes when something worth acting on does."""
     status: ProxyHealth
     """As on `/health`."""
     replicas: tuple[ReplicaStatus, ...]
-    """Every replica of the desired state."""
+    """Every replica that has announced itself, or was ordered."""
     held: int
     """Requests that wait for a replica."""
-    models: dict[str, ModelCounters]
+    models: dict[str, RequestCounters]
     """Counters of every model that was asked."""
+    demand: dict[str, Demand]
+    """Models that are being asked, or were lately."""
+    unusable: dict[str, Failure]
+    """Models that cannot be served."""
+    failed: str | None
+    """Why the pool has given up."""
+    replica_seconds: dict[str, float]
+    """Time that replicas were ordered to hold each model, added up."""
+    leases: dict[str, LeaseStatus]
+    """Users of the pool."""
+    journal: JournalStatus | None
+    """The journal; none where there is none."""

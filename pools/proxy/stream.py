@@ -2,46 +2,38 @@
 
 from __future__ import annotations
 
-import aiohttp
-from aiohttp import web
+from collections.abc import Sequence
 
-from pools.proxy.replies import HOP_BY_HOP, error_event, passed_on
+from pools.proxy.messages import Header, Responder
+from pools.proxy.replies import error_event
 
-EVENT_STREAM = "text/event-stream"
-
-
-class ClientGone(Exception):
-    """The client closed its connection while a stream was being sent to it."""
+KEPT_BYTES = 8 * 2**20
+_DONE = b"[DONE]"
+_LAST_LINE_BYTES = 64
 
 
 class EventRelay:
-    """One stream to one client. Bytes go on as they come, less a line that is not whole yet.
+    """One stream to one client. Bytes go on as they come, less a line that is not whole yet, and less the end.
 
     So a stream that breaks in the middle of a line never shows the client half an event: the rest of the line is
-    dropped and an error event follows.
+    dropped and an error event follows. And a client that has seen `data: [DONE]` has the whole answer: that line waits
+    until `finish`.
 
     Args:
-        request: the client's request.
+        responder: the client's end of the request.
     """
 
-    def __init__(self, request: web.BaseRequest) -> None:
-        self._request = request
-        self._partial_line = b""
+    def __init__(self, responder: Responder) -> None:
+        self._responder = responder
+        self._held = b""
         self._between_events = True
-        self.response: web.StreamResponse | None = None
+        self._kept: list[bytes] | None = []
+        self._kept_bytes = 0
+        self.is_done = False
 
-    async def begin(self, upstream: aiohttp.ClientResponse) -> None:
-        """Sends the status and headers of the engine's answer; from here on no other replica can answer.
-
-        Raises:
-            ClientGone: nobody is there to take them.
-        """
-        headers = passed_on(upstream.headers, dropped=HOP_BY_HOP)
-        self.response = web.StreamResponse(status=upstream.status, headers=headers)
-        try:
-            await self.response.prepare(self._request)
-        except ConnectionError as error:
-            raise ClientGone from error
+    def begin(self, status: int, headers: Sequence[Header]) -> None:
+        """Sends the status and headers of the engine's answer; from here on no other replica can answer."""
+        self._responder.begin(status, headers)
 
     async def send(self, chunk: bytes) -> None:
         """Passes on what came from the engine.
@@ -49,12 +41,14 @@ class EventRelay:
         Raises:
             ClientGone: nobody is there to take it.
         """
-        whole = chunk.rfind(b"\n") + 1
-        if whole == 0:
-            self._partial_line += chunk
-            return
-        await self._write(self._partial_line + chunk[:whole] if self._partial_line else chunk[:whole])
-        self._partial_line = chunk[whole:]
+        self._keep(chunk)
+        data = self._held + chunk if self._held else chunk
+        end = _end_of_stream(data)
+        self.is_done = end is not None
+        whole = data.rfind(b"\n") + 1 if end is None else end
+        self._held = data[whole:]
+        if whole:
+            await self._write(data[:whole] if self._held else data)
 
     async def finish(self) -> None:
         """Ends a stream that came whole.
@@ -62,9 +56,9 @@ class EventRelay:
         Raises:
             ClientGone: nobody is there to take the end.
         """
-        if self._partial_line:
-            await self._write(self._partial_line)
-        await self._end()
+        if self._held:
+            await self._write(self._held)
+        self._responder.end()
 
     async def break_off(self, message: str) -> None:
         """Ends a stream that broke: an error event, then an end that is clean for HTTP.
@@ -76,19 +70,29 @@ class EventRelay:
             ClientGone: nobody is there to take it.
         """
         await self._write((b"" if self._between_events else b"\n") + error_event(502, message))
-        await self._end()
+        self._responder.end()
+
+    @property
+    def relayed(self) -> bytes | None:
+        """All that came from the engine; none if it is too much to be kept."""
+        return None if self._kept is None else b"".join(self._kept)
+
+    def _keep(self, chunk: bytes) -> None:
+        if self._kept is None:
+            return
+        self._kept_bytes += len(chunk)
+        if self._kept_bytes > KEPT_BYTES:
+            self._kept = None
+        else:
+            self._kept.append(chunk)
 
     async def _write(self, payload: bytes) -> None:
-        assert self.response is not None
         self._between_events = payload.endswith((b"\n\n", b"\r\n\r\n"))
-        try:
-            await self.response.write(payload)
-        except ConnectionError as error:
-            raise ClientGone from error
+        await self._responder.write(payload)
 
-    async def _end(self) -> None:
-        assert self.response is not None
-        try:
-            await self.response.write_eof()
-        except ConnectionError as error:
-            raise ClientGone from error
+
+def _end_of_stream(data: bytes) -> int | None:
+    """Where the last line begins if it is the one that ends a stream. The data begins with a line."""
+    at = data.rfind(b"data:", max(0, len(data) - _LAST_LINE_BYTES))
+    begins_line = at == 0 or (at > 0 and data[at - 1] in b"\r\n")
+    return at if begins_line and data[at + len(b"data:") :].strip() == _DONE else None

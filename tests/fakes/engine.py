@@ -18,6 +18,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import secrets
 import signal
 import sys
 from collections import deque
@@ -53,6 +54,14 @@ class Faults:
     die_mid_stream: int = 0
     """Streams that stop, in the middle of a line, after `stream_events_before_death` events."""
     stream_events_before_death: int = 2
+    malformed: int = 0
+    """Answers with status 200 whose JSON stops half-way, though their length is right."""
+    aborted: int = 0
+    """Answers with status 200 whose choices were aborted, as vLLM gives them when it is paused with `mode=abort`."""
+    fresh_samples: bool = False
+    """Sampled requests without a seed get another answer each time."""
+    any_length: bool = False
+    """Prompts may be longer than `max_model_len`."""
     hang: int = 0
     """Requests that are never answered."""
     hang_health: bool = False
@@ -69,6 +78,8 @@ class Faults:
     """`reload_weights` takes over only a part of the weights, as an engine with a stale packed layer does."""
     fail_reload: bool = False
     """`reload_weights` answers 500."""
+    no_reload: bool = False
+    """There is no `collective_rpc`, as where the development endpoints are off."""
 
     def take(self, count: str) -> bool:
         """Whether a fault is due; uses it up."""
@@ -207,14 +218,17 @@ class FakeEngine:
         chat = request.path.startswith("/v1/chat")
         try:
             fields = json.loads(body)
+            _check(fields)
             prompts = [chat_prompt(fields["messages"])] if chat else prompts_of(fields["prompt"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return _error(400, f"{type(error).__name__}: {error}")
         if self.models and fields.get("model") not in self.models:
             return _error(404, f"The model `{fields.get('model')}` does not exist.", param="model")
         wanted = max(fields.get("max_completion_tokens") or fields.get("max_tokens") or 0, 0)
-        if any(len(prompt) + wanted > self.max_model_len for prompt in prompts):
+        if not self.faults.any_length and any(len(prompt) + wanted > self.max_model_len for prompt in prompts):
             return _error(400, f"This model's maximum context length is {self.max_model_len} tokens.")
+        if self.faults.fresh_samples and fields.get("temperature") and fields.get("seed") is None:
+            fields["seed"] = secrets.randbits(32)
         completions = completions_of(self.label, prompts, fields, chat=chat)
         if fields.get("stream"):
             return await self._stream(request, fields, completions)
@@ -223,7 +237,11 @@ class FakeEngine:
         )
 
     async def _whole(self, request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
+        if self.faults.take("aborted"):
+            answer["choices"] = [{**choice, "finish_reason": "abort"} for choice in answer["choices"]]
         payload = json.dumps(answer).encode()
+        if self.faults.take("malformed"):
+            return web.Response(body=payload[: len(payload) // 2], content_type="application/json")
         if not self.faults.take("die_mid_body"):
             return web.Response(body=payload, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "application/json", "Content-Length": str(len(payload))})
@@ -292,6 +310,8 @@ class FakeEngine:
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
         call = await request.json()
+        if self.faults.no_reload:
+            return _error(404, "Not Found")
         if call.get("method") != "reload_weights":
             return _error(400, f"no method {call.get('method')}")
         folder = Path(call.get("kwargs", {}).get("weights_path", ""))
@@ -330,6 +350,31 @@ CANNED = json.dumps(
 def weights_label(folder: Path) -> str:
     """What tells the weights in a folder from others."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n", "logprobs", "top_logprobs", "seed"), (int,)),
+    **dict.fromkeys(("temperature", "top_p"), (int, float)),
+    **dict.fromkeys(("stream", "echo"), (bool,)),
+    "stop": (str, list),
+    "stream_options": (dict,),
+}
+_MOST = {"n": 16, "logprobs": 100, "top_logprobs": 100, "max_tokens": 2**20, "max_completion_tokens": 2**20}
+
+
+def _check(fields: dict[str, Any]) -> None:
+    """Raises a ValueError for what no engine takes."""
+    for name, kinds in _KINDS.items():
+        value = fields.get(name)
+        if value is None:
+            continue
+        if not isinstance(value, kinds):
+            raise ValueError(f"{name} is of a wrong type")
+        if name in _MOST and not (1 if name == "n" else 0) <= value <= _MOST[name]:
+            raise ValueError(f"{name} is out of bounds")
+    for stop in fields.get("stop") or []:
+        if not isinstance(stop, str) or not stop.encode():
+            raise ValueError("stop must be texts")
 
 
 def _error(status: int, message: str, *, param: str | None = None) -> web.Response:

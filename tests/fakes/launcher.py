@@ -1,39 +1,71 @@
-"""Starts the deterministic engine where a pool would start vLLM."""
+"""Starts the deterministic engine where a pool would start vLLM, or vLLM with a fault of its own."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pools.launch import Launch, ServedCheckpoint
+from pools.engines import ENGINES
+from pools.launch import Launch, Launcher, ServedCheckpoint, VllmLauncher
+from resources.jobs import Client
 
 _ENGINE = Path(__file__).with_name("engine.py")
+_STALE_VLLM = Path(__file__).with_name("stale_vllm.py")
 
 
 @dataclass
 class FakeLauncher:
-    """Launches `fakes/engine.py` on a checkpoint's weights; counts its launches.
+    """Launches `fakes/engine.py` on a checkpoint's weights; its launches are noted in `folder`, by whoever launches.
 
-    `faults` go to every engine from its start; `scripts` replace the engine, one launch each, by Python code.
+    `faults` go to every engine from its start; `scripts` replace the engines of some launches, counted from 0, by
+    Python code.
     """
 
     folder: Path
     faults: dict[str, Any] = field(default_factory=dict)
-    scripts: list[str] = field(default_factory=list)
-    launches: list[str] = field(default_factory=list)
+    scripts: dict[int, str] = field(default_factory=dict)
     identity: str = "fake-engine"
 
-    def launch(self, checkpoint: ServedCheckpoint, *, served_names: Sequence[str], port: int) -> Launch:
+    @property
+    def launches(self) -> list[str]:
+        """Names of the checkpoints that engines were started with, in order."""
+        noted = self.folder / "launches.txt"
+        return noted.read_text().split() if noted.is_file() else []
+
+    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
         """See `pools.launch.Launcher`."""
-        self.launches.append(checkpoint.name)
-        if self.scripts:
-            return Launch(sys.executable, ("-c", self.scripts.pop(0), str(port)), {})
+        number = len(self.launches)
+        with (self.folder / "launches.txt").open("a") as noted:
+            noted.write(f"{checkpoint.name}\n")
+        if number in self.scripts:
+            return Launch(sys.executable, ("-c", self.scripts[number], str(port)), {})
         arguments = [str(_ENGINE), "--port", str(port), "--weights", str(checkpoint.folder)]
         arguments += ["--address-file", str(self.folder / f"engine-{port}.json"), "--faults", json.dumps(self.faults)]
-        for name in served_names:
-            arguments += ["--model", name]
         return Launch(sys.executable, tuple(arguments), {})
+
+    def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
+        """See `pools.launch.Launcher`."""
+        return nullcontext(self)
+
+
+@dataclass(frozen=True)
+class StaleVllmLauncher(VllmLauncher):
+    """Starts real vLLM that goes on with its old weights when it is told to load others, and says nothing of it."""
+
+    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
+        """See `pools.launch.Launcher`."""
+        real = super().launch(checkpoint, port=port)
+        program = str(ENGINES[self.config.device].program)
+        position = real.arguments.index(program)
+        arguments = (*real.arguments[:position], str(_STALE_VLLM), *real.arguments[position:])
+        return Launch(real.command, arguments, real.variables)
+
+    @contextmanager
+    def warmed(self, client: Client) -> Iterator[Launcher]:
+        """See `pools.launch.Launcher`; the fault is made at a cold start."""
+        yield self

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,41 @@ from pydantic import SecretStr
 
 from fakes.engine import FakeEngine
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
-from pools.proxy.state import DesiredReplica, DesiredState, ProxyLimits, ReplicaState
+from pools.proxy.state import Announcement, DesiredState, ProxyLimits, ReplicaState, ServedModel
 from resources.settings import ProxyKeys, process_environment
 
 CLIENT_KEY = "client-key-5eb1"
 ADMIN_KEY = "admin-key-90ca"
-KEYS = ProxyKeys(client=SecretStr(CLIENT_KEY), admin=SecretStr(ADMIN_KEY))
+JOIN_TOKEN = "join-token-17d3"
+KEYS = ProxyKeys(client=SecretStr(CLIENT_KEY), admin=SecretStr(ADMIN_KEY), join=SecretStr(JOIN_TOKEN))
 HEADERS = {"Authorization": f"Bearer {CLIENT_KEY}", "Content-Type": "application/json"}
+NEVER_EXPIRES = 3600.0
+
+
+@dataclass(frozen=True)
+class FakeReplica:
+    """A replica as it would announce itself."""
+
+    name: str
+    said: Announcement
+
+
+@dataclass(frozen=True)
+class PoolState:
+    """All that a pool and its replicas would tell a proxy."""
+
+    models: Mapping[str, str]
+    replicas: tuple[FakeReplica, ...] = ()
+    failed: str | None = None
+
+    @property
+    def desired(self) -> DesiredState:
+        """What the pool says of it; replicas are ordered to hold what they hold."""
+        return DesiredState(
+            models={name: ServedModel(digest=digest) for name, digest in self.models.items()},
+            orders={replica.name: None for replica in self.replicas},
+            failed=self.failed,
+        )
 
 
 @dataclass(frozen=True)
@@ -38,14 +66,27 @@ class RunningProxy:
         """Address without a path."""
         return self.address.base_url.removesuffix("/v1")
 
+    def tell(self, state: PoolState) -> None:
+        """Makes it so: orders first, then each replica announces itself."""
+        self.client.set_state(state.desired)
+        for replica in state.replicas:
+            self.announce(replica)
+
+    def announce(self, replica: FakeReplica) -> None:
+        """One replica says what it is."""
+        self.client.announce(replica.name, replica.said, join_token=JOIN_TOKEN)
+
 
 @contextmanager
-def running_proxy(folder: Path, **limits: Any) -> Iterator[RunningProxy]:
-    """A proxy with these limits; ends with the block."""
+def running_proxy(folder: Path, *arguments: str, port: int = 0, **limits: Any) -> Iterator[RunningProxy]:
+    """A proxy with these limits, and other arguments of its command line; ends with the block."""
     address_file, log_file = folder / "proxy.json", folder / "proxy.log"
-    with log_file.open("wb") as log:
+    address_file.unlink(missing_ok=True)
+    limits = {"lease_seconds": NEVER_EXPIRES, **limits}
+    command = proxy_command(address_file, host="127.0.0.1", port=port, limits=ProxyLimits(**limits))
+    with log_file.open("ab") as log:
         process = subprocess.Popen(
-            proxy_command(address_file, host="127.0.0.1", port=0, limits=ProxyLimits(**limits)),
+            [*command, *arguments],
             env=process_environment(KEYS.as_environment()),
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -62,14 +103,15 @@ def running_proxy(folder: Path, **limits: Any) -> Iterator[RunningProxy]:
             process.wait()
 
 
-def replica_of(engine: FakeEngine, *, state: ReplicaState = "ready", digest: str | None = "d") -> DesiredReplica:
+def replica_of(engine: FakeEngine, *, state: ReplicaState = "ready", digest: str | None = "d") -> FakeReplica:
     """A replica that is this engine, under a name of its own."""
-    return DesiredReplica(name=f"r{engine.port}", url=engine.url, digest=digest, capacity=8, state=state)
+    said = Announcement(instance="first", url=engine.url, digest=digest, capacity=8, state=state)
+    return FakeReplica(f"r{engine.port}", said)
 
 
-def state_of(model: str, *engines: FakeEngine) -> DesiredState:
+def state_of(model: str, *engines: FakeEngine) -> PoolState:
     """One model, on all of these engines, which are ready."""
-    return DesiredState(models={model: "d"}, replicas=tuple(replica_of(engine) for engine in engines))
+    return PoolState(models={model: "d"}, replicas=tuple(replica_of(engine) for engine in engines))
 
 
 async def until(condition: Callable[[], bool], *, timeout_seconds: float = 10) -> None:

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import httpx
 import pytest
 
 from fakes.launcher import FakeLauncher
-from fakes.models import CONFIG, write_checkpoint
+from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from fakes.polling import eventually, is_alive
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.inference import InferencePool
-from pools.launch import ServedCheckpoint
+from pools.launch import Servable
 from resources.backends.local import LocalClient
-from resources.errors import EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
+from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
 from resources.settings import settings
 
 
@@ -37,7 +38,7 @@ def judged_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("ASSAY_CACHE_DIR", str(folder / "cache"))
         settings.cache_clear()
         both = [
-            ServedCheckpoint.from_uri(f"run-{step}", str(write_checkpoint(folder / f"step-{step}", seed=step)))
+            Servable.from_uri(f"run-{step}", str(write_checkpoint(folder / f"step-{step}", seed=step)))
             for step in (1, 2)
         ]
         client = LocalClient()
@@ -66,9 +67,9 @@ def client() -> Iterator[LocalClient]:
 
 
 @pytest.fixture
-def checkpoints(tmp_path: Path) -> list[ServedCheckpoint]:
+def checkpoints(tmp_path: Path) -> list[Servable]:
     return [
-        ServedCheckpoint.from_uri(f"run-{step}", str(write_checkpoint(tmp_path / f"step-{step}", seed=step)))
+        Servable.from_uri(f"run-{step}", str(write_checkpoint(tmp_path / f"step-{step}", seed=step)))
         for step in (1, 2, 3)
     ]
 
@@ -80,6 +81,7 @@ def pool_config(**fields: Any) -> InferencePoolConfig:
             "startup_timeout_seconds": 20,
             "engine_timeout_seconds": 10,
             "proxy_timeout_seconds": 30,
+            "lease_seconds": 3,
             **fields,
         }
     )
@@ -115,7 +117,7 @@ def engine_pids(folder: Path) -> list[int]:
 
 
 def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path)
     answers = []
@@ -138,7 +140,7 @@ def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
 
 @pytest.mark.first_reload
 def test_first_reload_is_compared_with_a_cold_start_and_trusted_afterwards(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path)
     with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
@@ -151,7 +153,7 @@ def test_first_reload_is_compared_with_a_cold_start_and_trusted_afterwards(
 
 @pytest.mark.first_reload
 def test_engine_that_reloads_only_a_part_is_never_trusted_and_always_restarted(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path, faults={"partial_reload": True})
     answers = []
@@ -166,7 +168,7 @@ def test_engine_that_reloads_only_a_part_is_never_trusted_and_always_restarted(
 
 
 def test_stale_weights_are_caught_and_the_engine_is_restarted(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path, faults={"skip_reload": True})
     with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
@@ -177,7 +179,7 @@ def test_stale_weights_are_caught_and_the_engine_is_restarted(
 
 
 def test_reload_that_fails_is_followed_by_a_restart(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path, faults={"fail_reload": True})
     with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
@@ -188,33 +190,185 @@ def test_reload_that_fails_is_followed_by_a_restart(
         assert ask(running).status_code == 200
 
 
+def test_engine_without_reload_is_restarted_each_time_and_that_is_said_once(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    events: list[str] = []
+    launcher = FakeLauncher(tmp_path, faults={"no_reload": True})
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher, on_event=events.append) as pool:
+        loaded = [pool.load(name)[1] for name in ("run-1", "run-2", "run-3")]
+        assert ask(pool.load("run-3")[0]).status_code == 200
+    assert [one.how for one in loaded] == ["cold start", "restart", "restart"]
+    assert {"reload" in one.phases for one in loaded[2:]} == {False}
+    assert sum("cannot reload weights" in event for event in events) == 1
+
+
+def test_sampled_reload_is_compared_with_a_cold_start_again(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    config = pool_config(reload_audit_share=1)
+    with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        pool.load("run-1")
+        audited = pool.load("run-2")[1]
+    assert audited.how == "restart"
+    assert audited.reason == "this reload is among those compared with a cold start: they agree (0 nats)"
+
+
+def test_sampled_reload_that_went_wrong_ends_the_trust_in_reloads(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    launcher = FakeLauncher(tmp_path, faults={"partial_reload": True})
+    config = pool_config(reload_audit_share=1)
+    with InferencePool(config, checkpoints, client=client, launcher=launcher) as pool:
+        pool.load("run-1")
+        first, second = pool.load("run-2")[1], pool.load("run-3")[1]
+    assert "they differ" in (first.reason or "")
+    assert "a reload differed from a cold start before" in (second.reason or "")
+
+
+def test_next_checkpoint_of_a_store_is_staged_here_while_the_present_one_is_served(
+    tmp_path: Path, client: LocalClient
+) -> None:
+    remote = [
+        Servable.from_uri(
+            f"run-{step}", f"simplecache::file://{write_checkpoint(tmp_path / f'step-{step}', seed=step)}"
+        )
+        for step in (1, 2)
+    ]
+    with InferencePool(pool_config(), remote, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        pool.load("run-1")
+        staged = {one.name: settings().staging_dir / one.digests.checkpoint for one in remote}
+        assert (staged["run-1"] / "model.safetensors").is_file()
+        pool.session.want("run-2")
+        eventually((staged["run-2"] / "model.safetensors").is_file)
+        [replica] = pool.proxy_status().replicas
+        assert [load.model for load in replica.said.loads] == ["run-1"]
+        pool.session.unwant("run-1")
+        running, _ = pool.session.load("run-2")
+        assert ask(running).status_code == 200
+
+
+def test_checkpoint_written_again_since_it_was_planned_is_refused(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        pool.load("run-1")
+        write_safetensors(tmp_path / "step-2" / "model.safetensors", seed=77)
+        with pytest.raises(CheckpointChanged, match="changed since it was planned"):
+            pool.load("run-2")
+        assert ask(pool.load("run-3")[0]).status_code == 200
+
+
+def test_checkpoints_asked_for_at_once_are_spread_over_the_replicas(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    config = pool_config(resource_config={"replicas": 2})
+    with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = pool.load("run-1")
+        eventually(lambda: all(one.said.state == "ready" for one in pool.proxy_status().replicas))
+        with ThreadPoolExecutor(6) as threads:
+            names = ["run-1", "run-2"] * 30
+            answers = list(threads.map(lambda name: ask(running, model=name).status_code, names))
+        assert set(answers) == {200}
+        assert {one.said.model for one in pool.proxy_status().replicas} == {"run-1", "run-2"}
+        reports = [load for one in pool.proxy_status().replicas for load in one.said.loads]
+        assert sum(load.model == "run-2" for load in reports) == 1
+
+
+def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one_is_busy(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    config = pool_config(longest_wait_seconds=1.0)
+    stop = threading.Event()
+    with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = pool.load("run-1")
+        refused: list[int] = []
+
+        def keep_busy() -> None:
+            while not stop.is_set():
+                status = ask(running, model="run-1").status_code
+                if status != 200:
+                    refused.append(status)
+
+        busy = [threading.Thread(target=keep_busy) for _ in range(2)]
+        for thread in busy:
+            thread.start()
+        try:
+            assert ask(running, model="run-2").status_code == 200
+        finally:
+            stop.set()
+            for thread in busy:
+                thread.join(timeout=30)
+        assert not refused
+        loads = [load.model for one in pool.proxy_status().replicas for load in one.said.loads]
+        assert loads[:2] == ["run-1", "run-2"]
+
+
+def test_proxy_that_is_killed_is_started_again_on_its_address_and_answers_as_before(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = pool.load("run-1")
+        before, address = ask(running).json()["choices"], pool.base_url
+        os.kill(pool.proxy_pid, signal.SIGKILL)
+
+        def answers() -> bool:
+            try:
+                return ask(running).json()["choices"] == before
+            except httpx.TransportError:
+                return False
+
+        eventually(answers, seconds=30)
+        assert pool.base_url == address
+        assert ask(running, model="run-2").status_code == 200
+        pool.check("run-2")  # as evaluations do all the time: the session finds a new proxy and introduces itself
+        assert [lease.holder for lease in pool.proxy_status().leases.values()] == ["the pool's owner"]
+
+
+def test_agent_that_is_killed_is_started_again_and_its_engine_with_it(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = pool.load("run-1")
+        before = ask(running).json()["choices"]
+        engines = engine_pids(tmp_path)
+        [job] = [folder for folder in settings().jobs_dir.glob("replica-0-*") if is_alive(agent_pid(folder))]
+        os.kill(agent_pid(job), signal.SIGKILL)
+        answer = ask(running)
+        assert answer.status_code == 200
+        assert answer.json()["choices"] == before
+        eventually(lambda: not any(is_alive(pid) for pid in engines))
+
+
+def agent_pid(folder: Path) -> int:
+    return json.loads((folder / "status.json").read_text())["replicas"][0]["pid"]
+
+
 def test_other_architecture_is_restarted_without_trying(tmp_path: Path, client: LocalClient) -> None:
-    first = ServedCheckpoint.from_uri("a", str(write_checkpoint(tmp_path / "a")))
-    wider = ServedCheckpoint.from_uri("b", str(write_checkpoint(tmp_path / "b", config={**CONFIG, "hidden_size": 9})))
+    first = Servable.from_uri("a", str(write_checkpoint(tmp_path / "a")))
+    wider = Servable.from_uri("b", str(write_checkpoint(tmp_path / "b", config={**CONFIG, "hidden_size": 9})))
     launcher = FakeLauncher(tmp_path)
     with InferencePool(pool_config(), [first, wider], client=client, launcher=launcher) as pool:
         pool.load("a")
         assert pool.load("b")[1].reason == "its config differs (hidden_size)"
 
 
-def test_request_for_a_checkpoint_not_loaded_yet_is_held_until_it_is(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+def test_request_for_a_checkpoint_not_loaded_is_held_until_the_pool_has_swapped(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         running, _ = pool.load("run-1")
-        early: list[httpx.Response] = []
-        waiting = threading.Thread(target=lambda: early.append(ask(running, model="run-2")))
-        waiting.start()
-        eventually(lambda: pool.proxy_status().held == 1)
-        second, _ = pool.load("run-2")
-        waiting.join(timeout=20)
-        assert early[0].status_code == 200
-        assert early[0].json()["choices"] == ask(second).json()["choices"]
+        first = ask(running).json()["choices"]
+        unasked_for = ask(running, model="run-2")
+        assert unasked_for.status_code == 200
+        assert unasked_for.json()["choices"] != first
+        assert unasked_for.json()["choices"] == ask(pool.load("run-2")[0]).json()["choices"]
+        assert ask(running, model="run-1").json()["choices"] == first
         assert ask(running, model="run-9").status_code == 404
 
 
 def test_engine_that_dies_is_started_again_and_no_request_is_lost(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path)
     with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
@@ -224,24 +378,24 @@ def test_engine_that_dies_is_started_again_and_no_request_is_lost(
         answer = ask(running)
         assert answer.status_code == 200
         assert answer.json()["choices"] == before
-        pool.check()
+        pool.check("run-1")
     assert launcher.launches == ["run-1", "run-1"]
 
 
 def test_engine_that_keeps_dying_fails_the_pool_with_its_last_words(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     config = pool_config(max_replica_restarts=0)
     with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         running, _ = pool.load("run-1")
         os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
         assert ask(running).status_code == 503
-        with pytest.raises(EngineDied, match="its engine died 1 times"):
-            pool.check()
+        with pytest.raises(EngineDied, match=r"it died, for the 1\. time"):
+            pool.check("run-1")
 
 
 def test_two_replicas_share_the_load_and_one_may_die(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     config = pool_config(resource_config={"replicas": 2}, max_replica_restarts=0)
     with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
@@ -249,13 +403,27 @@ def test_two_replicas_share_the_load_and_one_may_die(
         assert running.capacity == 64
         os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
         assert {ask(running, f"prompt {index}").status_code for index in range(20)} == {200}
-        pool.check()
+        pool.check("run-1")
+
+
+def test_replica_whose_engine_dies_at_start_tries_again_while_another_one_answers(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    launcher = FakeLauncher(tmp_path, scripts={1: "import time; time.sleep(1.5); raise SystemExit(3)"})
+    config = pool_config(resource_config={"replicas": 2})
+    with InferencePool(config, checkpoints, client=client, launcher=launcher) as pool:
+        running, _ = pool.load("run-1")
+        eventually(lambda: [one.said.state for one in pool.proxy_status().replicas] == ["ready", "ready"])
+        assert pool.proxy_status().unusable == {}
+        assert ask(running).status_code == 200
+        loads = [load for one in pool.proxy_status().replicas for load in one.said.loads]
+        assert sorted(load.failure is None for load in loads) == [False, True, True]
 
 
 def test_engine_that_dies_at_start_shows_its_log_and_the_command(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
-    launcher = FakeLauncher(tmp_path, scripts=["print('no such kernel'); raise SystemExit(3)"])
+    launcher = FakeLauncher(tmp_path, scripts={0: "print('no such kernel'); raise SystemExit(3)"})
     with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
         with pytest.raises(EngineStartFailed, match="no such kernel") as caught:
             pool.load("run-1")
@@ -267,25 +435,24 @@ def test_engine_that_dies_at_start_shows_its_log_and_the_command(
 
 
 def test_checkpoint_with_useless_weights_fails_alone_and_the_next_one_is_served(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
-    launcher = FakeLauncher(tmp_path)
+    launcher = FakeLauncher(tmp_path, scripts={1: NAN_ENGINE})
     with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
         pool.load("run-1")
-        launcher.scripts = [NAN_ENGINE]
         httpx.put(f"{pool.engine_urls()[0]}/fake/faults", json={"fail_reload": True})
         with pytest.raises(ModelUnusable, match="diverged"):
             pool.load("run-2")
         running, loaded = pool.load("run-3")
         assert loaded.how == "cold start"
         assert ask(running).status_code == 200
-        pool.check()
+        pool.check("run-3")
 
 
 def test_engine_that_hangs_at_start_is_given_up_after_its_time(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
-    launcher = FakeLauncher(tmp_path, scripts=["import time; print('still loading', flush=True); time.sleep(600)"])
+    launcher = FakeLauncher(tmp_path, scripts={0: "import time; print('still loading', flush=True); time.sleep(600)"})
     config = pool_config(startup_timeout_seconds=1.5)
     with (
         InferencePool(config, checkpoints, client=client, launcher=launcher) as pool,
@@ -296,7 +463,7 @@ def test_engine_that_hangs_at_start_is_given_up_after_its_time(
 
 
 def test_port_in_use_is_said_and_nothing_is_left(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -308,7 +475,7 @@ def test_port_in_use_is_said_and_nothing_is_left(
 
 
 def test_error_inside_the_block_ends_every_process(
-    tmp_path: Path, client: LocalClient, checkpoints: list[ServedCheckpoint]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     pool = InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path))
     with pytest.raises(ZeroDivisionError), pool:
@@ -331,9 +498,9 @@ def test_signal_to_the_owner_ends_every_process(tmp_path: Path, number: signal.S
             from fakes.launcher import FakeLauncher
             from pools.config import InferencePoolConfig
             from pools.inference import InferencePool
-            from pools.launch import ServedCheckpoint
+            from pools.launch import Servable
             folder = Path({str(tmp_path)!r})
-            checkpoint = ServedCheckpoint.from_uri("run-1", str(folder / "step-1"))
+            checkpoint = Servable.from_uri("run-1", str(folder / "step-1"))
             config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}}})
             with InferencePool(config, [checkpoint], launcher=FakeLauncher(folder)) as pool:
                 pool.load("run-1")

@@ -218,7 +218,8 @@ async def test_endpoint_that_answers_with_no_text_is_withheld_not_scored_as_wron
     tmp_path: Path, python: Path, client: LocalClient
 ):
     async def no_text(request: web.Request) -> web.Response:
-        return web.json_response({"choices": [{"index": 0, "text": None}]})
+        prompts = (await request.json())["prompt"]
+        return web.json_response({"choices": [{"index": index, "text": None} for index in range(len(prompts))]})
 
     app = web.Application()
     app.add_routes([web.post("/v1/completions", no_text)])

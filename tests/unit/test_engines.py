@@ -9,12 +9,14 @@ import pytest
 
 from pools.config import InferencePoolConfig
 from pools.engines import (
+    ENGINES,
     engine_arguments,
     engine_flags,
     engine_kwargs,
     engine_variables,
     hand_command,
     replica_capacity,
+    server_arguments,
 )
 
 
@@ -76,6 +78,42 @@ def test_variables_keep_caches_and_stay_off_the_hub() -> None:
     assert variables["HF_HUB_OFFLINE"] == "1"
     assert variables["OMP_NUM_THREADS"] == "3"
     assert engine_variables("cpu", cache=Path("/c"), cpu=1, offline=False)["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_compile_caches_lie_apart_by_engine_arguments(device: Any) -> None:
+    def variables(**kwargs: Any) -> dict[str, str]:
+        return engine_variables(device, cache=Path("/cache/build"), cpu=4, offline=True, kwargs=kwargs)
+
+    def folders(**kwargs: Any) -> dict[str, str]:
+        return {name: value for name, value in variables(**kwargs).items() if value.startswith("/")}
+
+    one = folders(max_model_len=512, dtype="bfloat16")
+    assert len(one) == 3
+    assert all(Path(folder).is_relative_to("/cache/build") for folder in one.values())
+    assert folders(dtype="bfloat16", max_model_len=512) == one
+    assert folders(dtype="bfloat16", max_model_len=512, override_generation_config={"temperature": 0.5}) == one
+    other = folders(max_model_len=1024, dtype="bfloat16")
+    assert not set(one.values()) & set(other.values())
+
+
+def test_cpu_engines_share_what_they_know_of_architectures_whatever_their_arguments() -> None:
+    roots = {
+        engine_variables("cpu", cache=Path("/c"), cpu=1, offline=True, kwargs={"max_model_len": length})[
+            "VLLM_CACHE_ROOT"
+        ]
+        for length in (1, 2)
+    }
+    assert roots == {"/c"}
+
+
+def test_program_of_ours_takes_the_place_of_the_engines_entry_point() -> None:
+    where = {"folder": "/c", "served_names": ["m"], "host": "127.0.0.1", "port": 81}
+    program = ENGINES["cpu"].program
+    assert program is not None and program.is_file()
+    arguments = engine_arguments({"seed": 1}, **where, program=program)
+    assert arguments == ("-I", "-u", str(program), *server_arguments({"seed": 1}, **where))
+    assert engine_arguments({"seed": 1}, **where)[2:] == server_arguments({"seed": 1}, **where)
 
 
 def test_capacity_follows_max_num_seqs() -> None:

@@ -67,8 +67,11 @@ def test_two_benchmarks_with_one_metric_key_are_refused() -> None:
 
 
 def test_pool_and_endpoint_together_are_refused() -> None:
-    with pytest.raises(ValidationError, match="found both"):
+    with pytest.raises(ValidationError, match="found pool_config, base_url: keep one"):
         EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1", "pool_config": {"model": {"name": "m"}}})
+    with pytest.raises(ValidationError, match="found pool_name, base_url: keep one"):
+        EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1", "pool_name": "warm"})
+    assert EvaluationConfig.model_validate({**MINIMAL, "pool_name": "warm"}).pool_config is None
     assert EvaluationConfig.model_validate({**MINIMAL, "base_url": "http://x/v1"}).pool_config is None
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from fakes.engine import FakeEngine
 from fakes.models import write_checkpoint, write_run
 from flows.running import EvaluationOptions, evaluation_from_file, evaluation_from_options
-from pools.launch import ServedCheckpoint
+from pools.launch import Servable
 from resources.errors import BadInput, EndpointUnusable
 from tasks.checkpoints import find_checkpoints
 from tasks.config import CheckpointSelection, EvaluationConfig
@@ -49,16 +49,16 @@ def test_relative_path_in_a_deployed_flow_is_refused(tmp_path: Path, monkeypatch
 
 
 def test_endpoint_answers_under_the_checkpoints_name_its_path_or_the_name_given(tmp_path: Path) -> None:
-    served = ServedCheckpoint.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1")))
+    served = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1")))
 
     async def model_of(*offered: str, served_name: str | None = None) -> str:
         async with FakeEngine(models=offered) as engine:
             serving = EndpointServing(f"{engine.url}/v1", {"run-1": served}, served_name=served_name)
-            running, _ = await asyncio.to_thread(serving.load, "run-1")
-            return running.model
+            opened = await asyncio.to_thread(serving.open, "run-1", cell="c", attempt="a", mirror="")
+            return opened.running.model
 
     assert asyncio.run(model_of("other", "run-1")) == "run-1"
-    assert asyncio.run(model_of(str(served.folder))) == str(served.folder)
+    assert asyncio.run(model_of(served.uri)) == served.uri
     assert asyncio.run(model_of("prod", served_name="prod")) == "prod"
     with pytest.raises(EndpointUnusable, match="it offers something-else"):
         asyncio.run(model_of("something-else"))

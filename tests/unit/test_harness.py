@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,17 @@ class FakeEvaluator:
     name: str = "fake"
     environment: str = "fake"
     needs_endpoint: bool = True
+
+    @property
+    def program(self) -> Path | None:
+        return None
+
+    @property
+    def import_variables(self) -> Mapping[str, str]:
+        return {}
+
+    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
+        return ()
 
     def command(
         self, running_model: RunningModel, config: EvaluationConfig, output: Path, *, python: Path

@@ -38,6 +38,18 @@ def test_progress_names_checkpoint_benchmark_requests_and_time_left() -> None:
     assert "run-30: withheld" in progress.describe()
 
 
+def test_progress_of_cells_side_by_side_shows_the_one_that_has_come_farthest_and_what_the_pool_counted() -> None:
+    progress = Progress(Clock())
+    counts = {"journal_hits": 30, "held": 2, "retried": 1, "prompt_tokens": 4000, "completion_tokens": 500}
+    progress.take(CellProgress("run-10", 1, 3, "demo_facts", 400, 480, counts))
+    progress.take(CellProgress("run-20", 2, 3, "starting lm_eval", 0, 0))
+    said = "run-10 · demo_facts 400/480 requests, 30 from the journal, 1 sent again, 4,500 tokens"
+    assert said in progress.describe()
+    progress.take(CellDone("run-10", 1, 3, "succeeded", 4.0))
+    assert progress.describe().startswith("[2/3] run-20 · starting lm_eval")
+    assert progress.describe_event().startswith("run-10: succeeded in 4.0 s")
+
+
 def test_view_without_a_terminal_prints_every_finished_cell() -> None:
     output = io.StringIO()
     with live_view(Console(file=output, width=200)) as take:

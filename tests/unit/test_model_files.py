@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
-from pools.launch import ServedCheckpoint, why_not_reload
+from pools.launch import Servable, ServedCheckpoint, why_not_reload
 from pools.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import IncompleteCheckpoint
 
@@ -106,7 +106,8 @@ def test_digest_follows_weights_written_again_in_place(tmp_path: Path) -> None:
 
 def test_reload_is_refused_for_what_an_engine_cannot_take(tmp_path: Path) -> None:
     def served(name: str, **kwargs: object) -> ServedCheckpoint:
-        return ServedCheckpoint.from_uri(name, str(write_checkpoint(tmp_path / name, **kwargs)))  # type: ignore[arg-type]
+        folder = write_checkpoint(tmp_path / name, **kwargs)  # type: ignore[arg-type]
+        return ServedCheckpoint.from_folder(name, folder, digest_model_folder(inspect_model_folder(str(folder))))
 
     running = served("running")
     assert why_not_reload(running, served("later", seed=5)) is None
@@ -123,11 +124,13 @@ def test_reload_is_refused_for_what_an_engine_cannot_take(tmp_path: Path) -> Non
     assert why_not_reload(running, relabelled) is None
 
 
-def test_checkpoint_in_a_store_is_copied_here_once(tmp_path: Path) -> None:
+def test_checkpoint_in_a_store_brings_its_small_files_here_and_leaves_its_weights_there(tmp_path: Path) -> None:
     from resources import storage
 
     folder = write_checkpoint(tmp_path / "step-3", seed=3)
     storage.copy_from_local(folder, "memory://models/step-3")
-    served = ServedCheckpoint.from_uri("m", "memory://models/step-3")
-    assert (served.folder / "model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
-    assert ServedCheckpoint.from_uri("m", "memory://models/step-3").folder == served.folder
+    servable = Servable.from_uri("m", "memory://models/step-3")
+    assert servable.digests.tokenizer == digest_model_folder(inspect_model_folder(str(folder))).tokenizer
+    assert (servable.tokenizer / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    assert not (servable.tokenizer / "model.safetensors").exists()
+    assert Servable.from_uri("m", str(folder)).tokenizer == folder

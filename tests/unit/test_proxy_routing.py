@@ -1,23 +1,40 @@
-"""Which replica gets a request, and when one is tried again."""
+"""Which replica gets a request, and when one is tried again; what replicas say, and what they are told."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
+from pools.proxy.leases import Leases
 from pools.proxy.routing import Outcome, Replica, RoutingTable, may_retry, outcome_of
-from pools.proxy.state import DesiredReplica, DesiredState, ReplicaState
+from pools.proxy.state import Announcement, DesiredState, Lease, ReplicaState, ServedModel
+
+MODELS = {"m1": ServedModel(digest="d1"), "m2": ServedModel(digest="d2")}
 
 
-def _replica(
-    name: str, digest: str | None = "d1", *, state: ReplicaState = "ready", capacity: int = 1, port: int = 8001
-) -> DesiredReplica:
-    return DesiredReplica(name=name, url=f"http://127.0.0.1:{port}", digest=digest, capacity=capacity, state=state)
+class Clock:
+    """Seconds that a test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
-def _table(*replicas: DesiredReplica) -> RoutingTable:
-    table = RoutingTable()
-    table.apply(DesiredState(models={"m1": "d1", "m2": "d2"}, replicas=replicas))
+def _said(digest: str | None = "d1", **fields: Any) -> Announcement:
+    return Announcement.model_validate(
+        {"instance": "i1", "url": "http://127.0.0.1:8001", "state": "ready", "digest": digest, **fields}
+    )
+
+
+def _table(**replicas: Announcement) -> RoutingTable:
+    table = RoutingTable(clock=Clock())
+    table.apply(DesiredState(models=MODELS, orders=dict.fromkeys(replicas)))
+    for name, said in replicas.items():
+        table.announce(name, said)
     return table
 
 
@@ -27,52 +44,63 @@ def _chosen(table: RoutingTable, digest: str = "d1", *, tried: dict[str, Outcome
     return replica
 
 
+def _begun(table: RoutingTable) -> Replica:
+    replica = _chosen(table)
+    table.begin(replica, "m1")
+    return replica
+
+
 def test_choose_equal_load_takes_turns() -> None:
-    table = _table(_replica("a"), _replica("b"), _replica("c"))
+    table = _table(a=_said(), b=_said(), c=_said())
     names = []
     for _ in range(6):
-        replica = _chosen(table)
-        table.begin(replica)
-        table.end(replica, Outcome.ANSWERED)
+        replica = _begun(table)
+        table.end(replica, "m1", Outcome.ANSWERED)
         names.append(replica.name)
     assert names == ["a", "b", "c", "a", "b", "c"]
 
 
 def test_choose_unequal_capacity_follows_load_relative_to_it() -> None:
-    table = _table(_replica("small", capacity=1), _replica("big", capacity=3))
+    table = _table(small=_said(capacity=1), big=_said(capacity=3))
     for _ in range(8):
-        table.begin(_chosen(table))
+        _begun(table)
     assert {name: one.in_flight for name, one in table.replicas.items()} == {"small": 2, "big": 6}
 
 
 @pytest.mark.parametrize("state", ["starting", "draining", "dead"])
 def test_choose_replica_that_is_not_ready_is_none(state: ReplicaState) -> None:
-    assert _table(_replica("a", state=state)).choose("d1", tried={}) is None
+    assert _table(a=_said(state=state)).choose("d1", tried={}) is None
 
 
 @pytest.mark.parametrize("digest", ["d2", None])
 def test_choose_replica_with_other_weights_is_none(digest: str | None) -> None:
-    assert _table(_replica("a", digest)).choose("d1", tried={}) is None
+    assert _table(a=_said(digest)).choose("d1", tried={}) is None
+
+
+def test_choose_replica_that_is_to_get_other_weights_is_none() -> None:
+    table = _table(a=_said())
+    table.apply(DesiredState(models=MODELS, orders={"a": "m2"}))
+    assert table.choose("d1", tried={}) is None
+    table.announce("a", _said("d2"))
+    assert _chosen(table, "d2").name == "a"
 
 
 def test_choose_prefers_replica_not_tried_and_falls_back() -> None:
-    table = _table(_replica("a"), _replica("b"))
-    table.begin(table.replicas["b"])
+    table = _table(a=_said(), b=_said())
+    table.begin(table.replicas["b"], "m1")
     assert _chosen(table, tried={"a": Outcome.SERVER_ERROR}).name == "b"
-    both = {"a": Outcome.SERVER_ERROR, "b": Outcome.LOST}
-    assert _chosen(table, tried=both).name == "a"
+    assert _chosen(table, tried={"a": Outcome.SERVER_ERROR, "b": Outcome.LOST}).name == "a"
 
 
 def test_choose_never_returns_to_a_replica_that_timed_out() -> None:
-    assert _table(_replica("a")).choose("d1", tried={"a": Outcome.TIMED_OUT}) is None
+    assert _table(a=_said()).choose("d1", tried={"a": Outcome.TIMED_OUT}) is None
 
 
 @pytest.mark.parametrize("outcome", [Outcome.LOST, Outcome.TIMED_OUT])
 def test_end_with_failure_makes_replica_a_suspect(outcome: Outcome) -> None:
-    table = _table(_replica("a"))
-    replica = _chosen(table)
-    table.begin(replica)
-    table.end(replica, outcome)
+    table = _table(a=_said())
+    replica = _begun(table)
+    table.end(replica, "m1", outcome)
     assert (replica.suspect, replica.consecutive_failures, replica.in_flight) == (True, 1, 0)
     assert table.choose("d1", tried={}) is None
     assert table.health == "holding"
@@ -80,57 +108,146 @@ def test_end_with_failure_makes_replica_a_suspect(outcome: Outcome) -> None:
 
 @pytest.mark.parametrize("outcome", [Outcome.ANSWERED, Outcome.SERVER_ERROR, None])
 def test_end_without_failure_keeps_replica_in_use(outcome: Outcome | None) -> None:
-    table = _table(_replica("a"))
-    replica = _chosen(table)
-    table.begin(replica)
-    table.end(replica, outcome)
+    table = _table(a=_said())
+    replica = _begun(table)
+    table.end(replica, "m1", outcome)
     assert table.choose("d1", tried={}) is replica
 
 
-def test_apply_same_name_keeps_load_and_takes_new_weights() -> None:
-    table = _table(_replica("a"))
-    table.begin(_chosen(table))
-    table.apply(DesiredState(models={"m2": "d2"}, replicas=(_replica("a", "d2", capacity=4),)))
+def test_announce_other_weights_keeps_the_load() -> None:
+    table = _table(a=_said())
+    _begun(table)
+    table.announce("a", _said("d2", capacity=4))
     assert table.choose("d1", tried={}) is None
-    assert _chosen(table, "d2").status.in_flight == 1
-    assert table.models == {"m2": "d2"}
+    assert _chosen(table, "d2").in_flight == 1
 
 
-def test_apply_dead_and_removed_replicas_are_returned_as_lost() -> None:
-    table = _table(_replica("a"), _replica("b"), _replica("c"))
-    lost = table.apply(DesiredState(replicas=(_replica("a"), _replica("b", state="dead"))))
-    assert sorted((one.name, one.state) for one in lost) == [("b", "dead"), ("c", "dead")]
+def test_announce_dead_replica_is_returned_as_lost() -> None:
+    table = _table(a=_said(), b=_said())
+    assert [one.name for one in table.announce("a", _said(state="dead"))] == ["a"]
+
+
+def test_announce_another_instance_takes_over_and_the_one_before_is_lost() -> None:
+    table = _table(a=_said())
+    before = _begun(table)
+    assert table.announce("a", _said(instance="i2")) == [before]
+    assert before.lost
+    assert table.replicas["a"].in_flight == 0
+
+
+def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
+    table = _table(a=_said("d1", sequence=5))
+    table.announce("a", _said("d2", sequence=4))
+    assert table.replicas["a"].said.digest == "d1"
 
 
 @pytest.mark.parametrize(
     "steps",
-    [[_replica("a", port=8002)], [_replica("a", state="starting"), _replica("a")]],
+    [[_said(url="http://127.0.0.1:8002")], [_said(state="starting"), _said()]],
     ids=["new-address", "restarted"],
 )
-def test_apply_engine_that_is_a_new_one_clears_suspicion(steps: list[DesiredReplica]) -> None:
-    table = _table(_replica("a"))
-    replica = _chosen(table)
-    table.begin(replica)
-    table.end(replica, Outcome.LOST)
-    for step in steps:
-        table.apply(DesiredState(replicas=(step,)))
+def test_announce_engine_that_is_a_new_one_clears_suspicion(steps: list[Announcement]) -> None:
+    table = _table(a=_said())
+    table.end(_begun(table), "m1", Outcome.LOST)
+    for said in steps:
+        table.announce("a", said)
     assert table.choose("d1", tried={}) is not None
 
 
-def test_apply_unchanged_replica_stays_a_suspect() -> None:
-    table = _table(_replica("a"))
-    table.begin(_chosen(table))
-    table.end(table.replicas["a"], Outcome.LOST)
-    table.apply(DesiredState(replicas=(_replica("a"),)))
+def test_announce_unchanged_replica_stays_a_suspect() -> None:
+    table = _table(a=_said())
+    table.end(_begun(table), "m1", Outcome.LOST)
+    table.announce("a", _said())
     assert table.replicas["a"].suspect
+
+
+def test_expire_silent_replica_is_lost_until_it_speaks_again() -> None:
+    table = _table(a=_said(), b=_said())
+    assert isinstance(table.clock, Clock)
+    table.clock.now += 20
+    table.announce("b", _said())
+    table.clock.now += 15
+    assert [one.name for one in table.expire(30)] == ["a"]
+    assert table.expire(30) == []
+    assert _chosen(table).name == "b"
+    table.announce("a", _said())
+    assert not table.replicas["a"].lost
+
+
+def test_apply_replica_that_is_not_wanted_is_lost_and_told_to_stop() -> None:
+    table = _table(a=_said(), b=_said())
+    assert [one.name for one in table.apply(DesiredState(models=MODELS, orders={"a": None}))] == ["b"]
+    assert table.orders_of("b").stop
+    table.announce("b", _said())
+    assert _chosen(table).name == "a"
+    assert not table.replicas["b"].takes_requests
+
+
+def test_orders_before_the_pool_has_spoken_let_replicas_go_on() -> None:
+    orders = RoutingTable().orders_of("a")
+    assert (orders.known, orders.stop, orders.model) == (False, False, None)
+
+
+def test_orders_name_the_checkpoint_and_what_comes_next() -> None:
+    table = _table(a=_said())
+    before = table.orders_of("a").version
+    table.apply(DesiredState(models=MODELS, orders={"a": "m1"}, next=("m1", "m2")))
+    orders = table.orders_of("a")
+    assert (orders.model, orders.served, orders.next) == ("m1", MODELS["m1"], {"m2": MODELS["m2"]})
+    assert orders.version != before
+    table.apply(DesiredState(models=MODELS, orders={"a": "m1"}, next=("m1", "m2"), failed="not about orders"))
+    assert table.orders_of("a").version == orders.version
+
+
+def test_demand_tells_held_in_flight_and_idle() -> None:
+    table = _table(a=_said())
+    assert isinstance(table.clock, Clock)
+    first, second = object(), object()
+    table.hold("m2", first)
+    table.clock.now += 3
+    table.hold("m2", second)
+    replica = _begun(table)
+    demand = table.demand()
+    assert (demand["m2"].held, demand["m2"].oldest_held_seconds, table.held) == (2, 3.0, 2)
+    assert (demand["m1"].in_flight, demand["m1"].idle_seconds) == (1, 0.0)
+    table.let_go("m2", first)
+    table.end(replica, "m1", Outcome.ANSWERED)
+    table.clock.now += 2
+    demand = table.demand()
+    assert (demand["m2"].held, demand["m2"].oldest_held_seconds, table.held) == (1, 2.0, 1)
+    assert demand["m1"].idle_seconds == 2.0
+
+
+def test_news_comes_with_the_first_held_request_and_not_with_every_request() -> None:
+    table = _table(a=_said())
+    before = table.version
+    for _ in range(5):
+        table.end(_begun(table), "m1", Outcome.ANSWERED)
+    assert table.version == before
+    table.hold("m2", object())
+    assert table.version == before + 1
+    table.hold("m2", object())
+    assert table.version == before + 1
+    table.end(_begun(table), "m1", Outcome.ANSWERED)
+    assert table.version == before + 2
+
+
+def test_replica_seconds_add_up_over_orders() -> None:
+    table = _table(a=_said(), b=_said())
+    assert isinstance(table.clock, Clock)
+    table.apply(DesiredState(models=MODELS, orders={"a": "m1", "b": "m1"}))
+    table.clock.now += 10
+    table.apply(DesiredState(models=MODELS, orders={"a": "m2", "b": "m1"}))
+    table.clock.now += 5
+    assert table.replica_seconds() == {"m1": 25.0, "m2": 5.0}
 
 
 def test_health_follows_failure_and_readiness() -> None:
     table = RoutingTable()
     assert table.health == "holding"
-    table.apply(DesiredState(replicas=(_replica("a"),)))
+    table = _table(a=_said())
     assert table.health == "ready"
-    table.apply(DesiredState(replicas=(_replica("a"),), failed="engines die"))
+    table.apply(DesiredState(models=MODELS, orders={"a": None}, failed="engines die"))
     assert table.health == "failed"
 
 
@@ -154,12 +271,25 @@ def test_may_retry_ends_after_three_attempts_and_never_follows_an_answer(outcome
     assert [may_retry(outcome, attempts=n) for n in (1, 2, 3)] == wanted
 
 
-def test_desired_state_two_replicas_of_one_name_is_refused() -> None:
-    with pytest.raises(ValidationError, match="different names"):
-        DesiredState(replicas=(_replica("a"), _replica("a")))
-
-
 @pytest.mark.parametrize("url", ["127.0.0.1:80", "http://h/path", "ftp://h", "http://"])
-def test_desired_replica_url_that_is_no_origin_is_refused(url: str) -> None:
+def test_announcement_url_that_is_no_origin_is_refused(url: str) -> None:
     with pytest.raises(ValidationError):
-        DesiredReplica(name="a", url=url)
+        Announcement(instance="i", url=url)
+
+
+def test_leases_end_when_they_are_not_renewed() -> None:
+    clock = Clock()
+    leases = Leases(clock)
+    leases.take("one", Lease(holder="a", seconds=10))
+    leases.take("two", Lease(holder="b", seconds=30, wants=("m1",)))
+    clock.now += 8
+    leases.take("one", Lease(holder="a", seconds=10))
+    clock.now += 8
+    assert not leases.expire()
+    assert leases.status()["two"].seconds_left == pytest.approx(14)
+    clock.now += 8
+    assert leases.expire()
+    assert list(leases.status()) == ["two"]
+    leases.end("two")
+    leases.end("two")
+    assert leases.status() == {}

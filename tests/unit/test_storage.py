@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from fakes.stores import FolderStore, HashKind, folder_store
 from resources import storage
 from resources.errors import StorageError
 
@@ -15,6 +18,12 @@ from resources.errors import StorageError
 @pytest.fixture(params=["local", "memory"])
 def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path / "store") if request.param == "local" else f"memory://{uuid.uuid4().hex}"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[type[FolderStore]]:
+    with folder_store(tmp_path / "reads") as store:
+        yield store
 
 
 def test_write_then_read_returns_the_content(root: str) -> None:
@@ -108,3 +117,48 @@ def test_unknown_protocol_is_refused_with_the_known_ones() -> None:
 )
 def test_is_local_tells_paths_from_stores(uri: str, local: bool) -> None:
     assert storage.is_local(uri) is local
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "value"),
+    [
+        ("md5", "store", hashlib.md5(b"123456789").hexdigest()),
+        ("crc32c", "store", "e3069283"),
+        ("etag", "s3a", hashlib.md5(b"123456789").hexdigest()),
+        ("etag", "store", None),
+        (None, "store", None),
+    ],
+)
+def test_list_files_tells_hashes_that_can_be_checked(
+    store: type[FolderStore], tmp_path: Path, kind: HashKind | None, scheme: str, value: str | None
+) -> None:
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "file").write_bytes(b"123456789")
+    store.hash_kind = kind
+    (listed,) = storage.list_files(f"{scheme}:/{tmp_path}/remote")
+    assert (listed.content_hash.value if listed.content_hash else None) == value
+    assert (listed.content_hash.kind if listed.content_hash else None) == (kind if value else None)
+    assert (listed.checksum is None) == (kind is None)
+
+
+def test_etag_of_parts_is_no_content_hash(store: type[FolderStore], tmp_path: Path) -> None:
+    (tmp_path / "remote").mkdir()
+    (tmp_path / "remote" / "file").write_bytes(b"content")
+    store.hash_kind, store.parts = "etag", 3
+    (listed,) = storage.list_files(f"s3a:/{tmp_path}/remote")
+    assert listed.checksum is not None
+    assert listed.content_hash is None
+
+
+@pytest.mark.parametrize(("encryption", "is_md5"), [(None, True), ("AES256", True), ("aws:kms", False)])
+def test_etag_is_md5_unless_the_key_is_the_customers(
+    store: type[FolderStore], tmp_path: Path, encryption: str | None, is_md5: bool
+) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    store.encryption = encryption
+    assert storage.etag_is_md5(f"s3a:/{tmp_path}/file") is is_md5
+    assert storage.etag_is_md5(str(tmp_path / "file"))
+
+
+def test_etag_in_a_directory_bucket_is_no_md5(store: type[FolderStore]) -> None:
+    assert not storage.etag_is_md5("s3a://bucket--eun1-az1--x-s3/file")

@@ -1,0 +1,275 @@
+"""A replica's agent: the process beside an engine that joins the pool and does what the pool orders.
+
+It announces itself to the proxy with the join token, again and again: each announcement renews a lease, and the
+answer says which checkpoint the replica is to hold. So nothing has to reach into the machine it runs on. An agent that
+is silent loses its lease, and one whose engine hangs says so: its requests go elsewhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import sys
+import threading
+import time
+from collections import deque
+
+from pools.config import InferencePoolConfig
+from pools.failures import as_failure
+from pools.launch import Launcher, ServedCheckpoint, digests_of, staging
+from pools.proxy.client import ProxyAddress, ProxyClient
+from pools.proxy.state import Announcement, LoadReport, Orders, ServedModel
+from pools.replica import Loading, Replica
+from pools.staging import StagedFolder
+from resources.errors import AssayError, ProxyFailed
+from resources.jobs import Client, current_client
+from resources.settings import join_token
+
+_WATCH_SECONDS = 0.25
+_HEALTH_SECONDS = 1.0
+_RETRY_SECONDS = 0.25
+_REMEMBERED_LOADS = 20
+_ORPHANED_SECONDS = 120.0  # time for a proxy to be started again on the same address
+
+_log = logging.getLogger("assay.agent")
+
+
+def run_agent(name: str, config: InferencePoolConfig, launcher: Launcher, address: ProxyAddress) -> None:
+    """Runs a replica until the pool does not want it any more, or has been gone for two minutes.
+
+    Args:
+        name: of the replica, unique in its pool.
+        config: how the pool serves.
+        launcher: how an engine is started.
+        address: of the pool's proxy; the join token is read from the environment.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    threading.excepthook = _end_process
+    client = current_client()
+    with launcher.warmed(client) as warm:
+        Agent(name, config, launcher=warm, client=client, address=address, token=join_token()).run()
+
+
+def _end_process(failure: threading.ExceptHookArgs) -> None:
+    """An agent that lost one of its threads is of no use: it ends, with its engine, and the pool starts another."""
+    _log.error("a thread failed", exc_info=failure.exc_value)
+    logging.shutdown()
+    os._exit(1)
+
+
+class Agent:
+    """Keeps one replica as the pool wants it.
+
+    Args:
+        name: of the replica, unique in its pool.
+        config: how the pool serves.
+        launcher: how an engine is started.
+        client: who runs engines.
+        address: of the pool's proxy.
+        token: to join the pool with.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        config: InferencePoolConfig,
+        *,
+        launcher: Launcher,
+        client: Client,
+        address: ProxyAddress,
+        token: str,
+    ) -> None:
+        self._name = name
+        self._config = config
+        # Stays below the longest wait that the proxy grants, and renews a lease well before it ends.
+        self._beat_seconds = min(10.0, config.lease_seconds / 3)
+        self._proxy = ProxyClient(address, admin_key=token)
+        self._token = token
+        self._instance = secrets.token_hex(6)
+        self._sequence = 0
+        self._loads: deque[LoadReport] = deque(maxlen=_REMEMBERED_LOADS)
+        self._load_number = 0
+        self._snapshot = threading.Lock()
+        self._stop = threading.Event()
+        self._healthy_at = time.monotonic()
+        self._replica = Replica(
+            name, config, launcher=launcher, client=client, on_change=self._changed, drain=self._drain
+        )
+        self._staging = staging()
+        self._held: StagedFolder | None = None
+        self._failed: tuple[str, str] | None = None
+        self._orders: Orders | None = None
+        self._obeying = threading.Lock()
+        self._loading = False
+
+    def run(self) -> None:
+        """Joins, obeys and watches until told to stop, or left alone for too long."""
+        watcher = threading.Thread(target=self._watch, name="engine-watch", daemon=True)
+        watcher.start()
+        last_heard = time.monotonic()
+        seen = -1
+        try:
+            while not self._stop.is_set():
+                try:
+                    orders = self._say(wait_seconds=self._beat_seconds if seen >= 0 else 0, seen=seen)
+                except ProxyFailed as error:
+                    if time.monotonic() - last_heard > _ORPHANED_SECONDS:
+                        _log.error("the pool has been gone for %g s: %s", _ORPHANED_SECONDS, error.found)
+                        return
+                    seen = -1
+                    self._stop.wait(_RETRY_SECONDS)
+                    continue
+                last_heard, seen = time.monotonic(), orders.version
+                if orders.stop:
+                    return
+                self._orders = orders
+                self._obey()
+        finally:
+            self._stop.set()
+            self._replica.stop()
+            self._staging.close()
+
+    def _obey(self) -> None:
+        """Begins to load what was ordered last, unless that is held, being loaded, or known not to work."""
+        with self._obeying:
+            orders = self._orders
+            if orders is None or not orders.known or self._loading or self._stop.is_set():
+                return
+            for model, served in orders.next.items():
+                self._prefetch(model, served)
+                break
+            if orders.model is None or orders.served is None:
+                self._failed = None
+                return
+            wanted = (orders.model, orders.served.digest)
+            checkpoint = self._replica.checkpoint
+            holds = checkpoint is not None and (checkpoint.name, checkpoint.digests.checkpoint) == wanted
+            if (holds and self._replica.state in ("ready", "starting")) or wanted == self._failed:
+                return
+            self._loading = True
+        threading.Thread(target=self._load_as_ordered, args=(orders.model, orders.served), name="load").start()
+
+    def _load_as_ordered(self, model: str, served: ServedModel) -> None:
+        try:
+            self._load(model, served)
+        finally:
+            with self._obeying:
+                self._loading = False
+            self._obey()  # the orders may have changed meanwhile
+
+    def _prefetch(self, model: str, served: ServedModel) -> None:
+        if served.uri:
+            self._staging.prefetch(served.uri, digests_of(served))
+
+    def _load(self, model: str, served: ServedModel) -> None:
+        loading = Loading()
+        failure: AssayError | None = None
+        staged: StagedFolder | None = None
+        try:
+            with loading.phase("stage"):
+                digests = digests_of(served)
+                staged = self._staging.stage(served.uri, digests)
+            self._replica.load(ServedCheckpoint.from_folder(model, staged.path, digests), loading)
+        except AssayError as error:
+            failure = error
+            _log.error("%s was not loaded: %s", model, error)
+        self._load_number += 1
+        report = LoadReport(
+            number=self._load_number,
+            model=model,
+            digest=served.digest,
+            how=loading.how,
+            seconds=round(loading.seconds, 4),
+            phases=loading.phases,
+            reason=loading.reason,
+            failure=as_failure(failure) if failure else None,
+        )
+        if failure is None:
+            _log.info("%s loaded: %s, %.2f s", model, loading.how, loading.seconds)
+            if self._held is not None:
+                self._held.release()
+            self._held = staged
+            self._failed = None
+        else:
+            if staged is not None:
+                staged.release()
+            self._failed = (model, served.digest)
+        self._loads.append(report)
+        self._say_at_once()
+
+    def _watch(self) -> None:
+        """Looks whether the engine lives and answers; starts one again that does not."""
+        lease = self._config.lease_seconds
+        looked_at = 0.0
+        replica = self._replica
+        while not self._stop.wait(_WATCH_SECONDS):
+            if replica.state != "ready":
+                self._healthy_at = time.monotonic()
+            elif replica.engine_ended:
+                self._say_at_once()
+                replica.revive("died", still=lambda: replica.engine_ended)
+            elif time.monotonic() - looked_at > min(_HEALTH_SECONDS, lease / 6):
+                hung = self._hangs
+                if replica.healthy(timeout_seconds=lease / 2):
+                    self._healthy_at = time.monotonic()
+                if self._hangs != hung:
+                    self._say_at_once()
+                if time.monotonic() - self._healthy_at > 2 * lease:
+                    why = f"did not answer for {2 * lease:g} s"
+                    replica.revive(why, still=lambda: not replica.healthy(timeout_seconds=1))
+                looked_at = time.monotonic()
+
+    @property
+    def _hangs(self) -> bool:
+        """Whether an engine that should answer has not done so for as long as a lease lasts."""
+        return self._replica.state == "ready" and time.monotonic() - self._healthy_at > self._config.lease_seconds
+
+    def _say(self, *, wait_seconds: float, seen: int, until_idle: bool = False) -> Orders:
+        with self._snapshot:
+            self._sequence += 1
+            replica = self._replica
+            checkpoint = replica.checkpoint
+            holds = checkpoint is not None and replica.state in ("ready", "draining")
+            said = Announcement(
+                instance=self._instance,
+                sequence=self._sequence,
+                url=replica.url,
+                capacity=replica.capacity,
+                state="dead" if replica.engine_ended or self._hangs else replica.state,
+                model=checkpoint.name if checkpoint else None,
+                digest=checkpoint.digests.checkpoint if checkpoint and holds else None,
+                prompt_logprobs=replica.prompt_logprobs,
+                max_model_len=replica.max_model_len,
+                engine_version=replica.engine_version,
+                restarts=replica.revived,
+                failure=as_failure(replica.failure) if replica.failure else None,
+                loads=tuple(self._loads),
+                seen=seen,
+                wait_seconds=wait_seconds,
+                until_idle=until_idle,
+            )
+        return self._proxy.announce(self._name, said, join_token=self._token)
+
+    def _changed(self) -> None:
+        """Tells of a new state; an engine that became ready has just answered."""
+        self._healthy_at = time.monotonic()
+        self._say_at_once()
+
+    def _say_at_once(self) -> None:
+        """Tells of a change; if the proxy does not answer, the next announcement will."""
+        try:
+            self._say(wait_seconds=0, seen=-1)
+        except ProxyFailed as error:
+            _log.warning("the proxy was not told: %s", error.found)
+
+    def _drain(self) -> None:
+        """Waits until the proxy has nothing in flight here, at most as long as one request may take."""
+        deadline = time.monotonic() + self._config.engine_timeout_seconds
+        while time.monotonic() < deadline and not self._stop.is_set():
+            try:
+                if self._say(wait_seconds=self._beat_seconds, seen=-1, until_idle=True).in_flight == 0:
+                    return
+            except ProxyFailed:
+                self._stop.wait(_RETRY_SECONDS)

@@ -1,0 +1,117 @@
+"""The jobs that run a pool's replica agents: submitted, and started again when they end or fall silent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from pools.proxy.state import ReplicaStatus
+from resources.jobs import JobHandle
+
+_SILENT_LEASES = 4.0  # an agent that is silent for so many leases is started again
+_FORGIVEN_AFTER_SECONDS = 600.0
+
+
+class _Agent:
+    """The job of one replica's agent, and how it fared."""
+
+    def __init__(self, job: JobHandle) -> None:
+        self.job = job
+        self.started_at = time.monotonic()
+        self.restarts = 0
+        self.given_up: str | None = None
+        self.restarting: threading.Thread | None = None
+
+    @property
+    def is_restarting(self) -> bool:
+        return self.restarting is not None and self.restarting.is_alive()
+
+
+class AgentJobs:
+    """One agent for each replica.
+
+    Args:
+        submit: starts the agent of a replica, by its name.
+        lease_seconds: how long an announcement holds.
+        max_restarts: how often an agent is started again before its replica is given up.
+        on_event: told in a line what happens.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[str], JobHandle],
+        *,
+        lease_seconds: float,
+        max_restarts: int,
+        on_event: Callable[[str], None],
+    ) -> None:
+        self._submit = submit
+        self._patience_seconds = _SILENT_LEASES * lease_seconds
+        self._max_restarts = max_restarts
+        self._on_event = on_event
+        self._agents: dict[str, _Agent] = {}
+        self._closing = threading.Event()
+
+    def start(self, names: Iterable[str]) -> None:
+        """Starts an agent for each replica."""
+        for name in names:
+            self._agents[name] = _Agent(self._submit(name))
+
+    @property
+    def usable(self) -> list[str]:
+        """Replicas that are not given up."""
+        return [name for name, agent in self._agents.items() if agent.given_up is None]
+
+    @property
+    def given_up(self) -> str:
+        """Why the others are."""
+        return "; ".join(f"{name}: {agent.given_up}" for name, agent in self._agents.items() if agent.given_up)
+
+    def give_up(self, name: str, why: str) -> None:
+        """Does without a replica from now on."""
+        self._agents[name].given_up = why
+
+    def look_after(self, replicas: Iterable[ReplicaStatus]) -> None:
+        """Starts agents again that ended or are silent for too long."""
+        heard = {one.name: one for one in replicas}
+        for name, agent in self._agents.items():
+            if agent.given_up is not None or agent.is_restarting:
+                continue
+            replica = heard.get(name)
+            # A new agent needs a moment until it speaks; what was heard last is of the one before.
+            is_new = time.monotonic() - agent.started_at < self._patience_seconds
+            silent = replica is not None and replica.silent_seconds > self._patience_seconds and not is_new
+            if replica is not None and replica.said.failure and replica.said.failure.kind == "EngineDied":
+                agent.given_up = replica.said.failure.found
+            elif agent.job.status().finished or silent:
+                self._start_again(name, agent, why="was silent" if silent else "ended")
+
+    def _start_again(self, name: str, agent: _Agent, *, why: str) -> None:
+        if agent.started_at + _FORGIVEN_AFTER_SECONDS < time.monotonic():
+            agent.restarts = 0
+        if agent.restarts >= self._max_restarts:
+            log = agent.job.logs(15).rstrip()
+            agent.given_up = f"its process {why}, for the {agent.restarts + 1}. time. Last lines of its log:\n{log}"
+            agent.job.terminate()
+            return
+        agent.restarts += 1
+        self._on_event(f"{name} {why} and is started again")
+        agent.restarting = threading.Thread(target=self._replace, args=(name, agent), name=f"restart-{name}")
+        agent.restarting.start()  # what hangs takes its time to end; the other replicas need orders meanwhile
+
+    def _replace(self, name: str, agent: _Agent) -> None:
+        agent.job.terminate()
+        if not self._closing.is_set():
+            agent.job, agent.started_at = self._submit(name), time.monotonic()
+
+    def stop(self) -> None:
+        """Ends every agent, with its engine; safe to call twice."""
+        self._closing.set()
+        for agent in self._agents.values():
+            if agent.restarting is not None:
+                agent.restarting.join()
+        with ThreadPoolExecutor(max(1, len(self._agents))) as threads:
+            for agent in self._agents.values():
+                threads.submit(agent.job.terminate)

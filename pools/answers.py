@@ -1,0 +1,139 @@
+"""Whether an answer of an engine is whole and valid: only such a one is kept, counted or replayed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+UNUSABLE_FINISHES = frozenset({"abort", "error"})
+"""Reasons to finish that mean that the text was cut for no reason of the model's."""
+
+_DONE = b"[DONE]"
+_EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+_ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
+_MOST_TOKENS = 2**53
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFacts:
+    """What is worth knowing of a valid answer; token counts are 0 where the engine gave none.
+
+    `finish_reasons` are in the order of the answer's choices.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    finish_reasons: tuple[str, ...]
+
+
+class _Invalid(Exception):
+    """The answer is not one to keep."""
+
+
+def judge(content_type: str, body: bytes, *, stream: bool = False) -> AnswerFacts | None:
+    """The facts of a 200 answer of `/v1/completions` or `/v1/chat/completions`, None unless it is whole and valid.
+
+    Never raises, whatever the bytes are.
+
+    Args:
+        content_type: of the answer; `text/event-stream` makes it a stream.
+        body: all of its bytes.
+        stream: whether the request asked for a stream.
+    """
+    try:
+        if stream or content_type.strip().lower().startswith("text/event-stream"):
+            return _judge_stream(body)
+        return _judge_whole(_parsed(body))
+    except _Invalid:
+        return None
+
+
+def _judge_whole(document: dict[str, Any]) -> AnswerFacts:
+    choices = _choices(document)
+    if not choices:
+        raise _Invalid
+    return _facts(document.get("usage"), tuple(_finish(choice.get("finish_reason")) for choice in choices))
+
+
+def _judge_stream(body: bytes) -> AnswerFacts:
+    if not body.endswith(_ENDS):
+        raise _Invalid
+    finishes: dict[int, str | None] = {}
+    usage: Any = None
+    done = False
+    for payload in _event_payloads(body):
+        if done:
+            raise _Invalid
+        if payload == _DONE:
+            done = True
+            continue
+        document = _parsed(payload)
+        usage = document.get("usage") or usage
+        for choice in _choices(document):
+            index = choice.get("index")
+            if type(index) is not int:
+                raise _Invalid
+            finish = choice.get("finish_reason")
+            finishes[index] = finishes.get(index) if finish is None else _finish(finish)
+    if not done or not finishes:
+        raise _Invalid
+    return _facts(usage, tuple(_finish(finishes[index]) for index in sorted(finishes)))
+
+
+def _event_payloads(body: bytes) -> Iterator[bytes]:
+    for event in _EVENT_END.split(body):
+        lines = []
+        for line in event.splitlines():
+            name, _, value = line.partition(b":")
+            value = value.removeprefix(b" ")
+            if name == b"data":
+                lines.append(value)
+            elif name == b"event" and value == b"error":
+                raise _Invalid
+        if lines:
+            yield b"\n".join(lines)
+
+
+def _parsed(text: bytes) -> dict[str, Any]:
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        try:
+            document = json.loads(text.decode())  # knows NaN and Infinity, which engines write as log-probabilities
+        except (ValueError, RecursionError):
+            raise _Invalid from None
+    if not isinstance(document, dict) or document.get("error") is not None:
+        raise _Invalid
+    return document
+
+
+def _choices(document: dict[str, Any]) -> list[dict[str, Any]]:
+    choices = document.get("choices")
+    if choices is None:
+        return []
+    if not isinstance(choices, list):
+        raise _Invalid
+    for choice in choices:
+        if not isinstance(choice, dict) or choice.get("error") is not None:
+            raise _Invalid
+    return choices
+
+
+def _finish(reason: Any) -> str:
+    if not isinstance(reason, str) or not reason or reason in UNUSABLE_FINISHES:
+        raise _Invalid
+    return reason
+
+
+def _facts(usage: Any, finish_reasons: tuple[str, ...]) -> AnswerFacts:
+    counts = usage if isinstance(usage, dict) else {}
+    return AnswerFacts(_count(counts.get("prompt_tokens")), _count(counts.get("completion_tokens")), finish_reasons)
+
+
+def _count(value: Any) -> int:
+    return value if type(value) is int and 0 <= value <= _MOST_TOKENS else 0

@@ -1,0 +1,191 @@
+"""One checkpoint from an object store into a local folder, compared with what was planned before and after."""
+
+from __future__ import annotations
+
+import fnmatch
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from pools.model_files import ModelDigests, ModelFolder, digest_model_folder, inspect_model_folder
+from resources import storage
+from resources.errors import CheckpointChanged, StorageError
+from resources.file_copy import copy_files
+from resources.storage import FileInfo
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes of a checkpoint are here, and how many there will be. Called from several threads, in turn."""
+
+_NEVER_SERVED = (
+    "*.partial",
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.h5",
+    "*.msgpack",
+    "*.gguf",
+    "*.npz",
+)
+"""Weights in other formats and states of optimizers, which trainers leave beside the weights that are served."""
+_SMALL = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "tekken.json",
+    "*.model",
+    "*.tiktoken",
+    "chat_template*",
+    "*.py",
+)
+
+
+def copy_checkpoint(
+    uri: str,
+    digests: ModelDigests,
+    *,
+    partial: Path,
+    make_room: Callable[[int], None],
+    parallel_files: int,
+    range_bytes: int,
+    stopped: Callable[[], bool],
+    on_progress: Progress | None,
+) -> Path:
+    """Copies the files that are served, and no states of optimizers, going on where an earlier call ended.
+
+    Args:
+        uri: the checkpoint.
+        digests: what it had when it was planned.
+        partial: a local folder for the copy in the making, which no other call is using.
+        make_room: called once with the size of the whole copy, before the first byte.
+        parallel_files: how many files are read at once.
+        range_bytes: how much of each is read at once.
+        stopped: asked before every range.
+        on_progress: told of the bytes as they come.
+
+    Returns:
+        The folder below `partial` that holds the whole model.
+
+    Raises:
+        IncompleteCheckpoint: it is not whole, or gone.
+        CheckpointChanged: it is another one by now.
+        CopyStopped: `stopped` said so.
+        StorageError: it could not be read or written, or arrived damaged.
+    """
+    remote = inspect_model_folder(uri)
+    remote.require_complete()
+    if all(remote.files[name].checksum for name in remote.weight_files):
+        require_planned(uri, digest_model_folder(remote), digests)  # of the weights only checksums are read
+    sources = _served_files(remote)
+    total_bytes = sum(source.size for source in sources.values())
+    make_room(total_bytes)
+    content = partial / "content"
+    for left in content.glob("*"):
+        if left.name.removesuffix(".partial") not in sources:
+            left.unlink()
+    content_digests = copy_files(
+        list(sources.values()),
+        content,
+        sidecars=partial / "origins",
+        parallel=parallel_files,
+        range_bytes=range_bytes,
+        stopped=stopped,
+        on_bytes=_counted(total_bytes, on_progress),
+    )
+    if _served_files_now(uri, sources) != sources:
+        raise _changed(uri, "other files, sizes or times than when copying began")
+    _require_copied(content, remote, content_digests, digests)
+    return content
+
+
+def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
+    """Copies config, tokenizer and templates of a checkpoint.
+
+    Raises:
+        CheckpointChanged: they differ from the planned ones.
+        StorageError: they cannot be read or written.
+    """
+    for file in storage.list_files(uri):
+        name = file.uri.removeprefix(uri.rstrip("/") + "/")
+        if "/" not in name and _matches(name, _SMALL):
+            storage.write_bytes(str(folder / name), storage.read_bytes(file.uri))
+    without_weights = replace(inspect_model_folder(str(folder)), problems=(), weight_files=())
+    require_planned(uri, replace(digest_model_folder(without_weights), weights=digests.weights), digests)
+
+
+def require_planned(uri: str, found: ModelDigests, planned: ModelDigests) -> None:
+    """Raises `CheckpointChanged` unless a checkpoint is the planned one."""
+    if parts := _differing(found, planned):
+        raise _changed(uri, f"other contents: {', '.join(parts)}")
+
+
+def _differing(found: ModelDigests, planned: ModelDigests) -> list[str]:
+    return [name for name in ("weights", "tokenizer", "config") if getattr(found, name) != getattr(planned, name)]
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _served_files(folder: ModelFolder) -> dict[str, FileInfo]:
+    return {
+        name: file
+        for name, file in folder.files.items()
+        if name in folder.weight_files or not _matches(name, _NEVER_SERVED)
+    }
+
+
+def _served_files_now(uri: str, served: Mapping[str, FileInfo]) -> dict[str, FileInfo]:
+    wanted = {file.uri: name for name, file in served.items()}
+    return {wanted[file.uri]: file for file in storage.list_files(uri) if file.uri in wanted}
+
+
+def _counted(total_bytes: int, on_progress: Progress | None) -> Callable[[int], None]:
+    here_bytes = 0
+    turn = threading.Lock()
+
+    def count(added_bytes: int) -> None:
+        nonlocal here_bytes
+        with turn:
+            here_bytes += added_bytes
+            if on_progress is not None:
+                on_progress(here_bytes, total_bytes)
+
+    return count
+
+
+def _require_copied(
+    content: Path, remote: ModelFolder, content_digests: Mapping[str, str], planned: ModelDigests
+) -> None:
+    """Compares a copy with the plan, by the digests that a plan makes of a remote folder."""
+    copied = inspect_model_folder(str(content))
+    damaged = "; ".join(copied.problems)
+    if copied.complete:
+        as_remote = {
+            name: replace(file, checksum=remote.files[name].checksum or content_digests[name])
+            for name, file in copied.files.items()
+        }
+        found = digest_model_folder(replace(copied, files=as_remote))
+        damaged = ", ".join(f"another digest of the {part}" for part in _differing(found, planned))
+    if damaged:
+        for path in content.iterdir():
+            path.unlink()
+        raise StorageError(
+            expected=f"a copy of {remote.uri} as it was planned",
+            found=f"{damaged}; the copy was removed",
+            remedy="run again, and it is copied anew; if that repeats, the checkpoint was changed since it was planned",
+        )
+
+
+def _changed(uri: str, found: str) -> CheckpointChanged:
+    return CheckpointChanged(
+        expected=f"{uri} as it was when its evaluation was planned",
+        found=f"it was changed since it was planned: {found}",
+        remedy="let nothing write to a checkpoint once it is complete, and run again: the plan is made anew",
+    )

@@ -1,0 +1,112 @@
+"""Which replica is to hold which checkpoint: a decision over what is asked, wanted and held. No input or output.
+
+Work that is pending for a checkpoint is finished before its replica gets another one, so checkpoints do not take turns
+request by request; and nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pools.proxy.state import Demand
+
+
+@dataclass(frozen=True)
+class Patience:
+    """`linger_seconds` a checkpoint must be idle before its replica is free; `longest_wait_seconds` nobody waits."""
+
+    linger_seconds: float
+    longest_wait_seconds: float
+
+
+def assign(
+    orders: Mapping[str, str | None],
+    *,
+    demand: Mapping[str, Demand],
+    wants: Sequence[str],
+    held_seconds: Mapping[str, float],
+    patience: Patience,
+) -> dict[str, str | None]:
+    """The orders of every replica, from those it has.
+
+    Args:
+        orders: model name by replica that can be used; none for a replica that has nothing to do.
+        demand: what is being asked of each model that can be served.
+        wants: models that users want now though they may not have asked yet, in order.
+        held_seconds: how long each replica has had its order.
+        patience: when to change.
+    """
+    seats = _Seats(dict(orders), demand, frozenset(wants), patience)
+    asked = [model for model, one in demand.items() if one.held > 0]
+    asked.sort(key=lambda model: -demand[model].oldest_held_seconds)
+    for model in asked:
+        if not seats.serves(model):
+            starved = demand[model].oldest_held_seconds > patience.longest_wait_seconds
+            seats.give(model, seats.free() or seats.doubled() or (seats.oldest(held_seconds) if starved else None))
+    for model in dict.fromkeys(wants):
+        if not seats.serves(model):
+            seats.give(model, seats.unwanted() or seats.doubled())
+    while (replica := seats.unwanted()) and (model := seats.neediest(wants)):
+        seats.give(model, replica)
+    return seats.orders
+
+
+@dataclass
+class _Seats:
+    """Orders as they are being changed; a replica that got a new one keeps it for this round."""
+
+    orders: dict[str, str | None]
+    demand: Mapping[str, Demand]
+    wants: frozenset[str]
+    patience: Patience
+
+    def __post_init__(self) -> None:
+        self._changed: set[str] = set()
+
+    def serves(self, model: str) -> bool:
+        return model in self.orders.values()
+
+    def give(self, model: str, replica: str | None) -> None:
+        if replica is not None:
+            self.orders[replica] = model
+            self._changed.add(replica)
+
+    def unwanted(self) -> str | None:
+        """A replica with nothing to do, and nobody who means to give it something."""
+        return self._first(lambda model: model is None or (model not in self.wants and not self._busy(model)))
+
+    def free(self) -> str | None:
+        """A replica with nothing to do now; one that is still wanted comes last."""
+        return self.unwanted() or self._first(lambda model: model is None or not self._busy(model))
+
+    def doubled(self) -> str | None:
+        """A replica of the model that most replicas hold, if that is more than one."""
+        counts = Counter(model for model in self.orders.values() if model is not None)
+        most = max(counts.values(), default=0)
+        return self._first(lambda model: counts[model or ""] == most) if most > 1 else None
+
+    def oldest(self, held_seconds: Mapping[str, float]) -> str | None:
+        """The replica that has had its order for the longest time."""
+        able = [replica for replica in self.orders if replica not in self._changed]
+        return max(able, key=lambda replica: held_seconds.get(replica, 0.0), default=None)
+
+    def neediest(self, wants: Sequence[str]) -> str | None:
+        """The model with work or a user that has the fewest replicas for what waits for it."""
+        models = dict.fromkeys([*(model for model in self.demand if self._busy(model)), *wants])
+        counts = Counter(self.orders.values())
+        return min(models, key=lambda model: (counts[model], -self._pending(model)), default=None)
+
+    def _first(self, fits: Callable[[str | None], bool]) -> str | None:
+        return next((one for one, model in self.orders.items() if one not in self._changed and fits(model)), None)
+
+    def _pending(self, model: str) -> int:
+        one = self.demand.get(model, Demand())
+        return one.held + one.in_flight
+
+    def _busy(self, model: str) -> bool:
+        one = self.demand.get(model)
+        if one is None:
+            return False
+        return one.held > 0 or one.in_flight > 0 or one.idle_seconds < self.patience.linger_seconds

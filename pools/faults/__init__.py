@@ -1,0 +1,1 @@
+"""What happens to a pool when something goes wrong under load, and what its clients see of it."""

@@ -1,0 +1,237 @@
+"""Clients of a pool: so many numbered requests, so many of them at once, and what each of them saw."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from pools.faults.questions import KINDS, Kind, Question, Said, is_broken_off, said_in
+
+BROKEN_STREAM = "a stream that ends with an error event"
+"""No other replica can go on with a stream that its client has begun to see."""
+_COMES_BACK_SECONDS = 60.0
+_COMES_BACK_POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to ask, ending in `/v1`, with which key, for which model."""
+
+    base_url: str
+    key: str
+    model: str
+
+
+@dataclass(frozen=True)
+class LoadPlan:
+    """What to ask. Requests are told from those of other plans by `mark`."""
+
+    mark: str
+    requests: int = 2000
+    concurrency: int = 64
+    kinds: tuple[Kind, ...] = KINDS
+    prompts: int = 16
+    """Different prompts of each kind."""
+    max_tokens: int = 8
+    timeout_seconds: float = 300.0
+    """For one answer."""
+    retries: int = 0
+    """How often a client asks again after its connection broke; it also waits while nobody listens at the address."""
+
+    def question(self, number: int, model: str) -> Question:
+        """The request of that number."""
+        kind = self.kinds[number % len(self.kinds)]
+        prompt = number // len(self.kinds) % self.prompts
+        return Question(kind, prompt, f"{self.mark}-{number}", model, self.max_tokens)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the client of one request saw: no status where the connection broke, and `said` of a right 200 only."""
+
+    number: int
+    question: Question
+    status: int | None
+    said: Said | None
+    problem: str | None
+    attempts: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What all clients saw."""
+
+    answers: tuple[Answer, ...]
+    seconds: float
+
+    @property
+    def errors(self) -> Counter[str]:
+        """Requests that did not get a whole, valid answer, by what they got instead; less broken streams."""
+        return Counter(one.problem for one in self.answers if one.problem not in (None, BROKEN_STREAM))
+
+    @property
+    def broken_streams(self) -> int:
+        """Streams that ended with an error event."""
+        return sum(one.problem == BROKEN_STREAM for one in self.answers)
+
+    @property
+    def retried(self) -> int:
+        """Requests that were asked more than once."""
+        return sum(one.attempts > 1 for one in self.answers)
+
+    def wrong(self, reference: Mapping[tuple[Kind, int], Said]) -> list[Answer]:
+        """Answers that say something else than the same question's answer in `reference`."""
+        return [
+            one
+            for one in self.answers
+            if one.said is not None
+            and one.question.is_repeatable
+            and (right := reference.get((one.question.kind, one.question.prompt))) is not None
+            and not one.said.agrees_with(right)
+        ]
+
+
+class Load:
+    """Clients that are asking; ends with the block.
+
+    Args:
+        endpoint: where they ask.
+        plan: what.
+        on_answer: told of each answer as it comes.
+    """
+
+    def __init__(
+        self, endpoint: Endpoint, plan: LoadPlan, *, on_answer: Callable[[Answer], None] | None = None
+    ) -> None:
+        self._endpoint = endpoint
+        self._plan = plan
+        self._on_answer = on_answer
+        self._answers: list[Answer] = []
+        self._numbers = iter(range(plan.requests))
+        self._news = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._began = 0.0
+
+    async def __aenter__(self) -> Load:
+        connector = aiohttp.TCPConnector(limit=0)
+        timeout = aiohttp.ClientTimeout(total=self._plan.timeout_seconds)
+        headers = {"Authorization": f"Bearer {self._endpoint.key}", "Content-Type": "application/json"}
+        self._session = aiohttp.ClientSession(connector=connector, timeout=timeout, headers=headers)
+        self._began = time.monotonic()
+        self._tasks = [asyncio.create_task(self._ask_on()) for _ in range(self._plan.concurrency)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._session.close()
+
+    async def reached(self, answers: int) -> None:
+        """Returns once so many requests have had their answer, or their error."""
+        while len(self._answers) < min(answers, self._plan.requests):
+            self._news.clear()
+            await self._news.wait()
+
+    async def report(self) -> LoadReport:
+        """What the clients saw, once each of them has nothing left to ask."""
+        await asyncio.gather(*self._tasks)
+        return LoadReport(tuple(sorted(self._answers, key=lambda one: one.number)), time.monotonic() - self._began)
+
+    async def _ask_on(self) -> None:
+        for number in self._numbers:
+            answer = await self._ask(number)
+            self._answers.append(answer)
+            if self._on_answer is not None:
+                self._on_answer(answer)
+            self._news.set()
+
+    async def _ask(self, number: int) -> Answer:
+        question = self._plan.question(number, self._endpoint.model)
+        began = time.monotonic()
+        status: int | None = None
+        said: Said | None = None
+        problem: str | None = None
+        attempts = 0
+        while attempts <= self._plan.retries:
+            attempts += 1
+            try:
+                status, said, problem = await self._ask_once(question)
+                break
+            except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
+                status, said, problem = None, None, type(error).__name__
+                nothing_sent = isinstance(error, aiohttp.ClientConnectorError)
+                if self._plan.retries and await self._until_back() and nothing_sent:
+                    attempts -= 1
+        return Answer(number, question, status, said, problem, attempts, time.monotonic() - began)
+
+    async def _ask_once(self, question: Question) -> tuple[int, Said | None, str | None]:
+        async with self._session.post(f"{self._endpoint.base_url}{question.path}", data=question.body) as response:
+            body = await response.read()
+            if response.status != 200:
+                return response.status, None, f"status {response.status}"
+            said = said_in(question, response.headers.get("Content-Type", ""), body)
+            if said is not None:
+                return 200, said, None
+            cut = is_broken_off(question, body)
+            return 200, None, BROKEN_STREAM if cut else "an answer that is not whole or not valid"
+
+    async def _until_back(self) -> bool:
+        """Waits until somebody listens at the address again; whether that was in time."""
+        url = urlsplit(self._endpoint.base_url)
+        deadline = time.monotonic() + _COMES_BACK_SECONDS
+        while time.monotonic() < deadline:
+            await asyncio.sleep(_COMES_BACK_POLL_SECONDS)
+            try:
+                _, writer = await asyncio.open_connection(url.hostname, url.port)
+            except OSError:
+                continue
+            writer.close()
+            return True
+        return False
+
+
+async def ask_all(endpoint: Endpoint, plan: LoadPlan) -> LoadReport:
+    """What clients see that ask all of a plan while nothing else happens."""
+    async with Load(endpoint, plan) as load:
+        return await load.report()
+
+
+async def reference_answers(endpoint: Endpoint, plan: LoadPlan) -> dict[tuple[Kind, int], Said]:
+    """The right answer to each kind of question and each prompt of a plan, asked one client at a time for each kind.
+
+    Raises:
+        ValueError: the pool gives no valid answers now.
+    """
+    every = LoadPlan(
+        mark=f"{plan.mark}-reference",
+        requests=len(plan.kinds) * plan.prompts,
+        concurrency=len(plan.kinds),
+        kinds=plan.kinds,
+        prompts=plan.prompts,
+        max_tokens=plan.max_tokens,
+    )
+    report = await ask_all(endpoint, every)
+    if report.errors:
+        raise ValueError(f"the pool does not answer before the fault: {_listed(report.errors)}")
+    return dict(_repeatable(report))
+
+
+def _repeatable(report: LoadReport) -> Iterator[tuple[tuple[Kind, int], Said]]:
+    for one in report.answers:
+        if one.said is not None and one.question.is_repeatable:
+            yield (one.question.kind, one.question.prompt), one.said
+
+
+def _listed(errors: Counter[str]) -> str:
+    return ", ".join(f"{count} of {what}" for what, count in errors.most_common())

@@ -1,0 +1,130 @@
+"""Finding the processes of a pool on this machine, by what Linux says of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+_PROC = Path("/proc")
+_LISTENING = "0A"
+
+
+def send(number: signal.Signals, pids: Iterable[int]) -> None:
+    """Sends a signal to those of some processes that exist."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def descendants(pid: int) -> list[int]:
+    """Every process that a process has started, directly or not, and that is still there."""
+    children: defaultdict[int, list[int]] = defaultdict(list)
+    for folder in _PROC.glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue  # it has ended meanwhile
+        children[int(fields[1])].append(int(folder.name))
+    found: list[int] = []
+    left = [pid]
+    while left:
+        below = children[left.pop()]
+        found += below
+        left += below
+    return found
+
+
+def ancestors(pid: int) -> list[int]:
+    """The process that started a process, the one that started that, and so on."""
+    found: list[int] = []
+    while pid > 1:
+        try:
+            pid = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            break
+        found.append(pid)
+    return found
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a process; none if it has ended."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def job_of(pid: int) -> str:
+    """The local job that a process belongs to, as its environment said at its start; empty if none."""
+    try:
+        variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return ""
+    prefix = b"ASSAY_JOB_ID="
+    return next((one[len(prefix) :].decode() for one in variables if one.startswith(prefix)), "")
+
+
+def largest(pids: Iterable[int]) -> int | None:
+    """The one of some processes that holds the most memory, None of none."""
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        try:
+            sizes[pid] = int((_PROC / str(pid) / "statm").read_text().split()[1])
+        except OSError:
+            continue
+    return max(sizes, key=lambda pid: sizes[pid], default=None)
+
+
+def listens_on(pid: int) -> list[tuple[str, int]]:
+    """Addresses and ports at which a process takes TCP connections."""
+    sockets = _listening_sockets()
+    return [sockets[inode] for inode in _socket_inodes(pid) if inode in sockets]
+
+
+def listener(port: int, among: Iterable[int]) -> int | None:
+    """Which of some processes takes connections at a port, None if none does.
+
+    Where its children have inherited the socket it is their parent, hence the one that was started first.
+    """
+    inodes = {inode for inode, (_, bound) in _listening_sockets().items() if bound == port}
+    return min((pid for pid in among if inodes & set(_socket_inodes(pid))), default=None)
+
+
+def _socket_inodes(pid: int) -> list[str]:
+    found = []
+    try:
+        for entry in (_PROC / str(pid) / "fd").iterdir():
+            target = str(entry.readlink())
+            if target.startswith("socket:["):
+                found.append(target[len("socket:[") : -1])
+    except OSError:
+        return found
+    return found
+
+
+def _listening_sockets() -> dict[str, tuple[str, int]]:
+    """Address and port by inode."""
+    sockets: dict[str, tuple[str, int]] = {}
+    for table in ("net/tcp", "net/tcp6"):
+        try:
+            lines = (_PROC / table).read_text().splitlines()[1:]
+        except OSError:
+            continue
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENING:
+                address, _, port = fields[1].partition(":")
+                sockets[fields[9]] = (_readable(address), int(port, 16))
+    return sockets
+
+
+def _readable(address: str) -> str:
+    """An IPv4 address as people write it; an IPv6 one as Linux does."""
+    if len(address) != 8:
+        return address
+    return ".".join(str(byte) for byte in reversed(bytes.fromhex(address)))

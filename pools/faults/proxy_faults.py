@@ -1,0 +1,92 @@
+"""A proxy that is killed, and one whose journal finds no room on the disk."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import signal
+
+from pools.faults.outcome import Outcome, Scale, Scenario
+from pools.faults.processes import send
+from pools.faults.target import Target
+from pools.faults.trial import plan_of, tried
+from resources.settings import settings
+
+_JOURNAL_WARNING = "journal"
+
+
+async def _proxy_killed(target: Target, scale: Scale) -> Outcome:
+    """Clients ask once more when their connection breaks: nobody else can, as the proxy was their only address."""
+    leases: set[str] = set()
+
+    async def kill() -> None:
+        leases.update((await asyncio.to_thread(target.status)).leases)
+        send(signal.SIGKILL, [target.proxy_pid])
+
+    plan = plan_of(scale, retries=1)
+    killed = target.proxy_pid
+    trial = await tried(target, plan, kill)
+    rules = trial.broken_rules()
+    if trial.duplicates <= plan.concurrency:  # kept, and the proxy died before it was sent: so it was asked for again
+        rules = [rule for rule in rules if "the journal holds" not in rule]
+    if target.proxy_pid == killed:
+        rules.append("no other proxy was started")
+    if trial.engine_answers > plan.requests + plan.concurrency:
+        rules.append(f"engines gave {trial.engine_answers} answers to {plan.requests} requests")
+    found = set((await asyncio.to_thread(target.status)).leases)
+    if not leases <= found:
+        rules.append(f"{len(leases - found)} of {len(leases)} leases are gone")
+    return trial.outcome("proxy-killed", rules, asked_again=trial.report.retried, engine_answers=trial.engine_answers)
+
+
+async def _disk_full(target: Target, scale: Scale) -> Outcome:
+    """The proxy's files may not grow any more; reading them goes on as before."""
+    pid = target.proxy_pid
+    before = target.proxy_log()
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    kept_before = (await asyncio.to_thread(target.status)).journal
+
+    async def fill() -> None:
+        log_bytes = len(target.proxy_log().encode())
+        smallest = log_bytes + 64 * 1024  # the log is not what is to be full
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (smallest, hard))
+
+    plan = plan_of(scale)
+    try:
+        trial = await tried(target, plan, fill, share=0.1)
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (soft, hard))
+    rules = [rule for rule in trial.broken_rules() if "the journal lacks" not in rule]
+    written = target.proxy_log()[len(before) :].splitlines()
+    warnings = [line for line in written if "WARNING" in line and _JOURNAL_WARNING in line.lower()]
+    kept = trial.kept.answers if trial.kept else 0
+    errors = 0
+    kept_after = (await asyncio.to_thread(target.status)).journal
+    if kept_before is not None and kept_after is not None:
+        errors = kept_after.errors - kept_before.errors
+    if kept >= plan.requests:
+        rules.append("the journal went on as before: its disk was not full")
+    if len(warnings) != 1:
+        rules.append(f"{len(warnings)} warnings were written, one is right")
+    return trial.outcome("disk-full", rules, kept=kept, errors=errors, journal_bytes=_journal_bytes())
+
+
+def _journal_bytes() -> int:
+    path = settings().journal_path
+    return path.stat().st_size if path.is_file() else 0
+
+
+PROXY_SCENARIOS = (
+    Scenario(
+        "proxy-killed",
+        "kills the proxy under load",
+        "clients that ask once more see no error; engines answer again only what was in flight",
+        _proxy_killed,
+    ),
+    Scenario(
+        "disk-full",
+        "lets no file of the proxy grow any more",
+        "requests are answered as before, and one warning is written",
+        _disk_full,
+    ),
+)

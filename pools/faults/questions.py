@@ -1,0 +1,111 @@
+"""The requests that a fault is tried under, and how to tell a right answer from a wrong one."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from pools.answers import judge
+
+Kind = Literal["greedy", "logprobs", "sampled", "stream", "chat"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_WORDS = ("river", "seven", "copper", "winter", "orange", "engine", "harbour", "violet")
+_LOGPROB_TOLERANCE = 0.05
+"""In nats. Kernels add in another order in another batch; the wrong weights differ by far more."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """One request: `prompt` is a number, and two questions with the same kind and prompt have the same answer.
+
+    `mark` makes a request one of its own for a journal without changing what it asks: it goes into the field `user`.
+    """
+
+    kind: Kind
+    prompt: int
+    mark: str
+    model: str
+    max_tokens: int
+
+    @property
+    def path(self) -> str:
+        """Behind the endpoint's `/v1`."""
+        return "/chat/completions" if self.kind == "chat" else "/completions"
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether the answer comes as events."""
+        return self.kind == "stream"
+
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether the answer is the same each time it is asked."""
+        return self.kind != "sampled"
+
+    @property
+    def body(self) -> bytes:
+        """What is sent."""
+        text = " ".join(_WORDS[(self.prompt + step * step) % len(_WORDS)] for step in range(6))
+        fields: dict[str, Any] = {"model": self.model, "user": self.mark, "temperature": 0}
+        text = f"{self.prompt}: {text}"
+        match self.kind:
+            case "chat":
+                fields |= {"messages": [{"role": "user", "content": text}], "max_tokens": self.max_tokens}
+            case "logprobs":
+                fields |= {"prompt": text, "max_tokens": 1, "logprobs": 1, "echo": True}
+            case "sampled":
+                fields |= {"prompt": text, "max_tokens": self.max_tokens, "temperature": 0.9}
+            case "stream":
+                fields |= {"prompt": text, "max_tokens": self.max_tokens, "stream": True}
+            case "greedy":
+                fields |= {"prompt": text, "max_tokens": self.max_tokens}
+        return json.dumps(fields).encode()
+
+
+@dataclass(frozen=True)
+class Said:
+    """What an answer says: its text, and the log-probabilities of its tokens where it has any."""
+
+    text: str
+    logprobs: tuple[float, ...] = ()
+
+    def agrees_with(self, other: Said) -> bool:
+        """Whether the same weights may have said both."""
+        if len(self.logprobs) != len(other.logprobs):
+            return False
+        if self.logprobs:  # the one token that is made may be a tie; the prompt's scores tell the weights
+            pairs = zip(self.logprobs, other.logprobs, strict=True)
+            return all(math.isclose(one, two, abs_tol=_LOGPROB_TOLERANCE) for one, two in pairs)
+        return self.text == other.text
+
+
+def said_in(question: Question, content_type: str, body: bytes) -> Said | None:
+    """What an answer with status 200 says; None if it is not whole and valid."""
+    if judge(content_type, body, stream=question.is_stream) is None:
+        return None
+    if not question.is_stream:
+        return _said(json.loads(body)["choices"][0])
+    events = [line[len(b"data:") :].strip() for line in body.splitlines() if line.startswith(b"data:")]
+    choices = [choice for event in events if event != b"[DONE]" for choice in json.loads(event)["choices"]]
+    return Said("".join(choice.get("text") or "" for choice in choices))
+
+
+def is_broken_off(question: Question, body: bytes) -> bool:
+    """Whether an answer is a stream with an error event, and ends with an event: its client was told."""
+    events = [line[len(b"data:") :].strip() for line in body.splitlines() if line.startswith(b"data:")]
+    try:
+        documents = [json.loads(event) for event in events if event != b"[DONE]"]
+    except ValueError:
+        return False
+    return question.is_stream and body.endswith(b"\n\n") and any("error" in document for document in documents)
+
+
+def _said(choice: Mapping[str, Any]) -> Said:
+    if "message" in choice:
+        return Said(choice["message"].get("content") or "")
+    scores = (choice.get("logprobs") or {}).get("token_logprobs") or ()
+    return Said(choice.get("text") or "", tuple(score for score in scores[:-1] if score is not None))

@@ -1,0 +1,152 @@
+"""Replicas that are killed, hang, are slow, or are all away for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+
+from pools.faults.outcome import Outcome, Scale, Scenario
+from pools.faults.processes import descendants, largest, send
+from pools.faults.target import Target
+from pools.faults.trial import Trial, plan_of, tried
+
+_ATTEMPTS = 3  # a server without its engine may spoil every attempt but the last
+_LOOK_SECONDS = 0.25
+_SLOW_SECONDS = 0.25
+_MOST_OF_SLOW = 0.5
+"""Share of a quick replica's requests that a slow one may get; it took at least five times as long."""
+
+
+def _rules_after_a_loss(trial: Trial, *, losses: int = 1) -> list[str]:
+    """What did not hold where work was lost so often: only what was in flight may be asked again, or be cut."""
+    at_once = losses * trial.plan.concurrency
+    return trial.broken_rules(most_upstream=trial.plan.requests + at_once, broken_streams=at_once)
+
+
+async def _signalled(
+    name: str, target: Target, scale: Scale, *, number: signal.Signals, pid: int, losses: int = 1
+) -> Outcome:
+    """One process gets a signal under load."""
+
+    async def send_it() -> None:
+        send(number, [pid])
+
+    trial = await tried(target, plan_of(scale), send_it)
+    return trial.outcome(name, _rules_after_a_loss(trial, losses=losses))
+
+
+async def _replica_killed(target: Target, scale: Scale) -> Outcome:
+    engines = await asyncio.to_thread(target.engines)
+    return await _signalled("replica-killed", target, scale, number=signal.SIGKILL, pid=engines[0].pid)
+
+
+async def _computing_process_killed(target: Target, scale: Scale) -> Outcome:
+    """A server whose computing process is gone may go on answering, with errors."""
+    name = "computing-process-killed"
+    engines = await asyncio.to_thread(target.engines)
+    behind = largest(descendants(engines[0].pid))
+    if behind is None:
+        return Outcome(name, skipped="its engines are single processes")
+    return await _signalled(name, target, scale, number=signal.SIGKILL, pid=behind, losses=_ATTEMPTS)
+
+
+async def _replica_hangs(target: Target, scale: Scale) -> Outcome:
+    engines = await asyncio.to_thread(target.engines)
+    return await _signalled("replica-hangs", target, scale, number=signal.SIGSTOP, pid=engines[0].pid)
+
+
+async def _agent_killed(target: Target, scale: Scale) -> Outcome:
+    agents = await asyncio.to_thread(target.agents)
+    return await _signalled("agent-killed", target, scale, number=signal.SIGKILL, pid=agents[min(agents)])
+
+
+async def _all_away(target: Target, scale: Scale) -> Outcome:
+    held = 0
+    engines = await asyncio.to_thread(target.engines)
+    agents = await asyncio.to_thread(target.agents)
+    pids = [*agents.values(), *(engine.pid for engine in engines)]
+
+    async def stop_and_go_on() -> None:
+        nonlocal held
+        send(signal.SIGSTOP, pids)
+        try:
+            ends = time.monotonic() + scale.away_seconds
+            while time.monotonic() < ends:
+                held = max(held, (await asyncio.to_thread(target.status)).held)
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            send(signal.SIGCONT, pids)
+
+    plan = plan_of(scale)
+    trial = await tried(target, plan, stop_and_go_on)
+    rules = _rules_after_a_loss(trial, losses=target.replicas)  # the last one to be missed gets what the others had
+    if scale.away_seconds >= 2 * target.lease_seconds and not held:
+        rules.append("no request was held while no replica was there")
+    return trial.outcome("all-replicas-away", rules, held=held)
+
+
+async def _slow_replica(target: Target, scale: Scale) -> Outcome:
+    assert target.inject is not None
+    plan = plan_of(scale, kinds=("greedy", "logprobs", "chat"))
+    slow, *quick = await asyncio.to_thread(target.engines)
+    target.inject(slow.url, {"delay_seconds": _SLOW_SECONDS})
+    shares: dict[str, int] = {}
+
+    async def look() -> None:
+        for engine in (slow, *quick):
+            shares[engine.replica] = target.answers_of(engine)
+
+    try:
+        begun = {engine.replica: target.answers_of(engine) for engine in (slow, *quick)}
+        trial = await tried(target, plan, look, share=0.9)
+    finally:
+        target.inject(slow.url, {"delay_seconds": 0.0})
+    rules = trial.broken_rules(most_upstream=plan.requests)
+    of_slow = shares[slow.replica] - begun[slow.replica]
+    of_quick = sum(shares[one.replica] - begun[one.replica] for one in quick) / len(quick)
+    if of_slow > _MOST_OF_SLOW * of_quick:
+        rules.append(f"the slow replica got {of_slow} requests, a quick one {of_quick:g}")
+    return trial.outcome("slow-replica", rules, of_slow=of_slow, of_quick=of_quick)
+
+
+REPLICA_SCENARIOS = (
+    Scenario(
+        "replica-killed",
+        "kills an engine under load",
+        "no client sees an error, no answer is kept twice, engines are asked again only what was in flight",
+        _replica_killed,
+    ),
+    Scenario(
+        "computing-process-killed",
+        "kills the process that computes behind an engine's server",
+        "the server's errors are not shown, its replica is started again, and no client sees an error",
+        _computing_process_killed,
+    ),
+    Scenario(
+        "replica-hangs",
+        "stops an engine's process, which keeps its connections",
+        "its lease runs out, its requests move, and no client sees an error",
+        _replica_hangs,
+    ),
+    Scenario(
+        "agent-killed",
+        "kills the agent of a replica, and its engine with it",
+        "the pool starts it again, and no client sees an error",
+        _agent_killed,
+    ),
+    Scenario(
+        "all-replicas-away",
+        "stops every agent and engine, and lets them go on after a while",
+        "requests are held, and no client sees an error",
+        _all_away,
+    ),
+    Scenario(
+        "slow-replica",
+        "makes one replica slow",
+        "it gets fewer requests than the others, and no client sees an error",
+        _slow_replica,
+        least_replicas=2,
+        injects=True,
+    ),
+)

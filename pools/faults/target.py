@@ -1,0 +1,219 @@
+"""The pool that faults are tried on: its processes, its counters, and whether it is whole again."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import sqlite3
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pools.config import InferencePoolConfig
+from pools.faults.load import Endpoint
+from pools.faults.processes import ancestors, command_line, descendants, job_of, listener
+from pools.inference import InferencePool
+from pools.launch import Launcher, Servable
+from pools.proxy.state import ProxyStatus, RequestCounters
+from pools.session import OpenCell
+from resources.errors import ProxyFailed
+from resources.settings import settings
+
+Inject = Callable[[str, Mapping[str, Any]], None]
+"""Sets what goes wrong inside the engine at an address; the names are those of its owner."""
+
+_POLL_SECONDS = 0.05
+_METRICS_SECONDS = 10.0
+_ENGINE_ANSWERS = "vllm:request_success_total"
+_AGENT_PROGRAM = "run_call.py"
+
+
+@dataclass(frozen=True)
+class EngineProcess:
+    """The engine of one replica: the process that takes its connections."""
+
+    replica: str
+    pid: int
+    url: str
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How another pool like the target is started; `launcher` as of `InferencePool`."""
+
+    config: InferencePoolConfig
+    checkpoints: tuple[Servable, ...]
+    launcher: Launcher | None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What the journal holds of one cell: `answers`, to so many different `questions`."""
+
+    answers: int
+    questions: int
+
+
+class Target:
+    """A pool on this machine, entered and with a session of its own.
+
+    Args:
+        pool: the pool.
+        model: the checkpoint that is asked.
+        owner_pid: the process that entered the pool.
+        recovery_seconds: how long replicas may take to be back.
+        inject: makes engines misbehave; none where they cannot be made to.
+        recipe: for another pool like it.
+    """
+
+    def __init__(
+        self,
+        pool: InferencePool,
+        model: str,
+        *,
+        owner_pid: int,
+        recovery_seconds: float = 180.0,
+        inject: Inject | None = None,
+        recipe: Recipe | None = None,
+    ) -> None:
+        self.pool = pool
+        self.model = model
+        self.inject = inject
+        self.recipe = recipe
+        self._owner_pid = owner_pid
+        self._recovery_seconds = recovery_seconds
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """Where clients ask."""
+        return Endpoint(self.pool.base_url, self.pool.key, self.model)
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas the pool is to have."""
+        return self.pool.config.resource_config.replicas
+
+    @property
+    def lease_seconds(self) -> float:
+        """How long a replica may be silent."""
+        return self.pool.config.lease_seconds
+
+    @contextmanager
+    def cell(self) -> Iterator[CellView]:
+        """A cell of its own, so that its requests are told from all others."""
+        session = self.pool.session
+        name = f"faults-{secrets.token_hex(6)}"
+        opened = session.open(self.model, cell=name, attempt="first")
+        try:
+            yield CellView(self, opened)
+        finally:
+            session.close_cell(opened, finished=True)
+
+    def status(self) -> ProxyStatus:
+        """What the proxy knows; waits for one that is being started again."""
+        return self.pool.session.status()
+
+    def engines(self) -> list[EngineProcess]:
+        """Those that are ready, by the name of their replica."""
+        found = []
+        mine = descendants(self._owner_pid)
+        for replica in sorted(self.status().replicas, key=lambda one: one.name):
+            if replica.said.state != "ready" or replica.said.url is None:
+                continue
+            pid = listener(int(replica.said.url.rpartition(":")[2]), mine)
+            if pid is not None:
+                found.append(EngineProcess(replica.name, pid, replica.said.url))
+        return found
+
+    def agents(self) -> dict[str, int]:
+        """Process of the agent of each replica whose engine is ready: the engine's nearest ancestor that is one."""
+        found: dict[str, int] = {}
+        for engine in self.engines():
+            for pid in ancestors(engine.pid):
+                if job_of(pid).startswith(f"{engine.replica}-") and _AGENT_PROGRAM in " ".join(command_line(pid)):
+                    found[engine.replica] = pid
+                    break
+        return found
+
+    @property
+    def proxy_pid(self) -> int:
+        """The proxy's process now."""
+        return self.pool.proxy_pid
+
+    def proxy_log(self) -> str:
+        """What the proxy has written so far; empty where it does not run."""
+        job = job_of(self.proxy_pid)
+        log = settings().jobs_dir / job / "replica-0.log"
+        return log.read_text(errors="replace") if job and log.is_file() else ""
+
+    def engine_answers(self) -> int:
+        """How many answers the engines that are ready now have given since their start, as they count them."""
+        return sum(self.answers_of(engine) for engine in self.engines())
+
+    def answers_of(self, engine: EngineProcess) -> int:
+        """How many answers one engine has given since its start, as it counts them; 0 where it does not answer."""
+        try:
+            return _answers_of(engine.url)
+        except OSError:
+            return 0
+
+    def unsettled(self) -> str | None:
+        """What the pool is not done with; None once every replica is ready and nothing is under way."""
+        status = self.status()
+        usable = [one for one in status.replicas if one.usable]
+        if len(usable) < self.replicas:
+            seen = ", ".join(f"{one.name} is {'lost' if one.lost else one.said.state}" for one in status.replicas)
+            return f"{len(usable)} of {self.replicas} replicas are usable ({seen or 'none is known'})"
+        in_flight = sum(one.in_flight for one in status.replicas)
+        if in_flight or status.held:
+            return f"{in_flight} requests are in flight and {status.held} are held, though nobody asks"
+        return None
+
+    async def settled(self) -> str | None:
+        """Waits until the pool is whole and idle; what is not, if that takes too long."""
+        deadline = time.monotonic() + self._recovery_seconds
+        while True:
+            try:
+                missing = await asyncio.to_thread(self.unsettled)
+            except ProxyFailed as error:
+                missing = error.found
+            if missing is None or time.monotonic() > deadline:
+                return missing
+            await asyncio.sleep(_POLL_SECONDS)
+
+
+class CellView:
+    """One open cell: where to ask, and what became of its requests."""
+
+    def __init__(self, target: Target, opened: OpenCell) -> None:
+        self._target = target
+        self._opened = opened
+        running = opened.running
+        self.endpoint = Endpoint(running.base_url, running.api_key, running.model)
+
+    def counts(self) -> RequestCounters:
+        """What the proxy counted since it was started."""
+        return self._target.pool.session.cell_counts(self._opened)
+
+    def kept(self) -> Kept | None:
+        """What the journal holds; None where the pool has none."""
+        if not self._target.pool.config.journal:
+            return None
+        return kept_answers(settings().journal_path, self._opened.name)
+
+
+def kept_answers(path: Path, cell: str) -> Kept:
+    """What a journal's file holds of one cell."""
+    with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as journal:
+        query = "SELECT count(*), count(DISTINCT key) FROM answers WHERE cell = ?"
+        return Kept(*journal.execute(query, (cell,)).fetchone())
+
+
+def _answers_of(url: str) -> int:
+    with urllib.request.urlopen(f"{url}/metrics", timeout=_METRICS_SECONDS) as reply:
+        lines = reply.read().decode().splitlines()
+    return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_ENGINE_ANSWERS)))

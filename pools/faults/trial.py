@@ -1,0 +1,114 @@
+"""Running a load while a fault happens, and checking what must hold whatever the fault is."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from pools.faults.load import Load, LoadPlan, LoadReport, reference_answers
+from pools.faults.outcome import Outcome, Scale
+from pools.faults.questions import KINDS, Kind
+from pools.faults.target import Kept, Target
+from pools.proxy.state import RequestCounters
+
+Fault = Callable[[], Awaitable[None]]
+_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What clients saw, what the proxy counted and what was kept while a fault happened."""
+
+    plan: LoadPlan
+    report: LoadReport
+    wrong: int
+    counts: RequestCounters
+    engine_answers: int
+    kept: Kept | None
+    unsettled: str | None
+
+    @property
+    def duplicates(self) -> int:
+        """Answers that were kept beyond one for each request."""
+        return max(0, self.kept.answers - self.plan.requests) if self.kept is not None else 0
+
+    def broken_rules(self, *, most_upstream: int | None = None, broken_streams: int = 0) -> list[str]:
+        """What did not hold of that which always must.
+
+        Args:
+            most_upstream: attempts that may have been sent to engines.
+            broken_streams: streams that may have been cut.
+        """
+        found = []
+        errors = self.report.errors
+        if errors:
+            shown = ", ".join(f"{count} × {what}" for what, count in errors.most_common(_SHOWN))
+            found.append(f"{errors.total()} of {self.plan.requests} requests failed: {shown}")
+        if self.report.broken_streams > broken_streams:
+            found.append(f"{self.report.broken_streams} streams were cut, {broken_streams} at most may be")
+        if self.wrong:
+            found.append(f"{self.wrong} answers are not those of the checkpoint")
+        if self.duplicates:
+            found.append(f"the journal holds {self.duplicates} answers more than there were requests")
+        answered = sum(one.said is not None for one in self.report.answers)
+        if self.kept is not None and self.kept.questions < answered:
+            found.append(f"the journal lacks {answered - self.kept.questions} of {answered} answers that were given")
+        if most_upstream is not None and self.counts.upstream > most_upstream:
+            found.append(f"engines were asked {self.counts.upstream} times, {most_upstream} would do")
+        if self.unsettled is not None:
+            found.append(f"the pool is not whole again: {self.unsettled}")
+        return found
+
+    def outcome(self, scenario: str, violations: list[str], **figures: float) -> Outcome:
+        """The outcome with the counts of this trial."""
+        return Outcome(
+            scenario,
+            requests=self.plan.requests,
+            client_errors=self.report.errors.total(),
+            wrong_answers=self.wrong,
+            duplicates=self.duplicates,
+            seconds=round(self.report.seconds, 2),
+            violations=tuple(violations),
+            figures={
+                "upstream": self.counts.upstream,
+                "retried": self.counts.retried,
+                "broken_streams": self.report.broken_streams,
+                **figures,
+            },
+        )
+
+
+def plan_of(scale: Scale, *, kinds: tuple[Kind, ...] = KINDS, retries: int = 0) -> LoadPlan:
+    """A load of that scale that no journal has seen before."""
+    mark = f"fault-{secrets.token_hex(4)}"
+    return LoadPlan(mark, requests=scale.requests, concurrency=scale.concurrency, kinds=kinds, retries=retries)
+
+
+async def tried(target: Target, plan: LoadPlan, fault: Fault, *, share: float = 0.25, wait: bool = True) -> Trial:
+    """Asks all of a plan in a cell of its own; after a share of the answers the fault happens.
+
+    Args:
+        target: the pool.
+        plan: what to ask.
+        fault: called once; the clients go on asking meanwhile.
+        share: of the answers that must have come before.
+        wait: whether the pool must be whole again at the end.
+    """
+    reference = await reference_answers(target.endpoint, plan)
+    before = await asyncio.to_thread(target.engine_answers)
+    cell = target.cell()
+    view = await asyncio.to_thread(cell.__enter__)
+    try:
+        async with Load(view.endpoint, plan) as load:
+            await load.reached(int(plan.requests * share))
+            await fault()
+            report = await load.report()
+        unsettled = await target.settled() if wait else None
+        counts = await asyncio.to_thread(view.counts)
+        after = await asyncio.to_thread(target.engine_answers)
+        wrong = len(report.wrong(reference))
+        return Trial(plan, report, wrong, counts, after - before, view.kept(), unsettled)
+    finally:
+        await asyncio.to_thread(cell.__exit__, None, None, None)

@@ -1,0 +1,214 @@
+"""What the journal does beside answering: the open cells, their mirrors, and the upkeep of the file.
+
+Two threads do the work, one for the file and one for the mirrors, since a store can be slow. What they find is told
+on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pools.journal import upkeep
+from pools.journal.cells import Attempt, CellScope
+from pools.journal.database import Database
+from pools.journal.mirror import SEGMENT_BYTES, Mirror
+from pools.journal.schema import is_busy, is_damaged
+
+TIDY_SECONDS = 1.0
+"""Between the first commit after a round of upkeep and the next round, unless much is written before."""
+_MUCH_BYTES = 16 * 2**20
+_LITTLE_BYTES = 64 * 2**10
+
+
+@dataclass(slots=True, eq=False)
+class _OpenCell:
+    attempt: Attempt
+    mirror: Mirror | None
+    loaded: bool
+    news_bytes: int = 0
+    told: bool = False
+
+
+class Background:
+    """The journal's cells and worker threads. All methods are called on the event loop.
+
+    Args:
+        database: the loop's connection.
+        path: of the file.
+        max_bytes: bound of the file.
+        warn: told, in a sentence, what a user should know.
+        mirror_seconds: between two exports of a cell's news.
+    """
+
+    def __init__(
+        self, database: Database, path: Path, *, max_bytes: int, warn: Callable[[str], None], mirror_seconds: float
+    ) -> None:
+        self._database = database
+        self._path = path
+        self._max_bytes = max_bytes
+        self._warn = warn
+        self._mirror_seconds = mirror_seconds
+        self._cells: dict[str, _OpenCell] = {}
+        self._changing = asyncio.Lock()
+        self._file_thread = ThreadPoolExecutor(1, "journal-file")
+        self._mirror_thread = ThreadPoolExecutor(1, "journal-mirror")
+        self._tidying: asyncio.Task[None] | None = None
+        self._exporting: asyncio.Task[None] | None = None
+        self._untidied_bytes = 0
+        self._much_written = asyncio.Event()
+        self._segment_full = asyncio.Event()
+        self._tidy_failed = False
+
+    def attempt(self, scope: CellScope) -> Attempt | None:
+        """The occurrences of an attempt, None unless it is the open one of its cell."""
+        cell = self._cells.get(scope.cell)
+        return cell.attempt if cell is not None and cell.attempt.scope == scope else None
+
+    def committed(self, size: int) -> None:
+        """Notes that so many bytes were written to the file."""
+        self._untidied_bytes += size
+        if self._untidied_bytes >= min(_MUCH_BYTES, max(_LITTLE_BYTES, self._max_bytes // 8)):
+            self._much_written.set()
+        if self._tidying is None or self._tidying.done():
+            self._tidying = asyncio.get_running_loop().create_task(self._tidy_while_needed())
+
+    def kept(self, scope: CellScope, size: int) -> None:
+        """Notes that an answer of so many bytes was kept under a cell."""
+        cell = self._cells.get(scope.cell)
+        if cell is not None and cell.mirror is not None:
+            cell.news_bytes += size
+            if cell.news_bytes >= SEGMENT_BYTES:
+                self._segment_full.set()
+
+    async def open_cell(self, scope: CellScope, *, folder: str | None) -> None:
+        """Begins an attempt, after its mirror was read; see `Journal.open_cell`."""
+        async with self._changing:
+            if self.attempt(scope) is not None:
+                await self._give_mirror(self._cells[scope.cell], folder)
+                return
+            if (older := self._cells.pop(scope.cell, None)) is not None:
+                older.attempt.open = False
+            mirror = None if folder is None else self._mirror_of(scope, folder)
+            cell = _OpenCell(Attempt(scope), mirror, loaded=mirror is None)
+            if mirror is not None:
+                await self._synchronise(cell)
+            taken = await self._in_file_thread(upkeep.taken, self._path, scope)
+            await self._in_file_thread(upkeep.forget_replays, self._path, scope)
+            cell.attempt = Attempt(scope, taken or ())
+            self._cells[scope.cell] = cell
+            self._export_from_now(mirror)
+
+    async def _give_mirror(self, cell: _OpenCell, folder: str | None) -> None:
+        """Gives an attempt that goes on the mirror it was begun without; what it has under way is not disturbed."""
+        if folder is None or cell.mirror is not None:
+            return
+        cell.mirror, cell.loaded = self._mirror_of(cell.attempt.scope, folder), False
+        await self._synchronise(cell)
+        self._export_from_now(cell.mirror)
+
+    def _export_from_now(self, mirror: Mirror | None) -> None:
+        if mirror is not None and self._exporting is None:
+            self._exporting = asyncio.get_running_loop().create_task(self._export_forever())
+
+    async def close_cell(self, scope: CellScope, *, drop_mirror: bool) -> None:
+        """Ends an attempt; see `Journal.close_cell`."""
+        async with self._changing:
+            if self.attempt(scope) is None:
+                return
+            cell = self._cells.pop(scope.cell)
+            cell.attempt.open = False
+            if drop_mirror:
+                await self._in_file_thread(upkeep.drop_sampled, self._path, scope.cell)
+                if cell.mirror is not None:
+                    await self._in_mirror_thread(cell, cell.mirror.drop)
+            elif cell.mirror is not None:
+                await self._synchronise(cell)
+
+    async def close(self) -> None:
+        """Exports what the mirrors lack and ends the threads."""
+        if self._exporting is not None:
+            self._exporting.cancel()
+            await asyncio.gather(self._exporting, return_exceptions=True)
+        for scope in [cell.attempt.scope for cell in self._cells.values()]:
+            await self.close_cell(scope, drop_mirror=False)
+        if self._tidying is not None:
+            self._much_written.set()
+            await asyncio.gather(self._tidying, return_exceptions=True)
+        for thread in (self._file_thread, self._mirror_thread):
+            await asyncio.to_thread(thread.shutdown)
+
+    def _mirror_of(self, scope: CellScope, folder: str) -> Mirror:
+        loop = asyncio.get_running_loop()
+
+        def warn(text: str) -> None:
+            loop.call_soon_threadsafe(self._warn, text)
+
+        return Mirror(self._path, cell=scope.cell, folder=folder, warn=warn)
+
+    async def _tidy_while_needed(self) -> None:
+        while self._untidied_bytes:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._much_written.wait(), TIDY_SECONDS)
+            await self._tidy()
+
+    async def _tidy(self) -> None:
+        self._much_written.clear()
+        self._untidied_bytes = 0
+        outcome = await self._in_file_thread(upkeep.tidy, self._path, self._max_bytes)
+        self._database.follow()
+        if outcome is not None:
+            dropped, self._database.counters.total_bytes = outcome
+            self._database.counters.dropped += dropped
+
+    async def _export_forever(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._segment_full.wait(), self._mirror_seconds)
+            self._segment_full.clear()
+            for cell in list(self._cells.values()):
+                if cell.mirror is not None and (cell.news_bytes or not cell.loaded):
+                    await self._synchronise(cell)
+
+    async def _synchronise(self, cell: _OpenCell) -> None:
+        """Writes to the mirror what it lacks, and reads it unless that was done."""
+        assert cell.mirror is not None
+        news, cell.news_bytes = cell.news_bytes, 0
+        if not await self._in_mirror_thread(cell, cell.mirror.export):
+            cell.news_bytes += max(news, 1)
+        elif not cell.loaded:
+            cell.loaded = await self._in_mirror_thread(cell, cell.mirror.load)
+
+    async def _in_mirror_thread(self, cell: _OpenCell, act: Callable[[], None]) -> bool:
+        """Whether it could be done; if not, that is told once until it can again."""
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._mirror_thread, act)
+        except Exception as error:  # noqa: BLE001 - the boundary: every store's client has errors of its own
+            if not cell.told:
+                cell.told = True
+                reason = " ".join(str(error).split())
+                self._warn(
+                    f"The mirror of cell {cell.attempt.scope.cell} cannot be used now, it is tried again: {reason}"
+                )
+            return False
+        cell.told = False
+        return True
+
+    async def _in_file_thread(self, act: Callable[..., Any], *arguments: Any) -> Any:
+        """What `act` returns, None where the file cannot be used."""
+        try:
+            outcome = await asyncio.get_running_loop().run_in_executor(self._file_thread, act, *arguments)
+        except (sqlite3.Error, OSError) as error:
+            self._database.counters.errors += 1
+            if is_damaged(error) or not (self._tidy_failed or is_busy(error)):
+                self._tidy_failed = True
+                self._database.report(error)
+            return None
+        self._tidy_failed = False
+        return outcome

@@ -1,0 +1,248 @@
+"""The event loop's connection to the journal: quick reads, commits in groups, and what happens when they fail.
+
+Nothing here waits: where somebody else is writing, the group is tried again a moment later by the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pools.journal import schema
+
+BUSY_SECONDS = 2.0
+"""How long a group waits for somebody else's transaction before it is given up."""
+_BUSY_RETRY_SECONDS = 0.001
+
+
+@dataclass(slots=True)
+class JournalCounters:
+    """What a journal did since it was opened; `total_bytes` is the size of what lies in the file now.
+
+    `refused` are answers that were not valid, `errors` what could not be read or kept although it was, `dropped`
+    rows that were evicted or damaged.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    kept: int = 0
+    refused: int = 0
+    errors: int = 0
+    dropped: int = 0
+    total_bytes: int = 0
+
+
+class Database:
+    """One journal file, used from the thread of one event loop.
+
+    No method raises for what is wrong with the file: it is counted and told once, and requests go on without it.
+
+    Args:
+        path: of the file.
+        warn: told, in a sentence, what a user should know.
+        retry_seconds: how long nothing is written after a failure.
+        clock: seconds since the epoch, for the names of files set aside.
+        committed: called with the number of bytes after each commit.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        warn: Callable[[str], None],
+        retry_seconds: float,
+        clock: Callable[[], float],
+        committed: Callable[[int], None],
+    ) -> None:
+        self._path = path
+        self.counters = JournalCounters()
+        self._warn = warn
+        self._retry_seconds = retry_seconds
+        self._clock = clock
+        self._committed = committed
+        self._connection: sqlite3.Connection | None = None
+        self._inode = 0
+        self._resume_at = 0.0
+        self._failing = False
+        self._group: list[tuple[str, tuple[Any, ...]]] = []
+        self._waiting: list[asyncio.Future[None]] = []
+        self._flush_handle: asyncio.Handle | None = None
+        self._give_up_at = 0.0
+
+    def open(self) -> None:
+        """Opens the file, waiting a little for other processes that do the same."""
+        self._connect(wait_seconds=BUSY_SECONDS)
+
+    def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """The first row of a query, None also where it cannot be read."""
+        if self._connection is None and not self._reconnected():
+            return None
+        assert self._connection is not None
+        try:
+            return self._connection.execute(sql, parameters).fetchone()
+        except (sqlite3.Error, OverflowError) as error:
+            self.counters.errors += 1
+            self.report(error)
+            return None
+
+    def submit(self, sql: str, parameters: tuple[Any, ...]) -> None:
+        """Adds a statement to the group that is committed in the loop's next turn."""
+        self._group.append((sql, parameters))
+        if self._flush_handle is None:
+            loop = asyncio.get_running_loop()
+            self._give_up_at = loop.time() + BUSY_SECONDS
+            self._flush_handle = loop.call_soon(self._flush)
+
+    async def settled(self) -> None:
+        """Returns when the group that is open now was committed, or given up."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        await future
+
+    def report(self, error: Exception) -> None:
+        """Deals with an error of this or another connection: a damaged file is set aside, anything else told once."""
+        if not schema.is_damaged(error):
+            self._tell(error)
+            return
+        self._disconnect()
+        if self._set_aside(self._inode, error):
+            self._connect(wait_seconds=0.0)
+        else:
+            self._resume_at = time.monotonic() + self._retry_seconds
+
+    def follow(self) -> None:
+        """Goes on with the file that lies at the path, where somebody has put another one there or removed it."""
+        if self._connection is not None and self._inode_in_place() != self._inode:
+            self._disconnect()
+            self._connect(wait_seconds=0.0)
+
+    async def drain(self) -> None:
+        """Returns when nothing waits to be committed."""
+        while self._flush_handle is not None:
+            await self.settled()
+
+    def close(self) -> None:
+        """Closes the connection; the file is not opened again."""
+        self._disconnect()
+        self._resume_at = math.inf
+
+    def _flush(self) -> None:
+        self._flush_handle = None
+        connection = self._connection if self._may_write() else None
+        if connection is None:
+            self._give_up()
+            return
+        kept = size = 0
+        try:
+            connection.execute("BEGIN IMMEDIATE")
+            for sql, parameters in self._group:
+                changed = connection.execute(sql, parameters).rowcount
+                if sql is schema.INSERT_ROW and changed:
+                    kept += 1
+                    size += len(parameters[-2]) + len(parameters[-1] or b"")
+            connection.execute("COMMIT")
+        except (sqlite3.Error, OverflowError, ValueError) as error:
+            self._flush_failed(connection, error)
+            return
+        self.counters.kept += kept
+        self._failing = False
+        self._settle()
+        if size:
+            self._committed(size)
+
+    def _flush_failed(self, connection: sqlite3.Connection, error: Exception) -> None:
+        if connection.in_transaction:
+            with suppress(sqlite3.Error):
+                connection.execute("ROLLBACK")
+        loop = asyncio.get_running_loop()
+        in_time = loop.time() < self._give_up_at
+        if schema.is_busy(error) and in_time:
+            self._flush_handle = loop.call_later(_BUSY_RETRY_SECONDS, self._flush)
+            return
+        self.report(error)
+        if schema.is_damaged(error) and in_time and self._connection is not None:
+            self._flush_handle = loop.call_soon(self._flush)
+            return
+        self._resume_at = time.monotonic() + self._retry_seconds
+        self._give_up()
+
+    def _give_up(self) -> None:
+        self.counters.errors += sum(sql is schema.INSERT_ROW for sql, _ in self._group)
+        self._settle()
+
+    def _settle(self) -> None:
+        self._group = []
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    def _may_write(self) -> bool:
+        if self._resume_at:
+            if time.monotonic() < self._resume_at:
+                return False
+            self._resume_at = 0.0
+            self._disconnect()
+        return self._connection is not None or self._reconnected()
+
+    def _reconnected(self) -> bool:
+        if time.monotonic() < self._resume_at:
+            return False
+        self._connect(wait_seconds=0.0)
+        return self._connection is not None
+
+    def _connect(self, *, wait_seconds: float) -> None:
+        """Opens the file; a damaged one is set aside and replaced by a new one, once."""
+        for tries_left in (1, 0):
+            inode = self._inode_in_place()
+            try:
+                self._connection = schema.connect(self._path, wait_seconds=wait_seconds)
+                self._connection.execute("PRAGMA busy_timeout = 0")
+                self.counters.total_bytes = schema.live_bytes(self._connection)
+                self._inode = self._inode_in_place()
+                self._resume_at = 0.0
+                return
+            except (sqlite3.Error, OSError) as error:
+                self._disconnect()
+                if not (tries_left and schema.is_damaged(error) and self._set_aside(inode, error)):
+                    self._resume_at = time.monotonic() + self._retry_seconds
+                    self._tell(error)
+                    return
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            with suppress(sqlite3.Error):
+                self._connection.close()
+            self._connection = None
+
+    def _inode_in_place(self) -> int:
+        try:
+            return self._path.stat().st_ino
+        except OSError:
+            return 0
+
+    def _set_aside(self, inode: int, error: Exception) -> bool:
+        """Renames the damaged file, unless another process has put a new one in its place; False if that fails."""
+        if self._inode_in_place() != inode:
+            return True
+        try:
+            aside = schema.set_aside(self._path, now=self._clock())
+        except OSError as problem:
+            self._tell(problem)
+            return False
+        self._warn(
+            f"The journal {self._path} cannot be used ({error}). It is kept as {aside.name}, a new one is begun."
+        )
+        return True
+
+    def _tell(self, error: Exception) -> None:
+        if not self._failing:
+            self._failing = True
+            self._warn(f"The journal {self._path} cannot be used now ({error}). Requests are answered without it.")

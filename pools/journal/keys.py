@@ -1,0 +1,115 @@
+"""Which requests are the same one: a digest over the weights, the engine, the path and the whole body."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import orjson
+
+_LARGE_NUMBER = b"e+"
+"""In what orjson writes, every number beyond 64 bits has this; it may have been an integer that became a float."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What answers: digests of the weights, of tokenizer and chat template, and of the engine with its arguments."""
+
+    weights: str
+    tokenizer: str
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A request, as the journal knows it.
+
+    `key` (32 bytes) names it. `seal` (32 bytes) is the secret its answers are encrypted with; it follows from the same
+    content as the key but not from the key. `deterministic` says that every engine with this subject gives the same
+    answer.
+    """
+
+    key: bytes
+    deterministic: bool
+    seal: bytes = field(repr=False)
+    subject: Subject
+    target: str
+    model: str
+    body: bytes = field(repr=False)
+
+
+def question(subject: Subject, target: str, *, body: bytes, fields: Mapping[str, Any]) -> Question:
+    """The question that a request asks.
+
+    Args:
+        subject: what is going to answer.
+        target: path with its query, without a prefix that names a cell.
+        body: as it came.
+        fields: the same body, parsed, by orjson or by json. Order of keys and white space do not matter, every field
+            does; of a key that comes twice the last value counts, as for engines.
+    """
+    content = hashlib.blake2b(_prefix(subject, target))
+    content.update(_canonical(body, fields))
+    root = content.digest()
+    model = fields.get("model")
+    return Question(
+        key=hashlib.blake2b(root, digest_size=32, person=b"assay-key").digest(),
+        deterministic=is_deterministic(fields),
+        seal=hashlib.blake2b(root, digest_size=32, person=b"assay-seal").digest(),
+        subject=subject,
+        target=target,
+        model=model if isinstance(model, str) else "",
+        body=body,
+    )
+
+
+def is_deterministic(fields: Mapping[str, Any]) -> bool:
+    """Whether nothing in the answer is drawn at random.
+
+    So it is at temperature 0, which has to be given, and for log-probabilities of a prompt where no token is generated.
+    A seed does not count: what it leads to depends on the requests that share a batch.
+    """
+    if _is_zero(fields.get("temperature"), (int, float)):
+        return True
+    generates_nothing = _is_zero(fields.get("max_tokens"), (int,)) and not fields.get("max_completion_tokens")
+    return generates_nothing and (fields.get("echo") is True or type(fields.get("prompt_logprobs")) is int)
+
+
+def _is_zero(value: Any, kinds: tuple[type, ...]) -> bool:
+    return type(value) in kinds and value == 0
+
+
+@lru_cache(maxsize=1024)
+def _prefix(subject: Subject, target: str) -> bytes:
+    parts = (subject.weights, subject.tokenizer, subject.engine, target)
+    encoded = [part.encode(errors="surrogatepass") for part in parts]
+    return b"".join(len(part).to_bytes(8, "big") + part for part in encoded)
+
+
+def _canonical(body: bytes, fields: Mapping[str, Any]) -> bytes:
+    """One text for all spellings of a body; its first byte keeps the three ways to write it apart."""
+    try:
+        text = orjson.dumps(fields, option=orjson.OPT_SORT_KEYS)
+        if not _has_non_finite(text, body) and _LARGE_NUMBER not in text:
+            return b"o" + text
+    except orjson.JSONEncodeError:
+        pass
+    try:
+        return b"j" + json.dumps(json.loads(body), sort_keys=True).encode()
+    except (ValueError, RecursionError):
+        return b"b" + body
+
+
+def _has_non_finite(text: bytes, body: bytes) -> bool:
+    """Whether a `null` may stand for a NaN or an Infinity: orjson writes them so, and reads neither."""
+    if b"null" not in text:
+        return False
+    try:
+        orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return True
+    return False

@@ -1,0 +1,205 @@
+"""The journal's file: its tables, how it is opened, and how a damaged one is set aside."""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple
+
+SCHEMA_VERSION = 1
+"""`PRAGMA user_version` of the file, and the version in the first line of a segment."""
+
+_SCHEMA = """
+CREATE TABLE answers (
+    id INTEGER PRIMARY KEY AUTOINCREMENT,
+    key BLOB NOT NULL,
+    deterministic INTEGER NOT NULL,
+    cell TEXT,
+    attempt TEXT,
+    occurrence INTEGER NOT NULL,
+    target TEXT NOT NULL,
+    model TEXT NOT NULL,
+    weights TEXT NOT NULL,
+    tokenizer TEXT NOT NULL,
+    engine TEXT NOT NULL,
+    content_type TEXT NOT NULL,
+    finish_reasons TEXT NOT NULL,
+    prompt_tokens INTEGER NOT NULL,
+    completion_tokens INTEGER NOT NULL,
+    created INTEGER NOT NULL,
+    sealed INTEGER NOT NULL,
+    imported INTEGER NOT NULL,
+    body BLOB NOT NULL,
+    request BLOB
+);
+CREATE UNIQUE INDEX deterministic_answers ON answers (key) WHERE deterministic = 1;
+CREATE UNIQUE INDEX sampled_answers ON answers (key, cell, occurrence) WHERE deterministic = 0;
+CREATE INDEX answers_of_cells ON answers (cell) WHERE cell IS NOT NULL;
+CREATE TABLE replays (
+    cell TEXT NOT NULL,
+    attempt TEXT NOT NULL,
+    key BLOB NOT NULL,
+    occurrence INTEGER NOT NULL,
+    PRIMARY KEY (cell, attempt, key, occurrence)
+) WITHOUT ROWID;
+CREATE TABLE segments (
+    mirror TEXT NOT NULL,
+    name TEXT NOT NULL,
+    last_id INTEGER NOT NULL,
+    PRIMARY KEY (mirror, name)
+) WITHOUT ROWID;
+"""
+
+
+class Row(NamedTuple):
+    """One row of `answers`, without its id; the names are those of the columns.
+
+    `imported` is not part of a segment: it says that the row came from one.
+    """
+
+    key: bytes
+    deterministic: int
+    cell: str | None
+    attempt: str | None
+    occurrence: int
+    target: str
+    model: str
+    weights: str
+    tokenizer: str
+    engine: str
+    content_type: str
+    finish_reasons: str
+    prompt_tokens: int
+    completion_tokens: int
+    created: int
+    sealed: int
+    imported: int
+    body: bytes
+    request: bytes | None
+
+
+COLUMNS = ", ".join(Row._fields)
+INSERT_ROW = f"INSERT INTO answers ({COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))}) ON CONFLICT DO NOTHING"
+
+_DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+
+
+class OtherVersion(sqlite3.DatabaseError):
+    """The file was written with another schema."""
+
+
+def is_damaged(error: Exception) -> bool:
+    """Whether an error means that the file is no journal of ours, or no longer one."""
+    return isinstance(error, OtherVersion) or _primary_code(error) in _DAMAGED
+
+
+def is_busy(error: Exception) -> bool:
+    """Whether an error means that somebody else is writing just now."""
+    return _primary_code(error) in _BUSY
+
+
+def _primary_code(error: Exception) -> int:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF
+
+
+def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
+    """A connection to the journal in a file, which is made if there is none.
+
+    Transactions are begun and ended in so many words. The file is readable for its owner only.
+
+    Args:
+        path: of the file.
+        wait_seconds: how long to wait, now and later, while somebody else is writing.
+
+    Raises:
+        sqlite3.Error: it cannot be opened, is damaged, or has another schema (`OtherVersion`).
+        OSError: the folder cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        path.touch(mode=0o600)
+    connection = sqlite3.connect(path, timeout=wait_seconds, isolation_level=None, check_same_thread=False)
+    try:
+        _prepare(connection, wait_seconds=wait_seconds)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, *, wait_seconds: float) -> None:
+    version = _version(connection)
+    if version == 0:
+        _patiently(lambda: _create(connection), wait_seconds=wait_seconds)
+    elif version != SCHEMA_VERSION:
+        raise OtherVersion(f"schema version {version}, this one is {SCHEMA_VERSION}")
+    connection.execute("PRAGMA synchronous = NORMAL")
+    connection.execute("PRAGMA wal_autocheckpoint = 0")
+    connection.execute("PRAGMA cache_size = -16000")
+
+
+def _version(connection: sqlite3.Connection) -> int:
+    return connection.execute("PRAGMA user_version").fetchone()[0]
+
+
+def _create(connection: sqlite3.Connection) -> None:
+    connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
+    connection.execute("PRAGMA journal_mode = WAL")
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        if _version(connection) == 0:  # else another process was faster
+            if connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+                raise OtherVersion("a database of something else")
+            for statement in filter(str.strip, _SCHEMA.split(";")):
+                connection.execute(statement)
+            connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _patiently(act: Callable[[], None], *, wait_seconds: float) -> None:
+    """Acts, again while another process is in the way: changing the journal mode does not wait by itself."""
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return act()
+        except sqlite3.OperationalError as error:
+            if not is_busy(error) or time.monotonic() >= deadline:
+                raise
+            time.sleep(0.01)
+
+
+def live_bytes(connection: sqlite3.Connection) -> int:
+    """Bytes of the file that are in use; pages that wait to be used again do not count."""
+    pages, free, size = (
+        connection.execute(f"PRAGMA {name}").fetchone()[0] for name in ("page_count", "freelist_count", "page_size")
+    )
+    return (pages - free) * size
+
+
+def set_aside(path: Path, *, now: float) -> Path:
+    """Renames a file that cannot be used, with what belongs to it, so that a new one can be begun.
+
+    Args:
+        path: of the journal.
+        now: seconds since the epoch, for the name.
+
+    Raises:
+        OSError: it cannot be renamed.
+    """
+    stamp = datetime.fromtimestamp(now, UTC).strftime("%Y%m%dT%H%M%SZ")
+    names = [f"{path.name}.corrupt-{stamp}", *(f"{path.name}.corrupt-{stamp}.{number}" for number in range(1, 1000))]
+    target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
+    path.rename(target)
+    for suffix in ("-wal", "-shm"):
+        companion = path.with_name(path.name + suffix)
+        if companion.exists():
+            companion.rename(target.with_name(target.name + suffix))
+    return target

@@ -1,0 +1,92 @@
+"""Segments: rows of the journal as compressed lines of JSON, for a folder that outlives the machine."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import orjson
+
+from pools.journal.schema import SCHEMA_VERSION, Row
+
+_CHUNK_BYTES = 64 * 1024
+_GZIP = 31  # zlib's window size with a gzip header
+_BLOBS = ("key", "body", "request")
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "cell": (str, type(None)),
+    "attempt": (str, type(None)),
+    **dict.fromkeys(("target", "model", "weights", "tokenizer", "engine", "content_type", "finish_reasons"), str),
+    **dict.fromkeys(
+        ("deterministic", "occurrence", "prompt_tokens", "completion_tokens", "created", "sealed", "imported"), int
+    ),
+    "key": bytes,
+    "body": bytes,
+    "request": (bytes, type(None)),
+}
+_LARGEST_INTEGER = 2**63 - 1
+
+
+class SegmentCut(Exception):
+    """A segment ends before its end, or is damaged; the rows before that are good."""
+
+
+def encoded(rows: Iterable[Row]) -> bytes:
+    """A segment: gzip of a line with the schema's version and a line for each row, blobs in base64."""
+    stream = zlib.compressobj(1, zlib.DEFLATED, _GZIP)
+    parts = [stream.compress(orjson.dumps({"schema": SCHEMA_VERSION}, option=orjson.OPT_APPEND_NEWLINE))]
+    parts.extend(stream.compress(_line(row)) for row in rows)
+    parts.append(stream.flush())
+    return b"".join(parts)
+
+
+def decoded(content: bytes) -> Iterator[Row]:
+    """The rows of a segment, in their order, each marked as imported.
+
+    Raises:
+        SegmentCut: after the last row that can be read, if the segment does not end there.
+    """
+    lines = _lines(content)
+    if next(lines, None) != {"schema": SCHEMA_VERSION}:
+        raise SegmentCut(f"it does not begin with schema version {SCHEMA_VERSION}")
+    for fields in lines:
+        yield _row(fields)
+
+
+def _line(row: Row) -> bytes:
+    fields: dict[str, Any] = row._asdict()
+    del fields["imported"]
+    for name in _BLOBS:
+        if fields[name] is not None:
+            fields[name] = base64.b64encode(fields[name]).decode()
+    return orjson.dumps(fields, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _lines(content: bytes) -> Iterator[Any]:
+    stream = zlib.decompressobj(_GZIP)
+    rest = b""
+    for start in range(0, len(content), _CHUNK_BYTES):
+        try:
+            *lines, rest = (rest + stream.decompress(content[start : start + _CHUNK_BYTES])).split(b"\n")
+            for line in lines:
+                yield orjson.loads(line)
+        except (zlib.error, orjson.JSONDecodeError) as error:
+            raise SegmentCut(str(error)) from None
+    if not stream.eof or rest:
+        raise SegmentCut("its end is missing")
+
+
+def _row(fields: Any) -> Row:
+    if not isinstance(fields, dict):
+        raise SegmentCut("a line is not an object")
+    try:
+        blobs = {name: base64.b64decode(fields[name], validate=True) for name in _BLOBS if fields[name] is not None}
+        row = Row(**{**fields, **blobs, "imported": 1})
+    except (KeyError, TypeError, ValueError, binascii.Error) as error:
+        raise SegmentCut(f"a row is not readable ({type(error).__name__})") from None
+    for name, value in zip(Row._fields, row, strict=True):
+        if not isinstance(value, _KINDS[name]) or (isinstance(value, int) and abs(value) > _LARGEST_INTEGER):
+            raise SegmentCut(f"a row has no usable {name}")
+    return row

@@ -1,0 +1,279 @@
+"""The journal as the proxy uses it: claim an answer before asking an engine, keep the engine's answer after."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pools.answers import AnswerFacts
+from pools.journal import sealing
+from pools.journal.background import Background
+from pools.journal.cells import Attempt, CellScope
+from pools.journal.database import Database, JournalCounters
+from pools.journal.keys import Question
+from pools.journal.schema import INSERT_ROW, Row
+
+_LARGE_BYTES = 32 * 1024
+"""Bodies above this are sealed in a thread: the loop would stand still for a third of a millisecond."""
+
+_SELECT = "SELECT id, content_type, sealed, body FROM answers WHERE key = ?"
+_SELECT_DETERMINISTIC = f"{_SELECT} AND deterministic = 1"
+_SELECT_SAMPLED = f"{_SELECT} AND cell = ? AND occurrence = ? AND deterministic = 0"
+_DELETE_ROW = "DELETE FROM answers WHERE id = ?"
+_REPLAYED = "INSERT OR IGNORE INTO replays VALUES (?, ?, ?, ?)"
+_NOT_REPLAYED = "DELETE FROM replays WHERE cell = ? AND attempt = ? AND key = ? AND occurrence = ?"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredAnswer:
+    """An answer that was given before, with exactly its bytes."""
+
+    content_type: str
+    body: bytes = field(repr=False)
+
+
+class Claim:
+    """What one request has of the journal: the answer to give it, or the place where its answer will be kept.
+
+    `stored` is the answer, None where an engine has to be asked. Exactly one of `Journal.keep`, `release` and `refuse`
+    follows in that case; `release` may follow in the other one.
+    """
+
+    __slots__ = ("_attempt", "_database", "occurrence", "question", "stored")
+
+    def __init__(
+        self,
+        question: Question,
+        database: Database,
+        *,
+        attempt: Attempt | None,
+        occurrence: int,
+        stored: StoredAnswer | None,
+    ) -> None:
+        self.question = question
+        self.occurrence = occurrence
+        self.stored = stored
+        self._attempt = attempt
+        self._database = database
+
+    @property
+    def scope(self) -> CellScope | None:
+        """The attempt that the request belongs to, None where there is none or it is over."""
+        return self._attempt.scope if self._attempt is not None and self._attempt.open else None
+
+    @property
+    def keeps(self) -> bool:
+        """Whether an answer to this request may be stored."""
+        return self.question.deterministic or self.scope is not None
+
+    def release(self) -> None:
+        """Gives the occurrence back, for the same request to get it when it comes again.
+
+        For a request that failed or whose client left. Calling it a second time does nothing.
+        """
+        attempt, self._attempt = self._attempt, None
+        if attempt is None or self.question.deterministic:
+            return
+        attempt.give_back(self.question.key, self.occurrence)
+        if self.stored is not None:
+            use = (attempt.scope.cell, attempt.scope.attempt, self.question.key, self.occurrence)
+            self._database.submit(_NOT_REPLAYED, use)
+
+    def refuse(self) -> None:
+        """Releases it because the answer was not a valid one, and counts that."""
+        self._database.counters.refused += 1
+        self.release()
+
+
+class Journal:
+    """The store of answered requests, used from the thread of one event loop. See `open`."""
+
+    def __init__(
+        self,
+        database: Database,
+        background: Background,
+        *,
+        max_bytes: int,
+        keep_prompts: bool,
+        clock: Callable[[], float],
+    ) -> None:
+        self._database = database
+        self._background = background
+        self._max_bytes = max_bytes
+        self._keep_prompts = keep_prompts
+        self._clock = clock
+
+    @classmethod
+    def open(
+        cls,
+        path: Path,
+        *,
+        max_bytes: int,
+        keep_prompts: bool,
+        warn: Callable[[str], None],
+        mirror_seconds: float = 10.0,
+        retry_seconds: float = 30.0,
+        clock: Callable[[], float] = time.time,
+    ) -> Journal:
+        """Opens the journal in a file, which is made if there is none, and may be shared with other processes.
+
+        Never raises for what is wrong with the file: a damaged one, or one of another version, is set aside; one that
+        cannot be used is tried again later.
+
+        Args:
+            path: of the file, on a local disk.
+            max_bytes: size from which on the answers written longest ago are deleted.
+            keep_prompts: store answers readably, and the requests with them. Otherwise answers can be read only by
+                somebody who has the same request.
+            warn: told, in a sentence, what a user should know.
+            mirror_seconds: between two exports of a cell's news to its mirror.
+            retry_seconds: how long nothing is written after a failure.
+            clock: seconds since the epoch, for what people read; no decision depends on it.
+        """
+        database = Database(
+            path,
+            warn=warn,
+            retry_seconds=retry_seconds,
+            clock=clock,
+            committed=lambda size: background.committed(size),
+        )
+        background = Background(database, path, max_bytes=max_bytes, warn=warn, mirror_seconds=mirror_seconds)
+        database.open()
+        return cls(database, background, max_bytes=max_bytes, keep_prompts=keep_prompts, clock=clock)
+
+    @property
+    def counters(self) -> JournalCounters:
+        """What happened since it was opened."""
+        return self._database.counters
+
+    def claim(self, question: Question, *, cell: CellScope | None) -> Claim:
+        """The answer to a request, where it is there, or its place.
+
+        A deterministic request gets an answer of any run. A sampled one gets an answer only in an open attempt at a
+        cell: the k-th identical request of the attempt gets the cell's k-th answer.
+        """
+        attempt = self._background.attempt(cell) if cell is not None else None
+        occurrence = 0
+        stored = None
+        if question.deterministic:
+            stored = self._stored(question, _SELECT_DETERMINISTIC, (question.key,))
+        elif attempt is not None:
+            occurrence = attempt.take(question.key)
+            scope = attempt.scope
+            stored = self._stored(question, _SELECT_SAMPLED, (question.key, scope.cell, occurrence))
+            if stored is not None:
+                self._database.submit(_REPLAYED, (scope.cell, scope.attempt, question.key, occurrence))
+        if stored is not None:
+            self.counters.hits += 1
+        else:
+            self.counters.misses += 1
+        return Claim(question, self._database, attempt=attempt, occurrence=occurrence, stored=stored)
+
+    async def keep(self, claim: Claim, content_type: str, body: bytes, *, facts: AnswerFacts) -> None:
+        """Stores a valid answer in the claimed place; returns once it is committed, or cannot be.
+
+        After that a kill of this process does not lose it. Never raises for what is wrong with the file.
+
+        Args:
+            claim: of the request, with nothing stored.
+            content_type: of the answer.
+            body: exactly as the client gets it.
+            facts: what `pools.answers.judge` said of it.
+        """
+        if not claim.keeps or len(body) > self._max_bytes // 4:
+            return
+        content_type = _text(content_type)
+        if len(body) > _LARGE_BYTES or (self._keep_prompts and len(claim.question.body) > _LARGE_BYTES):
+            content = await asyncio.to_thread(self._content, claim.question, content_type, body)
+        else:
+            content = self._content(claim.question, content_type, body)
+        if claim.keeps:
+            self._database.submit(INSERT_ROW, self._row(claim, content_type, content, facts))
+            await self._database.settled()
+            if claim.scope is not None:
+                self._background.kept(claim.scope, len(content[0]))
+
+    def is_open(self, scope: CellScope) -> bool:
+        """Whether this attempt has begun in this process, and has not ended."""
+        return self._background.attempt(scope) is not None
+
+    async def open_cell(self, scope: CellScope, *, mirror: str | None) -> None:
+        """Begins an attempt at a cell; an older one of the same cell is over.
+
+        Beginning the same attempt again goes on with it, in a new process too.
+
+        Args:
+            scope: the attempt.
+            mirror: a folder in any store. Answers that lie there are taken up first, and those kept under the cell
+                from now on are written there.
+        """
+        await self._background.open_cell(scope, folder=mirror)
+
+    async def close_cell(self, scope: CellScope, *, drop_mirror: bool) -> None:
+        """Ends an attempt at a cell.
+
+        Args:
+            scope: the attempt; nothing happens if it is not the open one.
+            drop_mirror: the cell is finished: delete its segments and sampled answers. Otherwise what the mirror
+                lacks is written there.
+        """
+        await self._background.close_cell(scope, drop_mirror=drop_mirror)
+
+    async def close(self) -> None:
+        """Commits, exports what the mirrors lack, and closes the file. Calling it a second time does nothing."""
+        await self._database.drain()
+        await self._background.close()
+        self._database.close()
+
+    def _stored(self, question: Question, sql: str, parameters: tuple[bytes | str | int, ...]) -> StoredAnswer | None:
+        found = self._database.fetch(sql, parameters)
+        if found is None:
+            return None
+        number, content_type, is_sealed, content = found
+        try:
+            if is_sealed:
+                body = sealing.unsealed(content, seal=question.seal, content_type=content_type)
+            else:
+                body = sealing.decompressed(content)
+        except sealing.Unreadable:
+            self.counters.dropped += 1
+            self._database.submit(_DELETE_ROW, (number,))
+            return None
+        return StoredAnswer(content_type, body)
+
+    def _content(self, question: Question, content_type: str, body: bytes) -> tuple[bytes, bytes | None]:
+        if self._keep_prompts:
+            return sealing.compressed(body), sealing.compressed(question.body)
+        return sealing.sealed(body, seal=question.seal, content_type=content_type), None
+
+    def _row(self, claim: Claim, content_type: str, content: tuple[bytes, bytes | None], facts: AnswerFacts) -> Row:
+        question, scope = claim.question, claim.scope
+        return Row(
+            key=question.key,
+            deterministic=int(question.deterministic),
+            cell=scope.cell if scope else None,
+            attempt=scope.attempt if scope else None,
+            occurrence=claim.occurrence,
+            target=_text(question.target),
+            model=_text(question.model),
+            weights=question.subject.weights,
+            tokenizer=question.subject.tokenizer,
+            engine=question.subject.engine,
+            content_type=content_type,
+            finish_reasons=_text(",".join(facts.finish_reasons)),
+            prompt_tokens=facts.prompt_tokens,
+            completion_tokens=facts.completion_tokens,
+            created=int(self._clock()),
+            sealed=int(not self._keep_prompts),
+            imported=0,
+            body=content[0],
+            request=content[1],
+        )
+
+
+def _text(value: str) -> str:
+    """A text that SQLite takes: half of a surrogate pair cannot be written."""
+    return value if value.isascii() else value.encode(errors="replace").decode()

@@ -1,0 +1,230 @@
+"""Pools that outlive whoever started them: kept up by a job of their own, found by name, ended when unused."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from pools.access import PoolAccess
+from pools.config import InferencePoolConfig, check_name
+from pools.inference import InferencePool
+from pools.launch import Launcher, Servable
+from pools.proxy.state import ProxyStatus
+from resources.backends.local import LocalClient
+from resources.config import Config, ResourceConfig
+from resources.errors import BadInput, ProxyFailed
+from resources.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment
+from resources.settings import job_id, settings
+
+_POLL_SECONDS = 0.1
+_log = logging.getLogger("assay.pool")
+
+
+class KeptPool(Config):
+    """A pool that stays up, as its file says. Holds keys: the file is its owner's alone."""
+
+    name: str
+    """Name it is found by."""
+    access: PoolAccess
+    """Where it is, and how it serves."""
+    job_id: str
+    """The job that keeps it up."""
+    created: datetime
+    """When it was started, UTC."""
+    idle_seconds: float
+    """How long it stays without a user."""
+
+
+@dataclass(frozen=True)
+class KeptPoolState:
+    """A kept pool as it is now; `status` is what its proxy says, none where that does not answer."""
+
+    pool: KeptPool
+    state: Literal["up", "not answering"]
+    status: ProxyStatus | None
+
+
+def keep_up(
+    name: str,
+    config: InferencePoolConfig,
+    checkpoints: Sequence[Servable],
+    *,
+    idle_seconds: float,
+    launcher: Launcher | None = None,
+    timeout_seconds: float = 120.0,
+) -> KeptPool:
+    """Starts a pool that goes on when this process ends; returns once it can be used.
+
+    Args:
+        name: to find it by.
+        config: how it serves.
+        checkpoints: those that may be asked for; its users may bring others.
+        idle_seconds: how long it stays when nobody has a lease or asks anything.
+        launcher: how an engine server is started; vLLM from its pinned environment when left out.
+        timeout_seconds: how long its proxy may take to answer; engines start at the first request.
+
+    Raises:
+        BadInput: the name cannot be used, or a pool of that name is up.
+        ProxyFailed: it ended, or did not answer in time.
+    """
+    try:
+        check_name(name)
+    except ValueError as error:
+        raise BadInput(expected="a name for the pool", found=str(error), remedy="choose another name") from error
+    if (standing := find(name)) is not None:
+        raise BadInput(
+            expected=f"no pool named {name}",
+            found=f"one that is up at {standing.access.address.base_url}",
+            remedy=f"use it, choose another name, or end it: assay pool down {name}",
+        )
+    try:
+        job = LocalClient().submit(
+            JobRequest(
+                name=f"pool-{name}"[:90],
+                entrypoint=Call(_keep, (name, config, tuple(checkpoints), idle_seconds, launcher)),
+                resources=ResourceConfig(preemptible=False),
+                environment=create_environment(),
+                max_retries_preemption=0,
+                outlives_parent=True,
+            )
+        )
+    except JobAlreadyExists as error:
+        raise BadInput(expected=error.expected, found=error.found, remedy="wait until it is up") from error
+    return _wait_until_up(name, job, timeout_seconds)
+
+
+def _wait_until_up(name: str, job: JobHandle, timeout_seconds: float) -> KeptPool:
+    deadline = time.monotonic() + timeout_seconds
+    while time.monotonic() < deadline and not job.status().finished:
+        pool = _read(_file_of(name))
+        if pool is not None and pool.job_id == job.job_id:
+            return pool
+        time.sleep(_POLL_SECONDS)
+    ended = job.status().finished
+    log = job.logs(20).rstrip()
+    job.terminate()
+    raise ProxyFailed(
+        expected=f"the pool {name} to answer within {timeout_seconds:g} s",
+        found=f"{'it ended' if ended else 'it does not answer yet'}. Last lines of its log:\n{log}",
+        remedy="correct what the log complains about, and start it again",
+    )
+
+
+def _keep(
+    name: str,
+    config: InferencePoolConfig,
+    checkpoints: tuple[Servable, ...],
+    idle_seconds: float,
+    launcher: Launcher | None,
+) -> None:
+    """What the pool's own job does: serves until nobody uses the pool any more."""
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    file = _file_of(name)
+    with InferencePool(config, checkpoints, launcher=launcher, on_event=_log.info, own_session=False) as pool:
+        kept = KeptPool(
+            name=name, access=pool.access, job_id=job_id(), created=datetime.now(UTC), idle_seconds=idle_seconds
+        )
+        _write(file, kept)
+        try:
+            pool.wait_until_unused(idle_seconds)
+            _log.info("nobody has used the pool for %g s", idle_seconds)
+        finally:
+            with suppress(FileNotFoundError):
+                file.unlink()
+
+
+def find(name: str) -> KeptPool | None:
+    """The kept pool of that name; None if there is none, or its job has ended (its file is removed then)."""
+    file = _file_of(name)
+    pool = _read(file)
+    if pool is None:
+        return None
+    if _job_of(pool) is None:
+        file.unlink(missing_ok=True)
+        return None
+    return pool
+
+
+def require(name: str) -> KeptPool:
+    """The kept pool of that name.
+
+    Raises:
+        BadInput: there is none.
+    """
+    pool = find(name)
+    if pool is None:
+        up = ", ".join(one.pool.name for one in list_kept())
+        raise BadInput(
+            expected=f"a pool named {name}",
+            found=f"on this machine: {up or 'none'}",
+            remedy="start one: assay pool up --model PATH --name NAME",
+        )
+    return pool
+
+
+def list_kept() -> list[KeptPoolState]:
+    """Every kept pool of this machine, by name, with what it is doing."""
+    states = []
+    for file in sorted(settings().pools_dir.glob("*.json")):
+        pool = find(file.stem)
+        if pool is None:
+            continue
+        try:
+            states.append(KeptPoolState(pool, "up", pool.access.proxy().status()))
+        except ProxyFailed:
+            states.append(KeptPoolState(pool, "not answering", None))
+    return states
+
+
+def take_down(name: str) -> KeptPool:
+    """Ends a kept pool with everything it runs, whoever uses it.
+
+    Raises:
+        BadInput: there is none of that name.
+    """
+    pool = require(name)
+    job = _job_of(pool)
+    if job is not None:
+        job.terminate()
+    _file_of(name).unlink(missing_ok=True)
+    return pool
+
+
+def _job_of(pool: KeptPool) -> JobHandle | None:
+    """The job that keeps a pool up, None once it has ended."""
+    try:
+        job = LocalClient().attach(pool.job_id)
+    except BadInput:
+        return None
+    return None if job.status().finished else job
+
+
+def _read(file: Path) -> KeptPool | None:
+    try:
+        return KeptPool.model_validate_json(file.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def _write(file: Path, pool: KeptPool) -> None:
+    """Writes the file at once, readable for its owner alone."""
+    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    unfinished = file.with_suffix(".part")
+    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(pool.model_dump_json(indent=2))
+    unfinished.replace(file)
+
+
+def _file_of(name: str) -> Path:
+    return settings().pools_dir / f"{name}.json"

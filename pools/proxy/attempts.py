@@ -1,0 +1,81 @@
+"""One attempt at one replica: what came of it, and what of that a client may see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pools.answers import AnswerFacts, judge
+from pools.proxy.messages import Reply, Responder
+from pools.proxy.request import Asked
+from pools.proxy.routing import Outcome, Replica, outcome_of
+from pools.proxy.stream import EventRelay
+from pools.proxy.upstream import Call, Lost, TimedOut
+
+
+@dataclass(slots=True)
+class Attempt:
+    """How one attempt ended.
+
+    `reply` is a whole answer, and `stream` one that the client has begun to see; neither where there is nothing to
+    give to a client. `facts` are those of a valid answer to a completion, `content_type` is its type.
+    """
+
+    outcome: Outcome
+    reply: Reply | None = None
+    stream: EventRelay | None = None
+    facts: AnswerFacts | None = None
+    content_type: str = ""
+
+    @property
+    def body(self) -> bytes | None:
+        """All bytes of the answer; none if they were too many to be kept."""
+        if self.stream is not None:
+            return self.stream.relayed
+        return self.reply.body if self.reply is not None else None
+
+
+async def attempt(call: Call, replica: Replica, asked: Asked, *, responder: Responder) -> Attempt:
+    """Asks a replica. A stream goes to the client as it comes.
+
+    Args:
+        call: to the replica; the caller closes it.
+        replica: the one that is called.
+        asked: the request.
+        responder: the client's end of it.
+
+    Raises:
+        ClientGone: the client left while a stream was sent to it.
+    """
+    relay: EventRelay | None = None
+    try:
+        await call.ask(b"POST", asked.target, headers=asked.headers, body=asked.body, stream=asked.stream)
+        if not call.is_stream:
+            return _judged(call)
+        chunk = await call.read()
+        if not chunk:
+            return Attempt(Outcome.SERVER_ERROR)
+        relay = EventRelay(responder)
+        relay.begin(call.status, call.headers)
+        while chunk:
+            await relay.send(chunk)
+            chunk = await call.read()
+    except Lost:
+        return Attempt(Outcome.LOST, stream=relay)
+    except TimedOut:
+        return Attempt(Outcome.LOST if replica.gone else Outcome.TIMED_OUT, stream=relay)
+    if not relay.is_done:
+        return Attempt(Outcome.SERVER_ERROR, stream=relay)
+    body, content_type = relay.relayed, call.content_type.decode("latin-1")
+    facts = judge(content_type, body, stream=True) if body is not None else None
+    return Attempt(Outcome.ANSWERED, stream=relay, facts=facts, content_type=content_type)
+
+
+def _judged(call: Call) -> Attempt:
+    reply = Reply(call.status, call.body, call.headers)
+    if call.status != 200:
+        return Attempt(outcome_of(call.status), reply)
+    content_type = call.content_type.decode("latin-1")
+    facts = judge(content_type, reply.body)
+    if facts is None:
+        return Attempt(Outcome.SERVER_ERROR)
+    return Attempt(Outcome.ANSWERED, reply, facts=facts, content_type=content_type)

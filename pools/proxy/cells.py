@@ -1,0 +1,85 @@
+"""Attempts at cells: begun and ended in the journal, so that their answers can be replayed and mirrored."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+
+from pools.journal.cells import CellScope
+from pools.journal.store import Journal
+from pools.proxy.replies import Refusal
+from pools.proxy.state import JournalStatus
+
+_REMEMBERED = 10_000
+"""Attempts that are over, which a late request must not begin again."""
+
+
+class Cells:
+    """Cells that are being evaluated through this proxy.
+
+    Args:
+        journal: where answers are kept; none if nothing is kept.
+    """
+
+    def __init__(self, journal: Journal | None) -> None:
+        self._journal = journal
+        self._opening: dict[CellScope, asyncio.Task[None]] = {}
+        self._ended: OrderedDict[CellScope, None] = OrderedDict()
+
+    async def ensure_open(self, scope: CellScope) -> None:
+        """Goes on with an attempt that a proxy before this one had begun, at its first request here.
+
+        Whoever began it will say so again, with its mirror; until then its answers are kept all the same.
+        """
+        if self._journal is None or self._journal.is_open(scope) or scope in self._ended:
+            return
+        opening = self._opening.get(scope)
+        if opening is None:
+            opening = self._opening[scope] = asyncio.create_task(self._journal.open_cell(scope, mirror=None))
+            opening.add_done_callback(lambda _: self._opening.pop(scope, None))
+        await asyncio.shield(opening)
+
+    async def open(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
+        """Begins an attempt at a cell; `options` may name a folder as `mirror`.
+
+        Raises:
+            Refusal: the options are not understood.
+        """
+        mirror = options.get("mirror")
+        if mirror is not None and not isinstance(mirror, str):
+            raise Refusal(400, "mirror must be the address of a folder, or null.", param="mirror")
+        scope = CellScope(cell, attempt)
+        self._ended.pop(scope, None)
+        if self._journal is not None:
+            await self._journal.open_cell(scope, mirror=mirror)
+
+    async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
+        """Ends an attempt at a cell; with `drop` in the options its mirror is deleted."""
+        scope = CellScope(cell, attempt)
+        self._ended[scope] = None
+        if len(self._ended) > _REMEMBERED:
+            self._ended.popitem(last=False)
+        if self._journal is not None:
+            await self._journal.close_cell(scope, drop_mirror=options.get("drop") is True)
+
+    @property
+    def journal_status(self) -> JournalStatus | None:
+        """What the journal did so far; none if there is none."""
+        if self._journal is None:
+            return None
+        counters = self._journal.counters
+        return JournalStatus(
+            hits=counters.hits,
+            misses=counters.misses,
+            kept=counters.kept,
+            refused=counters.refused,
+            errors=counters.errors,
+            dropped=counters.dropped,
+            bytes=counters.total_bytes,
+        )
+
+    async def close(self) -> None:
+        """Writes what is left to be written."""
+        if self._journal is not None:
+            await self._journal.close()

@@ -1,0 +1,259 @@
+"""Connections to one replica: each carries one request at a time, and parses its answer."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+from collections.abc import Sequence
+from typing import Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+
+from pools.proxy.messages import Header
+from pools.proxy.replies import HOP_BY_HOP
+
+MAX_HEAD_BYTES = 64 * 2**10
+STALE_SECONDS = 1.0
+"""A connection that the engine was about to close when it was used again shows it within a round trip."""
+_JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second buffer
+
+
+class _Stop(Exception):
+    """Ends the parsing of an answer from within the parser."""
+
+
+class Receiver(Protocol):
+    """What a connection tells of the answer to a request."""
+
+    def begun(self, status: int, headers: list[Header], content_type: bytes) -> None:
+        """The head of the answer came; these are its headers less those of the connection."""
+        ...
+
+    def got(self, data: bytes) -> None:
+        """A piece of the body came."""
+        ...
+
+    def arrived(self) -> bool:
+        """Everything that came at once was handed over; whether to go on reading."""
+        ...
+
+    def complete(self) -> None:
+        """The answer is whole; the connection has other things to do."""
+        ...
+
+    def broke(self, *, stale: bool) -> None:
+        """The connection is gone before the answer was whole; stale if the engine had closed it unread."""
+        ...
+
+
+class Origin:
+    """One address, and the open connections to it."""
+
+    def __init__(self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float) -> None:
+        parts = urlsplit(url)
+        self.loop = loop
+        self.host = parts.hostname or ""
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self.tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.host_line = b"Host: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
+        self.idle: list[EngineConnection] = []
+        self.connections: set[EngineConnection] = set()
+        self._idle_seconds = idle_seconds
+
+    def take(self) -> EngineConnection | None:
+        """The connection that was used last, if it can still be used."""
+        oldest = self.loop.time() - self._idle_seconds
+        while self.idle:
+            connection = self.idle.pop()
+            if connection.idle_since > oldest and connection.is_open:
+                return connection
+            connection.drop()
+        return None
+
+    def close_idle(self, now: float) -> None:
+        """Closes the connections that were without a request for too long."""
+        while self.idle and self.idle[0].idle_since <= now - self._idle_seconds:
+            self.idle.pop(0).drop()
+
+
+class EngineConnection(asyncio.Protocol):
+    """One connection to a replica, and the parser of its answers."""
+
+    def __init__(self, origin: Origin) -> None:
+        self._origin = origin
+        self._parser = httptools.HttpResponseParser(self)
+        self._transport: asyncio.Transport
+        self._call: Receiver | None = None
+        self._headers: list[Header] = []
+        self._in_head = True
+        self._interim = self._until_eof = self._complete = False
+        self._silent = self._reused = self._paused = self._keep_alive = False
+        self._asked = 0.0
+        self._head_bytes = 0
+        self._length = self._coding = self._content_type = b""
+        self.idle_since = 0.0
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request can be sent on it."""
+        return not self._transport.is_closing()
+
+    def send(self, call: Receiver, message: Sequence[bytes]) -> None:
+        """Sends a request whose answer goes to a call."""
+        self._call = call
+        self._silent = True
+        self._asked = self._origin.loop.time()
+        self._reset()
+        if len(message) == 1:
+            self._transport.write(message[0])
+        else:
+            self._transport.writelines(message)
+
+    def resume(self) -> None:
+        """Goes on reading, if it had stopped."""
+        if self._paused:
+            self._paused = False
+            self._transport.resume_reading()
+
+    def abandon(self) -> None:
+        """Closes it in the middle of an answer, so that the engine stops working on it."""
+        self._call = None
+        self._transport.abort()
+
+    def drop(self) -> None:
+        """Closes it."""
+        self._transport.close()
+
+    # --- What the loop says ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes the socket."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._origin.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the answer that was under way: whole if its end was to be the connection's."""
+        origin, call = self._origin, self._call
+        origin.connections.discard(self)
+        if call is None:
+            if self in origin.idle:
+                origin.idle.remove(self)
+            return
+        self._call = None
+        if exc is None and self._until_eof:
+            call.complete()
+            return
+        stale = self._reused and self._silent and origin.loop.time() - self._asked < STALE_SECONDS
+        call.broke(stale=stale)
+
+    def data_received(self, data: bytes) -> None:
+        """Parses a part of an answer."""
+        call = self._call
+        if call is None:
+            self._transport.abort()  # nothing was asked
+            return
+        self._silent = False
+        if self._in_head:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if isinstance(error, httptools.HttpParserCallbackError) and not isinstance(error.__context__, _Stop):
+                raise
+            if not self._complete:
+                self._malformed(call)
+                return
+            self._transport.abort()  # it says more than it was asked; the answer is whole nevertheless
+        if self._complete:
+            self._release(call)
+        elif self._in_head:
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self._malformed(call)
+        elif not call.arrived():
+            self._paused = True
+            self._transport.pause_reading()
+
+    def _release(self, call: Receiver) -> None:
+        self._call = None
+        usable = self._keep_alive and not self._transport.is_closing()
+        if usable and self._transport.get_write_buffer_size() == 0:  # else it answered before it had read everything
+            self._reused = True
+            self.idle_since = self._origin.loop.time()
+            self._origin.idle.append(self)
+        else:
+            self._transport.close()
+        call.complete()
+
+    def _malformed(self, call: Receiver) -> None:
+        self._call = None
+        self._transport.abort()
+        call.broke(stale=False)
+
+    def _reset(self) -> None:
+        self._headers = []
+        self._in_head = True
+        self._interim = self._until_eof = self._complete = False
+        self._head_bytes = 0
+        self._length = self._coding = self._content_type = b""
+
+    # --- What the parser says ----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """An answer begins."""
+        if self._complete:
+            raise _Stop  # nobody asked for a second one
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header came, or a trailer, which nobody here looks at."""
+        if not self._in_head:
+            return
+        lower = name.lower()
+        if lower not in HOP_BY_HOP:
+            self._headers.append((name, value))
+            if lower == b"content-type":
+                self._content_type = value
+        elif lower == b"content-length":
+            self._length = value
+        elif lower == b"transfer-encoding":
+            self._coding = value
+
+    def on_headers_complete(self) -> None:
+        """Everything but the body is there."""
+        call = self._call
+        status = self._parser.get_status_code()
+        if call is None or (self._coding and self._coding.lower() != b"chunked"):
+            raise _Stop
+        self._in_head = False
+        self._interim = status < 200
+        if not self._interim:
+            self._until_eof = not self._length and not self._coding and status not in (204, 304)
+            call.begun(status, self._headers, self._content_type)
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body came."""
+        if self._call is not None:
+            self._call.got(body)
+
+    def on_message_complete(self) -> None:
+        """The answer is whole, unless it was only an interim one."""
+        if self._interim:
+            self._reset()
+        else:
+            self._complete = True
+            self._keep_alive = self._parser.should_keep_alive()
+
+
+def message_of(
+    origin: Origin, method: bytes, target: bytes, headers: Sequence[Header], body: bytes
+) -> tuple[bytes, ...]:
+    """The bytes of a request: one piece, or a head and a large body."""
+    lines = [b"%b %b HTTP/1.1\r\n" % (method, target), origin.host_line]
+    lines += [b"%b: %b\r\n" % header for header in headers]
+    if body or method != b"GET":
+        lines.append(b"Content-Length: %d\r\n" % len(body))
+    lines.append(b"\r\n")
+    if len(body) <= _JOINED_BYTES:
+        lines.append(body)
+        return (b"".join(lines),)
+    return b"".join(lines), body

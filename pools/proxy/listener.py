@@ -1,0 +1,82 @@
+"""Listening for clients, and closing their connections in time."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pools.proxy.messages import Application
+from pools.proxy.reading import Bounds
+from pools.proxy.wire import ClientConnection
+
+BACKLOG = 4096
+_CLOSING_LOOK_SECONDS = 0.01
+
+
+class Listener:
+    """Takes connections and lets an application answer them. Use from one loop.
+
+    Args:
+        application: answers the requests.
+        bounds: sizes and times of each connection.
+    """
+
+    def __init__(self, application: Application, *, bounds: Bounds) -> None:
+        self._application = application
+        self._bounds = bounds
+        self._connections: set[ClientConnection] = set()
+        self._server: asyncio.Server | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self, host: str, port: int) -> tuple[str, int]:
+        """Accepts connections from now on.
+
+        Args:
+            host: address to listen on.
+            port: port to listen on; 0 takes a free one.
+
+        Returns:
+            the bound address and port.
+
+        Raises:
+            OSError: the address cannot be listened on.
+        """
+        loop = asyncio.get_running_loop()
+        # A proxy that was killed leaves its port in TIME_WAIT: the next one takes it nevertheless.
+        self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
+        self._look_at_connections()
+        bound, number, *_ = self._server.sockets[0].getsockname()
+        return bound, number
+
+    async def close(self, grace_seconds: float) -> None:
+        """Accepts no more, and closes every connection.
+
+        Args:
+            grace_seconds: how long answers that are under way may take; then they are cancelled.
+        """
+        if self._server is not None:
+            self._server.close()
+        if self._timer is not None:
+            self._timer.cancel()
+        loop = asyncio.get_running_loop()
+        end = loop.time() + grace_seconds
+        for connection in tuple(self._connections):
+            connection.finish()
+        while self._connections and loop.time() < end:
+            await asyncio.sleep(_CLOSING_LOOK_SECONDS)
+        tasks = [one.task for one in self._connections if one.task is not None]
+        for connection in tuple(self._connections):
+            connection.abort()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _connection(self) -> ClientConnection:
+        return ClientConnection(self._application, bounds=self._bounds, connections=self._connections)
+
+    def _look_at_connections(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        for connection in tuple(self._connections):
+            connection.look_at(now)
+        pause = min(1.0, self._bounds.head_timeout_seconds / 4, self._bounds.idle_timeout_seconds / 4)
+        self._timer = loop.call_later(pause, self._look_at_connections)

@@ -1,0 +1,114 @@
+"""The pool's proxy as a job: started, and started again on the same address when it ends by itself."""
+
+from __future__ import annotations
+
+import secrets
+
+from pools.config import InferencePoolConfig
+from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
+from pools.proxy.state import ProxyLimits
+from resources.config import ResourceConfig
+from resources.errors import ProxyFailed
+from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment
+from resources.settings import ProxyKeys, settings
+
+_START_SECONDS = 60.0
+_MOST_RESTARTS = 10
+
+
+class ProxyProcess:
+    """One proxy of one pool.
+
+    Args:
+        config: of the pool.
+        client: runs it.
+        keys: that it asks for.
+    """
+
+    def __init__(self, config: InferencePoolConfig, *, client: Client, keys: ProxyKeys) -> None:
+        self._config = config
+        self._client = client
+        self._keys = keys
+        self._job: JobHandle | None = None
+        self._address: ProxyAddress | None = None
+        self._restarts = 0
+
+    @property
+    def address(self) -> ProxyAddress:
+        """Where it listens."""
+        if self._address is None:
+            raise ProxyFailed(expected="a proxy that was started", found="none", remedy="enter the pool first")
+        return self._address
+
+    def start(self) -> ProxyAddress:
+        """Starts it, on the address it had before if there was one.
+
+        Raises:
+            ProxyFailed: it does not listen.
+        """
+        config = self._config
+        folder = settings().cache_dir / "proxies" / secrets.token_hex(6)
+        folder.mkdir(parents=True, mode=0o700)
+        address_file = folder / "address.json"
+        journal = JournalFlags(
+            path=settings().journal_path, max_bytes=config.journal_max_bytes, prompts=config.journal_prompts
+        )
+        command, *arguments = proxy_command(
+            address_file,
+            host=config.proxy_host,
+            port=self._address.port if self._address else config.proxy_port,
+            limits=ProxyLimits(
+                max_held=config.max_pending_requests,
+                hold_timeout_seconds=config.proxy_timeout_seconds,
+                engine_timeout_seconds=config.engine_timeout_seconds,
+                lease_seconds=config.lease_seconds,
+            ),
+            journal=journal if config.journal else None,
+        )
+        try:
+            job = self._job = self._client.submit(
+                JobRequest(
+                    name=f"proxy-{folder.name}",
+                    entrypoint=Command(command, tuple(arguments)),
+                    resources=ResourceConfig(preemptible=False),
+                    environment=create_environment(env_vars=self._keys.as_environment()),
+                    max_retries_preemption=0,  # it is started again by who knows its address
+                )
+            )
+            self._address = wait_for_address(
+                address_file, timeout_seconds=_START_SECONDS, is_running=lambda: not job.status().finished
+            )
+            return self._address
+        except ProxyFailed as error:
+            log = self._job.logs(max_lines=10).rstrip() if self._job else ""
+            raise ProxyFailed(
+                expected=error.expected,
+                found=f"{error.found}. Last lines of its log:\n{log}",
+                remedy="choose another proxy_port, or 0 for a free one",
+            ) from error
+        finally:
+            address_file.unlink(missing_ok=True)
+            folder.rmdir()
+
+    def restart_if_ended(self) -> bool:
+        """Starts it again if its process has ended; whether it had.
+
+        Raises:
+            ProxyFailed: it ended too often, or does not start.
+        """
+        if self._job is None or not self._job.status().finished:
+            return False
+        if self._restarts >= _MOST_RESTARTS:
+            raise ProxyFailed(
+                expected="the proxy's process to run",
+                found=f"it ended {self._restarts + 1} times. Last lines of its log:\n{self._job.logs(10).rstrip()}",
+                remedy="run again; what was answered is in the journal",
+            )
+        self._restarts += 1
+        self.start()
+        return True
+
+    def stop(self) -> None:
+        """Ends it; safe to call twice."""
+        if self._job is not None:
+            self._job.terminate()

@@ -1,0 +1,259 @@
+"""Reading requests from the bytes of one connection: HTTP/1.1, within bounds, with what is wrong said at once."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from urllib.parse import unquote
+
+import httptools
+
+from pools.proxy.messages import Head, Header, Reply, Request
+from pools.proxy.replies import Refusal
+
+MAX_HEAD_BYTES = 64 * 2**10
+
+BETWEEN, HEAD, BODY, NOTHING = range(4)
+"""Where in a request the next byte belongs; nothing is read any more where the connection is to end."""
+
+_METHODS: dict[bytes, str] = {}
+_MALFORMED = Refusal(400, "The request is not well-formed HTTP/1.1.")
+_HEAD_TOO_LARGE = Refusal(431, f"The request line and headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What one connection may ask of the proxy."""
+
+    max_body_bytes: int
+    head_timeout_seconds: float = 30.0
+    """How long a client may take over the headers, and then over each piece of the body."""
+    idle_timeout_seconds: float = 75.0
+    """How long a connection may be quiet between requests, and a client may take nothing of its answer."""
+
+
+@dataclass(slots=True)
+class Turn:
+    """One request in the order of its connection: whole, or refused with a reply."""
+
+    request: Request | None
+    reply: Reply | None
+    keep_alive: bool
+    takes_body: bool = True
+    old: bool = False
+    """HTTP/1.0: it knows no chunks, and closes unless told otherwise."""
+    linger: bool = False
+    """The client may still be sending: it gets time to read the reply before the connection closes."""
+    begun: bool = False
+    ended: bool = False
+
+
+class _Stop(Exception):
+    """Ends the parsing of a connection from within the parser."""
+
+
+class RequestReader:
+    """Makes turns of the bytes of one connection.
+
+    `state` is where the next byte belongs, `moved` whether the last bytes began a request or were of a body, and
+    `owes_continue` whether the client waits to be asked for the body.
+
+    Args:
+        bounds: sizes.
+        gone: done when the client has left; part of each request.
+        refuse: an answer that can be given before the body is read.
+        take: called with each turn, in order.
+    """
+
+    def __init__(
+        self,
+        bounds: Bounds,
+        *,
+        gone: asyncio.Future[None],
+        refuse: Callable[[Head], Reply | None],
+        take: Callable[[Turn], None],
+    ) -> None:
+        self._max_body_bytes = bounds.max_body_bytes
+        self._gone = gone
+        self._refusal_of = refuse
+        self._take = take
+        self._parser = httptools.HttpRequestParser(self)
+        self._target = b""
+        self._headers: list[Header] = []
+        self._first: dict[bytes, bytes] = {}
+        self._body: list[bytes] = []
+        self._head: Head
+        self._refused: Reply | None = None
+        self._piece_bytes = self._begun_in_bytes = self._head_bytes = self._body_bytes = self._quiet_bytes = 0
+        self._old = self._two_hosts = self._keep_alive = self._resuming = False
+        self._framing: bytes | None = None
+        self.state = BETWEEN
+        self.moved = False
+        self.owes_continue = False
+
+    def feed(self, data: bytes) -> None:
+        """Reads what came. Whatever is wrong with it becomes a refusal in its turn."""
+        before = self.state
+        self.moved = False
+        self._piece_bytes = len(data)
+        if before == HEAD:
+            self._head_bytes += len(data)
+        self._parse(data)
+        if self.state == HEAD and not self.moved and self._head_bytes - self._begun_in_bytes > MAX_HEAD_BYTES:
+            self.refuse(_HEAD_TOO_LARGE)
+        elif self.state == BODY and before == BODY and not self.moved:  # lengths and trailers of chunks without an end
+            self._quiet_bytes += len(data)
+            if self._quiet_bytes > MAX_HEAD_BYTES:
+                self.refuse(_MALFORMED)
+
+    def _parse(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+            return
+        except httptools.HttpParserUpgrade as upgrade:
+            end = upgrade.args[0]
+        except httptools.HttpParserError as error:
+            if isinstance(error, httptools.HttpParserCallbackError) and not isinstance(error.__context__, _Stop):
+                raise
+            self.refuse(_MALFORMED)
+            return
+        self._ignore_upgrade(data[end:])
+
+    def _ignore_upgrade(self, rest: bytes) -> None:
+        """Goes on as if the client had not asked for another protocol, at which the parser ends a request's head."""
+        if self._framing is None:  # there is no body: the request was taken as any other
+            self.stop()
+            return
+        self._parser = httptools.HttpRequestParser(self)
+        self._resuming = True
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + self._framing + b"\r\n\r\n")
+        self._resuming = False
+        self._framing = None
+        self._parse(rest)
+
+    def refuse(self, why: Refusal | Reply) -> None:
+        """Makes a turn of an error, and reads no more."""
+        if self.state == NOTHING:
+            return
+        self.stop()
+        reply = why.reply() if isinstance(why, Refusal) else why
+        self._take(Turn(None, reply, keep_alive=False, linger=True))
+
+    def stop(self) -> None:
+        """Reads no more."""
+        self.state = NOTHING
+        self.owes_continue = False
+        self._body = []
+
+    # --- What the parser says ----------------------------------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """A request begins."""
+        if self.state == NOTHING:
+            raise _Stop
+        if self._resuming:
+            return
+        self.state = HEAD
+        self.moved = True
+        self._target = b""
+        self._headers = []
+        self._first = {}
+        self._two_hosts = False
+        self._head_bytes = self._begun_in_bytes = self._piece_bytes  # more than the head's, after an earlier request
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the target came."""
+        if self.state == HEAD:
+            self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header came, or a trailer of a body in chunks, which nobody here looks at."""
+        if self.state == HEAD:
+            self._headers.append((name, value))
+            lower = name.lower()
+            if lower not in self._first:
+                self._first[lower] = value
+            elif lower == b"host":
+                self._two_hosts = True
+
+    def on_headers_complete(self) -> None:
+        """Everything but the body is there: the request can be refused."""
+        if self._resuming:
+            return
+        first, version = self._first, self._parser.get_http_version()
+        coding = first.get(b"transfer-encoding")
+        if self._head_bytes > MAX_HEAD_BYTES and self._size_of_head() > MAX_HEAD_BYTES:
+            self.refuse(_HEAD_TOO_LARGE)
+            raise _Stop
+        if (
+            version not in ("1.1", "1.0")
+            or (coding is not None and coding.lower() != b"chunked")
+            or self._two_hosts
+            or (b"host" not in first and version == "1.1")
+        ):
+            self.refuse(_MALFORMED)
+            raise _Stop
+        raw = self._parser.get_method()
+        method = _METHODS.get(raw)
+        if method is None:
+            method = _METHODS[raw] = raw.decode("ascii")  # the parser knows a few dozen
+        self.state = BODY
+        self._old = version == "1.0"
+        self._body = []
+        self._body_bytes = self._quiet_bytes = 0
+        self._head = Head(method, _path(self._target), _local(self._target), self._headers, first)
+        length = int(first.get(b"content-length", b"0"))
+        self._refused = self._refusal_of(self._head)
+        if self._refused is None and length > self._max_body_bytes:
+            self._refused = self._too_large().reply()
+        if self._refused is not None and (length or coding is not None):
+            self.refuse(self._refused)
+            raise _Stop
+        self._keep_alive = self._parser.should_keep_alive()
+        if self._parser.should_upgrade() and (length or coding is not None):
+            self._framing = b"Content-Length: %d" % length if coding is None else b"Transfer-Encoding: chunked"
+        self.owes_continue = first.get(b"expect", b"").lower() == b"100-continue" and self._refused is None
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of the body came."""
+        self._body.append(body)
+        self._body_bytes += len(body)
+        self._quiet_bytes = 0
+        self.moved = True
+        if self._body_bytes > self._max_body_bytes:
+            self.refuse(self._too_large())
+            raise _Stop
+
+    def on_message_complete(self) -> None:
+        """The request is whole, unless the parser has stopped before its body."""
+        if self._framing is not None:
+            return
+        parts = self._body
+        request = None
+        if self._refused is None:
+            request = Request(self._head, parts[0] if len(parts) == 1 else b"".join(parts), self._gone)
+        keep_alive = self._keep_alive and not self._parser.should_upgrade()
+        self._body = []
+        self.owes_continue = False
+        self.state = BETWEEN if keep_alive else NOTHING
+        self._take(Turn(request, self._refused, keep_alive, self._head.method != "HEAD", self._old))
+
+    def _size_of_head(self) -> int:
+        return len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)
+
+    def _too_large(self) -> Refusal:
+        return Refusal(413, f"The body is larger than {self._max_body_bytes} bytes.")
+
+
+def _path(target: bytes) -> str:
+    path = _local(target).partition(b"?")[0].decode("latin-1")
+    return unquote(path) if "%" in path else path
+
+
+def _local(target: bytes) -> bytes:
+    """The path and query of a target that may be an absolute URL."""
+    if target.startswith(b"/") or b"://" not in target:
+        return target
+    _, slash, rest = target.partition(b"://")[2].partition(b"/")
+    return slash + rest or b"/"

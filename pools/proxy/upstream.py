@@ -1,0 +1,277 @@
+"""The proxy's connections to replicas: kept alive between requests, one request at a time on each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+
+from pools.proxy.engine_connection import EngineConnection, Origin, message_of
+from pools.proxy.messages import Header
+
+STREAM_BUFFER_BYTES = 2**20
+_EVENT_STREAM = b"text/event-stream"
+
+
+class Lost(Exception):
+    """No connection to the replica, or one that broke before the answer was whole."""
+
+
+class TimedOut(Exception):
+    """No answer in the time an engine has for one."""
+
+
+class _Stale(Lost):
+    """A connection that was used again, and closed by the engine before it had read the request."""
+
+
+class Call:
+    """One request to one replica, and what has come of its answer. Made by `Upstream.call`.
+
+    `status`, `headers` (less those of one connection) and `content_type` hold once `ask` has returned. Close it in any
+    case: an answer that is not whole is given up, and the engine's work on it ends.
+    """
+
+    __slots__ = (
+        "_buffered",
+        "_chunks",
+        "_connecting",
+        "_connection",
+        "_error",
+        "_origin",
+        "_patience",
+        "_upstream",
+        "_waiter",
+        "_wants_stream",
+        "_whole",
+        "content_type",
+        "deadline",
+        "headers",
+        "is_stream",
+        "status",
+    )  # fmt: skip
+
+    def __init__(self, upstream: Upstream, origin: Origin, patience_seconds: float) -> None:
+        self.status = 0
+        self.headers: list[Header] = []
+        self.content_type = b""
+        self.is_stream = False
+        self._upstream = upstream
+        self._origin = origin
+        self._patience = patience_seconds
+        self.deadline = math.inf
+        self._wants_stream = False
+        self._connection: EngineConnection | None = None
+        self._connecting: asyncio.Timeout | None = None
+        self._chunks: list[bytes] = []
+        self._buffered = 0
+        self._whole = False
+        self._error: Exception | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def ask(
+        self, method: bytes, target: bytes, *, headers: Sequence[Header] = (), body: bytes = b"", stream: bool = False
+    ) -> None:
+        """Sends the request; returns when the answer is whole, or when something of a stream has come.
+
+        Args:
+            method: such as `POST`.
+            target: path and query.
+            headers: sent as they are, between the host and the length of the body.
+            body: of the request.
+            stream: whether a stream of events is to be read piece by piece. Other answers always come whole.
+
+        Raises:
+            Lost: there is no connection, or it broke.
+            TimedOut: the replica took too long.
+        """
+        origin = self._origin
+        message = message_of(origin, method, target, headers, body)
+        self._wants_stream = stream
+        self.deadline = origin.loop.time() + self._patience
+        self._upstream.calls.add(self)
+        connection = origin.take()
+        if connection is not None:
+            try:
+                await self._exchange(connection, message)
+                return
+            except _Stale:
+                self._error = None
+        await self._exchange(await self._connect(origin), message)
+
+    @property
+    def body(self) -> bytes:
+        """The body of an answer that came whole."""
+        chunks = self._chunks
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    async def read(self) -> bytes:
+        """What has come of a stream since the last time; empty at its end.
+
+        Raises:
+            Lost: the connection broke.
+            TimedOut: nothing came for too long.
+        """
+        while True:
+            if self._chunks:
+                data = self.body
+                self._chunks = []
+                self._buffered = 0
+                self.deadline = math.inf
+                if self._connection is not None:
+                    self._connection.resume()
+                return data
+            if self._error is not None:
+                raise self._error
+            if self._whole:
+                return b""
+            self.deadline = self._origin.loop.time() + self._patience
+            await self._news()
+
+    def lose(self) -> None:
+        """Gives the answer up: its replica is known to be dead."""
+        self._fail(Lost())
+
+    def close(self) -> None:
+        """Gives up what is not whole yet."""
+        self._upstream.calls.discard(self)
+        if self._connection is not None:
+            self._connection.abandon()
+            self._connection = None
+
+    async def _exchange(self, connection: EngineConnection, message: Sequence[bytes]) -> None:
+        if self._error is not None:
+            connection.drop()
+            raise self._error
+        self._connection = connection
+        connection.send(self, message)
+        while not self._whole and not self._chunks_came():
+            await self._news()
+            if self._error is not None:
+                raise self._error
+
+    def _chunks_came(self) -> bool:
+        return self.is_stream and bool(self._chunks)
+
+    async def _news(self) -> None:
+        self._waiter = self._origin.loop.create_future()
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
+
+    async def _connect(self, origin: Origin) -> EngineConnection:
+        patience = min(self._upstream.connect_timeout_seconds, self.deadline - origin.loop.time())
+        try:
+            async with asyncio.timeout(patience) as self._connecting:
+                _, connection = await origin.loop.create_connection(
+                    lambda: EngineConnection(origin), origin.host, origin.port, ssl=origin.tls
+                )
+                return connection
+        except (OSError, UnicodeError) as error:  # a TimeoutError is an OSError, a name nobody can have the other
+            if self._error is not None:
+                raise self._error from None
+            if isinstance(error, TimeoutError) and origin.loop.time() >= self.deadline:
+                raise TimedOut from None
+            raise Lost from None
+        finally:
+            self._connecting = None
+
+    # --- What its connection and the upstream say --------------------------------------------------------------------
+
+    def _fail(self, error: Exception) -> None:
+        if self._error is not None or self._whole:
+            return
+        self._error = error
+        if self._connecting is not None and not self._connecting.expired():
+            self._connecting.reschedule(self._origin.loop.time())
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def begun(self, status: int, headers: list[Header], content_type: bytes) -> None:
+        """The head of the answer came."""
+        self.status, self.headers, self.content_type = status, headers, content_type
+        self.is_stream = (
+            self._wants_stream and status == 200 and content_type.partition(b";")[0].strip().lower() == _EVENT_STREAM
+        )
+
+    def got(self, data: bytes) -> None:
+        """A piece of the body came."""
+        self._chunks.append(data)
+        self._buffered += len(data)
+
+    def arrived(self) -> bool:
+        """Everything that came at once was taken; whether the connection may go on reading."""
+        if not self.is_stream or not self._chunks:
+            return True
+        self._wake()
+        return self._buffered < STREAM_BUFFER_BYTES
+
+    def complete(self) -> None:
+        """The answer is whole; the connection has other things to do."""
+        self._whole = True
+        self._connection = None
+        self.deadline = math.inf
+        self._wake()
+
+    def broke(self, *, stale: bool) -> None:
+        """The connection is gone before the answer was whole."""
+        self._connection = None
+        self._fail(_Stale() if stale else Lost())
+
+    def look_at(self, now: float) -> None:
+        """Gives the answer up if its time is over."""
+        if now >= self.deadline:
+            self._fail(TimedOut())
+
+
+class Upstream:
+    """Calls to replicas. Use from one loop; close it at the end.
+
+    Args:
+        connect_timeout_seconds: how long a host may take to accept a connection.
+        idle_seconds: how long connections are kept without a request; less than engines keep them.
+        look_seconds: how often time-outs are looked for, and so how late they may come.
+    """
+
+    def __init__(self, *, connect_timeout_seconds: float, idle_seconds: float = 4.0, look_seconds: float = 1.0) -> None:
+        self.connect_timeout_seconds = connect_timeout_seconds
+        self.calls: set[Call] = set()
+        self._loop = asyncio.get_running_loop()
+        self._idle_seconds = idle_seconds
+        self._look_seconds = look_seconds
+        self._origins: dict[str, Origin] = {}
+        self._timer = self._loop.call_later(look_seconds, self._look_around)
+
+    def call(self, url: str, *, patience_seconds: float) -> Call:
+        """A call to the replica at an address such as http://127.0.0.1:8001.
+
+        Args:
+            url: the address, without a path.
+            patience_seconds: how long the answer may take, or the next piece of it if it is a stream.
+        """
+        origin = self._origins.get(url)
+        if origin is None:
+            origin = self._origins[url] = Origin(url, self._loop, self._idle_seconds)
+        return Call(self, origin, patience_seconds)
+
+    def close(self) -> None:
+        """Closes every connection; calls under way are lost."""
+        self._timer.cancel()
+        for call in tuple(self.calls):
+            call.lose()
+        for origin in self._origins.values():
+            origin.close_idle(math.inf)
+
+    def _look_around(self) -> None:
+        now = self._loop.time()
+        for call in tuple(self.calls):
+            call.look_at(now)
+        for url, origin in tuple(self._origins.items()):
+            origin.close_idle(now)
+            if not origin.connections:
+                del self._origins[url]
+        self._timer = self._loop.call_later(self._look_seconds, self._look_around)

@@ -1,0 +1,293 @@
+"""The proxy's side of one client connection: HTTP/1.1 in, whole replies or streams out.
+
+Requests are parsed as their bytes come and answered in the order they came, one task for each. What is wrong with a
+request is said as soon as it is known, before its body is read; the connection then ends, after a pause in which the
+client can read the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import cast
+
+from pools.proxy.messages import Application, ClientGone, Header, Reply, Request
+from pools.proxy.reading import BETWEEN, BODY, HEAD, NOTHING, Bounds, RequestReader, Turn
+from pools.proxy.replies import Refusal
+
+LINGER_SECONDS = 2.0
+LINGER_BYTES = 64 * 2**20
+_JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second buffer
+
+_log = logging.getLogger("assay.proxy")
+
+_STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in HTTPStatus}
+_BODILESS = frozenset({204, 304})
+
+
+class ClientConnection(asyncio.Protocol):
+    """One client's connection. It is the responder of the request whose turn it is.
+
+    Args:
+        application: answers the requests.
+        bounds: sizes and times.
+        connections: the open ones; it adds itself, and takes itself out when it is closed.
+    """
+
+    def __init__(self, application: Application, *, bounds: Bounds, connections: set[ClientConnection]) -> None:
+        self._application = application
+        self._bounds = bounds
+        self._connections = connections
+        self._loop = asyncio.get_running_loop()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+        self._reader = RequestReader(bounds, gone=self._gone, refuse=application.refuse, take=self._take)
+        self._transport: asyncio.Transport
+        self._turns: deque[Turn] = deque()
+        self._turn: Turn | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closed = False
+        self._write_paused = self._read_paused = False
+        self._drained: asyncio.Future[None] | None = None
+        self._unsent = 0
+        self._deadline = self._loop.time() + bounds.head_timeout_seconds
+        self._discarded = 0
+
+    # --- What the loop says ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Takes the socket."""
+        self._transport = cast(asyncio.Transport, transport)
+        self._connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the work on whatever has not been answered."""
+        self._closed = True
+        self._connections.discard(self)
+        self._turns.clear()
+        if not self._gone.done():
+            self._gone.set_result(None)
+        if self._task is not None:
+            self._task.cancel()
+
+    def eof_received(self) -> bool:
+        """Takes a client that says no more for one that has left, as TCP cannot tell the two apart."""
+        self._closed = True
+        self._deadline = self._loop.time() + self._bounds.idle_timeout_seconds
+        return False
+
+    def pause_writing(self) -> None:
+        """The client takes its answers too slowly."""
+        self._write_paused = True
+        self._unsent = self._transport.get_write_buffer_size()
+        self._deadline = self._loop.time() + self._bounds.idle_timeout_seconds
+
+    def resume_writing(self) -> None:
+        """The client has taken most of what was sent."""
+        self._write_paused = False
+        self._deadline = self._next_deadline()
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+        self._advance()
+
+    def data_received(self, data: bytes) -> None:
+        """Reads what came, and starts to answer what is whole."""
+        reader = self._reader
+        if reader.state == NOTHING:
+            self._discarded += len(data)
+            if self._discarded > LINGER_BYTES:
+                self._transport.abort()
+            return
+        reader.feed(data)
+        if reader.owes_continue:
+            self._send_continue()
+        if self._turns and not self._read_paused and not self._closed:
+            self._read_paused = True
+            self._transport.pause_reading()
+        if reader.moved and self._turn is None and reader.state in (HEAD, BODY):
+            self._deadline = self._next_deadline()
+
+    def _take(self, turn: Turn) -> None:
+        self._turns.append(turn)
+        self._advance()
+
+    # --- Answering ---------------------------------------------------------------------------------------------------
+
+    def send(self, reply: Reply) -> None:
+        """Sends a whole answer; nothing happens where the client has left."""
+        turn = self._turn
+        if self._closed or turn is None or turn.begun:
+            return
+        turn.begun = turn.ended = True
+        lines = _lines(reply.status, reply.headers)
+        body = reply.body
+        if reply.status in _BODILESS:
+            body = b""
+        else:
+            lines.append(b"Content-Length: %d\r\n" % len(body))
+        if not turn.keep_alive:
+            lines.append(b"Connection: close\r\n")
+        elif turn.old:
+            lines.append(b"Connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        if len(body) <= _JOINED_BYTES:
+            if turn.takes_body:
+                lines.append(body)
+            self._transport.write(b"".join(lines))
+        else:
+            self._transport.writelines([b"".join(lines), body] if turn.takes_body else lines)
+
+    def begin(self, status: int, headers: Sequence[Header]) -> None:
+        """Starts a stream, in chunks for all but HTTP/1.0; nothing happens where the client has left."""
+        turn = self._turn
+        if self._closed or turn is None:
+            return
+        turn.begun = True
+        lines = _lines(status, headers)
+        if turn.old:
+            turn.keep_alive = False
+        else:
+            lines.append(b"Transfer-Encoding: chunked\r\n")
+        if not turn.keep_alive:
+            lines.append(b"Connection: close\r\n")
+        lines.append(b"\r\n")
+        self._transport.write(b"".join(lines))
+
+    async def write(self, chunk: bytes) -> None:
+        """Sends a piece of a stream; waits while the client is slow to take it.
+
+        Raises:
+            ClientGone: nobody is there to take it.
+        """
+        turn = self._turn
+        if self._closed or turn is None:
+            raise ClientGone
+        if chunk:
+            self._transport.write(chunk if turn.old else b"%x\r\n%b\r\n" % (len(chunk), chunk))
+        if self._write_paused:
+            self._drained = self._loop.create_future()
+            await self._drained
+
+    def end(self) -> None:
+        """Ends a stream, cleanly for HTTP."""
+        turn = self._turn
+        if self._closed or turn is None or turn.ended:
+            return
+        turn.ended = True
+        if not turn.old:
+            self._transport.write(b"0\r\n\r\n")
+
+    def _advance(self) -> None:
+        """Answers what can be answered: the next request, or refusals that nothing stands before."""
+        while self._turns and self._turn is None and not self._write_paused and not self._closed:
+            turn = self._turn = self._turns.popleft()
+            if turn.reply is not None:
+                self.send(turn.reply)
+                self._end_turn(turn)
+            elif turn.request is not None:
+                self._deadline = math.inf
+                self._task = self._loop.create_task(self._answer(turn.request))
+        if self._read_paused and not self._turns and not self._closed:
+            self._read_paused = False
+            self._transport.resume_reading()
+
+    async def _answer(self, request: Request) -> None:
+        turn = self._turn
+        assert turn is not None
+        try:
+            await self._application.answer(request, self)
+        except Exception as error:  # noqa: BLE001 - the boundary: no request may show its text in a log
+            _log.error("%s while a request was answered", type(error).__name__)
+        self._task = None
+        if self._closed:
+            return
+        if not turn.begun:
+            turn.keep_alive = False
+            self.send(Refusal(500, "The proxy failed to handle this request.").reply())
+        elif not turn.ended:  # the client must not take half an answer for a whole one
+            self._transport.abort()
+            return
+        self._end_turn(turn)
+        self._advance()
+
+    def _end_turn(self, turn: Turn) -> None:
+        self._turn = None
+        if turn.keep_alive:
+            if not self._write_paused:
+                self._deadline = self._next_deadline()
+            if self._reader.owes_continue:
+                self._send_continue()
+        elif turn.linger:
+            self._transport.write_eof()
+            self._deadline = self._next_deadline()
+        else:
+            self._close()
+
+    def _next_deadline(self) -> float:
+        if self._turn is not None:
+            return math.inf
+        if self._reader.state == BETWEEN:
+            return self._loop.time() + self._bounds.idle_timeout_seconds
+        wait = LINGER_SECONDS if self._reader.state == NOTHING else self._bounds.head_timeout_seconds
+        return self._loop.time() + wait
+
+    def _send_continue(self) -> None:
+        """Asks for a body, unless earlier answers come first."""
+        if self._turn is None and not self._turns and not self._closed:
+            self._reader.owes_continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    # --- Ending ------------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> asyncio.Task[None] | None:
+        """What answers a request now."""
+        return self._task
+
+    def look_at(self, now: float) -> None:
+        """Ends the connection if its time is over. Called every now and then.
+
+        Args:
+            now: the loop's time.
+        """
+        if now < self._deadline:
+            return
+        unsent = self._transport.get_write_buffer_size()
+        if unsent and unsent < self._unsent:  # slow, but it moves
+            self._unsent = unsent
+            self._deadline = now + self._bounds.idle_timeout_seconds
+        elif unsent or self._closed or self._reader.state == NOTHING:
+            self._transport.abort()
+        elif self._reader.state == BETWEEN:
+            self._close()
+        else:
+            self._reader.refuse(
+                Refusal(408, f"The request was not whole after {self._bounds.head_timeout_seconds:g} s.")
+            )
+
+    def finish(self) -> None:
+        """Closes the connection as soon as what came is answered."""
+        self._reader.stop()
+        if self._turn is None and not self._turns:
+            self._close()
+        for turn in (self._turn, *self._turns):
+            if turn is not None:
+                turn.keep_alive = False
+
+    def abort(self) -> None:
+        """Closes the connection now; what is being answered is cancelled."""
+        self._transport.abort()
+
+    def _close(self) -> None:
+        self._closed = True
+        self._deadline = self._loop.time() + self._bounds.idle_timeout_seconds
+        self._transport.close()
+
+
+def _lines(status: int, headers: Sequence[Header]) -> list[bytes]:
+    lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
+    lines += [b"%b: %b\r\n" % header for header in headers]
+    return lines

@@ -1,0 +1,365 @@
+"""A user's side of a pool: its checkpoints brought, wanted and asked for, for as long as a lease is renewed."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from pools.access import PoolAccess
+from pools.endpoint import RunningModel
+from pools.engines import replica_capacity
+from pools.failures import as_error
+from pools.launch import Servable
+from pools.proxy.state import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
+from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused
+
+LEASE_SECONDS = 60.0
+_RENEWALS_PER_LEASE = 6
+_PATIENCE_SECONDS = 30.0  # for a proxy that is started again on its address
+_WAIT_SECONDS = 5.0
+_VERDICT_SECONDS = 1.5  # the pool looks at leases twice a second
+_RETRY_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class OpenCell:
+    """One attempt at a cell: `running` is where its requests go, so that they are told from all others."""
+
+    name: str
+    attempt: str
+    running: RunningModel
+    replica_seconds: float
+    loads_before: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _Abilities:
+    """What the engines have proved they can do, for checkpoints of one architecture and tokenizer."""
+
+    prompt_logprobs: bool
+    max_model_len: int | None
+
+
+class PoolSession:
+    """Uses a pool: brings checkpoints, says which are wanted now, and finds out what became of them.
+
+    Args:
+        access: of the pool.
+        checkpoints: those that may be asked for.
+        holder: who uses it, for people who look at the pool.
+        on_event: told in a line what happens.
+
+    Raises:
+        ProxyFailed: the pool is gone, or refuses.
+    """
+
+    def __init__(
+        self,
+        access: PoolAccess,
+        checkpoints: Sequence[Servable],
+        *,
+        holder: str,
+        on_event: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        if not checkpoints:
+            raise BadInput(expected="at least one checkpoint to serve", found="none", remedy="name one")
+        self.access = access
+        self._checkpoints = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+        self._proxy = access.proxy()
+        self._holder = holder
+        self._on_event = on_event
+        self._name = f"lease-{secrets.token_hex(6)}"
+        self._wants: list[str] = []
+        self._tries: dict[str, int] = {}
+        self._cells: dict[tuple[str, str], str | None] = {}
+        self._proxy_instance = ""
+        self._abilities: dict[tuple[str, str], _Abilities] = {}
+        self._changing = threading.Lock()
+        self._closing = threading.Event()
+        self._renewer = threading.Thread(target=self._renew, name="lease", daemon=True)
+
+    def __enter__(self) -> PoolSession:
+        self._proxy_instance = self._take_lease().instance
+        self._renewer.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Gives the lease back; safe to call twice, and when the pool is gone."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        if self._renewer.is_alive():
+            self._renewer.join()
+        try:
+            self._proxy.end_lease(self._name)
+        except ProxyFailed:
+            return  # it ends by itself
+
+    def load(self, name: str) -> tuple[RunningModel, LoadReport]:
+        """Wants a checkpoint, and waits until it answers.
+
+        Returns:
+            What an evaluator needs to know, and how the checkpoint came into the engine.
+
+        Raises:
+            EngineStartFailed: a replica could not be brought to it.
+            ModelUnusable: its weights give no finite numbers.
+            EngineDied: no replica is left.
+            StorageError, CheckpointError: it could not be copied, or is not what it was.
+            ProxyFailed: the pool is gone.
+        """
+        digest = self._digest(name)
+        held = bool(_holding(self.status(), digest))
+        self.want(name)
+        status = self._until(lambda seen: bool(_holding(seen, digest)) and self.report(name, seen) is not None, name)
+        report = self.report(name, status)
+        assert report is not None
+        if held:
+            report = report.model_copy(update={"how": "already loaded", "seconds": 0.0, "phases": {}, "reason": None})
+        return self._running_model(name, _abilities(_holding(status, digest))), report
+
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str | None = None) -> OpenCell:
+        """Wants a checkpoint for a cell; requests for it may be sent at once and wait until a replica holds it.
+
+        Args:
+            name: of the checkpoint.
+            cell: name that later attempts at the same work will have too, so that they find its answers.
+            attempt: name of this attempt.
+            mirror: folder in any store for a copy of the cell's answers.
+
+        Raises:
+            EngineStartFailed, ModelUnusable, EngineDied, StorageError, CheckpointError: as in `load`, where the pool
+                has to be asked what its engine can do.
+            ProxyFailed: the pool is gone.
+        """
+        self._proxy.open_cell(cell, attempt, mirror=mirror)
+        with self._changing:
+            self._cells[cell, attempt] = mirror
+        loads_before = {
+            one.said.instance: max((load.number for load in one.said.loads), default=0)
+            for one in self.status().replicas
+        }
+        self.want(name)
+        digests = self._checkpoints[name].digests
+        kind = (digests.config, digests.tokenizer)
+        if kind not in self._abilities:
+            status = self._until(lambda seen: bool(_holding(seen, digests.checkpoint)), name)
+            self._abilities[kind] = _abilities(_holding(status, digests.checkpoint))
+        running = self._running_model(name, self._abilities[kind], prefix=f"/cells/{cell}/{attempt}")
+        return OpenCell(cell, attempt, running, self.replica_seconds(name), loads_before)
+
+    def close_cell(self, opened: OpenCell, *, finished: bool) -> None:
+        """Ends an attempt at a cell.
+
+        Args:
+            opened: the attempt.
+            finished: the cell has its record, so that nobody needs its answers again.
+
+        Raises:
+            ProxyFailed: the pool is gone.
+        """
+        with self._changing:
+            self._cells.pop((opened.name, opened.attempt), None)
+        self._proxy.close_cell(opened.name, opened.attempt, drop=finished)
+
+    def replica_seconds(self, name: str) -> float:
+        """Time that replicas were given to a checkpoint so far, added up."""
+        return self.status().replica_seconds.get(name, 0.0)
+
+    def want(self, name: str) -> None:
+        """Says that a checkpoint is needed now, after those wanted already."""
+        self._known(name)
+        with self._changing:
+            self._wants.append(name)
+            self._tries[name] = self._tries.get(name, 0) + 1
+        self._take_lease()
+        self._await_another_try(name)
+
+    def _await_another_try(self, name: str) -> None:
+        """Lets an earlier verdict on a checkpoint be taken back, so that it is not mistaken for the next one."""
+        deadline = time.monotonic() + _VERDICT_SECONDS
+        status = self.status()
+        while name in status.unusable and time.monotonic() < deadline:
+            status = self._next(status)
+
+    def want_only(self, name: str) -> None:
+        """Takes every earlier `want` back; the next one may be for `name`."""
+        self._known(name)
+        with self._changing:
+            self._wants.clear()
+
+    def unwant(self, name: str) -> None:
+        """Takes one `want` of a checkpoint back."""
+        with self._changing:
+            if name in self._wants:
+                self._wants.remove(name)
+        self._take_lease()
+
+    def report(self, name: str, status: ProxyStatus | None = None) -> LoadReport | None:
+        """How a checkpoint came into the replicas last, by the slowest way; None if no replica has loaded it."""
+        last = {replica.name: load for replica, load in self._loads_of(name, status or self.status())}
+        return max(last.values(), key=lambda load: load.seconds, default=None)
+
+    def _loads_of(self, name: str, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
+        """The loads of a checkpoint that went well, by replica, in the order they happened there."""
+        digest = self._digest(name)
+        for replica in status.replicas:
+            for load in replica.said.loads:
+                if load.digest == digest and load.model == name and load.failure is None:
+                    yield replica, load
+
+    def report_of(self, name: str, opened: OpenCell) -> LoadReport | None:
+        """How a checkpoint came into a replica for a cell, by the slowest way if it did so more than once.
+
+        Where it was there already, how that had happened.
+        """
+        status = self.status()
+        loads = [
+            load
+            for replica, load in self._loads_of(name, status)
+            if load.number > opened.loads_before.get(replica.said.instance, 0)
+        ]
+        return max(loads, key=lambda load: load.seconds, default=None) or self.report(name, status)
+
+    def counts(self, name: str) -> dict[str, int]:
+        """What the proxy counted for one checkpoint so far: answered, client_errors, server_errors, and so on."""
+        return self.status().models.get(name, RequestCounters()).model_dump()
+
+    def cell_counts(self, opened: OpenCell) -> RequestCounters:
+        """What became of the requests of a cell so far."""
+        return self._proxy.cell_counts(opened.name, opened.attempt)
+
+    def check(self, name: str) -> None:
+        """Raises the reason if the pool cannot answer for a checkpoint any more.
+
+        Raises:
+            EngineDied: no replica is left, and restarts are used up.
+            EngineStartFailed, ModelUnusable, StorageError, CheckpointError: the checkpoint cannot be served.
+            ProxyFailed: the pool is gone.
+        """
+        self._raise_failure(self.status(), name)
+
+    def status(self) -> ProxyStatus:
+        """Everything the pool's proxy knows; waits a while for a proxy that is being started again.
+
+        Raises:
+            ProxyFailed: the pool is gone.
+        """
+        status = self._patiently(self._proxy.status)
+        if status.instance != self._proxy_instance:
+            self._introduce(status.instance)
+        return status
+
+    def _introduce(self, instance: str) -> None:
+        """Tells a proxy that was started again what the one before knew: the lease, and the cells that are open."""
+        with self._changing:
+            is_new, self._proxy_instance = self._proxy_instance != "", instance
+            cells = dict(self._cells)
+        if is_new:
+            self._take_lease()
+            for (cell, attempt), mirror in cells.items():
+                self._proxy.open_cell(cell, attempt, mirror=mirror)
+
+    def _until(self, condition: Callable[[ProxyStatus], bool], name: str) -> ProxyStatus:
+        status = self.status()
+        while not condition(status):
+            self._raise_failure(status, name)
+            status = self._next(status)
+        return status
+
+    def _next(self, known: ProxyStatus) -> ProxyStatus:
+        return self._patiently(lambda: self._proxy.status(after=known.version, wait_seconds=_WAIT_SECONDS))
+
+    def _patiently(self, ask: Callable[[], ProxyStatus]) -> ProxyStatus:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                return ask()
+            except ProxyRefused:
+                raise
+            except ProxyFailed:
+                if time.monotonic() > deadline or self._closing.is_set():
+                    raise
+                time.sleep(_RETRY_SECONDS)
+
+    def _raise_failure(self, status: ProxyStatus, name: str) -> None:
+        if (failure := status.unusable.get(name)) is not None:
+            raise as_error(failure)
+        if status.failed is not None:
+            raise EngineDied(
+                expected="at least one replica that answers",
+                found=status.failed,
+                remedy="read the engine's log above; run again, or give the replicas more memory",
+            )
+
+    def _running_model(self, name: str, abilities: _Abilities, *, prefix: str = "") -> RunningModel:
+        config = self.access.config
+        capacity = replica_capacity(config.device, config.model.engine_kwargs) * config.resource_config.replicas
+        base_url = self.access.address.base_url
+        return RunningModel(
+            base_url=f"{base_url.removesuffix('/v1')}{prefix}/v1",
+            model=name,
+            tokenizer=str(self._checkpoints[name].tokenizer),
+            capacity=capacity,
+            prompt_logprobs=abilities.prompt_logprobs,
+            request_timeout_seconds=config.client_timeout_seconds,
+            apply_chat_template=config.model.apply_chat_template,
+            max_model_len=abilities.max_model_len,
+            api_key=self.access.key.get_secret_value(),
+        )
+
+    def engine_identity(self) -> dict[str, Any]:
+        """Which engine answers, with what arguments."""
+        versions = {replica.said.engine_version for replica in self.status().replicas}
+        version = ", ".join(sorted(one for one in versions if one))
+        return {**self.access.engine_identity(), "version": version}
+
+    def _known(self, name: str) -> Servable:
+        checkpoint = self._checkpoints.get(name)
+        if checkpoint is None:
+            raise BadInput(
+                expected=f"one of the checkpoints brought: {', '.join(self._checkpoints)}",
+                found=name,
+                remedy="bring it when the session begins",
+            )
+        return checkpoint
+
+    def _digest(self, name: str) -> str:
+        return self._known(name).digests.checkpoint
+
+    def _take_lease(self) -> ProxyStatus:
+        with self._changing:
+            wants = tuple(self._wants)
+            models = {name: checkpoint.served for name, checkpoint in self._checkpoints.items()}
+            lease = Lease(
+                holder=self._holder, seconds=LEASE_SECONDS, models=models, wants=wants, tries=dict(self._tries)
+            )
+            return self._patiently(lambda: self._proxy.take_lease(self._name, lease))
+
+    def _renew(self) -> None:
+        while not self._closing.wait(LEASE_SECONDS / _RENEWALS_PER_LEASE):
+            try:
+                self._take_lease()
+            except ProxyFailed as error:
+                self._on_event(f"the pool's lease could not be renewed: {error.found}")
+
+
+def _holding(status: ProxyStatus, digest: str) -> list[ReplicaStatus]:
+    return [one for one in status.replicas if one.holds(digest)]
+
+
+def _abilities(holding: Sequence[ReplicaStatus]) -> _Abilities:
+    return _Abilities(
+        prompt_logprobs=all(one.said.prompt_logprobs for one in holding),
+        max_model_len=min((one.said.max_model_len for one in holding if one.said.max_model_len), default=None),
+    )

@@ -1,0 +1,248 @@
+"""Files from any store to local disk: in ranges, continued after an interruption, verified while they come.
+
+A file grows as `<name>.partial` and gets its name when it is whole and verified. Its size is its progress: a range is
+appended only after it arrived. A sidecar beside it says which remote content the bytes are of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from resources import storage
+from resources.errors import AssayError, StorageError
+from resources.storage import FileInfo
+
+RANGE_BYTES = 32 * 2**20
+"""Read at once: enough to hide a request's latency, little enough to lose, and to hold for each file in memory."""
+_BLOCK_BYTES = 4 * 2**20
+
+
+class CopyStopped(Exception):
+    """The caller wanted the copy to end; what arrived is kept."""
+
+
+class _Hasher(Protocol):
+    def update(self, data: bytes, /) -> None: ...
+    def hexdigest(self) -> str: ...
+
+
+def copy_files(
+    sources: Sequence[FileInfo],
+    folder: Path,
+    *,
+    sidecars: Path,
+    parallel: int,
+    range_bytes: int,
+    stopped: Callable[[], bool],
+    on_bytes: Callable[[int], None],
+) -> dict[str, str]:
+    """Copies files into one local folder, the largest first, `parallel` at a time. See `copy_file`.
+
+    After the first error the others stop where they are. Returns only when no file is being written any more.
+
+    Returns:
+        What `copy_file` returned, by file name.
+    """
+    waiting = deque(sorted(sources, key=lambda source: source.size, reverse=True))
+    digests: dict[str, str] = {}
+    errors: list[Exception] = []
+    ending = threading.Event()
+
+    def copy_next() -> None:
+        while not ending.is_set():
+            try:
+                source = waiting.popleft()
+            except IndexError:
+                return
+            name = storage.basename(source.uri)
+            try:
+                digests[name] = copy_file(
+                    source,
+                    folder / name,
+                    sidecar=sidecars / name,
+                    range_bytes=range_bytes,
+                    stopped=lambda: ending.is_set() or stopped(),
+                    on_bytes=on_bytes,
+                )
+            except Exception as error:  # noqa: BLE001 - the boundary of this thread: raised below, in the caller's
+                errors.append(error)
+                ending.set()
+
+    # Not an executor: its threads would keep an interpreter that wants to exit until the last byte came.
+    threads = [threading.Thread(target=copy_next, daemon=True) for _ in range(min(parallel, len(sources)))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        ending.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()
+    if errors:
+        raise errors[0]
+    return digests
+
+
+def copy_file(
+    source: FileInfo,
+    target: Path,
+    *,
+    sidecar: Path,
+    range_bytes: int,
+    stopped: Callable[[], bool],
+    on_bytes: Callable[[int], None],
+) -> str:
+    """Copies one file, going on where an earlier call ended if the remote file is still the same.
+
+    Args:
+        source: the remote file as listed.
+        target: where it appears when it is whole. Nobody else may be copying to it.
+        sidecar: where its origin is noted.
+        range_bytes: how much is read at once.
+        stopped: asked before every range.
+        on_bytes: told how many bytes were added, those of earlier calls first.
+
+    Returns:
+        A digest of the content in hex: by the store's kind of hash if it gives one, else 128 bits of blake2b over the
+        size (8 bytes, little-endian) and the content.
+
+    Raises:
+        CopyStopped: `stopped` said so.
+        StorageError: it could not be read or written (what arrived is kept), or is not what the store says it is (it
+            is removed).
+    """
+    origin = {"size": source.size, "modified": source.modified, "checksum": source.checksum}
+    noted = _read_sidecar(sidecar)
+    partial = target.with_name(f"{target.name}.partial")
+    try:
+        if noted.get("origin") == origin and noted.get("digest") and _size(target) == source.size:
+            on_bytes(source.size)
+            return str(noted["digest"])
+        target.unlink(missing_ok=True)
+        if noted.get("origin") != origin or (_size(partial) or 0) > source.size:
+            partial.unlink(missing_ok=True)
+            storage.write_bytes(str(sidecar), json.dumps({"origin": origin}).encode())
+        hasher = _hasher(source)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with partial.open("a+b") as file:
+            arrived = _hash_arrived(file, hasher, stopped=stopped)
+            on_bytes(arrived)
+            while arrived < source.size:
+                if stopped():
+                    raise CopyStopped
+                block = _read_range(source, arrived, min(arrived + range_bytes, source.size))
+                file.write(block)
+                file.flush()
+                hasher.update(block)
+                arrived += len(block)
+                on_bytes(len(block))
+            os.fsync(file.fileno())
+        digest = hasher.hexdigest()
+        if not _as_the_store_says(source, digest):
+            partial.unlink()
+            sidecar.unlink()
+            raise _corrupt(source, digest)
+        storage.write_bytes(str(sidecar), json.dumps({"origin": origin, "digest": digest}).encode())
+        partial.replace(target)
+    except OSError as error:
+        raise StorageError(
+            expected=f"to write {target}",
+            found=str(error),
+            remedy="see that the disk has room and is yours, and run again: what arrived is kept",
+        ) from error
+    return digest
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return None
+
+
+def _read_sidecar(sidecar: Path) -> dict[str, Any]:
+    try:
+        noted = json.loads(sidecar.read_bytes())
+    except (OSError, ValueError):  # none, or cut off by a power failure: the file is copied from its start
+        return {}
+    return noted if isinstance(noted, dict) else {}
+
+
+def _hash_arrived(file: IO[bytes], hasher: _Hasher, *, stopped: Callable[[], bool]) -> int:
+    """Hashes what earlier calls left, and leaves the file at its end. Returns how much that is."""
+    file.seek(0)
+    while block := file.read(_BLOCK_BYTES):
+        if stopped():
+            raise CopyStopped
+        hasher.update(block)
+    return file.tell()
+
+
+def _read_range(source: FileInfo, start: int, end: int) -> bytes:
+    try:
+        block = storage.read_bytes(source.uri, start=start, end=end)
+        found = f"{len(block)} bytes"
+    except Exception as error:  # every store's client raises kinds of its own
+        reason = error.found if isinstance(error, AssayError) else f"{type(error).__name__}: {error}"
+        raise StorageError(
+            expected=f"to read bytes {start} to {end} of {source.uri}",
+            found=reason,
+            remedy="see that the store answers, and run again: what arrived is kept",
+        ) from error
+    if len(block) != end - start:
+        raise StorageError(
+            expected=f"{end - start} bytes from {start} on of {source.uri}",
+            found=found,
+            remedy="see whether it is being written, and run again: what arrived is kept",
+        )
+    return block
+
+
+def _hasher(source: FileInfo) -> _Hasher:
+    kind = source.content_hash.kind if source.content_hash else None
+    if kind in ("md5", "etag"):
+        return hashlib.md5(usedforsecurity=False)
+    if kind == "crc32c" and importlib.util.find_spec("google_crc32c"):  # a dependency of gcsfs, not of ours
+        return _Crc32c()
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(source.size.to_bytes(8, "little"))
+    return digest
+
+
+class _Crc32c:
+    def __init__(self) -> None:
+        import google_crc32c
+
+        self._extend, self._value = google_crc32c.extend, 0
+
+    def update(self, data: bytes, /) -> None:
+        self._value = self._extend(self._value, data)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def _as_the_store_says(source: FileInfo, digest: str) -> bool:
+    said = source.content_hash
+    if said is None or said.value == digest or len(said.value) != len(digest):  # of another kind: no crc32c here
+        return True
+    return said.kind == "etag" and not storage.etag_is_md5(source.uri)
+
+
+def _corrupt(source: FileInfo, digest: str) -> StorageError:
+    said = source.content_hash
+    return StorageError(
+        expected=f"{source.uri} with {said.kind} {said.value}" if said else source.uri,
+        found=f"{digest} over the {source.size} bytes that arrived, which were removed",
+        remedy="run again, and the file is copied anew; if that repeats, look at the disk, the memory and the network",
+    )

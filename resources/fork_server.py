@@ -1,0 +1,115 @@
+"""Warm starts: a process that has a program imported, and forks it for every run.
+
+The program is a file with `preload(arguments)` and `main(arguments)`, see `resources/programs/fork_server.py`. A run is
+a command like any other, so a job can hold it: it ends as the program ends, is ended with the program, and starts the
+program cold where the server is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from resources.config import ResourceConfig
+from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment
+
+_PROGRAMS = Path(__file__).parent / "programs"
+_LONGEST_SOCKET_PATH = 90  # the kernel takes 108 bytes, or 104, and the server adds its process id for a moment
+_RESTARTS = 3
+
+
+class ForkServer(AbstractContextManager["ForkServer"]):
+    """Keeps `program` imported by the interpreter `python`, and gives commands that run it in a fork.
+
+    Args:
+        program: the file to import and run.
+        python: interpreter of the environment it needs.
+        client: runs the server, as a job that ends with this process; on the machine where the commands will run.
+        variables: environment of the import. Runs bring their own, which must agree in what is read at import.
+        preload_arguments: given to the program's `preload`.
+    """
+
+    def __init__(
+        self,
+        program: Path,
+        *,
+        python: Path,
+        client: Client,
+        variables: Mapping[str, str] | None = None,
+        preload_arguments: Sequence[str] = (),
+    ) -> None:
+        self._program = program
+        self._python = python
+        self._client = client
+        self._variables = dict(variables or {})
+        self._preload_arguments = tuple(preload_arguments)
+        self._folder: Path | None = None
+        self._socket: Path | None = None
+        self._job: JobHandle | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Starts the server and returns while it imports; runs that come before it is ready wait for it.
+
+        Raises:
+            BadInput: the interpreter does not exist.
+        """
+        self._folder = _private_folder()
+        self._socket = self._folder / "socket"
+        arguments = ("-I", "-u", str(_PROGRAMS / "fork_server.py"), str(self._socket), str(self._program))
+        self._job = self._client.submit(
+            JobRequest(
+                f"warm-{self._program.stem}-{secrets.token_hex(4)}",
+                Command(str(self._python), (*arguments, *self._preload_arguments)),
+                resources=ResourceConfig(),
+                environment=create_environment(
+                    workspace=self._program.parent, python=self._python, env_vars=dict(self._variables)
+                ),
+                max_retries_preemption=_RESTARTS,
+            )
+        )
+
+    def command(self, *arguments: str) -> Command:
+        """A command that runs the program with these arguments; it runs it cold where the server is not there."""
+        socket = str(self._socket) if self._socket else os.devnull
+        stub = ("-I", "-S", "-u", str(_PROGRAMS / "run_forked.py"), socket, str(self._program))
+        return Command(str(self._python), (*stub, *arguments))
+
+    def logs(self) -> str:
+        """What the server has said so far."""
+        return self._job.logs() if self._job else ""
+
+    def close(self) -> None:
+        """Ends the server and every run of it; safe to call twice."""
+        if self._job is not None:
+            self._job.terminate()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _private_folder() -> Path:
+    """A folder that only this user can enter, with a name short enough for a socket's path."""
+    folder = Path(tempfile.mkdtemp(prefix="assay-"))
+    if len(os.fsencode(folder / "socket")) <= _LONGEST_SOCKET_PATH:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="assay-", dir="/tmp"))

@@ -1,0 +1,343 @@
+"""Imports a program once, then forks a child for every run of it. Executed by the interpreter of an environment.
+
+    python -I -u fork_server.py SOCKET PROGRAM [PRELOAD ARGUMENT ...]
+
+PROGRAM is a file with `preload(arguments)` and `main(arguments) -> exit code or None`; in `READ_AT_IMPORT` it may name
+beginnings of variables that its libraries read when they are imported: a run for which one of them has another value
+than here is refused. `run_forked.py` asks for runs. Needs the standard library only.
+
+Connections queue up in the socket while `preload` works. For each, the server forks a keeper, which forks the child:
+the keeper is the subreaper of everything the child starts, so it finds all of it when the child has ended or whoever
+asked for it is gone. The server itself does nothing but accept and fork.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
+from forked_program import Program, become_fresh
+
+del sys.path[0]
+
+READY, REFUSED, ENDED = b"+", b"!", b"="  # the words of run_forked.py
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_BACKLOG = 512
+_LOOK_SECONDS = 1.0  # how often the parent is looked for where the kernel does not tell
+_REQUEST_SECONDS = 30.0  # a requester sends at once what it wants
+_LARGEST_REQUEST = 64 << 20
+_SWEEP_SECONDS = 0.005
+_KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until that returns
+
+
+class ForkServer:
+    """Accepts connections and forks a keeper for each."""
+
+    def __init__(self, program: Program, listener: socket.socket) -> None:
+        self._program = program
+        self._listener = listener
+        self._keepers: set[int] = set()
+        self._parent = os.getppid()
+        self._stopping = False
+        self._wake_fd, self._wake_write_fd = _wake_pipe()
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._stop)
+
+    def serve(self) -> None:
+        """Forks until it is told to stop, or its parent is gone; then ends every run."""
+        while not self._stopping and os.getppid() == self._parent:
+            ready, _, _ = select.select([self._listener, self._wake_fd], [], [], _LOOK_SECONDS)
+            if self._wake_fd in ready:
+                _drain(self._wake_fd)
+                self._reap()
+            if self._listener in ready:
+                connection, _ = self._listener.accept()
+                with connection:
+                    self._fork_keeper(connection)
+        self._listener.close()
+        deadline = time.monotonic() + _KILL_SECONDS
+        while self._keepers and time.monotonic() < deadline:
+            for keeper in self._keepers:
+                _send(keeper, signal.SIGTERM)
+            _drain(self._wake_fd, _SWEEP_SECONDS)
+            self._reap()
+
+    def _fork_keeper(self, connection: socket.socket) -> None:
+        if _user_of(connection) not in (None, os.getuid()):
+            return
+        server = os.getpid()
+        try:
+            keeper = os.fork()
+        except OSError as error:  # too many processes, or no memory: this run starts cold
+            print(f"no fork: {error}", file=sys.stderr, flush=True)
+            return
+        if keeper:
+            self._keepers.add(keeper)
+            return
+        try:
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            self._listener.close()
+            for descriptor in (self._wake_fd, self._wake_write_fd):
+                os.close(descriptor)
+            if os.getppid() == server:
+                Keeper(self._program, connection).keep()
+        except BaseException:  # noqa: BLE001 - the boundary of a process
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+
+    def _reap(self) -> None:
+        """Collects keepers that have ended; what one that was killed has left is our child now, and is ended."""
+        killed = False
+        for pid, returncode in _ended_children():
+            self._keepers.discard(pid)
+            killed = killed or returncode != 0
+        if killed:
+            for pid in [pid for pid, parent in _parents().items() if parent == os.getpid()]:
+                if pid not in self._keepers:
+                    _send(pid, signal.SIGKILL)
+
+    def _stop(self, number: int, frame: object) -> None:
+        self._stopping = True
+
+
+class Keeper:
+    """Runs one child for one requester, and leaves nothing of it behind."""
+
+    def __init__(self, program: Program, connection: socket.socket) -> None:
+        self._program = program
+        self._connection = connection
+        self._child = 0
+        self._returncode: int | None = None
+        self._wake_fd, self._wake_write_fd = _wake_pipe()
+        self._told_to_end = False
+
+    def keep(self) -> None:
+        """Forks the child, passes signals on to it, and tells how it ended."""
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        self._connection.sendall(READY)
+        self._connection.settimeout(_REQUEST_SECONDS)
+        request, descriptors = _receive_request(self._connection)
+        if request is None:
+            return
+        self._connection.settimeout(None)
+        if unlike := self._program.unlike(request["env"]):
+            self._connection.sendall(REFUSED + f"it was imported with other values of {', '.join(unlike)}".encode())
+            return
+        # So that none that comes before the child is there is lost.
+        blocked = {signal.SIGTERM, signal.SIGCHLD}
+        signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
+        keeper = os.getpid()
+        self._child = os.fork()
+        if self._child == 0:
+            self._become_child(request, descriptors, keeper)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        signal.signal(signal.SIGTERM, self._end)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+        self._watch()
+        self._end_everything()
+        returncode = -signal.SIGKILL if self._returncode is None else self._returncode
+        try:
+            self._connection.sendall(ENDED + struct.pack("!i", returncode))
+        except OSError:
+            return
+
+    def _watch(self) -> None:
+        """Returns when the child has ended, or shall."""
+        sources: list[Any] = [self._connection, self._wake_fd]
+        self._reap()
+        while self._returncode is None and not self._told_to_end:
+            ready, _, _ = select.select(sources, [], [])
+            if self._wake_fd in ready:
+                _drain(self._wake_fd)
+                self._reap()
+            if self._connection in ready:
+                try:
+                    numbers = self._connection.recv(64)
+                except OSError:
+                    numbers = b""
+                if not numbers:
+                    return
+                for number in numbers:
+                    self._signal(number)
+
+    def _signal(self, number: int) -> None:
+        if self._returncode is None:
+            try:
+                os.killpg(self._child, number)
+            except (ProcessLookupError, PermissionError):
+                _send(self._child, number)  # it has not made a group of its own yet
+
+    def _end_everything(self) -> None:
+        deadline = time.monotonic() + _KILL_SECONDS
+        while time.monotonic() < deadline:
+            self._reap()
+            if not (left := _descendants(os.getpid())):
+                return
+            for pid in left:
+                _send(pid, signal.SIGKILL)
+            _drain(self._wake_fd, _SWEEP_SECONDS)
+
+    def _reap(self) -> None:
+        for pid, returncode in _ended_children():
+            if pid == self._child:
+                self._returncode = returncode
+
+    def _end(self, number: int, frame: object) -> None:
+        self._told_to_end = True
+
+    def _become_child(self, request: dict[str, Any], descriptors: list[int], keeper: int) -> NoReturn:
+        """Makes this process what a fresh interpreter would be, but for the modules, and runs the program."""
+        try:
+            os.setsid()
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
+            _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:
+                os._exit(1)
+            self._connection.close()
+            os.close(self._wake_fd)
+            os.close(self._wake_write_fd)
+            become_fresh(request, descriptors)
+        except BaseException:  # noqa: BLE001 - the boundary of a process
+            traceback.print_exc()
+            os._exit(127)
+        self._program.run(request["argv"])
+
+
+def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """What to run, and the requester's three streams; None when it went away."""
+    descriptors: list[int] = []
+    received = b""
+    try:
+        received, descriptors, _, _ = socket.recv_fds(connection, 4, 3)
+        while len(received) < 4:
+            if not (more := connection.recv(4 - len(received))):
+                return None, []
+            received += more
+        (length,) = struct.unpack("!I", received)
+        if length > _LARGEST_REQUEST or len(descriptors) != 3:
+            return None, []
+        content = bytearray()
+        while len(content) < length:
+            if not (more := connection.recv(min(length - len(content), 1 << 20))):
+                return None, []
+            content += more
+        return json.loads(content), descriptors
+    except OSError:
+        return None, []
+
+
+def _wake_pipe() -> tuple[int, int]:
+    """A pipe into which every signal that has a handler writes."""
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(read_fd, False)
+    os.set_blocking(write_fd, False)
+    signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+    return read_fd, write_fd
+
+
+def _drain(wake_fd: int, seconds: float = 0.0) -> None:
+    """Forgets the signals that came, or waits for one."""
+    if select.select([wake_fd], [], [], seconds)[0]:
+        os.read(wake_fd, 4096)
+
+
+def _ended_children() -> Iterator[tuple[int, int]]:
+    """Process id and return code of each child that has ended, adopted ones too."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        yield pid, os.waitstatus_to_exitcode(status)
+
+
+def _parents() -> dict[int, int]:
+    """Parent of every process that has not ended; empty where there is no /proc."""
+    parents = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
+        except (OSError, ValueError):
+            continue
+        if state not in (b"Z", b"X"):
+            parents[int(folder.name)] = int(parent)
+    return parents
+
+
+def _descendants(ancestor: int) -> set[int]:
+    """Living processes that come from this one."""
+    parents = _parents()
+    family = {ancestor}
+    while grown := {pid for pid, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return family - {ancestor}
+
+
+def _user_of(connection: socket.socket) -> int | None:
+    """User id of the process at the other end, where the kernel tells it."""
+    if not hasattr(socket, "SO_PEERCRED"):
+        return None
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]
+
+
+def _send(pid: int, number: int) -> None:
+    try:
+        os.kill(pid, number)
+    except (ProcessLookupError, PermissionError):
+        return
+
+
+def _load_libc() -> Any:
+    try:
+        return ctypes.CDLL(None)
+    except OSError:
+        return None
+
+
+_LIBC = _load_libc() if sys.platform == "linux" else None
+
+
+def _prctl(option: int, value: int) -> None:
+    if _LIBC is not None:
+        _LIBC.prctl(option, value, 0, 0, 0)
+
+
+def main(arguments: list[str]) -> None:
+    """Listens, preloads, serves."""
+    path, program_path = Path(arguments[0]), Path(arguments[1])
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        mask = os.umask(0o177)
+        listener.bind(str(unfinished))
+        os.umask(mask)
+        listener.listen(_BACKLOG)
+        unfinished.replace(path)  # also that of a server that was killed
+        began = time.monotonic()
+        program = Program.load(program_path, arguments[2:])
+        print(f"{program_path.name} preloaded in {time.monotonic() - began:.2f} s", file=sys.stderr, flush=True)
+        ForkServer(program, listener).serve()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,244 @@
+"""Seconds from starting an evaluator to its first request: our warm runner against the `lm_eval` command line.
+
+    make bench NAME=evaluator_start
+
+Both sides evaluate the two bundled benchmarks on one endpoint, a deterministic engine that notes when the first
+completion request arrives. Ours is a cell as a flow runs it: from the call that prepares its folder and submits the job
+to a runner that has lm-eval imported, over the fork, to the request. Theirs is the start of the `lm_eval` process, with
+the folder of the benchmarks as its include path, to the request; the command line reads the index of all benchmarks
+that come with lm-eval first, whichever are wanted. The two take turns in one run, and medians count. The runner's own
+start, once per run of a flow, stands beside them; it happens while the engine starts.
+
+Data-set caches and byte code are warm on both sides: a run of each is not counted. Both must score the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script, which has only this folder on its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from aiohttp import web
+from ours import OFFLINE
+from series import BENCHMARKS, Scores, lm_eval_command, their_scores
+from side_by_side import (
+    BENCH,
+    Comparison,
+    end_children_on_sigterm,
+    environment_of_a_user,
+    give_up,
+    installed_version,
+    interleaved,
+    print_comparison,
+    print_table,
+    run_timed,
+    say,
+)
+
+from fakes.engine import FakeEngine
+from fakes.tokenizers import write_byte_tokenizer
+from pools.endpoint import RunningModel
+from resources.backends.local import LocalClient
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.fork_server import ForkServer
+from tasks.benchmarks import BUNDLED
+from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.harness import Parsed, run_harness, warmed
+from tasks.evaluators.lm_eval import LmEval
+
+WORK = BENCH / "evaluator-start"
+SIDES = ("ours", "theirs")
+MODEL = "tiny"
+_QUESTIONS = 20
+_CONTEXT_TOKENS = 2048
+_PRELOAD_SECONDS = 300.0
+_POLL_SECONDS = 0.05
+
+
+@dataclass
+class NotingEngine(FakeEngine):
+    """Notes when the first completion request arrives after `listen_anew`."""
+
+    first_at: float | None = None
+
+    def listen_anew(self) -> None:
+        """Forgets what has arrived."""
+        self.first_at = None
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        if self.first_at is None:
+            self.first_at = time.monotonic()
+        return await super()._complete(request)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Wall seconds from the start to the first request, and to the scores."""
+
+    first_request: float
+    whole: float
+    scores: Scores
+
+
+@contextmanager
+def engine_in_a_thread() -> Iterator[NotingEngine]:
+    """An engine that answers while this thread waits for processes."""
+    engine = NotingEngine(models=(MODEL,), max_model_len=_CONTEXT_TOKENS)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="engine", daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(engine.__aenter__(), loop).result()
+        yield engine
+    finally:
+        asyncio.run_coroutine_threadsafe(engine.stop(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def timed(engine: NotingEngine, run: Callable[[], Scores]) -> Start:
+    """Runs one side to its scores."""
+    engine.listen_anew()
+    began = time.monotonic()
+    scores = run()
+    whole = time.monotonic() - began
+    if engine.first_at is None:
+        give_up("no request has arrived")
+    return Start(engine.first_at - began, whole, scores)
+
+
+def evaluation() -> EvaluationConfig:
+    """What is asked on both sides."""
+    evals = tuple(EvalTaskConfig(name=name) for name in BENCHMARKS)
+    return EvaluationConfig(
+        model_path="checkpoint", base_url="http://unused/v1", evals=evals, max_eval_instances=_QUESTIONS
+    )
+
+
+def our_cell(engine: NotingEngine, tokenizer: Path, output: Path, *, server: ForkServer, client: LocalClient) -> Scores:
+    """One cell, as a flow runs it on a warm runner."""
+    running = RunningModel(
+        base_url=f"{engine.url}/v1",
+        model=MODEL,
+        tokenizer=str(tokenizer),
+        capacity=32,
+        prompt_logprobs=True,
+        request_timeout_seconds=600.0,
+        max_model_len=_CONTEXT_TOKENS,
+    )
+    python = ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    parsed = run_harness(LmEval(), running, evaluation(), output=output, python=python, client=client, server=server)
+    return scores_of(parsed)
+
+
+def scores_of(parsed: Parsed) -> Scores:
+    """Of our side, in the form of theirs."""
+    scores: Scores = {}
+    for metric in parsed.metrics:
+        scores[0, metric.benchmark, metric.name] = metric.value
+        if metric.stderr is not None:
+            scores[0, metric.benchmark, f"{metric.name}_stderr"] = metric.stderr
+    return scores
+
+
+def their_command(engine: NotingEngine, tokenizer: Path, folder: Path) -> Scores:
+    """The command line, as in `series`."""
+    run_timed(
+        lm_eval_command(tokenizer, engine.url, output=folder / "results", limit=_QUESTIONS),
+        log=folder / "lm_eval.log",
+        env=environment_of_a_user({**OFFLINE, "HF_HOME": str(BENCH / "cache" / "hub"), "OPENAI_API_KEY": "none"}),
+        cwd=BUNDLED,
+    )
+    return their_scores(folder, 0)
+
+
+def wait_until_preloaded(server: ForkServer, began: float) -> float:
+    """The wall seconds until the runner has everything imported."""
+    while "preloaded in" not in server.logs():
+        if time.monotonic() - began > _PRELOAD_SECONDS:
+            give_up(f"the runner did not start:\n{server.logs()}")
+        time.sleep(_POLL_SECONDS)
+    return time.monotonic() - began
+
+
+def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
+    """Rounds of both sides in turns, and the seconds that the warm runner's own start took."""
+    starts: dict[str, list[Start]] = {side: [] for side in SIDES}
+    client = LocalClient(WORK / "jobs")
+    evaluator, config = LmEval(), evaluation()
+    tokenizer = write_byte_tokenizer(WORK / "tokenizer")
+    python = ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    began = time.monotonic()
+    with engine_in_a_thread() as engine, warmed(evaluator, config, python=python, client=client) as server:
+        if server is None:
+            give_up("there is no warm runner for this evaluator")
+        runner_seconds = wait_until_preloaded(server, began)
+        for turn, side in enumerate(interleaved(SIDES, rounds + 1)):
+            folder = WORK / f"{turn}-{side}"
+            if side == "ours":
+                start = timed(engine, lambda at=folder: our_cell(engine, tokenizer, at, server=server, client=client))
+            else:
+                start = timed(engine, lambda at=folder: their_command(engine, tokenizer, at))
+            say(f"{side}: {start.first_request:.2f} s to the first request, {start.whole:.2f} s to the scores")
+            if turn >= len(SIDES):  # one of each is not counted
+                starts[side].append(start)
+            check_same_scores(start, starts)
+    client.shutdown()
+    return starts, runner_seconds
+
+
+def check_same_scores(start: Start, starts: dict[str, list[Start]]) -> None:
+    """Ends the script if a run scored anything else than the runs before it, of whichever side."""
+    for other in (one for side in starts.values() for one in side):
+        if start.scores != other.scores or not start.scores:
+            give_up(f"scores differ: {start.scores} and {other.scores}")
+
+
+def main() -> None:
+    """Measures both sides and prints what came of it."""
+    end_children_on_sigterm()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default: 7)")
+    given = parser.parse_args()
+    ensure_environment(ENVIRONMENTS["lm-eval"], on_progress=say)
+    shutil.rmtree(WORK, ignore_errors=True)
+    starts, runner_seconds = measure(given.rounds)
+    first = {side: [one.first_request for one in runs] for side, runs in starts.items()}
+    whole = {side: statistics.median(one.whole for one in runs) for side, runs in starts.items()}
+    print_table(
+        f"milliseconds to the first request; the warm runner itself starts in {runner_seconds:.1f} s",
+        ("side", "median", "best", "worst", "to the scores"),
+        [
+            (side, *(1000 * value for value in (statistics.median(each), min(each), max(each), whole[side])))
+            for side, each in first.items()
+        ],
+    )
+    facts = {
+        "rounds": given.rounds,
+        "benchmarks": len(BENCHMARKS),
+        "seconds": {side: [round(value, 3) for value in each] for side, each in first.items()},
+        "to_the_scores_seconds": {side: round(value, 3) for side, value in whole.items()},
+        "runner_start_seconds": round(runner_seconds, 2),
+        "scores_identical": True,
+        "lm_eval": installed_version("lm-eval", "lm_eval"),
+    }
+    ours, theirs = (statistics.median(first[side]) for side in SIDES)
+    print_comparison(
+        Comparison("evaluator_start", "seconds to the first request", ours, theirs, better="less", facts=facts)
+    )
+
+
+if __name__ == "__main__":
+    main()

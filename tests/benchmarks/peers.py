@@ -1,0 +1,138 @@
+"""What the scripts put load on: the stub engine, our proxy in front of it, and the router that it is compared with."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if __package__ in (None, ""):  # imported by a script, which has only this folder on its path
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from load import LoadResult
+from side_by_side import background, environment_of_a_user, give_up, say, wait_until
+from stub_engine import MODEL
+
+from fakes.engine import FakeEngine
+from fakes.proxy import CLIENT_KEY as CLIENT_KEY
+from fakes.proxy import RunningProxy, running_proxy, state_of
+from resources.environments import EnvironmentSpec, ensure_environment
+
+_HERE = Path(__file__).resolve().parent
+VLLM_ROUTER = EnvironmentSpec(
+    name="vllm-router",
+    requirements=_HERE / "requirements" / "vllm-router.txt",
+    smoke_import="vllm_router.launch_router",
+)
+
+
+@dataclass(frozen=True)
+class Stub:
+    """A running stub engine."""
+
+    ports: tuple[int, ...]
+    """Of its replicas."""
+
+    def counts(self) -> list[int]:
+        """Completion requests that each replica has got so far."""
+        return self._page("counts")
+
+    def digests(self) -> list[str]:
+        """SHA-256 of every body, in the order of arrival; needs a stub that checks."""
+        return self._page("digests")
+
+    def _page(self, name: str) -> list[Any]:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[0]}/stub/{name}", timeout=30) as response:
+            return json.loads(response.read())
+
+
+@contextmanager
+def stub_engine(
+    folder: Path, *, delay_ms: float = 0, replicas: int = 1, capacity: int | None = None, checks: bool = False
+) -> Iterator[Stub]:
+    """A process that hosts stub replicas.
+
+    Args:
+        folder: for its log and address.
+        delay_ms: how long it takes over an answer.
+        replicas: ports it listens on.
+        capacity: requests a replica works on at once; any number when None.
+        checks: whether it keeps a digest of every body.
+    """
+    address_file, log = folder / "stub.json", folder / "stub.log"
+    address_file.unlink(missing_ok=True)
+    command = [sys.executable, _HERE / "stub_engine.py", "--address-file", address_file]
+    command += ["--replicas", str(replicas), "--delay-ms", str(delay_ms)]
+    command += ["--capacity", str(capacity)] if capacity is not None else []
+    command += ["--check"] if checks else []
+    with background(command, log=log, env=environment_of_a_user({})) as process:
+        wait_until(address_file.exists, process=process, log=log)
+        yield Stub(ports=tuple(json.loads(address_file.read_text())["ports"]))
+
+
+@contextmanager
+def our_proxy(folder: Path, *, keeps_journal: bool = True) -> Iterator[RunningProxy]:
+    """The proxy as a pool runs it, with its key and a journal that is empty, and without replicas yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = ("--journal", str(folder / "journal.sqlite")) if keeps_journal else ()
+    with running_proxy(folder, *arguments) as proxy:
+        yield proxy
+
+
+def tell(proxy: RunningProxy, ports: Sequence[int], *, model: str = MODEL) -> None:
+    """Puts the replicas on these ports, and no others, behind the proxy."""
+    proxy.tell(state_of(model, *(FakeEngine(port=port) for port in ports)))
+
+
+@contextmanager
+def vllm_router(folder: Path, ports: Sequence[int]) -> Iterator[int]:
+    """vllm-router in front of the replicas on these ports, with the cheapest of its policies; its port.
+
+    It is built from the registry into an environment of its own on the first use.
+    """
+    environment = ensure_environment(VLLM_ROUTER, on_progress=say)
+    port, metrics_port = free_port(), free_port()
+    command = [environment.directory / "bin" / "vllm-router", "--host", "127.0.0.1", "--port", str(port)]
+    command += ["--worker-urls", *(f"http://127.0.0.1:{replica}" for replica in ports)]
+    command += ["--policy", "round_robin", "--log-level", "error"]
+    command += ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)]
+    command += ["--worker-startup-check-interval", "1"]
+    log = folder / "vllm-router.log"
+    with background(command, log=log, env=environment_of_a_user({})) as process:
+        wait_until(lambda: is_healthy(port), process=process, log=log)
+        yield port
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def is_healthy(port: int) -> bool:
+    """Whether `/health` on that port of this machine says yes."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return response.status == 200
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def add_journal_option(parser: argparse.ArgumentParser) -> None:
+    """The option with which our proxy goes without a journal."""
+    parser.add_argument("--no-journal", action="store_true", help="let our proxy keep no journal of what was answered")
+
+
+def check_all_answered(side: str, result: LoadResult) -> None:
+    """Ends the script where a request was not answered with 200: a rate with errors in it is none."""
+    if result.errors or not result.requests:
+        give_up(f"{side} answered {result.requests} requests and not all that it got: {result.errors}")

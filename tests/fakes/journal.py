@@ -1,0 +1,81 @@
+"""Requests and answers for tests of the journal."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+from pools.answers import AnswerFacts
+from pools.journal.cells import CellScope
+from pools.journal.keys import Question, Subject, question
+from pools.journal.store import Claim, Journal
+
+SUBJECT = Subject("weights", "tokenizer", "engine")
+JSON = "application/json"
+FACTS = AnswerFacts(3, 5, ("stop", "length"))
+FIRST = CellScope("cell", "first")
+SECOND = CellScope("cell", "second")
+BIG = 10**9
+
+
+def asked(prompt: str, *, temperature: float = 0.0, **fields: Any) -> Question:
+    """A request of a completion, deterministic unless told otherwise."""
+    body = {"model": "run-100", "prompt": prompt, "temperature": temperature, **fields}
+    return question(SUBJECT, "/v1/completions", body=json.dumps(body).encode(), fields=body)
+
+
+def sampled(prompt: str = "Once") -> Question:
+    """A request of a sampled completion."""
+    return asked(prompt, temperature=1.0)
+
+
+@asynccontextmanager
+async def opened(path: Path, **options: Any) -> AsyncIterator[tuple[Journal, list[str]]]:
+    """A journal, closed at the end, and the warnings it gives."""
+    warnings: list[str] = []
+    chosen: dict[str, Any] = {"max_bytes": BIG, "keep_prompts": False, **options}
+    journal = Journal.open(path, warn=warnings.append, **chosen)
+    try:
+        yield journal, warnings
+    finally:
+        await journal.close()
+
+
+async def answer(journal: Journal, what: Question, body: bytes, *, cell: CellScope | None = None) -> Claim:
+    """Has a request answered that the journal has no answer to."""
+    claim = journal.claim(what, cell=cell)
+    assert claim.stored is None
+    await journal.keep(claim, JSON, body, facts=FACTS)
+    return claim
+
+
+def replayed(journal: Journal, what: Question, *, cell: CellScope | None = None) -> bytes | None:
+    """The answer that the journal has to a request."""
+    stored = journal.claim(what, cell=cell).stored
+    return stored.body if stored else None
+
+
+async def until(condition: Callable[[], Any], *, seconds: float = 20.0) -> None:
+    """Waits on the event loop, with an end."""
+    deadline = asyncio.get_running_loop().time() + seconds
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+def rows(path: Path, sql: str) -> list[Any]:
+    """What a query finds in a journal that is closed."""
+    with closing(sqlite3.connect(path)) as connection:
+        return connection.execute(sql).fetchall()
+
+
+async def answer_whatever(journal: Journal, prompt: str, body: bytes) -> None:
+    """Has a request answered as a proxy does, whatever the journal can do."""
+    claim = journal.claim(asked(prompt), cell=None)
+    if claim.stored is None:
+        await journal.keep(claim, JSON, body, facts=FACTS)

@@ -1,0 +1,102 @@
+"""Raw HTTP for tests of the proxy: an application to listen for, and an engine that follows a script."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from pools.proxy.messages import Head, Reply, Request, Responder
+from pools.proxy.replies import Refusal
+
+
+@dataclass
+class EchoApplication:
+    """Answers with what it was asked. Paths: /refused, /hang, /fail, /half, /stream, /large, anything else."""
+
+    refused: list[Head] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+    cancelled: int = 0
+    written: int = 0
+    release: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def refuse(self, head: Head) -> Reply | None:
+        """401 for /refused."""
+        if head.path != "/refused":
+            return None
+        self.refused.append(head)
+        return Refusal(401, "no").reply()
+
+    async def answer(self, request: Request, responder: Responder) -> None:
+        """Answers as the path says."""
+        self.requests.append(request)
+        try:
+            await self._answer(request, responder)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+    async def _answer(self, request: Request, responder: Responder) -> None:
+        match request.head.path:
+            case "/hang":
+                await self.release.wait()
+                responder.send(Reply(200, b"hung"))
+            case "/fail":
+                raise ValueError(request.body)
+            case "/half":
+                responder.begin(200, [])
+                await responder.write(b"half")
+                raise ValueError(request.body)
+            case "/stream":
+                responder.begin(200, [(b"Content-Type", b"text/plain")])
+                for piece in (b"one", b"", b"two"):
+                    await responder.write(piece)
+                responder.end()
+            case "/endless":
+                responder.begin(200, [])
+                while True:
+                    await responder.write(b"x" * 65536)
+                    self.written += 65536
+            case "/large":
+                responder.send(Reply(200, b"x" * 2**25))
+            case path:
+                digest = hashlib.sha256(request.body).hexdigest()[:16]
+                responder.send(Reply(200, f"{request.head.method} {path} {len(request.body)} {digest}".encode()))
+
+
+Script = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+
+@asynccontextmanager
+async def scripted_engine(script: Script) -> AsyncIterator[str]:
+    """A server that does what the script says with each connection; its address."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        try:
+            await script(reader, writer)
+        except (ConnectionError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, limit=2**20)
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for writer in writers:
+            writer.transport.abort()
+
+
+async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
+    """Head and body of one request with a length."""
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = 0
+    for line in head.split(b"\r\n"):
+        if line.lower().startswith(b"content-length:"):
+            length = int(line.partition(b":")[2])
+    return head, await reader.readexactly(length)

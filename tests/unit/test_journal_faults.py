@@ -1,0 +1,226 @@
+"""The journal's file: damaged, full, locked, shared, removed, or its process killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from fakes.journal import FACTS, JSON, answer, answer_whatever, asked, opened, replayed, rows, until
+from pools.journal.store import Journal
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journals" / "journal.sqlite"
+
+
+async def test_open_garbage_sets_it_aside_and_begins_anew(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"this is no database" * 1000)
+    async with opened(path, clock=lambda: 0.0) as (journal, warnings):
+        await answer(journal, asked("a"), b"1")
+        assert replayed(journal, asked("a")) == b"1"
+    aside = path.with_name("journal.sqlite.corrupt-19700101T000000Z")
+    assert aside.read_bytes().startswith(b"this is no database")
+    assert len(warnings) == 1 and aside.name in warnings[0]
+
+
+@pytest.mark.parametrize("statement", ["PRAGMA user_version = 99", "PRAGMA user_version = 0"])
+async def test_open_a_file_of_another_version_sets_it_aside(path: Path, statement: str) -> None:
+    async with opened(path) as (journal, _):
+        await answer(journal, asked("a"), b"1")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement)
+    async with opened(path) as (journal, warnings):
+        assert replayed(journal, asked("a")) is None
+        await answer(journal, asked("a"), b"2")
+    assert len(warnings) == 1 and len(list(path.parent.glob("*.corrupt-*"))) == 1
+
+
+async def test_open_a_truncated_file_ends_in_a_journal_that_works(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        for number in range(300):
+            await answer(journal, asked(str(number)), os.urandom(900))
+    os.truncate(path, path.stat().st_size // 2)
+    async with opened(path) as (journal, warnings):
+        for number in range(300):
+            await answer_whatever(journal, str(number), b"again")
+        assert all(replayed(journal, asked(str(number))) for number in range(300))
+    assert len(warnings) == 1 and "corrupt" in warnings[0]
+
+
+def damage(path: Path) -> None:
+    """Spoils all pages but the first, in another process: closing the file in this one would free SQLite's locks."""
+    code = "import sys; f = open(sys.argv[1], 'r+b'); n = len(f.read()); f.seek(4096); f.write(b'?' * (n - 4096))"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+async def test_file_damaged_while_open_is_set_aside_and_the_answer_kept(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        for number in range(50):
+            await answer(journal, asked(str(number)), os.urandom(900))
+    async with opened(path) as (journal, warnings):
+        damage(path)
+        await answer(journal, asked("0"), b"1")
+        assert replayed(journal, asked("0")) == b"1"
+    assert len(warnings) == 1 and "corrupt" in warnings[0]
+    assert rows(path, "SELECT count(*) FROM answers") == [(1,)]
+
+
+async def test_file_damaged_between_claim_and_keep_is_set_aside_and_the_answer_kept(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        for number in range(50):
+            await answer(journal, asked(str(number)), os.urandom(900))
+    async with opened(path) as (journal, warnings):
+        claim = journal.claim(asked("new"), cell=None)
+        damage(path)
+        await journal.keep(claim, JSON, b"1", facts=FACTS)
+        assert replayed(journal, asked("new")) == b"1"
+    assert len(warnings) == 1 and "corrupt" in warnings[0]
+
+
+async def test_file_removed_while_open_is_followed_by_a_new_one(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        await answer(journal, asked("a"), b"1")
+        for part in path.parent.iterdir():
+            part.unlink()
+        await until(lambda: replayed(journal, asked("a")) is None)
+        await answer(journal, asked("a"), b"2")
+    assert rows(path, "SELECT count(*) FROM answers") == [(1,)]
+
+
+async def test_folder_that_cannot_be_written_costs_no_request(tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.touch()
+    async with opened(blocked / "journal.sqlite", retry_seconds=0.05) as (journal, warnings):
+        for number in range(10):
+            await answer(journal, asked("a"), b"1")
+            await asyncio.sleep(0.02)
+            assert journal.counters.errors == number + 1
+        assert len(warnings) == 1
+        blocked.unlink()
+        await kept_at_last(journal)
+
+
+async def kept_at_last(journal: Journal) -> None:
+    deadline = asyncio.get_running_loop().time() + 20
+    while not replayed(journal, asked("at last")):
+        assert asyncio.get_running_loop().time() < deadline
+        await answer_whatever(journal, "at last", b"1")
+        await asyncio.sleep(0.02)
+
+
+async def test_full_disk_costs_no_request_and_writing_goes_on_when_there_is_space(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(500_000))
+    async with opened(small_disk / "journal.sqlite", retry_seconds=0.05) as (journal, warnings):
+        await answer(journal, asked("before"), b"0")
+        for number in range(300):
+            await answer(journal, asked(str(number)), os.urandom(8000))
+            if journal.counters.errors:
+                break
+        assert journal.counters.errors
+        assert len(warnings) == 1
+        assert replayed(journal, asked("before")) == b"0"
+        (small_disk / "ballast").unlink()
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        try:
+            await kept_at_last(journal)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_full_disk_stops_writing_for_a_while(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes(500_000))
+    async with opened(small_disk / "journal.sqlite", retry_seconds=3600.0) as (journal, _):
+        while not journal.counters.errors:
+            await answer(journal, asked(str(journal.counters.kept)), os.urandom(8000))
+        kept = journal.counters.kept
+        (small_disk / "ballast").unlink()
+        await answer(journal, asked("a"), b"1")
+        assert (journal.counters.errors, journal.counters.kept) == (2, kept)
+
+
+async def test_lock_held_by_another_process_never_stops_the_loop(path: Path) -> None:
+    async with opened(path) as (journal, warnings):
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            keeping = asyncio.create_task(answer_whatever(journal, "a", b"1"))
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not keeping.done()
+            other.execute("COMMIT")
+            await keeping
+        assert replayed(journal, asked("a")) == b"1"
+        assert not warnings and not journal.counters.errors
+
+
+async def test_lock_that_is_never_given_back_is_told_once_and_costs_no_request(path: Path) -> None:
+    async with opened(path, retry_seconds=0.05) as (journal, warnings):
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            await asyncio.gather(*(answer_whatever(journal, str(number), b"1") for number in range(3)))
+            assert journal.counters.errors == 3 and len(warnings) == 1
+            other.execute("COMMIT")
+        await kept_at_last(journal)
+
+
+TESTS = str(Path(__file__).parents[1])
+CHILD = """
+import asyncio, sys
+from pathlib import Path
+from fakes.journal import asked
+from pools.answers import AnswerFacts
+from pools.journal.store import Journal
+
+async def main(path, name):
+    journal = Journal.open(Path(path), max_bytes=10**9, keep_prompts=False, warn=lambda text: sys.exit(text))
+    async def one(number):
+        claim = journal.claim(asked(f"{name}{number}"), cell=None)
+        await journal.keep(claim, "application/json", b"%d" % number, facts=AnswerFacts(0, 0, ()))
+        print(number, flush=True)
+    for start in range(0, 100_000, 16):
+        await asyncio.gather(*(one(number) for number in range(start, start + 16)))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def writer(path: Path, name: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", CHILD, str(path), name]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": TESTS})
+
+
+def acknowledged(process: subprocess.Popen[str], *, at_least: int) -> list[int]:
+    assert process.stdout is not None
+    numbers = [int(process.stdout.readline()) for _ in range(at_least)]
+    process.send_signal(signal.SIGKILL)
+    numbers += [int(line) for line in process.stdout if line.endswith("\n")]
+    process.wait()
+    return numbers
+
+
+async def test_answers_acknowledged_before_a_kill_are_there(path: Path) -> None:
+    numbers = acknowledged(writer(path, "a"), at_least=500)
+    async with opened(path) as (journal, warnings):
+        assert [replayed(journal, asked(f"a{number}")) for number in numbers] == [b"%d" % number for number in numbers]
+        assert not warnings
+
+
+async def test_two_processes_share_one_file(path: Path) -> None:
+    with writer(path, "a") as one, writer(path, "b") as other:
+        async with opened(path) as (journal, warnings):
+            await answer(journal, asked("ours"), b"1")
+            for process, name in ((one, "a"), (other, "b")):
+                for number in acknowledged(process, at_least=300):
+                    assert replayed(journal, asked(f"{name}{number}")) == b"%d" % number
+            assert not warnings and not journal.counters.errors

@@ -1,0 +1,221 @@
+"""Which requests share a key: all spellings of one, and no two different ones."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from typing import Any
+
+import orjson
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from pools.journal.keys import Question, Subject, is_deterministic, question
+
+SUBJECT = Subject(weights="w1", tokenizer="t1", engine="e1")
+PATH = "/v1/completions"
+BODY = {
+    "model": "run-100",
+    "prompt": "Two and two is",
+    "max_tokens": 16,
+    "temperature": 0.7,
+    "stop": ["\n"],
+    "n": 1,
+    "logprobs": None,
+    "echo": False,
+    "seed": 1,
+    "response_format": {"type": "json_object", "schema": {"a": 1}},
+    "user": "somebody",
+}
+LARGE_SEEDS = [BODY | {"seed": number} for number in (2**64, 2**64 + 2, -(2**63) - 3)]
+"""Integers that are one float."""
+
+
+def asked(body: Any, *, subject: Subject = SUBJECT, target: str = PATH) -> Question:
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    try:
+        fields = orjson.loads(text)
+    except orjson.JSONDecodeError:
+        fields = json.loads(text)
+    return question(subject, target, body=text, fields=fields)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"model": "run-200"},
+        {"prompt": "Two and two are"},
+        {"prompt": ["Two and two is"]},
+        {"prompt": [1, 2]},
+        {"prompt": [[1, 2]]},
+        {"prompt": [[1], [2]]},
+        {"max_tokens": 17},
+        {"max_tokens": 16.0},
+        {"max_tokens": "16"},
+        {"temperature": 0.7000000000000001},
+        {"stop": "\n"},
+        {"stop": ["\n", "\n\n"]},
+        {"stop": []},
+        {"n": 2},
+        {"n": 1.0},
+        {"n": True},
+        {"logprobs": 0},
+        {"logprobs": float("nan")},
+        {"echo": True},
+        {"echo": 0},
+        {"seed": 2},
+        {"seed": 2**64},
+        {"seed": 2**64 + 1},
+        {"seed": float(2**64)},
+        {"seed": -(2**63) - 1},
+        {"seed": -(2**63) - 2},
+        {"seed": None},
+        {"response_format": {"type": "json_object", "schema": {"a": 2}}},
+        {"response_format": {"type": "json_object", "schema": [{"a": 1}]}},
+        {"user": "somebody else"},
+        {"messages": [{"role": "user", "content": "Two and two is"}]},
+        {"stream": False},
+        {"guided_regex": "a+"},
+        {"prompt_logprobs": 1},
+        {"a field nobody knows": None},
+    ],
+    ids=lambda changed: json.dumps(changed)[:40],
+)
+def test_question_with_one_field_changed_has_another_key_and_seal(changed: dict[str, Any]) -> None:
+    ours = asked(BODY | changed)
+    others = [asked(other) for other in (BODY, *LARGE_SEEDS) if json.dumps(other) != json.dumps(BODY | changed)]
+    assert ours.key not in {other.key for other in others}
+    assert ours.seal not in {other.seal for other in others} | {ours.key}
+
+
+@pytest.mark.parametrize("name", BODY)
+def test_question_without_one_field_has_another_key(name: str) -> None:
+    assert asked({key: value for key, value in BODY.items() if key != name}).key != asked(BODY).key
+
+
+@pytest.mark.parametrize(
+    ("subject", "target"),
+    [
+        (Subject("w2", "t1", "e1"), PATH),
+        (Subject("w1", "t2", "e1"), PATH),
+        (Subject("w1", "t1", "e2"), PATH),
+        (Subject("w1t1", "", "e1"), PATH),
+        (Subject("t1", "w1", "e1"), PATH),
+        (SUBJECT, "/v1/chat/completions"),
+        (SUBJECT, f"{PATH}?a=1"),
+    ],
+)
+def test_question_to_another_subject_or_path_has_another_key(subject: Subject, target: str) -> None:
+    assert asked(BODY, subject=subject, target=target).key != asked(BODY).key
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps(BODY, indent=3).encode(),
+        json.dumps(dict(reversed(BODY.items()))).encode(),
+        json.dumps(BODY | {"prompt": "x"}).encode()[:-1] + b', "prompt": "Two and two is"}',
+        json.dumps(BODY).replace("Two", "\\u0054wo").encode(),
+    ],
+    ids=["white space", "order", "a key twice", "escapes"],
+)
+def test_question_spelt_otherwise_has_the_same_key(text: bytes) -> None:
+    assert text != json.dumps(BODY).encode()
+    assert asked(text).key == asked(BODY).key
+
+
+@pytest.mark.parametrize(
+    "text", [b'{"a": 1e400}', b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": ' + b"[" * 500 + b"]" * 500 + b"}"]
+)
+def test_question_that_orjson_cannot_write_has_a_key(text: bytes) -> None:
+    assert asked(text).key == asked(text.replace(b": ", b":  ")).key != asked(b'{"a": null}').key
+
+
+def test_question_shows_neither_its_text_nor_its_secret() -> None:
+    ours = asked(BODY)
+    assert "Two and two" not in repr(ours) and repr(ours.seal) not in repr(ours)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"temperature": 0}, True),
+        ({"temperature": 0.0}, True),
+        ({"temperature": 0, "use_beam_search": True}, True),
+        ({"temperature": 0.0, "seed": 1}, True),
+        ({}, False),
+        ({"temperature": None}, False),
+        ({"temperature": False}, False),
+        ({"temperature": "0"}, False),
+        ({"temperature": 1e-9}, False),
+        ({"temperature": 1, "seed": 1}, False),
+        ({"max_tokens": 0, "echo": True, "logprobs": 1}, True),
+        ({"max_tokens": 0, "prompt_logprobs": 0}, True),
+        ({"max_tokens": 0, "echo": True, "max_completion_tokens": 5}, False),
+        ({"max_tokens": 0}, False),
+        ({"max_tokens": False, "echo": True}, False),
+        ({"max_tokens": 1, "echo": True, "logprobs": 1}, False),
+        ({"max_tokens": 1, "echo": True, "logprobs": 1, "temperature": 0}, True),
+    ],
+)
+def test_is_deterministic_only_where_nothing_is_drawn(fields: dict[str, Any], expected: bool) -> None:
+    assert is_deterministic(fields) is expected
+
+
+NUMBERS = st.integers() | st.integers(2**62, 2**66) | st.floats(allow_nan=False, allow_infinity=False)
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=12,
+)
+OBJECTS = st.dictionaries(st.text(max_size=3), VALUES, max_size=5)
+
+
+generous = settings(
+    suppress_health_check=[HealthCheck.too_slow], deadline=None
+)  # a busy machine is slow to make inputs
+
+
+def exactly(value: Any) -> Any:
+    """A value that is equal only to the same JSON value, of the same type."""
+    if isinstance(value, dict):
+        return "object", frozenset((name, exactly(item)) for name, item in value.items())
+    if isinstance(value, list):
+        return "array", tuple(exactly(item) for item in value)
+    return type(value).__name__, value, isinstance(value, float) and math.copysign(1, value)
+
+
+def shuffled(value: Any, rng: random.Random) -> Any:
+    if isinstance(value, dict):
+        items = list(value.items())
+        rng.shuffle(items)
+        return {name: shuffled(item, rng) for name, item in items}
+    return [shuffled(item, rng) for item in value] if isinstance(value, list) else value
+
+
+@generous
+@given(OBJECTS, OBJECTS)
+def test_question_of_two_different_objects_never_shares_a_key(one: dict[str, Any], other: dict[str, Any]) -> None:
+    assume(exactly(one) != exactly(other))
+    assert asked(one).key != asked(other).key
+
+
+@generous
+@given(OBJECTS, VALUES, VALUES)
+def test_question_with_one_value_changed_never_shares_a_key(one: dict[str, Any], value: Any, other: Any) -> None:
+    assume(exactly(value) != exactly(other))
+    assert asked(one | {"field": value}).key != asked(one | {"field": other}).key
+
+
+@generous
+@given(OBJECTS, st.randoms(use_true_random=False))
+def test_question_in_another_order_always_shares_the_key(one: dict[str, Any], rng: random.Random) -> None:
+    text = json.dumps(shuffled(one, rng), indent=rng.choice([None, 1, 4]), ensure_ascii=rng.random() < 0.5)
+    try:
+        encoded = text.encode()
+    except UnicodeEncodeError:
+        assume(False)
+        raise
+    assert asked(encoded).key == asked(one).key

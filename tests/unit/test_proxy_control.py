@@ -1,0 +1,173 @@
+"""What the pool, its replicas and its users say to the proxy, over loopback HTTP: orders, leases, status, metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from fakes.engine import FakeEngine
+from fakes.proxy import CLIENT_KEY, HEADERS, JOIN_TOKEN, RunningProxy, replica_of, running_proxy, state_of, until
+from pools.proxy.state import Announcement, DesiredState, Failure, Lease, LoadReport, Orders, ServedModel
+from resources.errors import ProxyRefused
+
+LEASE_SECONDS = 1.0
+MODELS = {"m1": ServedModel(digest="d"), "m2": ServedModel(digest="e")}
+BODY = {"prompt": "Once", "max_tokens": 4, "temperature": 0}
+
+
+@pytest.fixture
+def proxy(tmp_path: Path) -> Iterator[RunningProxy]:
+    with running_proxy(tmp_path, lease_seconds=LEASE_SECONDS) as running:
+        yield running
+
+
+async def _ask(proxy: RunningProxy, model: str) -> tuple[int, bytes]:
+    async with (
+        aiohttp.ClientSession(headers=HEADERS) as http,
+        http.post(f"{proxy.url}/v1/completions", data=json.dumps({"model": model, **BODY})) as reply,
+    ):
+        return reply.status, await reply.read()
+
+
+def _orders(proxy: RunningProxy, said: Announcement) -> Orders:
+    return proxy.client.announce("a", said, join_token=JOIN_TOKEN)
+
+
+def test_replica_with_a_wrong_token_is_refused(proxy: RunningProxy) -> None:
+    for token in ("", CLIENT_KEY, JOIN_TOKEN + "x"):
+        with pytest.raises(ProxyRefused, match="401"):
+            proxy.client.announce("a", Announcement(instance="i"), join_token=token or "none")
+    assert proxy.client.status().replicas == ()
+
+
+def test_replica_that_waits_for_orders_hears_of_them_at_once(proxy: RunningProxy) -> None:
+    proxy.client.set_state(DesiredState(models=MODELS, orders={"a": None}))
+    seen = _orders(proxy, Announcement(instance="i"))
+    heard: list[Orders] = []
+    waiting = threading.Thread(
+        target=lambda: heard.append(_orders(proxy, Announcement(instance="i", seen=seen.version, wait_seconds=20)))
+    )
+    began = time.monotonic()
+    waiting.start()
+    proxy.client.set_state(DesiredState(models=MODELS, orders={"a": "m2"}))
+    waiting.join(timeout=15)
+    assert heard and heard[0].model == "m2"
+    assert time.monotonic() - began < 15
+
+
+def test_replica_that_nobody_knows_is_told_to_stop(proxy: RunningProxy) -> None:
+    assert not _orders(proxy, Announcement(instance="i")).stop
+    proxy.client.set_state(DesiredState(models=MODELS, orders={"b": None}))
+    assert _orders(proxy, Announcement(instance="i")).stop
+
+
+async def test_replica_that_falls_silent_loses_its_requests_to_another(proxy: RunningProxy) -> None:
+    async with FakeEngine() as silent, FakeEngine() as lively:
+        silent.faults.hang = 1
+        proxy.client.set_state(state_of("m1", silent, lively).desired)
+        await asyncio.to_thread(proxy.announce, replica_of(silent))
+        asked = asyncio.create_task(_ask(proxy, "m1"))
+        await until(lambda: silent.stats.requests == 1)
+
+        async def renew() -> None:
+            while True:
+                await asyncio.to_thread(proxy.announce, replica_of(lively))
+                await asyncio.sleep(LEASE_SECONDS / 4)
+
+        renewing = asyncio.create_task(renew())
+        status, _ = await asyncio.wait_for(asked, 20)
+        renewing.cancel()
+    assert (status, lively.stats.answered) == (200, 1)
+
+
+async def test_model_that_cannot_be_served_is_refused_with_the_reason_held_requests_too(proxy: RunningProxy) -> None:
+    desired = DesiredState(models=MODELS, orders={"a": None})
+    proxy.client.set_state(desired)
+    held = asyncio.create_task(_ask(proxy, "m2"))
+    await until(lambda: proxy.client.status().held == 1)
+    failure = Failure(kind="ModelUnusable", expected="numbers", found="NaN\nand a long log", remedy="train again")
+    proxy.client.set_state(desired.model_copy(update={"unusable": {"m2": failure}}))
+    for status, body in (await asyncio.wait_for(held, 10), await _ask(proxy, "m2")):
+        assert status == 503
+        assert json.loads(body)["error"]["message"] == "m2 cannot be served: NaN"
+
+
+def test_status_waits_for_news_and_comes_when_there_is_some(proxy: RunningProxy) -> None:
+    before = proxy.client.status()
+    assert proxy.client.status(after=before.version, wait_seconds=0.2).version == before.version
+    later: list[int] = []
+    waiting = threading.Thread(
+        target=lambda: later.append(proxy.client.status(after=before.version, wait_seconds=20).version)
+    )
+    waiting.start()
+    proxy.client.take_lease("one", Lease(holder="a test", seconds=30, models=MODELS, wants=("m2",)))
+    waiting.join(timeout=15)
+    assert later and later[0] > before.version
+    [lease] = proxy.client.status().leases.values()
+    assert (lease.holder, lease.wants, set(lease.models)) == ("a test", ("m2",), {"m1", "m2"})
+    proxy.client.end_lease("one")
+    assert proxy.client.status().leases == {}
+
+
+def test_lease_that_is_not_renewed_ends_by_itself(proxy: RunningProxy) -> None:
+    proxy.client.take_lease("one", Lease(holder="a test", seconds=0.3))
+    deadline = time.monotonic() + 10
+    while proxy.client.status().leases:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_lease_that_gives_a_name_in_use_to_another_checkpoint_is_refused(proxy: RunningProxy) -> None:
+    proxy.client.take_lease("one", Lease(holder="the first", seconds=30, models=MODELS))
+    other = {"m1": ServedModel(digest="another")}
+    with pytest.raises(ProxyRefused, match="the first uses the name m1"):
+        proxy.client.take_lease("two", Lease(holder="the second", seconds=30, models=other))
+    proxy.client.take_lease("one", Lease(holder="the first", seconds=30, models=other))
+
+
+async def test_cells_are_counted_apart(proxy: RunningProxy) -> None:
+    async with FakeEngine() as engine:
+        proxy.tell(state_of("m1", engine))
+        proxy.client.open_cell("cell", "attempt-1", mirror=None)
+        async with aiohttp.ClientSession(headers=HEADERS) as http:
+            for path in ("/cells/cell/attempt-1/v1/completions", "/cells/cell/attempt-2/v1/completions"):
+                async with http.post(proxy.url + path, data=json.dumps({"model": "m1", **BODY})) as reply:
+                    assert reply.status == 200
+        assert (await _ask(proxy, "m1"))[0] == 200
+        assert proxy.client.cell_counts("cell", "attempt-1").answered == 1
+        counters = proxy.client.status().models["m1"]
+        assert (counters.answered, counters.upstream) == (3, 3)
+        assert counters.completion_tokens == 12
+
+
+async def test_metrics_are_prometheus_text_with_loads_tokens_and_replicas(proxy: RunningProxy) -> None:
+    load = LoadReport(number=1, model="m1", digest="d", how="reload", seconds=0.2, phases={"reload": 0.125})
+    async with FakeEngine() as engine:
+        proxy.client.set_state(state_of("m1", engine).desired)
+        replica = replica_of(engine)
+        for _ in range(2):
+            said = replica.said.model_copy(update={"loads": (load,), "restarts": 3})
+            proxy.client.announce(replica.name, said, join_token=JOIN_TOKEN)
+        assert (await _ask(proxy, "m1"))[0] == 200
+        async with aiohttp.ClientSession(headers=HEADERS) as http, http.get(f"{proxy.url}/metrics") as reply:
+            text = await reply.text()
+    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    name = f'replica="{replica.name}"'
+    assert values['assay_proxy_requests_total{status="200"}'] == "1"
+    assert values[f'assay_proxy_loads_total{{{name},how="reload"}}'] == "1"
+    assert values[f'assay_proxy_load_seconds_total{{{name},phase="reload"}}'] == "0.125"
+    assert values[f"assay_proxy_engine_restarts_total{{{name}}}"] == "3"
+    assert values[f"assay_proxy_replica_ready{{{name}}}"] == "1"
+    assert values['assay_proxy_tokens_total{model="m1",direction="out"}'] == "4"
+    assert values["assay_proxy_request_seconds_count"] == "1"
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families))
+    helps = [line.split()[2] for line in text.splitlines() if line.startswith("# HELP")]
+    assert helps == families

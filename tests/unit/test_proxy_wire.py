@@ -1,0 +1,379 @@
+"""The proxy's connections: HTTP with clients that are right, wrong, slow or gone, and with engines of each kind."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+
+from fakes.fuzz import awkward_streams, check_conversation
+from fakes.proxy import until
+from fakes.wire import EchoApplication
+from pools.proxy.listener import Listener
+from pools.proxy.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn
+
+BOUNDS = Bounds(2**26, head_timeout_seconds=5, idle_timeout_seconds=5)
+POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
+GET = b"GET /a HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture:DeprecationWarning")
+
+
+@pytest.fixture(params=[asyncio.DefaultEventLoopPolicy, uvloop.EventLoopPolicy], ids=["asyncio", "uvloop"])
+def event_loop_policy(request: pytest.FixtureRequest) -> asyncio.AbstractEventLoopPolicy:
+    """Both loops a proxy may run on."""
+    return request.param()
+
+
+@pytest.fixture
+async def application() -> EchoApplication:
+    return EchoApplication()
+
+
+@asynccontextmanager
+async def _listening(application: EchoApplication, bounds: Bounds = BOUNDS) -> AsyncIterator[int]:
+    listener = Listener(application, bounds=bounds)
+    _, port = await listener.start("127.0.0.1", 0)
+    try:
+        yield port
+    finally:
+        await listener.close(0.05)
+
+
+@pytest.fixture
+async def port(application: EchoApplication) -> AsyncIterator[int]:
+    async with _listening(application) as bound:
+        yield bound
+
+
+async def _said(port: int, *pieces: bytes) -> bytes:
+    """All that the server says to these bytes until it closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    for piece in pieces:
+        writer.write(piece)
+        await asyncio.sleep(0)
+    try:
+        async with asyncio.timeout(15):
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+def _closing(request: bytes) -> bytes:
+    return request.replace(b"Host: x\r\n", b"Host: x\r\nConnection: close\r\n")
+
+
+# --- Clients that are right ------------------------------------------------------------------------------------------
+
+
+async def test_pipelined_requests_are_answered_in_order(port: int, application: EchoApplication) -> None:
+    first = b"POST /hang HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    refused = b"GET /refused HTTP/1.1\r\nHost: x\r\n\r\n"
+    asked = asyncio.create_task(_said(port, first + refused + GET, _closing(GET)))
+    await until(lambda: len(application.requests) == 1)
+    application.release.set()
+    said = await asked
+    assert said.count(b"HTTP/1.1 ") == 4
+    assert said.index(b"hung") < said.index(b" 401 ") < said.index(b"GET /a 0")
+
+
+@pytest.mark.parametrize("size", [0, 1, 65_536, 3_000_000])
+async def test_body_in_chunks_arrives_whole(port: int, application: EchoApplication, size: int) -> None:
+    body = bytes(index % 251 for index in range(size))
+    pieces = [body[at : at + 70_001] for at in range(0, size, 70_001)]
+    chunks = [b"%x;ext=1\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
+    head = _closing(POST) + b"Transfer-Encoding: chunked\r\n\r\n"
+    said = await _said(port, head, *chunks, b"0\r\nX-Trailer: 1\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 200 OK\r\n")
+    assert application.requests[0].body == body
+
+
+async def test_body_of_64_mib_arrives_whole(port: int, application: EchoApplication) -> None:
+    body = b"0123456789abcdef" * 2**22
+    said = await _said(port, _closing(POST) + b"Content-Length: %d\r\n\r\n" % len(body), body)
+    assert b"POST /a 67108864" in said
+    assert application.requests[0].body == body
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "local"),
+    [
+        (b"/a?b=c", "/a", b"/a?b=c"),
+        (b"/%7Ea/%2e", "/~a/.", b"/%7Ea/%2e"),
+        (b"http://host:1/a?b", "/a", b"/a?b"),
+        (b"http://host", "/", b"/"),
+        (b"*", "*", b"*"),
+    ],
+)
+async def test_target_is_kept_and_its_path_decoded(
+    port: int, application: EchoApplication, target: bytes, path: str, local: bytes
+) -> None:
+    await _said(port, b"OPTIONS " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    [request] = application.requests
+    assert (request.head.method, request.head.path, request.head.target) == ("OPTIONS", path, local)
+
+
+async def test_headers_are_kept_as_they_came(port: int, application: EchoApplication) -> None:
+    await _said(port, _closing(GET).replace(b"\r\n\r\n", b"\r\nX-One: 1\r\nx-two:2 \r\nX-ONE: 3\r\n\r\n"))
+    [request] = application.requests
+    assert list(request.head.headers)[2:] == [(b"X-One", b"1"), (b"x-two", b"2 "), (b"X-ONE", b"3")]
+    assert (request.head.header(b"x-one"), request.head.header(b"none")) == (b"1", None)
+
+
+async def test_client_that_expects_continue_gets_it_unless_it_is_refused(
+    port: int, application: EchoApplication
+) -> None:
+    expecting = b" HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /a" + expecting)
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(b"abc")
+    assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+    writer.close()
+    assert (await _said(port, b"POST /refused" + expecting)).startswith(b"HTTP/1.1 401 ")
+
+
+async def test_head_request_is_answered_without_a_body(port: int) -> None:
+    said = await _said(port, _closing(GET).replace(b"GET", b"HEAD"))
+    assert b"Content-Length: 26\r\n" in said
+    assert said.endswith(b"\r\n\r\n")
+
+
+@pytest.mark.parametrize(("keep", "header"), [(b"", b"Connection: close"), (b"Connection: keep-alive\r\n", b"keep-")])
+async def test_http_1_0_client_is_kept_only_if_it_asks(port: int, keep: bytes, header: bytes) -> None:
+    said = await _said(port, b"GET /a HTTP/1.0\r\n" + keep + b"\r\n", _closing(GET) if keep else b"")
+    assert header in said
+    assert said.count(b"GET /a 0") == (2 if keep else 1)
+
+
+async def test_stream_comes_in_chunks_and_to_http_1_0_until_the_end(port: int) -> None:
+    said = await _said(port, _closing(GET).replace(b"/a", b"/stream"))
+    assert said.endswith(b"Connection: close\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+    old = await _said(port, b"GET /stream HTTP/1.0\r\n\r\n")
+    assert old.endswith(b"\r\n\r\nonetwo")
+    assert b"chunked" not in old
+
+
+async def test_2000_connections_at_once_are_all_answered(port: int, application: EchoApplication) -> None:
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2000)]
+    for _, writer in connections:
+        writer.write(GET.replace(b"/a", b"/hang"))
+    await until(lambda: len(application.requests) == 2000, timeout_seconds=30)
+    application.release.set()
+    for reader, writer in connections:
+        assert b"200 OK" in await reader.readuntil(b"hung")
+        writer.close()
+
+
+# --- Clients that are wrong ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "request_bytes",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"GET\r\n\r\n",
+        b"GET /a\r\n\r\n",
+        b"GET /a HTTP/2.0\r\nHost: x\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nHost: x\r\nA : b\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nHost: x\r\nA: b\x00\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nHost: x\r\nA: b\r\n folded\r\n\r\n",
+        b"GET /a HTTP/1.1\nHost: x\n\n",
+        b"GET /\xe9 HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /a HTTP/1.1\r\n\r\n",
+        b"GET /a HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n",
+        POST + b"Content-Length: x\r\n\r\n",
+        POST + b"Content-Length: -1\r\n\r\n",
+        POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
+        POST + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        POST + b"Transfer-Encoding: gzip\r\n\r\n",
+        POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\nab\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1" * 40 + b"\r\n",
+        POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nA: " + b"b" * 2 * MAX_HEAD_BYTES,
+    ],
+)
+async def test_malformed_request_is_answered_400_and_the_connection_closed(
+    port: int, application: EchoApplication, request_bytes: bytes
+) -> None:
+    said = await _said(port, *(request_bytes[at : at + 30_000] for at in range(0, len(request_bytes), 30_000)))
+    assert said.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert said.count(b"HTTP/1.1 ") == 1
+    assert application.requests == []
+
+
+@pytest.mark.parametrize("size", [70_000, 300_000, 10_000_000])
+@pytest.mark.parametrize("piece_bytes", [1_000, 10**8])
+async def test_head_that_is_too_large_is_answered_431(port: int, size: int, piece_bytes: int) -> None:
+    head = b"GET /a HTTP/1.1\r\nHost: x\r\nA: " + b"a" * size + b"\r\n\r\n"
+    many = b"GET /a HTTP/1.1\r\nHost: x\r\n" + b"A: 12345\r\n" * (size // 10) + b"\r\n"
+    for one in (head, many):
+        said = await _said(port, *(one[at : at + piece_bytes] for at in range(0, len(one), piece_bytes)))
+        assert said.startswith(b"HTTP/1.1 431 ")
+
+
+@pytest.mark.parametrize("first_bytes", [10, 40_000, 60_000])
+async def test_head_is_measured_over_all_the_pieces_it_comes_in(first_bytes: int) -> None:
+    turns: list[Turn] = []
+    gone: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    for size in (60_000, 70_000):
+        head = b"GET /a HTTP/1.1\r\nHost: x\r\nA: " + b"a" * size + b"\r\n\r\n"
+        reader = RequestReader(Bounds(10**6), gone=gone, refuse=lambda _: None, take=turns.append)
+        body = b"POST /a HTTP/1.1\r\nHost: x\r\nContent-Length: 90000\r\n\r\n" + b"b" * 90_000
+        reader.feed(body + head[:first_bytes])
+        reader.feed(head[first_bytes:])
+    assert [None if turn.reply is None else turn.reply.status for turn in turns] == [None, None, None, 431]
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 1001\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n3e9\r\n"])
+async def test_body_that_is_too_large_is_answered_413(application: EchoApplication, framing: bytes) -> None:
+    async with _listening(application, Bounds(1000)) as port:
+        assert (await _said(port, POST + framing, b"a" * 1001)).startswith(b"HTTP/1.1 413 ")
+        fitting = b"Content-Length: 1000\r\n\r\n" + b"a" * 1000
+        assert (await _said(port, _closing(POST) + fitting)).startswith(b"HTTP/1.1 200 ")
+    assert len(application.requests) == 1
+
+
+async def test_refusal_comes_before_the_body_and_can_be_read_by_a_client_that_sends_it_all(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: 30000000\r\n\r\n")
+    assert b"401" in await reader.readline()
+    writer.close()
+
+    def ask() -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+        connection.request("POST", "/refused", body=b"a" * 30_000_000)
+        return connection.getresponse().status
+
+    assert await asyncio.to_thread(ask) == 401
+
+
+async def test_refused_request_without_a_body_leaves_the_connection_open(port: int) -> None:
+    said = await _said(port, GET.replace(b"/a", b"/refused"), _closing(GET))
+    assert (said.count(b" 401 "), said.count(b" 200 ")) == (1, 1)
+
+
+@pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
+async def test_upgrade_is_not_obeyed(port: int, upgrade: bytes) -> None:
+    request = GET.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: " + upgrade + b"\r\n\r\n")
+    said = await _said(port, request + b"\x81\x85")
+    assert (said.count(b"HTTP/1.1 200 OK"), said.count(b"HTTP/1.1")) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "body", [b"Content-Length: 5\r\n\r\nhello", b"Transfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"]
+)
+@pytest.mark.parametrize("piece_bytes", [1, 7, 10_000])
+async def test_body_of_a_request_for_an_upgrade_arrives(
+    port: int, application: EchoApplication, body: bytes, piece_bytes: int
+) -> None:
+    stream = POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + body + _closing(GET)
+    said = await _said(port, *(stream[at : at + piece_bytes] for at in range(0, len(stream), piece_bytes)))
+    assert [request.body for request in application.requests] == [b"hello", b""]
+    assert said.count(b"HTTP/1.1 200 OK") == 2
+
+
+# --- Clients that are slow or gone -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", [b"G", b"GET /a HTTP/1.1\r\nHost: x\r\n", POST + b"Content-Length: 3\r\n\r\nab"])
+async def test_request_that_does_not_come_whole_is_answered_408(application: EchoApplication, part: bytes) -> None:
+    async with _listening(application, Bounds(1000, head_timeout_seconds=0.1)) as port:
+        said = await _said(port, part)
+    assert said.startswith(b"HTTP/1.1 408 ")
+    assert application.requests == []
+
+
+@pytest.mark.parametrize("first", [b"", GET])
+async def test_connection_without_a_request_is_closed_in_time(application: EchoApplication, first: bytes) -> None:
+    async with _listening(application, Bounds(1000, head_timeout_seconds=0.1, idle_timeout_seconds=0.1)) as port:
+        assert (await _said(port, first)).count(b"HTTP/1.1") == (1 if first else 0)
+
+
+async def test_client_that_leaves_cancels_its_request(port: int, application: EchoApplication) -> None:
+    _, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(GET.replace(b"/a", b"/hang"))
+    await until(lambda: len(application.requests) == 1)
+    assert not application.requests[0].gone.done()
+    writer.close()
+    await until(lambda: application.cancelled == 1)
+    assert application.requests[0].gone.done()
+
+
+async def test_stream_to_a_client_that_does_not_read_waits_and_ends(application: EchoApplication) -> None:
+    async with _listening(application, Bounds(1000, idle_timeout_seconds=0.2)) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(GET.replace(b"/a", b"/endless"))
+        await until(lambda: application.cancelled == 1)
+        assert application.written < 2**25
+        assert not reader.at_eof()
+        writer.close()
+
+
+async def test_large_answer_to_a_client_that_takes_nothing_ends(application: EchoApplication) -> None:
+    async with _listening(application, Bounds(1000, idle_timeout_seconds=0.2)) as port:
+        sock = socket.create_connection(("127.0.0.1", port))
+        sock.sendall(GET.replace(b"/a", b"/large"))
+        await until(lambda: len(application.requests) == 1)
+        await until(lambda: application.requests[0].gone.done())
+        sock.close()
+
+
+# --- What answers goes wrong -----------------------------------------------------------------------------------------
+
+
+async def test_application_that_fails_is_answered_500_and_not_quoted(
+    port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = await _said(port, b"POST /fail HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nsecret")
+    assert said.startswith(b"HTTP/1.1 500 ")
+    assert "ValueError" in caplog.text
+    assert "secret" not in caplog.text
+
+
+async def test_stream_that_fails_has_no_end(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(GET.replace(b"/a", b"/half"))
+    said = b""
+    try:
+        said = await reader.read(1000)
+        said += await reader.read(1000)
+    except ConnectionResetError:
+        pass
+    assert b"0\r\n\r\n" not in said
+    writer.close()
+
+
+async def test_listener_that_closes_finishes_what_is_answered_in_time_and_cancels_the_rest() -> None:
+    application = EchoApplication()
+    listener = Listener(application, bounds=BOUNDS)
+    _, port = await listener.start("127.0.0.1", 0)
+    idle_reader, idle = await asyncio.open_connection("127.0.0.1", port)
+    idle.write(GET)
+    await idle_reader.readuntil(b"\r\n\r\n")
+    hanging = asyncio.create_task(_said(port, GET.replace(b"/a", b"/hang")))
+    await until(lambda: len(application.requests) == 2)
+    closing = asyncio.create_task(listener.close(10))
+    await idle_reader.read()
+    application.release.set()
+    await closing
+    assert (await hanging).endswith(b"hung")
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", port)
+
+
+# --- Any bytes -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=400, deadline=None)
+@given(awkward_streams())
+def test_any_bytes_are_answered_like_http_or_not_at_all(pieces: list[bytes]) -> None:
+    check_conversation(pieces)
