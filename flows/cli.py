@@ -144,7 +144,7 @@ def _show_series(result: Any, *, as_json: bool) -> None:
         if result.records:
             _out.print(results_table(result.records))
         if result.evaluated == 0 and result.error is None:
-            _out.print(f"Nothing to evaluate: all {result.already_recorded} checkpoints have succeeded records.")
+            _out.print(f"Nothing to evaluate: all {result.already_recorded} cells have succeeded records.")
         else:
             _out.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
         if result.report:

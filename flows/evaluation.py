@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 from prefect import flow
 
+from tasks.cells import conclude, plan_cells
 from tasks.checkpoints import Checkpoint, discover_one
 from tasks.config import EvaluationConfig
-from tasks.evaluation import conclude, evaluate_cells, plan_cells, stage_tokenizer
+from tasks.evaluation import evaluate_cells, stage_tokenizers
+from tasks.provisioning import as_served, provisioned
 from tasks.publishing import publish_report
 from tasks.records import Record
-from tasks.serving import as_served, provisioned
 
 
 @flow(name="evaluate-checkpoint", flow_run_name="evaluate {config.model_path}", persist_result=False)
@@ -21,16 +22,20 @@ def evaluate_checkpoint(config: EvaluationConfig) -> list[Record]:
     Raises:
         AssayError: it is not there, not complete, or its cell has no succeeded record in the end.
     """
-    return evaluate_each(config, [discover_one(config.model_path, latest=config.discover_latest_checkpoint)])
+    return evaluate_each([config], [discover_one(config.model_path, latest=config.discover_latest_checkpoint)])
 
 
-def evaluate_each(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> list[Record]:
-    """Evaluates checkpoints on one pool, leaving out those that have a succeeded record."""
-    config = as_served(config)
-    cells = plan_cells(config, checkpoints)
+def evaluate_each(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Record]:
+    """Makes one or several evaluations of checkpoints on one pool, leaving out cells that have a succeeded record.
+
+    Raises:
+        AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
+    """
+    configs = [as_served(config) for config in configs]
+    cells = plan_cells(configs, checkpoints)
     wanted = [cell for cell in cells if not cell.done]
     if wanted:
-        with provisioned(config, [stage_tokenizer(cell) for cell in wanted]) as serving:
+        with provisioned(configs, stage_tokenizers(wanted)) as serving:
             evaluate_cells(wanted, serving)
-    publish_report(config)
+    publish_report(configs[0])
     return conclude(cells)

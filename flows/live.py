@@ -89,7 +89,7 @@ class Progress:
         share = sum(_share(cell) for cell in self.running.values())
         grid.add_row(
             ProgressBar(total=total, completed=len(self.finished_seconds) + share, width=30),
-            Text(f"{len(self.finished_seconds)}/{self.cells} checkpoints"),
+            Text(f"{len(self.finished_seconds)}/{self.cells} cells"),
         )
         lines = [grid, described] if self.cell is None else [grid, described, Text(self.event, style="dim")]
         return Group(*lines)

@@ -16,7 +16,7 @@ from tasks.checkpoints import name_of
 from tasks.config import CheckpointSelection, EvaluationConfig
 from tasks.progress import CellDone, Update, listening
 from tasks.publishing import report_uri
-from tasks.records import Record, current_records, read_records
+from tasks.records import Record, current_records, now, read_records
 
 
 @dataclass(frozen=True)
@@ -148,14 +148,15 @@ def run_series(config: EvaluationConfig, selection: CheckpointSelection, *, cons
     Raises:
         BadInput: the request cannot be right; nothing was evaluated.
     """
-    evaluated: list[CellDone] = []
+    began = now()
+    evaluated: set[int] = set()
     error: AssayError | None = None
     records: list[Record] = []
     with live_view(console) as show:
 
         def take(update: Update) -> None:
             if isinstance(update, CellDone):
-                evaluated.append(update)
+                evaluated.add(update.cell)
             show(update)
 
         with listening(take):
@@ -168,6 +169,5 @@ def run_series(config: EvaluationConfig, selection: CheckpointSelection, *, cons
     if error is not None:
         found = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == config.run_name]
         records = current_records(found)
-    names = {update.checkpoint for update in evaluated}
-    already = sum(record.succeeded and record.checkpoint.name not in names for record in records)
-    return SeriesResult(records, len(names), already, report_uri(config) if records else None, error)
+    already = sum(record.succeeded and record.created < began for record in records)
+    return SeriesResult(records, len(evaluated), already, report_uri(config) if records else None, error)

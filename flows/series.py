@@ -19,4 +19,4 @@ def evaluate_checkpoints(
     Raises:
         AssayError: the run holds no complete checkpoint, or a wanted cell has no succeeded record in the end.
     """
-    return evaluate_each(config, discover(config.model_path, selection))
+    return evaluate_each([config], discover(config.model_path, selection))

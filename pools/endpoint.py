@@ -1,8 +1,9 @@
-"""`RunningModel`: all that an evaluator gets to know about whoever serves the model."""
+"""All that an evaluator gets to know about a model: where it answers, or where its files lie."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,16 @@ class RunningModel:
     apply_chat_template: bool = False
     max_model_len: int | None = None
     api_key: str = field(default="none", repr=False)
+
+
+@dataclass(frozen=True)
+class LocalCheckpoint:
+    """A model that nobody serves, for evaluators that load the weights themselves.
+
+    `uri` is its folder, in any store; `tokenizer` a local folder that holds the tokenizer, where there is one.
+    """
+
+    name: str
+    uri: str
+    kind: Literal["huggingface", "levanter"] = "huggingface"
+    tokenizer: str | None = None

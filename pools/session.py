@@ -150,13 +150,29 @@ class PoolSession:
             for one in self.status().replicas
         }
         self.want(name)
+        running = self._running_model(name, self._abilities_of(name), prefix=f"/cells/{cell}/{attempt}")
+        return OpenCell(cell, attempt, running, self.replica_seconds(name), loads_before)
+
+    def has_prompt_logprobs(self, name: str) -> bool:
+        """Whether a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown.
+
+        Raises:
+            EngineStartFailed, ModelUnusable, EngineDied, StorageError, CheckpointError, ProxyFailed: as in `load`.
+        """
+        self.want(name)
+        try:
+            return self._abilities_of(name).prompt_logprobs
+        finally:
+            self.unwant(name)
+
+    def _abilities_of(self, name: str) -> _Abilities:
+        """What the engines can do for a wanted checkpoint; waits for the first of its kind."""
         digests = self._checkpoints[name].digests
         kind = (digests.config, digests.tokenizer)
         if kind not in self._abilities:
             status = self._until(lambda seen: bool(_holding(seen, digests.checkpoint)), name)
             self._abilities[kind] = _abilities(_holding(status, digests.checkpoint))
-        running = self._running_model(name, self._abilities[kind], prefix=f"/cells/{cell}/{attempt}")
-        return OpenCell(cell, attempt, running, self.replica_seconds(name), loads_before)
+        return self._abilities[kind]
 
     def close_cell(self, opened: OpenCell, *, finished: bool) -> None:
         """Ends an attempt at a cell.

@@ -41,6 +41,9 @@ class Settings(BaseSettings):
     endpoint_api_key: SecretStr | None = None
     """Key for an already running endpoint given with `--base-url`."""
 
+    judge_api_key: SecretStr | None = None
+    """Key for the endpoint of a judge that is not a pool of this machine."""
+
     offline: bool = False
     """Tell harnesses and engines not to look for anything on a hub."""
 

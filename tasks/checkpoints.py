@@ -177,9 +177,23 @@ def discover_one(path: str, *, latest: bool) -> Checkpoint:
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:
-    """The wanted ones among complete checkpoints in order of step."""
-    if selection.which == "latest":
-        return [complete[-1]]
+    """The wanted ones among complete checkpoints in order of step.
+
+    Raises:
+        NoCheckpoints: a step that was asked for is not among them.
+    """
+    if selection.which != "all":
+        return [complete[-1] if selection.which == "latest" else complete[0]]
+    if selection.steps:
+        missing = sorted(set(selection.steps) - {checkpoint.step for checkpoint in complete})
+        if missing:
+            raise NoCheckpoints(
+                expected=f"complete checkpoints of steps {', '.join(map(str, selection.steps))}",
+                found=f"none of {', '.join(map(str, missing))}; there are "
+                + ", ".join(str(checkpoint.step) for checkpoint in complete),
+                remedy="correct the steps, or wait until they are written",
+            )
+        return [checkpoint for checkpoint in complete if checkpoint.step in selection.steps]
     every = selection.every_n_steps
     if every is None:
         return list(complete)

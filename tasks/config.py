@@ -10,10 +10,23 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
-from resources.config import Config
+from resources.config import Config, ResourceConfig
 from tasks.names import name_of
+from tasks.options.alpaca_eval import AlpacaEvalOptions
+from tasks.options.helm import HelmOptions
+from tasks.options.levanter import LevanterOptions
+from tasks.options.lm_eval import LmEvalOptions
+from tasks.sinks.config import Sink
 
-EvaluatorName = Literal["lm_evaluation_harness"]
+EvaluatorName = Literal["lm_evaluation_harness", "helm", "alpaca_eval", "levanter_lm_evaluation_harness"]
+EVALUATOR_TITLES: dict[EvaluatorName, str] = {
+    "lm_evaluation_harness": "lm-eval",
+    "helm": "HELM",
+    "alpaca_eval": "AlpacaEval",
+    "levanter_lm_evaluation_harness": "Levanter",
+}
+"""How evaluators are called in what people read."""
+_NATIVE: EvaluatorName = "levanter_lm_evaluation_harness"
 
 
 class EvalTaskConfig(Config):
@@ -25,6 +38,8 @@ class EvalTaskConfig(Config):
     """Worked examples in front of each question; the benchmark's own number when unset."""
     task_alias: str | None = None
     """Name under which its metrics are published, where one benchmark is wanted in two forms."""
+    task_kwargs: dict[str, Any] = {}
+    """Overrides of the benchmark's own configuration in lm-eval; arguments of the run entry in HELM."""
 
     @field_validator("name", "task_alias")
     @classmethod
@@ -40,8 +55,10 @@ class EvalTaskConfig(Config):
 class CheckpointSelection(Config):
     """Which of a run's checkpoints are wanted."""
 
-    which: Literal["all", "latest"] = "all"
-    """Every complete checkpoint, or only the one with the highest step."""
+    which: Literal["all", "latest", "first"] = "all"
+    """Every complete checkpoint, or only the one with the highest or lowest step."""
+    steps: tuple[int, ...] = ()
+    """Only these training steps; one that has no complete checkpoint is an error."""
     every_n_steps: int | None = Field(default=None, ge=1)
     """Keep only steps that are multiples of this, and the last one."""
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
@@ -49,10 +66,11 @@ class CheckpointSelection(Config):
 
     @model_validator(mode="after")
     def _one_rule(self) -> CheckpointSelection:
-        if self.which == "latest" and self.every_n_steps is not None:
-            raise ValueError(
-                "which='latest' takes one checkpoint, so every_n_steps means nothing: leave one of them out"
-            )
+        rules = [f"which={self.which!r}"] if self.which != "all" else []
+        rules += ["every_n_steps"] if self.every_n_steps is not None else []
+        rules += ["steps"] if self.steps else []
+        if len(rules) > 1:
+            raise ValueError(f"expected one rule that selects checkpoints, found {' and '.join(rules)}: keep one")
         return self
 
 
@@ -81,8 +99,24 @@ class EvaluationConfig(Config):
     """Take the newest complete checkpoint below model_path."""
     max_eval_instances: int | None = Field(default=None, ge=1)
     """Questions per benchmark, for a quick look; all when unset."""
+    apply_chat_template: bool | None = None
+    """Ask through the model's chat template; as the pool's model configuration says when unset."""
     benchmarks_path: str | None = None
     """Folder with benchmarks of one's own, as YAML files of the harness; those bundled with Assay when unset."""
+    resource_config: ResourceConfig | None = None
+    """What an evaluator that loads the checkpoint itself runs on; this machine's CPU when unset."""
+    without_prompt_logprobs: Literal["refuse", "levanter"] = "refuse"
+    """Where the engine returns no log-probabilities of prompts: refuse, or let Levanter evaluate the checkpoint."""
+    lm_eval: LmEvalOptions = LmEvalOptions()
+    """What lm-eval is told beyond the benchmarks."""
+    helm: HelmOptions = HelmOptions()
+    """What HELM is told beyond the run entries."""
+    alpaca_eval: AlpacaEvalOptions = AlpacaEvalOptions()
+    """What AlpacaEval is told beyond the instructions."""
+    levanter: LevanterOptions = LevanterOptions()
+    """What the native evaluation is told beyond the benchmarks."""
+    sinks: tuple[Sink, ...] = ()
+    """Where results are announced, beside the records."""
     timeout_seconds: float = Field(default=4 * 3600, gt=0)
     """Wall clock of one cell."""
     wandb_tags: tuple[str, ...] = ()
@@ -96,7 +130,7 @@ class EvaluationConfig(Config):
         ways = [name for name in ("pool_config", "pool_name", "base_url") if values.get(name)]
         if len(ways) > 1:
             raise ValueError(f"expected one of pool_config, pool_name and base_url, found {', '.join(ways)}: keep one")
-        if ways or not isinstance(values.get("model_path"), str):
+        if ways or values.get("evaluator") == _NATIVE or not isinstance(values.get("model_path"), str):
             return values
         name, _, _ = name_of(values["model_path"])
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
@@ -107,6 +141,12 @@ class EvaluationConfig(Config):
             raise ValueError(f"expected a base_url that ends in /v1, found {self.base_url!r}")
         if self.served_model_name is not None and self.base_url is None:
             raise ValueError("served_model_name is for base_url: a pool names its checkpoints itself")
+        return self
+
+    @model_validator(mode="after")
+    def _way_out_fits_the_evaluator(self) -> EvaluationConfig:
+        if self.evaluator != "lm_evaluation_harness" and self.without_prompt_logprobs != "refuse":
+            raise ValueError(f"without_prompt_logprobs is for lm_evaluation_harness, found it with {self.evaluator}")
         return self
 
     @model_validator(mode="after")
@@ -145,22 +185,56 @@ class EvaluationConfig(Config):
         return self.model_name or (self.pool_config.model.name if self.pool_config else name_of(self.model_path)[0])
 
     @property
-    def apply_chat_template(self) -> bool:
+    def asks_in_chat(self) -> bool:
         """Whether benchmarks are sent as conversations."""
+        if self.apply_chat_template is not None:
+            return self.apply_chat_template
         return self.pool_config is not None and self.pool_config.model.apply_chat_template
 
     def what_is_measured(self) -> dict[str, Any]:
         """All that can change a score, apart from the checkpoint: what the evaluation hash is taken over."""
         model = self.pool_config.model if self.pool_config else None
-        return {
+        asked: dict[str, Any] = {
             "evaluator": self.evaluator,
             "evals": [task.model_dump() for task in self.evals],
             "max_eval_instances": self.max_eval_instances,
+            "options": self._options.what_is_measured(),
+        }
+        if self.evaluator == _NATIVE:
+            resources = self.resource_config or ResourceConfig()
+            return {**asked, "device": f"{_NATIVE} on {resources.device.kind}"}
+        return {
+            **asked,
             "engine_kwargs": model.engine_kwargs if model else None,
             "generation_params": model.generation_params if model else None,
-            "apply_chat_template": self.apply_chat_template,
+            "apply_chat_template": self.asks_in_chat,
             "device": self.pool_config.device if self.pool_config else self.base_url,
         }
+
+    @property
+    def _options(self) -> LmEvalOptions | HelmOptions | AlpacaEvalOptions | LevanterOptions:
+        """Those of the evaluator in use."""
+        match self.evaluator:
+            case "lm_evaluation_harness":
+                return self.lm_eval
+            case "helm":
+                return self.helm
+            case "alpaca_eval":
+                return self.alpaca_eval
+            case "levanter_lm_evaluation_harness":
+                return self.levanter
+
+    @property
+    def native(self) -> bool:
+        """Whether the evaluator loads the checkpoint itself, so that nobody has to serve it."""
+        return self.evaluator == _NATIVE
+
+    def natively(self) -> EvaluationConfig:
+        """The same benchmarks, evaluated by Levanter on the checkpoint itself."""
+        values = self.model_dump(exclude={"pool_config", "pool_name", "base_url", "served_model_name"})
+        resources = self.resource_config or (self.pool_config.resource_config if self.pool_config else None)
+        changed = {"evaluator": _NATIVE, "without_prompt_logprobs": "refuse", "resource_config": resources}
+        return EvaluationConfig.model_validate({**values, **changed, "model_name": self.run_name})
 
 
 def digest_of(content: Any) -> str:

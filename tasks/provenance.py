@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from resources.config import ResourceConfig
 from tasks.config import EvaluationConfig
 
 
@@ -45,8 +46,11 @@ def versions() -> dict[str, str]:
 
 def hardware(config: EvaluationConfig) -> dict[str, Any]:
     """The device asked for, how many replicas, and the machine the flow ran on."""
-    pool = config.pool_config
     machine = {"system": platform.platform(), "machine": platform.machine()}
+    if config.native:
+        resources = config.resource_config or ResourceConfig()
+        return {"device": resources.device.model_dump(), "replicas": 1, "cpu": resources.cpu, **machine}
+    pool = config.pool_config
     if pool is None:
         return {"device": "unknown: a foreign endpoint", **machine}
     resources = pool.resource_config

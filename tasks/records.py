@@ -53,6 +53,12 @@ class Counts(_Part):
     """Questions to which every needed answer came back."""
     scored: int
     """Questions the harness scored."""
+    skipped: int = 0
+    """Questions left out because their prompts are too long, where that was asked for; not among those requested."""
+    truncated: int = 0
+    """Questions whose prompts were cut on the left to fit, where that was asked for."""
+    judge_errors: int = 0
+    """Answers that the judge gave no usable verdict on."""
 
 
 class CheckpointReference(_Part):
@@ -72,11 +78,24 @@ class CheckpointReference(_Part):
     """Over the weights alone."""
 
 
+class SinkState(_Part):
+    """What became of a record at one sink."""
+
+    status: Literal["published", "failed"]
+    """Whether the sink has it."""
+    where: str | None = None
+    """Where it is to be seen there."""
+    reason: str | None = None
+    """Why the sink does not have it."""
+    at: datetime
+    """When that was found out, UTC."""
+
+
 class Record(_Part):
     """The outcome of one cell."""
 
-    schema_version: Literal[1] = 1
-    """Version of this layout."""
+    schema_version: Literal[1, 2] = 2
+    """Version of this layout; 1 had no samples, links and sinks, and counted three numbers."""
     status: RecordStatus
     """succeeded, failed (the model or benchmark), infra_failed (ours, worth another try) or withheld."""
     reason: str | None
@@ -115,6 +134,12 @@ class Record(_Part):
     """What the proxy counted for this cell: answered, errors, retried; empty for a foreign endpoint."""
     tags: tuple[str, ...] = ()
     """Free labels."""
+    samples: int | None = None
+    """Questions in `samples.jsonl.gz` of the attempt; empty if there is no such file."""
+    links: dict[str, str] = {}
+    """Pages the harness made, such as HELM's site, by title; relative to the record's folder."""
+    sinks: dict[str, SinkState] = {}
+    """What became of this record at each sink it is for."""
     attempt: str
     """Folder beside the record that holds the harness's own output."""
     created: datetime
@@ -162,6 +187,20 @@ def write_record(cell_uri: str, record: Record) -> Record:
         return standing
     storage.write_bytes(uri, content)
     return record
+
+
+def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
+    """Says in a cell's record what became of it at some sinks; the record, or None if there is none.
+
+    Raises:
+        StorageError: it could not be written; the record stands as it was.
+    """
+    record = read_record(cell_uri)
+    if record is None or not states:
+        return record
+    noted = record.model_copy(update={"sinks": {**record.sinks, **states}})
+    storage.write_bytes(record_uri(cell_uri), noted.model_dump_json(indent=2).encode())
+    return noted
 
 
 def begin_scope(cell_uri: str) -> str:

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
-from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine_client import EngineClient
-from pools.inference import InferencePool
-from pools.kept import require
-from pools.launch import Servable, environment_name
+from pools.launch import Servable
 from pools.session import OpenCell, PoolSession
-from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EndpointUnusable, EvaluationInterrupted
 from resources.settings import settings
-from tasks.config import EvaluationConfig
-from tasks.evaluators.registry import EVALUATORS
-from tasks.progress import report_event
 
-_CLIENT_CONCURRENCY = 16
-_CLIENT_TIMEOUT_SECONDS = 1800.0
+CLIENT_CONCURRENCY = 16
+CLIENT_TIMEOUT_SECONDS = 1800.0
+"""What an endpoint that nobody here started is trusted with."""
 
 
 class ServedCell(Protocol):
@@ -57,11 +48,15 @@ class Serving(Protocol):
     """Somebody who can be asked for checkpoints."""
 
     @property
-    def cells_at_once(self) -> int:
-        """How many cells may be worked on at once."""
+    def checkpoints_at_once(self) -> int:
+        """How many checkpoints it works on at once; 0 for an endpoint that serves one whatever is asked."""
         ...
 
-    def open(self, name: str, *, cell: str, attempt: str, mirror: str) -> ServedCell:
+    def has_prompt_logprobs(self, name: str) -> bool:
+        """Whether a checkpoint will answer with log-probabilities of its prompts; asks for it where that is unknown."""
+        ...
+
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
         """Asks for a checkpoint on behalf of a cell.
 
         Args:
@@ -69,6 +64,7 @@ class Serving(Protocol):
             cell: the same in every attempt that may use answers of an earlier one.
             attempt: name of this attempt.
             mirror: folder for a copy of the answers.
+            in_chat: whether questions go through the chat template.
         """
         ...
 
@@ -103,14 +99,20 @@ class PoolServing(_Interruptible):
         self._session = session
 
     @property
-    def cells_at_once(self) -> int:
-        """One more than there are replicas: the next harness starts while the engines are busy with the others."""
-        return self._session.access.config.resource_config.replicas + 1
+    def checkpoints_at_once(self) -> int:
+        """As many as there are replicas."""
+        return self._session.access.config.resource_config.replicas
 
-    def open(self, name: str, *, cell: str, attempt: str, mirror: str) -> ServedCell:
+    def has_prompt_logprobs(self, name: str) -> bool:
+        """See `Serving.has_prompt_logprobs`."""
+        self.raise_if_interrupted()
+        return self._session.has_prompt_logprobs(name)
+
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
         """See `Serving.open`."""
         self.raise_if_interrupted()
         opened = self._session.open(name, cell=cell, attempt=attempt, mirror=mirror)
+        opened = replace(opened, running=replace(opened.running, apply_chat_template=in_chat))
         return _PoolCell(self, self._session, name, opened)
 
 
@@ -150,7 +152,7 @@ class _PoolCell:
 class EndpointServing(_Interruptible):
     """Somebody else's endpoint, of which nothing is known but its address; it serves what it serves."""
 
-    cells_at_once = 1
+    checkpoints_at_once = 0
 
     def __init__(self, base_url: str, checkpoints: Mapping[str, Servable], *, served_name: str | None = None) -> None:
         super().__init__()
@@ -161,8 +163,33 @@ class EndpointServing(_Interruptible):
         self._key = key.get_secret_value() if key else "none"
         self._engine = EngineClient(self._base_url.removesuffix("/v1"), self._key)
 
-    def open(self, name: str, *, cell: str, attempt: str, mirror: str) -> ServedCell:
+    def has_prompt_logprobs(self, name: str) -> bool:
+        """Asks the endpoint once."""
+        return self._engine.has_prompt_logprobs(self._model(name))
+
+    def open(self, name: str, *, cell: str, attempt: str, mirror: str, in_chat: bool) -> ServedCell:
         """Finds the checkpoint among the names the endpoint offers; it is not asked to load anything."""
+        model = self._model(name)
+        self._engine.prove_it_answers(model)
+        running = RunningModel(
+            base_url=self._base_url,
+            model=model,
+            tokenizer=str(self._checkpoints[name].tokenizer),
+            capacity=CLIENT_CONCURRENCY,
+            prompt_logprobs=self._engine.has_prompt_logprobs(model),
+            request_timeout_seconds=CLIENT_TIMEOUT_SECONDS,
+            apply_chat_template=in_chat,
+            max_model_len=self._engine.max_model_len(model),
+            api_key=self._key,
+        )
+        return _EndpointCell(self, running, self._engine)
+
+    def _model(self, name: str) -> str:
+        """The name under which the endpoint offers a checkpoint.
+
+        Raises:
+            EndpointUnusable: it does not, or does not answer.
+        """
         offered = self._engine.model_names()
         # A server that was given no name uses the path it was given.
         known = [self._served_name] if self._served_name else [name, self._checkpoints[name].uri]
@@ -173,18 +200,7 @@ class EndpointServing(_Interruptible):
                 found=f"it offers {', '.join(offered) or 'no model'}",
                 remedy="serve the checkpoint under that name, or give the name it has there as served_model_name",
             )
-        self._engine.prove_it_answers(model)
-        running = RunningModel(
-            base_url=self._base_url,
-            model=model,
-            tokenizer=str(self._checkpoints[name].tokenizer),
-            capacity=_CLIENT_CONCURRENCY,
-            prompt_logprobs=self._engine.has_prompt_logprobs(model),
-            request_timeout_seconds=_CLIENT_TIMEOUT_SECONDS,
-            max_model_len=self._engine.max_model_len(model),
-            api_key=self._key,
-        )
-        return _EndpointCell(self, running, self._engine)
+        return model
 
 
 class _EndpointCell:
@@ -207,56 +223,3 @@ class _EndpointCell:
 
     def close(self, *, finished: bool) -> None:
         """There is nothing to close."""
-
-
-def as_served(config: EvaluationConfig) -> EvaluationConfig:
-    """The evaluation with the configuration of the kept pool it is to use, if it names one.
-
-    Raises:
-        BadInput: there is no such pool.
-    """
-    if config.pool_name is None:
-        return config
-    served = require(config.pool_name).access.config
-    pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
-    return config.model_copy(update={"pool_config": pool_config, "model_name": config.named})
-
-
-@contextmanager
-def provisioned(config: EvaluationConfig, checkpoints: Sequence[Servable]) -> Iterator[Serving]:
-    """Serving for some checkpoints, for as long as the block lasts; environments are built first where missing."""
-    prepare_environments(config)
-    if config.pool_name is not None:
-        with PoolSession(
-            require(config.pool_name).access, checkpoints, holder=f"evaluation of {config.run_name}"
-        ) as session:
-            yield PoolServing(session)
-        return
-    if config.pool_config is None:
-        assert config.base_url is not None
-        by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
-        yield EndpointServing(config.base_url, by_name, served_name=config.served_model_name)
-        return
-    pool = start_pool(config.pool_config, checkpoints)
-    try:
-        yield PoolServing(pool.session)
-    finally:
-        report_event("closing the pool")
-        pool.close()
-
-
-@task(retries=2, retry_delay_seconds=[5, 30], cache_policy=NO_CACHE, persist_result=False)
-def prepare_environments(config: EvaluationConfig) -> None:
-    """Builds the environments of engine and evaluator, where missing; retried, since downloads fail now and then."""
-    names = [EVALUATORS[config.evaluator].environment]
-    if config.pool_config is not None and config.pool_name is None:
-        names.append(environment_name(config.pool_config))
-    for name in names:
-        ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
-
-
-@task(cache_policy=NO_CACHE, persist_result=False)
-def start_pool(config: InferencePoolConfig, checkpoints: Sequence[Servable]) -> InferencePool:
-    """Starts a pool. Not retried: an engine that does not start says why, and would say it again."""
-    pool = InferencePool(config, checkpoints, on_event=report_event)
-    return pool.__enter__()

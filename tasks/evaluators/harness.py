@@ -12,13 +12,13 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
-from pools.endpoint import RunningModel
+from pools.endpoint import LocalCheckpoint, RunningModel
 from resources import storage
 from resources.config import ResourceConfig
 from resources.errors import (
@@ -39,6 +39,10 @@ from resources.jobs import Client, Command, JobHandle, JobRequest, JobStatus, cr
 from resources.settings import process_environment, settings
 from tasks.config import EvaluationConfig
 from tasks.records import Counts, Metric
+from tasks.samples import SAMPLES_NAME, Sample, write_samples
+
+EvaluatedModel = RunningModel | LocalCheckpoint
+"""An endpoint that answers, or, for evaluators that need none, a checkpoint's files."""
 
 LOG_NAME = "harness.log"
 REFUSAL_NAME = "refused.json"
@@ -52,7 +56,10 @@ _PROGRESS_LINES = 200
 _KEPT_LOG_LINES = 1_000_000
 _SHOWN_LOG_LINES = 25
 _SHOWN_LINE_CHARACTERS = 300  # harnesses print whole answers, and answers echo prompts
-_KEY_VARIABLE = "OPENAI_API_KEY"
+_KEY_VARIABLES = {
+    "OPENAI_API_KEY": "the key of the endpoint",
+    "ASSAY_JUDGE_API_KEY": "the key of the judge's endpoint",
+}
 _FROM_OUTSIDE = re.compile("from outside|supervisor was killed")  # how the local backend names a foreign signal
 
 
@@ -86,6 +93,10 @@ class Parsed:
     metrics: tuple[Metric, ...]
     counts: Counts
     versions: Mapping[str, str]
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Pages the harness made, by title; relative to its output folder."""
+    samples: int | None = None
+    """Questions written to `samples.jsonl.gz`; set by the runner."""
 
 
 class Evaluator(Protocol):
@@ -103,7 +114,7 @@ class Evaluator(Protocol):
 
     @property
     def needs_endpoint(self) -> bool:
-        """Whether it talks to a served model; else it loads the checkpoint itself."""
+        """Whether it talks to a served model; else it is given a `LocalCheckpoint`, and loads that itself."""
         ...
 
     @property
@@ -121,13 +132,27 @@ class Evaluator(Protocol):
         ...
 
     def command(
-        self, running_model: RunningModel, config: EvaluationConfig, output: Path, *, python: Path
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
     ) -> HarnessCommand:
         """The command that leaves its results in `output`; touches nothing, and the same input gives the same."""
         ...
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
         """Reads what the command left in `output`.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        ...
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """What was asked, answered and scored, question by question; called after `parse`.
 
         Raises:
             HarnessOutputInvalid: results are missing or cannot be read.
@@ -150,12 +175,13 @@ class Evaluator(Protocol):
 
 def run_harness(
     evaluator: Evaluator,
-    running_model: RunningModel,
+    model: EvaluatedModel,
     config: EvaluationConfig,
     *,
     output: Path,
     python: Path,
     client: Client,
+    judge: RunningModel | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     check_endpoint: Callable[[], None] = lambda: None,
     poll_seconds: float = 1.0,
@@ -165,11 +191,12 @@ def run_harness(
 
     Args:
         evaluator: the harness.
-        running_model: where it asks its questions.
+        model: where it asks its questions, or the checkpoint it loads.
         config: what is asked; `timeout_seconds` is the wall clock.
         output: folder for everything it writes, created here.
         python: interpreter of the harness's environment.
         client: runs the job.
+        judge: who compares answers, for an evaluator that has them compared.
         on_progress: called whenever there is news.
         check_endpoint: called at every poll; what it raises ends the harness and is raised from here.
         poll_seconds: time between two looks at the job.
@@ -183,13 +210,13 @@ def run_harness(
         StorageError: the output folder cannot be written.
     """
     output = output.absolute()
-    command = evaluator.command(running_model, config, output, python=python)
+    command = evaluator.command(model, config, output, python=python, judge=judge)
     working_folder = _prepare(command, output)
     variables = {**_cache_variables(), **command.variables}
     request = JobRequest(
         f"{evaluator.environment}-{secrets.token_hex(4)}",
         server.command(*command.arguments) if server else Command(command.argv[0], command.argv[1:]),
-        resources=ResourceConfig(),
+        resources=(config.resource_config if not evaluator.needs_endpoint else None) or ResourceConfig(),
         environment=create_environment(workspace=working_folder, python=python, env_vars=variables),
         max_retries_preemption=0,  # whoever called us retries, with a fresh folder
     )
@@ -199,7 +226,7 @@ def run_harness(
         _follow(job, evaluator, deadline, on_progress=on_progress, check_endpoint=check_endpoint, poll=poll_seconds)
     finally:
         job.terminate()
-        log = _without_key(job.logs(_KEPT_LOG_LINES), running_model.api_key)
+        log = _without_keys(job.logs(_KEPT_LOG_LINES), command)
         with suppress(OSError):  # a full disk must not hide how the harness ended
             (output / LOG_NAME).write_text(log + "\n")
     if job.status() is not JobStatus.SUCCEEDED:
@@ -207,12 +234,13 @@ def run_harness(
         raise _failure(
             job, evaluator, output, config=config, log=log, by_hand=by_hand, late=time.monotonic() > deadline
         )
-    return evaluator.parse(output, config)
+    parsed = evaluator.parse(output, config)
+    return replace(parsed, samples=write_samples(output / SAMPLES_NAME, evaluator.samples(output, config)))
 
 
 @contextmanager
 def warmed(
-    evaluator: Evaluator, config: EvaluationConfig, *, python: Path, client: Client
+    evaluator: Evaluator, configs: Sequence[EvaluationConfig], *, python: Path, client: Client
 ) -> Iterator[ForkServer | None]:
     """Keeps the evaluator's program imported for `run_harness` while the block lasts; takes no time itself."""
     if evaluator.program is None:
@@ -223,7 +251,7 @@ def warmed(
         python=python,
         client=client,
         variables={**_cache_variables(), **evaluator.import_variables},
-        preload_arguments=evaluator.preload_arguments(config),
+        preload_arguments=tuple(dict.fromkeys(a for config in configs for a in evaluator.preload_arguments(config))),
     ) as server:
         yield server
 
@@ -347,12 +375,14 @@ def _refusal(output: Path) -> AssayError | None:
 
 
 def _by_hand(command: HarnessCommand, working_folder: Path) -> str:
-    variables = [f"{_KEY_VARIABLE}='the key of the endpoint'"]
-    variables += [
-        f"{name}={shlex.quote(value)}" for name, value in sorted(command.variables.items()) if name != _KEY_VARIABLE
-    ]
+    shown = {name: _KEY_VARIABLES.get(name, value) for name, value in command.variables.items()}
+    variables = [f"{name}={shlex.quote(value)}" for name, value in sorted(shown.items())]
     return f"cd {shlex.quote(str(working_folder))} && {' '.join(variables)} {shlex.join(command.argv)}"
 
 
-def _without_key(text: str, key: str) -> str:
-    return text.replace(key, "***") if len(key) >= 8 else text  # shorter ones, such as "none", protect nothing
+def _without_keys(text: str, command: HarnessCommand) -> str:
+    for name in _KEY_VARIABLES:
+        key = command.variables.get(name, "")
+        if len(key) >= 8:  # shorter ones, such as "none", protect nothing
+            text = text.replace(key, "***")
+    return text

@@ -6,7 +6,7 @@ import difflib
 import json
 import re
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,8 +20,9 @@ from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment, settings
 from tasks.benchmarks import benchmarks_uri
 from tasks.config import EvaluationConfig
-from tasks.evaluators.harness import HarnessCommand, Parsed, Progress
+from tasks.evaluators.harness import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.lm_eval_results import NO_ANSWER, RESULTS_FOLDER, read_results
+from tasks.samples import Sample
 
 _PROGRAM = Path(__file__).parents[1] / "programs" / "run_lm_eval.py"
 _JOB_FILE = "job.json"
@@ -57,9 +58,17 @@ class LmEval:
         return () if all(task.name in own for task in config.evals) else ("--built-in",)
 
     def command(
-        self, running_model: RunningModel, config: EvaluationConfig, output: Path, *, python: Path
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
     ) -> HarnessCommand:
         """Our program with a job file that holds all but the key."""
+        assert isinstance(model, RunningModel), "lm-eval asks an endpoint"
+        running_model = model
         remote = config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path)
         job = {
             "benchmarks": [
@@ -102,6 +111,10 @@ class LmEval:
             HarnessOutputInvalid: results are missing or cannot be read.
         """
         return read_results(output, config)
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """Question by question."""
+        return iter(())
 
     def progress(self, log: str) -> Progress | None:
         """From the last progress bar in the log, which our program labels with benchmarks and totals."""

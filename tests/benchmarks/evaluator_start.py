@@ -181,7 +181,7 @@ def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
     tokenizer = write_byte_tokenizer(WORK / "tokenizer")
     python = ensure_environment(ENVIRONMENTS["lm-eval"]).python
     began = time.monotonic()
-    with engine_in_a_thread() as engine, warmed(evaluator, config, python=python, client=client) as server:
+    with engine_in_a_thread() as engine, warmed(evaluator, [config], python=python, client=client) as server:
         if server is None:
             give_up("there is no warm runner for this evaluator")
         runner_seconds = wait_until_preloaded(server, began)

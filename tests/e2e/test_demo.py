@@ -84,7 +84,7 @@ def test_demo_again_evaluates_nothing_and_says_so(demo: Demo) -> None:
     before = records_of(demo)
     done = demo.run("demo", "--folder", str(demo.folder))
     assert done.returncode == 0, done.stderr
-    assert f"Nothing to evaluate: all {len(before)} checkpoints have succeeded records." in done.stdout
+    assert f"Nothing to evaluate: all {len(before)} cells have succeeded records." in done.stdout
     assert records_of(demo) == before
 
 

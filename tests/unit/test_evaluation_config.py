@@ -148,7 +148,7 @@ def write_yaml(folder: Path, content: object) -> str:
             {"pool_config": {"model": {"name": "m"}, "resource_config": {"device": {"kind": "gpu", "cout": 2}}}},
             "did you mean count?",
         ),
-        ({"zzz": 1}, "zzz: unknown key; known keys: base_url"),
+        ({"zzz": 1}, "zzz: unknown key; known keys: alpaca_eval"),
         ({"evals": []}, "at least 1 item"),
         (
             {

@@ -14,9 +14,9 @@ from fakes.models import write_checkpoint, write_run
 from flows.running import EvaluationOptions, evaluation_from_file, evaluation_from_options
 from pools.launch import Servable
 from resources.errors import BadInput, EndpointUnusable
+from tasks.cells import plan_cells
 from tasks.checkpoints import find_checkpoints
 from tasks.config import CheckpointSelection, EvaluationConfig
-from tasks.evaluation import plan_cells
 from tasks.serving import EndpointServing
 
 
@@ -29,7 +29,7 @@ def test_two_checkpoints_of_one_name_are_refused_with_their_places(tmp_path: Pat
     run = write_run(tmp_path / "run-a", [100])
     write_checkpoint(run / "step-100", seed=5)
     with pytest.raises(BadInput, match="run-a-100 at") as caught:
-        plan_cells.fn(config(run, tmp_path / "out"), find_checkpoints(str(run)))
+        plan_cells.fn([config(run, tmp_path / "out")], find_checkpoints(str(run)))
     assert str(run / "hf" / "step-100") in caught.value.found
     assert "one run at a time" in caught.value.remedy
 
@@ -38,14 +38,14 @@ def test_one_served_name_for_several_checkpoints_is_refused(tmp_path: Path) -> N
     run = write_run(tmp_path / "run-a", [1, 2])
     wanted = config(run, tmp_path / "out", base_url="http://127.0.0.1:9/v1", served_model_name="m")
     with pytest.raises(BadInput, match="one checkpoint for served_model_name"):
-        plan_cells.fn(wanted, find_checkpoints(str(run)))
+        plan_cells.fn([wanted], find_checkpoints(str(run)))
 
 
 def test_relative_path_in_a_deployed_flow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run-a", [1])
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "a-deployment")
     with pytest.raises(BadInput, match="absolute paths in a deployed flow"):
-        plan_cells.fn(config(run, "evaluations"), find_checkpoints(str(run)))
+        plan_cells.fn([config(run, "evaluations")], find_checkpoints(str(run)))
 
 
 def test_endpoint_answers_under_the_checkpoints_name_its_path_or_the_name_given(tmp_path: Path) -> None:
@@ -54,7 +54,7 @@ def test_endpoint_answers_under_the_checkpoints_name_its_path_or_the_name_given(
     async def model_of(*offered: str, served_name: str | None = None) -> str:
         async with FakeEngine(models=offered) as engine:
             serving = EndpointServing(f"{engine.url}/v1", {"run-1": served}, served_name=served_name)
-            opened = await asyncio.to_thread(serving.open, "run-1", cell="c", attempt="a", mirror="")
+            opened = await asyncio.to_thread(serving.open, "run-1", cell="c", attempt="a", mirror="", in_chat=False)
             return opened.running.model
 
     assert asyncio.run(model_of("other", "run-1")) == "run-1"
@@ -72,7 +72,7 @@ def test_endpoint_without_v1_and_a_served_name_without_endpoint_are_refused(tmp_
 
 
 def test_latest_together_with_every_n_steps_is_refused() -> None:
-    with pytest.raises(ValidationError, match="every_n_steps means nothing"):
+    with pytest.raises(ValidationError, match="which='latest' and every_n_steps"):
         CheckpointSelection(which="latest", every_n_steps=5)
 
 
@@ -108,7 +108,7 @@ def test_options_become_a_configuration() -> None:
     assert made.pool_config is not None
     assert made.pool_config.model.engine_kwargs == {"max_model_len": 512, "enforce_eager": False, "dtype": "float32"}
     assert made.pool_config.resource_config.cpu == 3
-    assert made.apply_chat_template
+    assert made.asks_in_chat
     assert made.evaluation_path == "evaluations"
 
 

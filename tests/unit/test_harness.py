@@ -26,8 +26,9 @@ from resources.errors import (
 )
 from resources.settings import process_environment
 from tasks.config import EvalTaskConfig, EvaluationConfig
-from tasks.evaluators.harness import HarnessCommand, Parsed, Progress, run_harness, verify_counts
+from tasks.evaluators.harness import EvaluatedModel, HarnessCommand, Parsed, Progress, run_harness, verify_counts
 from tasks.records import Counts
+from tasks.samples import SAMPLES_NAME, Sample, read_samples
 
 KEY = "sk-a-key-that-nobody-may-see"
 PROGRAM = Path(__file__).parents[1] / "fakes" / "harness.py"
@@ -62,11 +63,18 @@ class FakeEvaluator:
         return ()
 
     def command(
-        self, running_model: RunningModel, config: EvaluationConfig, output: Path, *, python: Path
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
     ) -> HarnessCommand:
+        assert isinstance(model, RunningModel)
         return HarnessCommand(
             argv=(str(python), str(PROGRAM), self.behaviour, str(output)),
-            variables={"OPENAI_API_KEY": running_model.api_key},
+            variables={"OPENAI_API_KEY": model.api_key},
             files={"job.json": "{}"},
             copies=dict(self.copies),
         )
@@ -77,6 +85,10 @@ class FakeEvaluator:
         except (OSError, ValueError) as error:
             raise HarnessOutputInvalid(expected="results", found=str(error), remedy="run it again") from error
         return Parsed(metrics=(), counts=counts, versions={})
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        for number in range(2):
+            yield Sample(benchmark="b", id=str(number), prompt="?", output="!", target=None, scores={"acc": 1.0})
 
     def progress(self, log: str) -> Progress | None:
         found = re.findall(r"asked (\d)/(\d)", log)
@@ -119,6 +131,8 @@ def test_harness_that_succeeds_is_parsed_and_keeps_log_and_files(tmp_path: Path,
     assert "asked 2/2" in (output / "harness.log").read_text()
     assert (output / "work" / "job.json").read_text() == "{}"
     assert (output / "work" / "here").exists()
+    assert [sample.id for sample in read_samples(str(output / SAMPLES_NAME))] == ["0", "1"]
+    assert parsed.samples == 2
 
 
 def test_harness_output_twice_in_the_same_folder_gives_the_same(tmp_path: Path, client: LocalClient):

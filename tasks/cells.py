@@ -1,0 +1,207 @@
+"""Cells: which are wanted, which are done, and what came of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import deployment
+
+from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
+from resources import storage
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
+from tasks.benchmarks import benchmarks_digest
+from tasks.checkpoints import Checkpoint
+from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
+from tasks.evaluators.registry import EVALUATORS
+from tasks.progress import report_event
+from tasks.records import CheckpointReference, Record, read_record
+
+_MOST_NAMES_IN_A_CELL = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """One checkpoint and one set of benchmarks. `uri` is its folder; `record` what stands there already.
+
+    `alternative` is the same evaluated natively, for where the engine turns out to give no log-probabilities of
+    prompts.
+    """
+
+    config: EvaluationConfig
+    folder: ModelFolder
+    digests: ModelDigests
+    reference: CheckpointReference
+    evaluation_hash: str
+    uri: str
+    record: Record | None
+    alternative: Cell | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has a succeeded record, so that nothing is left to do."""
+        standing = self.record is not None and self.record.succeeded
+        return standing or (self.alternative is not None and self.alternative.done)
+
+    @property
+    def title(self) -> str:
+        """Checkpoint and evaluator, for people."""
+        return f"{self.reference.name} · {EVALUATOR_TITLES[self.config.evaluator]}"
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+    """A cell for each checkpoint and evaluation, checkpoint by checkpoint, with its record where one stands.
+
+    Not retried: what fails here is the request, a checkpoint that changed, or a folder that cannot be written.
+
+    Raises:
+        BadInput: a path is relative where nobody knows to what, two checkpoints have one name, or two evaluations
+            cannot be made together.
+        UnknownBenchmark: an evaluator does not know a benchmark.
+        CheckpointError: a checkpoint stopped being complete meanwhile.
+        StorageError: something could not be read.
+    """
+    _check_together(configs)
+    hashed: list[tuple[EvaluationConfig, str, str | None]] = []
+    for config in configs:
+        _check_request(config, checkpoints)
+        storage.check_writable(config.evaluation_path)
+        natively = config.natively() if config.without_prompt_logprobs == "levanter" else None
+        hashed.append((config, _evaluation_hash(config), _evaluation_hash(natively) if natively else None))
+    cells = []
+    for checkpoint in checkpoints:
+        digests = _digests(checkpoint)
+        for config, evaluation_hash, native_hash in hashed:
+            cell = _cell(config, checkpoint, digests, evaluation_hash)
+            if native_hash is not None:
+                cell = replace(cell, alternative=_cell(config.natively(), checkpoint, digests, native_hash))
+            cells.append(cell)
+    done = sum(cell.done for cell in cells)
+    report_event(f"{len(cells)} cells wanted, {done} of them recorded already, {len(cells) - done} to evaluate")
+    return cells
+
+
+def _evaluation_hash(config: EvaluationConfig) -> str:
+    """Over all that can change a score but the checkpoint; the evaluator looks at the request first."""
+    evaluator = EVALUATORS[config.evaluator]
+    evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment]).python)
+    return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
+
+
+def _check_together(configs: Sequence[EvaluationConfig]) -> None:
+    """Several evaluations are made on one pool, of one run, into one folder."""
+    if not configs:
+        raise BadInput(expected="at least one evaluation", found="none", remedy="name a benchmark or a suite")
+    for what, values in {
+        "run": {config.run_name for config in configs},
+        "evaluation_path": {config.evaluation_path for config in configs},
+        "model_path": {config.model_path for config in configs},
+    }.items():
+        if len(values) > 1:
+            raise BadInput(
+                expected=f"one {what} for evaluations that are made together",
+                found=", ".join(sorted(values)),
+                remedy="make them one after the other, or set model_name in each",
+            )
+    twice = [key for key, times in Counter(_identity(config) for config in configs).items() if times > 1]
+    if twice:
+        raise BadInput(
+            expected="evaluations that differ",
+            found=f"{EVALUATOR_TITLES[twice[0][0]]} twice with the same benchmarks and options",
+            remedy="leave one of them out",
+        )
+
+
+def _identity(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
+    return config.evaluator, digest_of(config.what_is_measured())
+
+
+def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
+    """What only shows once the checkpoints are known, or the place where the flow runs."""
+    twice = [name for name, times in Counter(_name(config, one) for one in checkpoints).items() if times > 1]
+    if twice:
+        places = ", ".join(one.uri for one in checkpoints if _name(config, one) == twice[0])
+        raise BadInput(
+            expected=f"one checkpoint of each name below {config.model_path}",
+            found=f"{twice[0]} at {places}",
+            remedy="evaluate one run at a time: name its folder as model_path",
+        )
+    if config.served_model_name is not None and len(checkpoints) > 1:
+        raise BadInput(
+            expected="one checkpoint for served_model_name",
+            found=f"{len(checkpoints)} checkpoints",
+            remedy="name one of them as model_path",
+        )
+    paths = (config.evaluation_path, config.model_path, config.benchmarks_path or "/")
+    relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
+    if relative and deployment.id:
+        raise BadInput(
+            expected="absolute paths in a deployed flow: a worker runs it in a folder that it deletes afterwards",
+            found=", ".join(relative),
+            remedy="write the whole path",
+        )
+
+
+def _name(config: EvaluationConfig, checkpoint: Checkpoint) -> str:
+    return f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}"
+
+
+def _digests(checkpoint: Checkpoint) -> ModelDigests:
+    assert checkpoint.folder is not None, "only complete checkpoints become cells"
+    return digest_model_folder(checkpoint.folder)
+
+
+def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigests, evaluation_hash: str) -> Cell:
+    assert checkpoint.folder is not None, "only complete checkpoints become cells"
+    reference = CheckpointReference(
+        uri=checkpoint.uri,
+        run=config.run_name,
+        name=_name(config, checkpoint),
+        step=checkpoint.step,
+        digest=digests.checkpoint,
+        weights_digest=digests.weights,
+    )
+    keys = [task.metric_key for task in config.evals]
+    more = len(keys) - _MOST_NAMES_IN_A_CELL
+    shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{more}-more" if more > 0 else "")
+    identity = digest_of([evaluation_hash, reference.digest])[:10]
+    step, folder = f"step-{checkpoint.step}", f"{shown[:80]}-{identity}"
+    uri = storage.join(config.evaluation_path, reference.run, step, config.evaluator, folder)
+    return Cell(config, checkpoint.folder, digests, reference, evaluation_hash, uri, read_record(uri))
+
+
+def conclude(cells: Sequence[Cell]) -> list[Record]:
+    """The records that stand for some cells now.
+
+    Raises:
+        EvaluationIncomplete, EvaluationInterrupted: not every cell has a succeeded record.
+    """
+    records = {cell: _standing(cell) for cell in cells}
+    missing = {
+        cell.title: record.status if record else "infra_failed"
+        for cell, record in records.items()
+        if record is None or not record.succeeded
+    }
+    if not missing:
+        return [record for record in records.values() if record is not None]
+    ours = set(missing.values()) == {"infra_failed"}
+    reasons = [record.reason for record in records.values() if record and record.reason]
+    kind = EvaluationInterrupted if ours else EvaluationIncomplete
+    raise kind(
+        expected=f"a succeeded record for each of {len(cells)} cells",
+        found=f"{', '.join(f'{name}: {status}' for name, status in missing.items())}"
+        + (f". The first reason:\n{reasons[0]}" if reasons else ""),
+        remedy="run it again: only these are evaluated" if ours else "see the reason in each record.json",
+    )
+
+
+def _standing(cell: Cell) -> Record | None:
+    """The record of a cell, or of its alternative where that one is newer."""
+    found = [read_record(cell.uri), read_record(cell.alternative.uri) if cell.alternative else None]
+    records = [record for record in found if record is not None]
+    return max(records, key=lambda record: (record.succeeded, record.created), default=None)

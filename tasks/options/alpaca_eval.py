@@ -1,0 +1,124 @@
+"""What AlpacaEval can be told beyond the instructions: sampling, and who judges."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from resources import storage
+from resources.config import Config
+
+DEFAULT_PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n"
+_FILES = ("instructions_path", "reference_outputs_path", "length_control_path")
+
+
+class Judge(Config):
+    """Who compares two outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
+
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint, ending in /v1; its key is read from ASSAY_JUDGE_API_KEY."""
+    pool_name: str | None = None
+    """A pool on this machine that is kept up."""
+    model: str | None = None
+    """The judge's name there; in a pool, a checkpoint. The evaluated checkpoint itself where its own pool judges."""
+    annotator: str = "weighted_alpaca_eval_gpt4_turbo"
+    """How it is asked: a configuration of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
+    constrained: bool = False
+    """Let the judge say nothing but one of the verdicts; needs vLLM, and a configuration with fixed verdicts."""
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Judge:
+        if self.base_url is not None and self.pool_name is not None:
+            raise ValueError("expected one of base_url and pool_name, found both: keep one")
+        if self.model is None and (self.base_url is not None or self.pool_name is not None):
+            raise ValueError("a judge at base_url or pool_name needs model, its name there")
+        if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"expected a judge's base_url that ends in /v1, found {self.base_url!r}")
+        return self
+
+
+class GenerationParams(Config):
+    """How outputs are sampled; what is unset here is as in the model's generation_params, or else as stated."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    """0.7 when unset there too."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """1 when unset there too."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """-1, which is all tokens, when unset there too."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Not sent when unset there too."""
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """0 when unset there too."""
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    """0 when unset there too."""
+    repetition_penalty: float | None = Field(default=None, gt=0)
+    """1 when unset there too."""
+    stop_token_ids: tuple[int, ...] | None = None
+    """Tokens that end an output, beside the model's own; not sent when unset there too."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest output; 2048 or half of what the model holds, whichever is less, when unset there too."""
+
+
+_DEFAULTS = GenerationParams(
+    temperature=0.7, top_p=1.0, top_k=-1, presence_penalty=0.0, frequency_penalty=0.0, repetition_penalty=1.0
+)
+
+
+class AlpacaEvalOptions(Config):
+    """How AlpacaEval asks and judges."""
+
+    judge: Judge = Judge()
+    """Who compares the model's outputs with the reference's."""
+    generation_params: GenerationParams = GenerationParams()
+    """Sampling of the outputs, over the generation_params of the model."""
+    engine_parameters: bool = True
+    """Send top_k, min_p, repetition_penalty and stop_token_ids, which vLLM knows and OpenAI's own service refuses."""
+    prompt_template: str = DEFAULT_PROMPT
+    """What is asked of a model whose chat template is not applied; {instruction} stands for the instruction."""
+    prompt_stops: tuple[str, ...] = ("### Instruction:",)
+    """Texts that end an output there; up to four."""
+    instructions_path: str | None = None
+    """JSON file with instructions of one's own, in place of the set that evals names."""
+    reference_outputs_path: str | None = None
+    """JSON file with the outputs to compare with; those beside the instructions when unset."""
+    length_control_path: str | None = None
+    """AlpacaEval's df_gamed.csv, for the length-controlled win rate where there is no hub."""
+    max_judge_errors: float = Field(default=0.0, ge=0, lt=1)
+    """Share of outputs without a usable verdict up to which the win rate over the others is published."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _template_has_the_instruction(cls, template: str) -> str:
+        if "{instruction}" not in template:
+            raise ValueError(f"expected {{instruction}} in prompt_template, found {template!r}")
+        return template
+
+    @field_validator("prompt_stops")
+    @classmethod
+    def _stops_are_few(cls, stops: tuple[str, ...]) -> tuple[str, ...]:
+        if len(stops) > 4 or not all(stops):
+            raise ValueError(f"expected up to four texts in prompt_stops, none of them empty, found {len(stops)}")
+        return stops
+
+    def sampling(self, model_params: dict[str, Any] | None) -> dict[str, Any]:
+        """Sampling parameters by name, those of no value left out.
+
+        Args:
+            model_params: the generation_params of the model.
+        """
+        layers = (_DEFAULTS.model_dump(), model_params or {}, self.generation_params.model_dump(mode="json"))
+        return {name: value for layer in layers for name, value in layer.items() if value is not None}
+
+    def what_is_measured(self) -> dict[str, Any]:
+        """What of this can change a score: files by their content, wherever they lie.
+
+        Raises:
+            FileNotFoundError: a file is not there.
+            StorageError: it cannot be read.
+        """
+        paths = {name: path for name in _FILES if (path := getattr(self, name)) is not None}
+        contents = {name: hashlib.sha256(storage.read_bytes(path)).hexdigest() for name, path in paths.items()}
+        return {**self.model_dump(mode="json", exclude=set(_FILES)), **contents}

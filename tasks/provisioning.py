@@ -1,0 +1,143 @@
+"""Getting what some evaluations need: environments, a pool or an endpoint to answer, and a judge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from pools.config import InferencePoolConfig
+from pools.endpoint import RunningModel
+from pools.engine_client import EngineClient
+from pools.inference import InferencePool
+from pools.kept import require
+from pools.launch import Servable, environment_name
+from pools.session import PoolSession
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import BadInput, EndpointUnusable
+from resources.settings import settings
+from tasks.config import EvaluationConfig
+from tasks.evaluators.registry import EVALUATORS
+from tasks.progress import report_event
+from tasks.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
+
+
+def as_served(config: EvaluationConfig) -> EvaluationConfig:
+    """The evaluation with the configuration of the kept pool it is to use, if it names one.
+
+    Raises:
+        BadInput: there is no such pool.
+    """
+    if config.pool_name is None or config.native:
+        return config
+    served = require(config.pool_name).access.config
+    pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
+    return config.model_copy(update={"pool_config": pool_config, "model_name": config.named})
+
+
+@contextmanager
+def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Servable]) -> Iterator[Serving | None]:
+    """Serving for some checkpoints, for as long as the block lasts; None where no evaluation needs an endpoint.
+
+    Environments are built first where missing.
+
+    Raises:
+        BadInput: the evaluations want to be served in different ways.
+    """
+    served = [config for config in configs if not config.native]
+    prepare_environments(configs)
+    if not served:
+        yield None
+        return
+    config = _served_alike(served)
+    if config.pool_name is not None:
+        with PoolSession(
+            require(config.pool_name).access, checkpoints, holder=f"evaluation of {config.run_name}"
+        ) as session:
+            yield PoolServing(session)
+        return
+    if config.pool_config is None:
+        assert config.base_url is not None
+        by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
+        yield EndpointServing(config.base_url, by_name, served_name=config.served_model_name)
+        return
+    pool = start_pool(config.pool_config, checkpoints)
+    try:
+        yield PoolServing(pool.session)
+    finally:
+        report_event("closing the pool")
+        pool.close()
+
+
+def _served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
+    """The first of some evaluations, if one pool or endpoint can answer for all."""
+    first = configs[0]
+    for config in configs[1:]:
+        for what in ("pool_name", "base_url", "served_model_name", "pool_config"):
+            if getattr(config, what) != getattr(first, what):
+                raise BadInput(
+                    expected=f"the same {what} in evaluations that are made together",
+                    found="different ones",
+                    remedy="give all of them the same; apply_chat_template and sampling can be set in each evaluation",
+                )
+    return first
+
+
+def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | None:
+    """Who judges for an evaluation: the judge its options name, or the model's own pool; None where nobody judges.
+
+    Raises:
+        BadInput: the judge is a pool that is not up.
+        EndpointUnusable: the judge cannot be reached, or offers no such model.
+    """
+    if config.evaluator != "alpaca_eval":
+        return None
+    judge = config.alpaca_eval.judge
+    if judge.pool_name is not None:
+        access = require(judge.pool_name).access
+        base_url, key = access.address.base_url, access.key.get_secret_value()
+    elif judge.base_url is not None:
+        secret = settings().judge_api_key
+        base_url, key = judge.base_url.rstrip("/"), secret.get_secret_value() if secret else "none"
+    else:
+        return running if judge.model is None else replace(running, model=judge.model)
+    assert judge.model is not None, "a judge elsewhere has a name"
+    engine = EngineClient(base_url.removesuffix("/v1"), key)
+    offered = engine.model_names()
+    if judge.model not in offered:
+        raise EndpointUnusable(
+            expected=f"a judge {judge.model} at {base_url}",
+            found=f"it offers {', '.join(offered) or 'no model'}",
+            remedy="correct alpaca_eval.judge.model, or serve it there",
+        )
+    return RunningModel(
+        base_url=base_url,
+        model=judge.model,
+        tokenizer="",
+        capacity=CLIENT_CONCURRENCY,
+        prompt_logprobs=False,
+        request_timeout_seconds=CLIENT_TIMEOUT_SECONDS,
+        apply_chat_template=True,
+        api_key=key,
+    )
+
+
+@task(retries=2, retry_delay_seconds=[5, 30], cache_policy=NO_CACHE, persist_result=False)
+def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
+    """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then."""
+    names = [EVALUATORS[config.evaluator].environment for config in configs]
+    names += [
+        environment_name(config.pool_config) for config in configs if config.pool_config and config.pool_name is None
+    ]
+    for name in dict.fromkeys(names):
+        ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def start_pool(config: InferencePoolConfig, checkpoints: Sequence[Servable]) -> InferencePool:
+    """Starts a pool. Not retried: an engine that does not start says why, and would say it again."""
+    pool = InferencePool(config, checkpoints, on_event=report_event)
+    return pool.__enter__()

@@ -1,0 +1,83 @@
+"""Samples: what was asked, answered and scored, question by question, in one form for every evaluator.
+
+They lie beside the harness's own output, one line of JSON a question, gzipped. Two runs of the same benchmark are
+compared question by question with them.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from resources import storage
+from resources.errors import StorageError
+
+SAMPLES_NAME = "samples.jsonl.gz"
+"""Name of the file in an attempt's folder."""
+
+
+class Sample(BaseModel):
+    """One question of a benchmark, with what came of it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    benchmark: str
+    """Name its metrics are published under."""
+    id: str
+    """The same for the same question in every run of the benchmark."""
+    prompt: str
+    """What was asked, as far as the harness tells."""
+    output: str
+    """What the model answered; for a choice, the one it found likeliest."""
+    target: str | None
+    """The right answer, or the output it was compared with, where there is one."""
+    scores: dict[str, float]
+    """By metric, named as in the record; empty for a question that was left out."""
+
+
+def write_samples(path: Path, samples: Iterable[Sample]) -> int:
+    """Writes samples to a new file, and says how many.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    number = 0
+    try:
+        # No name and time in the header: the same samples are the same bytes.
+        with (
+            path.open("wb") as file,
+            gzip.GzipFile(fileobj=file, mode="wb", filename="", mtime=0) as packed,
+            io.TextIOWrapper(packed, encoding="utf-8") as lines,
+        ):
+            for sample in samples:
+                lines.write(sample.model_dump_json() + "\n")
+                number += 1
+    except OSError as error:
+        raise StorageError(
+            expected=f"to write samples to {path}", found=str(error), remedy="check that the folder has space"
+        ) from error
+    return number
+
+
+def read_samples(uri: str) -> Iterator[Sample]:
+    """The samples in a file, wherever it lies.
+
+    Raises:
+        FileNotFoundError: there is none.
+        StorageError: it is damaged, or cannot be read.
+    """
+    content = storage.read_bytes(uri)
+    try:
+        with gzip.open(io.BytesIO(content), "rt", encoding="utf-8") as lines:
+            for line in lines:
+                yield Sample.model_validate_json(line)
+    except (OSError, EOFError, ValidationError, UnicodeDecodeError) as error:
+        raise StorageError(
+            expected=f"samples, one line of JSON each, in {uri}",
+            found=str(error).splitlines()[0],
+            remedy="evaluate the cell again: delete its record.json first",
+        ) from error

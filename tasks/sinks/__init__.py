@@ -1,0 +1,1 @@
+"""Sinks: where results are announced, beside the records themselves."""
