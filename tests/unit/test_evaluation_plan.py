@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,14 @@ from pydantic import ValidationError
 from fakes.engine import FakeEngine
 from fakes.models import write_checkpoint, write_run
 from flows.running import EvaluationOptions, evaluation_from_file, evaluation_from_options
+from pools.endpoint import RunningModel
 from pools.launch import Servable
-from resources.errors import BadInput, EndpointUnusable
+from resources.errors import BadInput, EndpointUnusable, NoCheckpoints
 from tasks.cells import plan_cells
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints import find_checkpoints, select
 from tasks.config import CheckpointSelection, EvaluationConfig
+from tasks.options.alpaca_eval import AlpacaEvalOptions, Judge
+from tasks.provisioning import judge_of
 from tasks.serving import EndpointServing
 
 
@@ -62,6 +66,65 @@ def test_endpoint_answers_under_the_checkpoints_name_its_path_or_the_name_given(
     assert asyncio.run(model_of("prod", served_name="prod")) == "prod"
     with pytest.raises(EndpointUnusable, match="it offers something-else"):
         asyncio.run(model_of("something-else"))
+
+
+def test_judge_is_the_models_own_pool_unless_another_one_is_named(tmp_path: Path) -> None:
+    own = RunningModel("http://127.0.0.1:1/v1", "run-1", "tokenizer", 8, True, 60.0, api_key="own-key")
+    judged = config(tmp_path, tmp_path, evaluator="alpaca_eval", base_url="http://127.0.0.1:1/v1")
+    assert judge_of(judged, own) is own
+    assert judge_of(config(tmp_path, tmp_path, base_url="http://127.0.0.1:1/v1"), own) is None
+    earlier = judged.model_copy(update={"alpaca_eval": AlpacaEvalOptions(judge=Judge(model="run-0"))})
+    assert judge_of(earlier, own) == replace(own, model="run-0")
+
+    async def judge_at(model: str) -> RunningModel | None:
+        async with FakeEngine(models=("big-judge",)) as engine:
+            options = AlpacaEvalOptions(judge=Judge(base_url=f"{engine.url}/v1", model=model))
+            elsewhere = judged.model_copy(update={"alpaca_eval": options})
+            found = await asyncio.to_thread(judge_of, elsewhere, own)
+            assert found is not None
+            assert found.base_url == f"{engine.url}/v1"
+            return found
+
+    found = asyncio.run(judge_at("big-judge"))
+    assert found is not None
+    assert (found.model, found.api_key) == ("big-judge", "none")
+    with pytest.raises(EndpointUnusable, match="it offers big-judge"):
+        asyncio.run(judge_at("bigger-judge"))
+    gone = AlpacaEvalOptions(judge=Judge(base_url="http://127.0.0.1:9/v1", model="m"))
+    with pytest.raises(EndpointUnusable):
+        judge_of(judged.model_copy(update={"alpaca_eval": gone}), own)
+
+
+def test_judge_without_a_place_or_with_two_is_refused() -> None:
+    with pytest.raises(ValidationError, match="one of base_url and pool_name"):
+        Judge(base_url="http://127.0.0.1:9/v1", pool_name="p", model="m")
+    with pytest.raises(ValidationError, match="needs model"):
+        Judge(pool_name="p")
+
+
+def test_native_evaluation_of_a_cell_keeps_run_benchmarks_and_resources(tmp_path: Path) -> None:
+    served = config(
+        tmp_path / "run-a",
+        tmp_path / "out",
+        model_name="run-a",
+        without_prompt_logprobs="levanter",
+        pool_config={"resource_config": {"cpu": 3}, "model": {"name": "run-a"}},
+    )
+    native = served.natively()
+    assert native.native
+    assert native.pool_config is None
+    assert (native.run_name, native.evals, native.evaluation_path) == ("run-a", served.evals, served.evaluation_path)
+    assert native.resource_config is not None
+    assert native.resource_config.cpu == 3
+    assert native.what_is_measured() != served.what_is_measured()
+
+
+def test_steps_that_are_not_there_are_named(tmp_path: Path) -> None:
+    found = find_checkpoints(str(write_run(tmp_path / "run-a", [1, 2, 3])))
+    assert [one.step for one in select(found, CheckpointSelection(steps=(3, 1)))] == [1, 3]
+    assert [one.step for one in select(found, CheckpointSelection(which="first"))] == [1]
+    with pytest.raises(NoCheckpoints, match="none of 7; there are 1, 2, 3"):
+        select(found, CheckpointSelection(steps=(2, 7)))
 
 
 def test_endpoint_without_v1_and_a_served_name_without_endpoint_are_refused(tmp_path: Path) -> None:

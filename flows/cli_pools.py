@@ -1,0 +1,111 @@
+"""The commands about pools: `assay pool`, and `assay faults`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from flows.console import ERR, OUT, Json, print_json
+
+pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.", no_args_is_help=True)
+
+
+@pool_app.command("up")
+def pool_up(
+    model: Annotated[str, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")],
+    name: Annotated[str | None, typer.Option(help="Name of the pool; the run's when left out.")] = None,
+    run_name: Annotated[str | None, typer.Option(help="Name of the run, with which its checkpoints' begin.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None,
+    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None,
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Evaluations ask through the model's chat template.")] = False,
+    idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
+) -> None:
+    """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
+    from flows.pooling import start_pool
+    from flows.running import EvaluationOptions
+
+    options = EvaluationOptions(
+        model=model, name=run_name, replicas=replicas, cpu=cpu, engine=tuple(engine or ()), chat=chat
+    )
+    pool = start_pool(options, pool_name=name, idle_minutes=idle_minutes)
+    OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
+    OUT.print(
+        f"assay evaluate --pool {pool.name} …   evaluates on it\n"
+        f'eval "$(assay pool env {pool.name})"    lets any OpenAI client in this shell ask it\n'
+        f"assay pool down {pool.name}            ends it; without a user it ends after {idle_minutes:g} minutes",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@pool_app.command("ls")
+def pool_ls(as_json: Json = False) -> None:
+    """Show the pools that are kept up on this machine."""
+    from flows.pooling import state_of
+    from pools.kept import list_kept
+
+    rows = [state_of(state) for state in list_kept()]
+    if as_json:
+        print_json(rows)
+        return
+    table = Table("Name", "State", "Address", "Replicas", "Users", "Answered")
+    table.columns[2].no_wrap = True
+    for row in rows:
+        replicas = "\n".join(f"{name}: {state}" for name, state in row["replicas"].items())
+        users = "\n".join(row["users"]) or "none"
+        table.add_row(row["name"], row["state"], row["base_url"], replicas, users, str(row["answered"]))
+    OUT.print(table if rows else "No pool is kept up on this machine.")
+
+
+@pool_app.command("env")
+def pool_env(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
+    """Print the variables that let OpenAI clients use a pool; its key is among them."""
+    from pools.kept import require
+
+    access = require(name).access
+    sys.stdout.write(f"export OPENAI_BASE_URL={access.address.base_url}\n")
+    sys.stdout.write(f"export OPENAI_API_KEY={access.key.get_secret_value()}\n")
+
+
+@pool_app.command("down")
+def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
+    """End a pool with everything it runs, whoever uses it."""
+    from pools.kept import take_down
+
+    take_down(name)
+    OUT.print(f"{name} is down.", highlight=False)
+
+
+def faults(
+    model: Annotated[str, typer.Option(help="A checkpoint, or a run that holds them; the latest is served.")],
+    only: Annotated[list[str] | None, typer.Option("--only", help="One scenario by its name; repeatable.")] = None,
+    replicas: Annotated[int, typer.Option(help="Engines side by side.")] = 2,
+    requests: Annotated[int, typer.Option(help="Requests of each scenario.")] = 2000,
+    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 64,
+    fuzzed: Annotated[int, typer.Option(help="Malformed requests.")] = 3000,
+    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None,
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Try faults on a pool of real engines under load: what clients see, and what is recorded."""
+    from flows.faults import outcomes_as_json, outcomes_table, try_faults
+    from flows.running import EvaluationOptions
+    from pools.faults.outcome import Scale
+
+    outcomes = try_faults(
+        EvaluationOptions(model=model, replicas=replicas, cpu=cpu, engine=tuple(engine or ())),
+        only=tuple(only or ()),
+        scale=Scale(requests=requests, concurrency=concurrency, clients=requests, fuzzed=fuzzed),
+        on_outcome=lambda one: ERR.print(f"{one.scenario}: {one.verdict}", highlight=False),
+        on_event=lambda line: ERR.print(line, style="dim", markup=False, highlight=False),
+    )
+    if as_json:
+        print_json(outcomes_as_json(outcomes))
+    else:
+        OUT.print(outcomes_table(outcomes))
+    if any(one.violations for one in outcomes):
+        raise typer.Exit(1)

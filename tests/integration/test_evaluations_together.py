@@ -1,0 +1,145 @@
+"""Several evaluations of the same checkpoints: side by side on one endpoint, each with records of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes import engine as engine_program
+from fakes.models import CONFIG, write_checkpoint
+from fakes.polling import eventually
+from fakes.processes import running_program
+from fakes.tokenizers import write_byte_tokenizer
+from flows.evaluation import evaluate_each
+from resources.errors import BadInput, EvaluationInterrupted
+from tasks.checkpoints import find_checkpoints
+from tasks.config import EvaluationConfig
+from tasks.records import Record, read_records
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
+
+QUESTIONS = 3
+PATIENCE_SECONDS = 90.0
+
+
+class _Gate(BaseHTTPRequestHandler):
+    """Passes requests to an engine, but none before one of each kind has come: log-likelihoods and generation."""
+
+    protocol_version = "HTTP/1.1"
+    upstream = ""
+    seen: set[str]
+    open_gate: threading.Event
+
+    def do_GET(self) -> None:
+        self._pass(None)
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        fields = json.loads(body)
+        if isinstance(fields["prompt"][0], list):  # the harness's; a probe of ours sends text
+            self.seen.add("log-likelihood" if fields.get("echo") else "generation")
+            if len(self.seen) == 2:
+                self.open_gate.set()
+            if not self.open_gate.wait(PATIENCE_SECONDS):
+                self.send_error(503)
+                return
+        self._pass(body)
+
+    def _pass(self, body: bytes | None) -> None:
+        request = urllib.request.Request(self.upstream + self.path, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            content = answer.read()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Says nothing."""
+
+
+@contextmanager
+def gate(upstream: str) -> Iterator[str]:
+    members = {"upstream": upstream, "seen": set(), "open_gate": threading.Event()}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Gate", (_Gate,), members))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+
+
+@pytest.fixture
+def engine_url(tmp_path: Path) -> Iterator[str]:
+    address = tmp_path / "engine.json"
+    with running_program(str(engine_program.__file__), "--address-file", str(address), "--model", "run-7"):
+        eventually(address.is_file)
+        yield json.loads(address.read_text())["url"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    config = {**CONFIG, "num_attention_heads": 1}
+    write_byte_tokenizer(write_checkpoint(tmp_path / "run" / "hf" / "step-7", seed=7, config=config))
+    return tmp_path / "run"
+
+
+def evaluation(run: Path, benchmark: str, **changes: Any) -> EvaluationConfig:
+    given = {
+        "model_path": str(run),
+        "evaluation_path": str(run.parent / "evaluations"),
+        "evals": [{"name": benchmark}],
+        "max_eval_instances": QUESTIONS,
+    }
+    return EvaluationConfig.model_validate({**given, **changes})
+
+
+def by_benchmark(run: Path) -> dict[str, Record]:
+    return {record.benchmarks[0]: record for record in read_records(str(run.parent / "evaluations"))}
+
+
+def test_evaluations_of_one_checkpoint_run_at_the_same_time_and_end_with_a_record_each(run: Path, engine_url: str):
+    with gate(engine_url) as url:  # would never open if one waited for the other
+        configs = [evaluation(run, name, base_url=f"{url}/v1") for name in ("demo_facts", "demo_backwards")]
+        records = evaluate_each(configs, find_checkpoints(str(run)))
+    assert {record.benchmarks for record in records} == {("demo_facts",), ("demo_backwards",)}
+    assert all(record.succeeded and record.samples == QUESTIONS for record in records)
+    assert len({record.cell for record in records}) == 2
+
+
+def test_evaluation_that_fails_leaves_the_other_its_record(run: Path, engine_url: str):
+    good = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1")
+    late = evaluation(run, "demo_backwards", base_url=f"{engine_url}/v1", timeout_seconds=0.01)
+    with pytest.raises(EvaluationInterrupted, match="run-7 · lm-eval: infra_failed"):
+        evaluate_each([good, late], find_checkpoints(str(run)))
+    found = by_benchmark(run)
+    assert found["demo_facts"].status == "succeeded"
+    assert found["demo_backwards"].status == "infra_failed"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"base_url": "http://127.0.0.1:9/v1"}, "the same base_url"),
+        ({"evaluation_path": "/elsewhere"}, "one evaluation_path"),
+        ({"model_name": "other"}, "one run"),
+        ({"evals": [{"name": "demo_facts"}]}, "evaluations that differ"),
+    ],
+)
+def test_evaluations_that_cannot_be_made_together_are_refused(
+    run: Path, engine_url: str, changes: dict[str, Any], words: str
+):
+    first = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1")
+    second = evaluation(run, "demo_backwards", **{"base_url": f"{engine_url}/v1", **changes})
+    with pytest.raises(BadInput, match=words):
+        evaluate_each([first, second], find_checkpoints(str(run)))
+    assert not by_benchmark(run)
