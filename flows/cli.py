@@ -6,11 +6,12 @@ import json
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 from rich.table import Table
 
+from flows.cli_evaluate import evaluate, show_series
 from flows.cli_pools import faults, pool_app
 from flows.console import ERR, OUT, Json, print_json
 from resources.errors import AssayError, BadInput
@@ -71,84 +72,6 @@ def main() -> None:
 
 def _exit_on_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
-
-
-@app.command()
-def evaluate(
-    model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None,
-    eval_: Annotated[list[str] | None, typer.Option("--eval", help="Benchmark or benchmark:shots; repeatable.")] = None,
-    config: Annotated[str | None, typer.Option(help="YAML file with an EvaluationConfig, in place of options.")] = None,
-    output: Annotated[str | None, typer.Option(help="Folder for records, evaluations when left out.")] = None,
-    name: Annotated[str | None, typer.Option(help="Name of the run in records and reports.")] = None,
-    which: Annotated[str, typer.Option(help="all or latest.")] = "all",
-    every: Annotated[int | None, typer.Option(help="Only steps that are multiples of this, and the last.")] = None,
-    wait: Annotated[float, typer.Option(help="Seconds to wait for checkpoints that are being written.")] = 0.0,
-    limit: Annotated[int | None, typer.Option(help="Questions per benchmark.")] = None,
-    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None,
-    base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the checkpoint already.")] = None,
-    served_name: Annotated[str | None, typer.Option(help="Its name there, where it is another one.")] = None,
-    pool: Annotated[str | None, typer.Option(help="A pool that is kept up, by its name: see assay pool.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None,
-    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None,
-    engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Evaluate the checkpoints of a run that have no succeeded record yet."""
-    from flows.running import EvaluationOptions, evaluation_from_file, evaluation_from_options, run_series
-    from tasks.config import CheckpointSelection
-
-    options = EvaluationOptions(
-        model=model,
-        evals=tuple(eval_ or ()),
-        output=output,
-        name=name,
-        limit=limit,
-        benchmarks=benchmarks,
-        base_url=base_url,
-        served_name=served_name,
-        replicas=replicas,
-        cpu=cpu,
-        engine=tuple(engine or ()),
-        chat=chat,
-        pool=pool,
-    )
-    wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
-    from flows.loading import build_config
-
-    selection = build_config(
-        {"which": which, "every_n_steps": every, "wait_for_incomplete_seconds": wait},
-        CheckpointSelection,
-        source="the options",
-    )
-    _show_series(run_series(wanted, selection, console=ERR), as_json=as_json)
-
-
-def _show_series(result: Any, *, as_json: bool) -> None:
-    """Prints what a series came to; raises its error afterwards, so that it decides the exit code."""
-    from tasks.reports import results_rows, results_table
-
-    if as_json:
-        print_json(
-            {
-                "evaluated": result.evaluated,
-                "already_recorded": result.already_recorded,
-                "report": result.report,
-                "results": results_rows(result.records),
-                "records": [json.loads(record.model_dump_json()) for record in result.records],
-            }
-        )
-    else:
-        if result.records:
-            OUT.print(results_table(result.records))
-        if result.evaluated == 0 and result.error is None:
-            OUT.print(f"Nothing to evaluate: all {result.already_recorded} cells have succeeded records.")
-        else:
-            OUT.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
-        if result.report:
-            OUT.print(f"Report: {result.report}", soft_wrap=True, highlight=False)
-    if result.error is not None:
-        raise result.error
 
 
 @app.command()
@@ -222,7 +145,7 @@ def demo(
 
     prepare(folder, console=ERR)
     result = run_demo(folder, console=ERR)
-    _show_series(result, as_json=as_json)
+    show_series(result, as_json=as_json)
     if not as_json:
         OUT.print(next_steps(folder), highlight=False, soft_wrap=True)
 
@@ -250,6 +173,7 @@ def doctor(as_json: Json = False) -> None:
 
 
 app.add_typer(pool_app, name="pool")
+app.command()(evaluate)
 app.command()(faults)
 
 if __name__ == "__main__":

@@ -25,8 +25,8 @@ def pool_up(
     idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
+    from flows.options import EvaluationOptions
     from flows.pooling import start_pool
-    from flows.running import EvaluationOptions
 
     options = EvaluationOptions(
         model=model, name=run_name, replicas=replicas, cpu=cpu, engine=tuple(engine or ()), chat=chat
@@ -93,7 +93,7 @@ def faults(
 ) -> None:
     """Try faults on a pool of real engines under load: what clients see, and what is recorded."""
     from flows.faults import outcomes_as_json, outcomes_table, try_faults
-    from flows.running import EvaluationOptions
+    from flows.options import EvaluationOptions
     from pools.faults.outcome import Scale
 
     outcomes = try_faults(

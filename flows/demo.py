@@ -11,6 +11,7 @@ from rich.console import Console
 
 from flows.live import live_view
 from flows.running import SeriesResult, run_series
+from flows.series import evaluate_checkpoints
 from resources.config import ResourceConfig
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import JobFailed
@@ -108,7 +109,13 @@ def demo_config(folder: Path) -> EvaluationConfig:
 
 def run_demo(folder: Path, *, console: Console) -> SeriesResult:
     """Evaluates the demo's checkpoints that have no record yet, and writes `report.html`."""
-    result = run_series(demo_config(folder), CheckpointSelection(), console=console)
+    config = demo_config(folder)
+    result = run_series(
+        lambda: evaluate_checkpoints(config, CheckpointSelection()),
+        evaluation_path=config.evaluation_path,
+        run_name=config.run_name,
+        console=console,
+    )
     records = read_records(str(folder / "evaluations"))
     if not records:
         return result

@@ -10,7 +10,7 @@ from typing import Any
 from rich.table import Table
 
 from flows.loading import build_config
-from flows.running import EvaluationOptions, pool_content
+from flows.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
 from pools.faults.outcome import Outcome, Scale
 from pools.faults.scenarios import chosen, try_all

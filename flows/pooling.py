@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from flows.loading import build_config
-from flows.running import EvaluationOptions, pool_content
+from flows.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
 from pools.kept import KeptPool, KeptPoolState, keep_up
 from pools.launch import Servable, environment_name

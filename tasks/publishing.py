@@ -20,9 +20,9 @@ REPORT_NAME = "report.html"
 _REASON_CHARACTERS = 160
 
 
-def report_uri(config: EvaluationConfig) -> str:
+def report_uri(evaluation_path: str, run_name: str) -> str:
     """Where the report over a run lies."""
-    return storage.join(config.evaluation_path, config.run_name, REPORT_NAME)
+    return storage.join(evaluation_path, run_name, REPORT_NAME)
 
 
 @task(retries=3, retry_delay_seconds=[1, 5, 20], cache_policy=NO_CACHE, persist_result=False)
@@ -34,7 +34,7 @@ def publish_report(config: EvaluationConfig) -> str:
     Returns:
         Where the report lies.
     """
-    run, uri = config.run_name, report_uri(config)
+    run, uri = config.run_name, report_uri(config.evaluation_path, config.run_name)
     report_event(f"writing {uri}")
     records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
     write_report(records, uri, title=run)

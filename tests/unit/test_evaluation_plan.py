@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from fakes.engine import FakeEngine
 from fakes.models import write_checkpoint, write_run
-from flows.running import EvaluationOptions, evaluation_from_file, evaluation_from_options
+from flows.options import EvaluationOptions, evaluation_from_file, evaluation_from_options
 from pools.endpoint import RunningModel
 from pools.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints

@@ -1,0 +1,123 @@
+"""`assay evaluate`: benchmarks or a suite, asked of one checkpoint or of a run."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from flows.console import ERR, OUT, Json, print_json
+
+
+def evaluate(
+    model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None,
+    eval_: Annotated[list[str] | None, typer.Option("--eval", help="Benchmark or benchmark:shots; repeatable.")] = None,
+    evaluator: Annotated[str | None, typer.Option(help="lm-eval (when left out), helm, alpaca-eval, levanter.")] = None,
+    suite: Annotated[str | None, typer.Option(help="A suite by its name, or a YAML file; see assay suites.")] = None,
+    only: Annotated[list[str] | None, typer.Option("--only", help="A part of the suite; repeatable.")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file with an EvaluationConfig, in place of options.")] = None,
+    output: Annotated[str | None, typer.Option(help="Folder for records, evaluations when left out.")] = None,
+    name: Annotated[str | None, typer.Option(help="Name of the run in records and reports.")] = None,
+    which: Annotated[str, typer.Option(help="all, latest or first.")] = "all",
+    every: Annotated[int | None, typer.Option(help="Only steps that are multiples of this, and the last.")] = None,
+    step: Annotated[list[int] | None, typer.Option("--step", help="Only this training step; repeatable.")] = None,
+    wait: Annotated[float, typer.Option(help="Seconds to wait for checkpoints that are being written.")] = 0.0,
+    limit: Annotated[int | None, typer.Option(help="Questions per benchmark.")] = None,
+    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None,
+    base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the checkpoint already.")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Its name there, where it is another one.")] = None,
+    pool: Annotated[str | None, typer.Option(help="A pool that is kept up, by its name: see assay pool.")] = None,
+    replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None,
+    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="GPU of each engine, such as H100:2 or auto.")] = None,
+    tpu: Annotated[str | None, typer.Option(help="TPU slice of each engine, such as v5litepod-8.")] = None,
+    engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    judge_url: Annotated[str | None, typer.Option(help="Endpoint of a judge; its own pool when left out.")] = None,
+    judge_pool: Annotated[str | None, typer.Option(help="A pool that is kept up, as the judge.")] = None,
+    judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None,
+    sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Evaluate the checkpoints of a run that have no succeeded record yet."""
+    from flows.loading import build_config
+    from flows.options import (
+        EvaluationOptions,
+        evaluation_from_file,
+        evaluation_from_options,
+        suite_request_from_options,
+    )
+    from flows.running import run_series
+    from flows.series import evaluate_checkpoints
+    from tasks.config import CheckpointSelection
+
+    options = EvaluationOptions(
+        model=model,
+        evals=tuple(eval_ or ()),
+        evaluator=evaluator,
+        suite=suite,
+        only=tuple(only or ()),
+        output=output,
+        name=name,
+        limit=limit,
+        benchmarks=benchmarks,
+        base_url=base_url,
+        served_name=served_name,
+        replicas=replicas,
+        cpu=cpu,
+        gpu=gpu,
+        tpu=tpu,
+        engine=tuple(engine or ()),
+        chat=chat,
+        pool=pool,
+        judge_url=judge_url,
+        judge_pool=judge_pool,
+        judge_model=judge_model,
+        sinks=sinks,
+    )
+    selection = build_config(
+        {"which": which, "every_n_steps": every, "steps": step or (), "wait_for_incomplete_seconds": wait},
+        CheckpointSelection,
+        source="the options",
+    )
+    if suite is not None and config is None:
+        from flows.suites import evaluate_suite
+        from tasks.suites import load_suite
+
+        request, chosen = suite_request_from_options(options), load_suite(suite)
+        first = chosen.evaluations_of(request)[0]
+        place = {"evaluation_path": first.evaluation_path, "run_name": first.run_name}
+        result = run_series(lambda: evaluate_suite(chosen, request, selection), **place, console=ERR)
+    else:
+        wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
+        place = {"evaluation_path": wanted.evaluation_path, "run_name": wanted.run_name}
+        result = run_series(lambda: evaluate_checkpoints(wanted, selection), **place, console=ERR)
+    show_series(result, as_json=as_json)
+
+
+def show_series(result: Any, *, as_json: bool) -> None:
+    """Prints what a series came to; raises its error afterwards, so that it decides the exit code."""
+    from tasks.reports import results_rows, results_table
+
+    if as_json:
+        print_json(
+            {
+                "evaluated": result.evaluated,
+                "already_recorded": result.already_recorded,
+                "report": result.report,
+                "results": results_rows(result.records),
+                "records": [json.loads(record.model_dump_json()) for record in result.records],
+            }
+        )
+    else:
+        if result.records:
+            OUT.print(results_table(result.records))
+        if result.evaluated == 0 and result.error is None:
+            OUT.print(f"Nothing to evaluate: all {result.already_recorded} cells have succeeded records.")
+        else:
+            OUT.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
+        if result.report:
+            OUT.print(f"Report: {result.report}", soft_wrap=True, highlight=False)
+    if result.error is not None:
+        raise result.error

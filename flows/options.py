@@ -1,0 +1,235 @@
+"""From the options of `assay evaluate` and `assay pool` to configurations."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pydantic import Field
+
+from flows.loading import build_config, load_config
+from resources.config import Config
+from resources.errors import BadInput
+from tasks.config import EvaluationConfig, EvaluatorName
+from tasks.names import name_of
+from tasks.sinks.config import Sinks
+from tasks.suites import SuiteRequest
+
+_SHORT_NAMES: dict[str, EvaluatorName] = {
+    "lm-eval": "lm_evaluation_harness",
+    "helm": "helm",
+    "alpaca-eval": "alpaca_eval",
+    "levanter": "levanter_lm_evaluation_harness",
+}
+
+
+@dataclass(frozen=True)
+class EvaluationOptions:
+    """What `assay evaluate` was given, by the names of its options; `evals` as name or name:shots."""
+
+    model: str | None = None
+    evals: tuple[str, ...] = ()
+    evaluator: str | None = None
+    suite: str | None = None
+    only: tuple[str, ...] = ()
+    output: str | None = None
+    name: str | None = None
+    limit: int | None = None
+    benchmarks: str | None = None
+    base_url: str | None = None
+    served_name: str | None = None
+    replicas: int | None = None
+    cpu: int | None = None
+    gpu: str | None = None
+    tpu: str | None = None
+    engine: tuple[str, ...] = ()
+    chat: bool = False
+    pool: str | None = None
+    judge_url: str | None = None
+    judge_pool: str | None = None
+    judge_model: str | None = None
+    sinks: str | None = None
+
+    def given(self, *names: str) -> list[str]:
+        """Those of some options (all, if none are named) that were given, as they are written."""
+        asked = names or tuple(field.name for field in fields(self))
+        found = [name for name in asked if getattr(self, name) not in (None, (), False)]
+        return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in found]
+
+
+class SinksFile(Config):
+    """A file that names sinks."""
+
+    sinks: Sinks = Field(min_length=1)
+    """Where results are announced."""
+
+
+def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
+    """The configuration in a file, beside which no option may say something else.
+
+    Raises:
+        BadInput: the file is not valid, or options were given that it would override.
+    """
+    if given := options.given():
+        raise BadInput(
+            expected="either --config or the options that describe an evaluation",
+            found=f"--config and {', '.join(given)}",
+            remedy="write them into the file",
+        )
+    return load_config(uri, EvaluationConfig)
+
+
+def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
+    """The configuration that some command-line options describe.
+
+    Raises:
+        BadInput: something is missing or wrong, or would be ignored.
+    """
+    if options.model is None or not options.evals:
+        raise BadInput(
+            expected="--model and at least one --eval or a --suite, or --config FILE",
+            found=" and ".join(options.given("model", "evals")) or "neither",
+            remedy="for example: assay evaluate --model runs/a --eval demo_facts",
+        )
+    _refuse_beside("--eval", options.given("only"), "it chooses among the evaluations of a suite")
+    evaluator = _evaluator(options.evaluator)
+    judge = _judge(options)
+    if judge is not None and evaluator != "alpaca_eval":
+        _refuse_beside(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
+    content: dict[str, Any] = {
+        **_content(options),
+        "evaluator": evaluator,
+        "evals": [_benchmark(text) for text in options.evals],
+        **({"alpaca_eval": {"judge": judge}} if judge is not None else {}),
+    }
+    if evaluator == "levanter_lm_evaluation_harness":
+        unused = options.given("base_url", "pool", "replicas", "engine", "chat", "served_name")
+        _refuse_beside("--evaluator levanter", unused, "it loads the checkpoint itself, without an engine")
+        content["resource_config"] = _resources(options)
+    elif options.base_url is None and options.pool is None:
+        content["pool_config"] = pool_content(options)
+    return build_config(content, EvaluationConfig, source="the options")
+
+
+def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
+    """What some command-line options ask of a suite.
+
+    Raises:
+        BadInput: something is missing or wrong, or would be ignored.
+    """
+    if options.model is None:
+        raise BadInput(expected="--model beside --suite", found="none", remedy="name a run or a checkpoint")
+    _refuse_beside("--suite", options.given("evals", "evaluator"), "the suite says what is asked, and by whom")
+    content: dict[str, Any] = {
+        **_content(options),
+        "only": options.only,
+        "judge": _judge(options),
+        "apply_chat_template": True if options.chat else None,
+    }
+    if options.given("replicas", "cpu", "gpu", "tpu", "engine"):
+        content["pool_config"] = pool_content(options)
+        content["resource_config"] = _resources(options)
+    return build_config(content, SuiteRequest, source="the options")
+
+
+def pool_content(options: EvaluationOptions) -> dict[str, Any]:
+    """The pool that some options describe, to be made an `InferencePoolConfig`."""
+    assert options.model is not None
+    return {
+        "resource_config": _resources(options),
+        "model": {
+            "name": options.name or name_of(options.model)[0],
+            "engine_kwargs": dict(_engine_argument(text) for text in options.engine),
+            "apply_chat_template": options.chat,
+        },
+    }
+
+
+_JUDGE = ("judge_url", "judge_pool", "judge_model")
+
+
+def _content(options: EvaluationOptions) -> dict[str, Any]:
+    """What an evaluation and a suite's request are told alike."""
+    served = options.given("base_url", "pool")
+    if served:
+        pool_options = options.given("replicas", "cpu", "gpu", "tpu", "engine")
+        _refuse_beside(served[0], pool_options, "they are for a pool that is started; it serves as its owner chose")
+    return {
+        "model_path": options.model,
+        "model_name": options.name,
+        "evaluation_path": options.output or "evaluations",
+        "max_eval_instances": options.limit,
+        "benchmarks_path": options.benchmarks,
+        "served_model_name": options.served_name,
+        "base_url": options.base_url,
+        "pool_name": options.pool,
+        "apply_chat_template": True if options.chat and served else None,
+        "sinks": load_config(options.sinks, SinksFile).sinks if options.sinks else (),
+    }
+
+
+def _refuse_beside(what: str, others: list[str], why: str) -> None:
+    if others:
+        raise BadInput(
+            expected=f"only options that can be followed beside {what}",
+            found=f"{what} and {', '.join(others)}",
+            remedy=f"leave {others[0]} out: {why}",
+        )
+
+
+def _evaluator(name: str | None) -> EvaluatorName:
+    if name is None:
+        return "lm_evaluation_harness"
+    for short, full in _SHORT_NAMES.items():
+        if name in (short, full):
+            return full
+    raise BadInput(expected=f"--evaluator {', '.join(_SHORT_NAMES)}", found=name, remedy="name one of them")
+
+
+def _judge(options: EvaluationOptions) -> dict[str, Any] | None:
+    if not options.given(*_JUDGE):
+        return None
+    return {"base_url": options.judge_url, "pool_name": options.judge_pool, "model": options.judge_model}
+
+
+def _resources(options: EvaluationOptions) -> dict[str, Any]:
+    """The resources that some options describe, to be made a `ResourceConfig`."""
+    if options.gpu is not None and options.tpu is not None:
+        raise BadInput(expected="one of --gpu and --tpu", found="both", remedy="keep one of them")
+    asked: dict[str, Any] = {"replicas": options.replicas or 1, "cpu": options.cpu or 2}
+    if options.gpu is not None:
+        variant, separator, count = options.gpu.partition(":")
+        if separator and not count.isdigit():
+            raise BadInput(
+                expected="--gpu VARIANT or --gpu VARIANT:COUNT",
+                found=f"--gpu {options.gpu}",
+                remedy="for example --gpu H100:2, or --gpu auto",
+            )
+        asked["device"] = {"kind": "gpu", "variant": variant, "count": int(count or 1)}
+    elif options.tpu is not None:
+        asked["device"] = {"kind": "tpu", "variant": options.tpu}
+    return asked
+
+
+def _benchmark(text: str) -> dict[str, Any]:
+    name, separator, shots = text.partition(":")
+    if not separator:
+        return {"name": name}
+    if not shots.isdigit():
+        raise BadInput(
+            expected="--eval NAME or --eval NAME:SHOTS", found=f"--eval {text}", remedy="give a number of shots"
+        )
+    return {"name": name, "num_fewshot": int(shots), "task_alias": f"{name}_{shots}shot"}
+
+
+def _engine_argument(text: str) -> tuple[str, Any]:
+    key, separator, value = text.partition("=")
+    if not separator:
+        raise BadInput(
+            expected="--engine key=value", found=f"--engine {text}", remedy="for example --engine max_model_len=4096"
+        )
+    try:
+        return key, ast.literal_eval({"true": "True", "false": "False"}.get(value, value))
+    except (ValueError, SyntaxError):
+        return key, value
