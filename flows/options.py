@@ -6,14 +6,11 @@ import ast
 from dataclasses import dataclass, fields
 from typing import Any
 
-from pydantic import Field
-
+from flows.backlog import sinks_in
 from flows.loading import build_config, load_config
-from resources.config import Config
 from resources.errors import BadInput
-from tasks.config import EvaluationConfig, EvaluatorName
+from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName
 from tasks.names import name_of
-from tasks.sinks.config import Sinks
 from tasks.suites import SuiteRequest
 
 _SHORT_NAMES: dict[str, EvaluatorName] = {
@@ -46,6 +43,7 @@ class EvaluationOptions:
     engine: tuple[str, ...] = ()
     chat: bool = False
     pool: str | None = None
+    allow_code: tuple[str, ...] = ()
     judge_url: str | None = None
     judge_pool: str | None = None
     judge_model: str | None = None
@@ -56,13 +54,6 @@ class EvaluationOptions:
         asked = names or tuple(field.name for field in fields(self))
         found = [name for name in asked if getattr(self, name) not in (None, (), False)]
         return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in found]
-
-
-class SinksFile(Config):
-    """A file that names sinks."""
-
-    sinks: Sinks = Field(min_length=1)
-    """Where results are announced."""
 
 
 def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
@@ -103,6 +94,10 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
         "evals": [_benchmark(text) for text in options.evals],
         **({"alpaca_eval": {"judge": judge}} if judge is not None else {}),
     }
+    if options.allow_code:
+        if evaluator in ("helm", "alpaca_eval"):
+            _refuse_beside(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
+        content["lm_eval"] = {"allow_code_execution": options.allow_code}
     if evaluator == "levanter_lm_evaluation_harness":
         unused = options.given("base_url", "pool", "replicas", "engine", "chat", "served_name")
         _refuse_beside("--evaluator levanter", unused, "it loads the checkpoint itself, without an engine")
@@ -124,6 +119,7 @@ def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
     content: dict[str, Any] = {
         **_content(options),
         "only": options.only,
+        "allow_code_execution": options.allow_code,
         "judge": _judge(options),
         "apply_chat_template": True if options.chat else None,
     }
@@ -165,7 +161,7 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
         "base_url": options.base_url,
         "pool_name": options.pool,
         "apply_chat_template": True if options.chat and served else None,
-        "sinks": load_config(options.sinks, SinksFile).sinks if options.sinks else (),
+        "sinks": sinks_in(options.sinks, None) or (),
     }
 
 
@@ -181,10 +177,15 @@ def _refuse_beside(what: str, others: list[str], why: str) -> None:
 def _evaluator(name: str | None) -> EvaluatorName:
     if name is None:
         return "lm_evaluation_harness"
-    for short, full in _SHORT_NAMES.items():
-        if name in (short, full):
-            return full
-    raise BadInput(expected=f"--evaluator {', '.join(_SHORT_NAMES)}", found=name, remedy="name one of them")
+    full = _SHORT_NAMES.get(name, name)
+    for known in EVALUATOR_TITLES:
+        if full == known:
+            return known
+    raise BadInput(
+        expected=f"--evaluator {', '.join(_SHORT_NAMES)} or another that is registered",
+        found=name,
+        remedy="name one of them",
+    )
 
 
 def _judge(options: EvaluationOptions) -> dict[str, Any] | None:

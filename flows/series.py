@@ -5,7 +5,7 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.evaluation import evaluate_each
-from tasks.checkpoints import discover
+from tasks.checkpoints import discover, layouts_for
 from tasks.config import CheckpointSelection, EvaluationConfig
 from tasks.records import Record
 
@@ -19,4 +19,4 @@ def evaluate_checkpoints(
     Raises:
         AssayError: the run holds no complete checkpoint, or a wanted cell has no succeeded record in the end.
     """
-    return evaluate_each([config], discover(config.model_path, selection))
+    return evaluate_each([config], discover(config.model_path, selection, **layouts_for([config])))

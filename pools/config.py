@@ -23,6 +23,8 @@ ENGINE_GENERATION_DEFAULTS = (
     "max_new_tokens",
 )
 """Sampling parameters for which vLLM keeps a server-wide default."""
+REQUEST_GENERATION_PARAMS = ("stop_token_ids",)
+"""Those it does not: evaluators that say how to sample put them into each request."""
 
 
 def check_name(name: str) -> str:
@@ -52,7 +54,8 @@ class ModelConfig(Config):
     apply_chat_template: bool = False
     """Send benchmarks as conversations, through the model's own chat template."""
     generation_params: dict[str, Any] | None = None
-    """Sampling defaults of the engine, such as temperature, for requests that do not set them."""
+    """Sampling defaults of the engine, such as temperature, for requests that do not set them; AlpacaEval sends them,
+    and stop_token_ids, with every instruction."""
 
     @field_validator("name")
     @classmethod
@@ -75,12 +78,10 @@ class ModelConfig(Config):
     @field_validator("generation_params")
     @classmethod
     def _generation_params_have_engine_defaults(cls, params: dict[str, Any] | None) -> dict[str, Any] | None:
-        unknown = sorted(set(params or {}) - set(ENGINE_GENERATION_DEFAULTS))
+        known = (*ENGINE_GENERATION_DEFAULTS, *REQUEST_GENERATION_PARAMS)
+        unknown = sorted(set(params or {}) - set(known))
         if unknown:
-            raise ValueError(
-                f"the engine keeps no default for {', '.join(unknown)}; it does for "
-                f"{', '.join(ENGINE_GENERATION_DEFAULTS)}"
-            )
+            raise ValueError(f"expected some of {', '.join(known)}, found {', '.join(unknown)}: remove it")
         return params
 
 

@@ -30,7 +30,7 @@ class RunningModel:
 class LocalCheckpoint:
     """A model that nobody serves, for evaluators that load the weights themselves.
 
-    `uri` is its folder, in any store; `tokenizer` a local folder that holds the tokenizer, where there is one.
+    `uri` is its folder, in any store; `tokenizer` a folder with config and tokenizer, where it holds none itself.
     """
 
     name: str

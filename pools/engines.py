@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pools.config import EngineDevice, InferencePoolConfig
+from pools.config import REQUEST_GENERATION_PARAMS, EngineDevice, InferencePoolConfig
 from resources.config import GpuConfig, size_in_bytes
 
 
@@ -101,8 +101,9 @@ def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
     device = config.resource_config.device
     if isinstance(device, GpuConfig) and device.count > 1:
         kwargs.setdefault("tensor_parallel_size", device.count)
-    if config.model.generation_params:
-        kwargs["override_generation_config"] = dict(config.model.generation_params)
+    params = config.model.generation_params or {}
+    if defaults := {name: value for name, value in params.items() if name not in REQUEST_GENERATION_PARAMS}:
+        kwargs["override_generation_config"] = defaults
     return kwargs
 
 

@@ -10,8 +10,8 @@ import hashlib
 import json
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 from resources import storage
 from resources.errors import CheckpointError, IncompleteCheckpoint
@@ -49,7 +49,10 @@ class ModelDigests:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model folder as found. `problems` is empty if and only if it is complete and can be served."""
+    """A model folder as found. `problems` is empty if and only if it is complete and can be evaluated.
+
+    `kind` is its layout. For Levanter's own, `reference` is the folder that config and tokenizer come from.
+    """
 
     uri: str
     files: Mapping[str, FileInfo] = field(repr=False)
@@ -57,17 +60,19 @@ class ModelFolder:
     config: Mapping[str, Any] = field(repr=False)
     weight_files: tuple[str, ...]
     modified: float
+    kind: Literal["huggingface", "levanter"] = "huggingface"
+    reference: ModelFolder | None = field(default=None, repr=False)
 
     @property
     def complete(self) -> bool:
-        """Whether everything needed to serve it is there."""
+        """Whether everything needed to evaluate it is there."""
         return not self.problems
 
     def require_complete(self) -> None:
         """Raises `IncompleteCheckpoint` with every problem found."""
         if self.problems:
             raise IncompleteCheckpoint(
-                expected=f"a complete Hugging Face checkpoint in {self.uri}",
+                expected=f"a complete checkpoint in {self.uri}",
                 found="; ".join(self.problems),
                 remedy="wait until it is written, or copy the missing files again",
             )
@@ -80,6 +85,24 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
         uri: the folder.
         files: its files, if a listing was made already.
     """
+    prefix = uri.rstrip("/") + "/"
+    described = inspect_reference_folder(uri, files)
+    by_name, problems = described.files, list(described.problems)
+    weights = _weight_files(prefix, by_name, problems)
+    for name in weights:
+        if name not in by_name:
+            problems.append(f"{name} is named by {INDEX_NAME} and is not there")
+            continue
+        try:
+            read_safetensors_header(by_name[name])
+        except CheckpointError as error:
+            problems.append(error.found)
+    weight_files = tuple(name for name in weights if name in by_name)
+    return replace(described, problems=tuple(problems), weight_files=weight_files)
+
+
+def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
+    """The same without a look at weights: whether config and tokenizer are there."""
     listed = storage.list_files(uri) if files is None else files
     prefix = uri.rstrip("/") + "/"
     by_name = {info.uri.removeprefix(prefix): info for info in listed}
@@ -90,21 +113,12 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
         problems.append("tokenizer_config.json is missing")
     if not any(name in by_name for name in TOKENIZER_FILES):
         problems.append(f"no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
-    weights = _weight_files(prefix, by_name, problems)
-    for name in weights:
-        if name not in by_name:
-            problems.append(f"{name} is named by {INDEX_NAME} and is not there")
-            continue
-        try:
-            read_safetensors_header(by_name[name])
-        except CheckpointError as error:
-            problems.append(error.found)
     return ModelFolder(
         uri=uri,
         files=by_name,
         problems=tuple(problems),
         config=config,
-        weight_files=tuple(name for name in weights if name in by_name),
+        weight_files=(),
         modified=max((info.modified for info in by_name.values()), default=0.0),
     )
 
@@ -207,11 +221,12 @@ def digest_model_folder(folder: ModelFolder) -> ModelDigests:
     """
     folder.require_complete()
     weights = [part for name in folder.weight_files for part in (name.encode(), _content_digest(folder.files[name]))]
-    texts = sorted(name for name in folder.files if name in TOKENIZER_FILES + _TEMPLATE_FILES)
-    tokenizer = [part for name in texts for part in (name.encode(), storage.read_bytes(folder.files[name].uri))]
+    files = (folder.reference or folder).files
+    texts = sorted(name for name in files if name in TOKENIZER_FILES + _TEMPLATE_FILES)
+    tokenizer = [part for name in texts for part in (name.encode(), storage.read_bytes(files[name].uri))]
     config = [json.dumps(folder.config, sort_keys=True).encode()]
-    if "generation_config.json" in folder.files:
-        config.append(storage.read_bytes(folder.files["generation_config.json"].uri))
+    if "generation_config.json" in files:
+        config.append(storage.read_bytes(files["generation_config.json"].uri))
     return ModelDigests(weights=_hash(*weights), tokenizer=_hash(*tokenizer), config=_hash(*config))
 
 

@@ -104,6 +104,26 @@ ENVIRONMENTS: dict[str, EnvironmentSpec] = {
             requirements=_REQUIREMENTS / "lm-eval.txt",
             smoke_import="lm_eval.evaluator, lm_eval.models.openai_completions, transformers",
         ),
+        EnvironmentSpec(
+            name="helm",
+            requirements=_REQUIREMENTS / "helm.txt",
+            overrides=_REQUIREMENTS / "helm-overrides.in",
+            smoke_import="helm.benchmark.run, helm.benchmark.presentation.summarize, helm.clients.openai_client",
+        ),
+        EnvironmentSpec(
+            name="alpaca-eval",
+            requirements=_REQUIREMENTS / "alpaca-eval.txt",
+            smoke_import="alpaca_eval.main, alpaca_eval.decoders.openai, sklearn.linear_model",
+        ),
+        *(
+            EnvironmentSpec(
+                name=name,
+                requirements=_REQUIREMENTS / f"{name}.txt",
+                smoke_import="levanter.eval_harness, levanter.models.llama, levanter.checkpoint",
+                python=python,
+            )
+            for name, python in (("levanter", None), ("levanter-cuda", "3.12"), ("levanter-tpu", "3.12"))
+        ),
     )
 }
 

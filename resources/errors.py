@@ -145,11 +145,19 @@ class CountsDisagree(AssayError):
     exit_code = 1
 
 
+class SinkFailed(AssayError):
+    """A sink did not take what was sent to it; the record stands all the same."""
+
+
 class EvaluationIncomplete(AssayError):
     """Some wanted cells have no succeeded record: the model, a benchmark or the counts were at fault."""
 
     record_status = "failed"
     exit_code = 1
+
+
+class StagingIncomplete(AssayError):
+    """Some data could not be fetched for workers without a network, or does not load there."""
 
 
 class EvaluationInterrupted(AssayError):

@@ -20,7 +20,8 @@ from resources.errors import AssayError, EvaluationInterrupted, RecordStatus
 from resources.fork_server import ForkServer
 from resources.jobs import current_client
 from tasks.cells import Cell
-from tasks.evaluators.harness import EvaluatedModel, Evaluator, Parsed, Progress, run_harness, verify_counts
+from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress
+from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.progress import CellDone, CellProgress, report, report_event
 from tasks.provenance import git_state, hardware, versions
 from tasks.provisioning import judge_of
@@ -174,7 +175,13 @@ def _model(
     if cell.config.native:
         turn.on_open()
         outcome.served = {"by": "the evaluator itself"}
-        return LocalCheckpoint(cell.reference.name, storage.absolute(cell.folder.uri)), None
+        folder, tokenizer = cell.folder, cell.folder.reference
+        return LocalCheckpoint(
+            cell.reference.name,
+            storage.absolute(folder.uri),
+            folder.kind,
+            storage.absolute(tokenizer.uri) if tokenizer else None,
+        ), None
     assert serving is not None, "cells that need an endpoint are given one"
     report(CellProgress(cell.title, turn.position, turn.cells, "asking for the checkpoint", 0, 0))
     with outcome.timed("open"):

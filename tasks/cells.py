@@ -89,7 +89,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 def _evaluation_hash(config: EvaluationConfig) -> str:
     """Over all that can change a score but the checkpoint; the evaluator looks at the request first."""
     evaluator = EVALUATORS[config.evaluator]
-    evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment]).python)
+    evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
     return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
 
 
@@ -137,7 +137,8 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
             found=f"{len(checkpoints)} checkpoints",
             remedy="name one of them as model_path",
         )
-    paths = (config.evaluation_path, config.model_path, config.benchmarks_path or "/")
+    places = [getattr(sink, name, None) for sink in config.sinks for name in ("url", "path", "folder")]
+    paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
     relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
     if relative and deployment.id:
         raise BadInput(

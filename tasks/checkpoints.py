@@ -7,23 +7,31 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pools.model_files import INDEX_NAME, ModelFolder, inspect_model_folder
+from pools.native_files import Exports, inspect_native_folder, is_native
 from resources import storage
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import FileInfo
-from tasks.config import CheckpointSelection
+from tasks.config import CheckpointSelection, EvaluationConfig
 from tasks.names import name_of, step_of
 from tasks.progress import report_event
 
 _MODEL_FILES = ("config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
 _POLL_SECONDS = 1.0
+_ARCHIVE = "checkpoints"  # where training scripts put native checkpoints, beside hf/
+
+Kind = Literal["huggingface", "levanter"]
+"""Layouts of checkpoints: Hugging Face's, which engines serve too, and Levanter's own."""
+SERVED: tuple[Kind, ...] = ("huggingface",)
+LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
+"""What an engine serves, and what the native evaluation loads."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,7 @@ class Checkpoint:
     name: str
     step: int
     modified: float
-    kind: Literal["huggingface", "levanter"] = "huggingface"
+    kind: Kind = "huggingface"
     problems: tuple[str, ...] = ()
     folder: ModelFolder | None = field(default=None, repr=False)
 
@@ -45,10 +53,15 @@ class Checkpoint:
         return not self.problems
 
 
-def find_checkpoints(path: str) -> list[Checkpoint]:
+def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: str | None = None) -> list[Checkpoint]:
     """Every checkpoint at or below a location, complete or not, by step and then by time of writing.
 
     `<path>` and `<path>/hf` mean the same run. One listing of the store, then one look at each folder's headers.
+
+    Args:
+        path: a checkpoint, or a run.
+        kinds: layouts that can be evaluated; others are incomplete. An export replaces the native one of its step.
+        reference: folder with config and tokenizer for native checkpoints; an export beside them when None.
 
     Raises:
         BadInput: the location is not there, or is a file.
@@ -70,13 +83,21 @@ def find_checkpoints(path: str) -> list[Checkpoint]:
     folders: dict[str, list[FileInfo]] = defaultdict(list)
     for file in files:
         folders[storage.parent(file.uri)].append(file)
-    native = {folder for folder, held in folders.items() if _is_levanter(folder, held, folders)}
-    found = [_levanter(folder, folders[folder]) for folder in native]
+    native = _native_folders(folders)
+    found = []
     for folder, held in folders.items():
         if any(folder == other or folder.startswith(f"{other}/") for other in native):
             continue
         if _looks_like_checkpoint(folder, held):
             found.append(_huggingface(folder, held))
+    exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
+    exports = Exports()
+    for folder, held in native.items():
+        if "levanter" in kinds:
+            checkpoint = _levanter(folder, held, reference=reference or exports.beside(folder))
+            found += [checkpoint] if checkpoint.step not in exported else []
+        else:
+            found.append(_not_served(folder, held))
     if not found:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
@@ -95,24 +116,43 @@ def _looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
     )
 
 
-def _is_levanter(folder: str, files: Sequence[FileInfo], folders: dict[str, list[FileInfo]]) -> bool:
-    model = storage.join(folder, "model")
-    return any(storage.basename(file.uri) == "metadata.json" for file in files) and any(
-        other == model or other.startswith(f"{model}/") for other in folders
-    )
+def _native_folders(folders: dict[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
+    """Native checkpoints with all their files, by folder."""
+    found: dict[str, list[FileInfo]] = {}
+    for folder, held in folders.items():
+        if not any(storage.basename(file.uri) in ("metadata.json", "manifest.ocdbt") for file in held):
+            continue
+        within = [file for other, files in folders.items() if f"{other}/".startswith(f"{folder}/") for file in files]
+        if is_native([file.uri.removeprefix(f"{folder}/") for file in within]):
+            found[folder] = within
+    return found
 
 
-def _levanter(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
-    run, name, step = name_of(folder)
-    return Checkpoint(
-        uri=folder,
-        run=run,
-        name=name,
-        step=step,
-        modified=max(file.modified for file in files),
-        kind="levanter",
-        problems=("a native Levanter checkpoint: export it to Hugging Face format to serve it",),
+def _levanter(folder: str, files: Sequence[FileInfo], *, reference: str | None) -> Checkpoint:
+    """A native checkpoint that can be evaluated; its step is the one it names itself."""
+    run, name, step = _native_name(folder)
+    held = inspect_native_folder(folder, files, reference=reference)
+    if held.step is not None and held.step != step:
+        name, step = f"{run}-{held.step}", held.step
+    problems = held.folder.problems
+    return Checkpoint(folder, run, name, step, held.folder.modified, "levanter", problems, held.folder)
+
+
+def _not_served(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
+    problem = (
+        "a native Levanter checkpoint: export it to Hugging Face format to serve it, or evaluate it with "
+        "levanter_lm_evaluation_harness"
     )
+    modified = max(file.modified for file in files)
+    return Checkpoint(folder, *_native_name(folder), modified, "levanter", (problem,))
+
+
+def _native_name(folder: str) -> tuple[str, str, int]:
+    """As for other checkpoints: `$RUN/checkpoints/step-N` is of the run `$RUN`, too."""
+    parent, last = storage.parent(folder), storage.basename(folder)
+    if step_of(last) is not None and storage.basename(parent) == _ARCHIVE:
+        return name_of(storage.join(storage.parent(parent), last))
+    return name_of(folder)
 
 
 def _huggingface(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
@@ -126,12 +166,15 @@ def discover(
     path: str,
     selection: CheckpointSelection,
     *,
+    kinds: Collection[Kind] = SERVED,
+    reference: str | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[Checkpoint]:
     """The checkpoints to evaluate: complete, and selected. Those left out because they are incomplete are reported.
 
     Waits, if the selection says so, for incomplete ones to be finished; folders are looked at anew every second.
+    `kinds` and `reference` are those of `find_checkpoints`.
 
     Raises:
         BadInput: the location is not there, or is a file.
@@ -139,9 +182,9 @@ def discover(
     """
     deadline = clock() + selection.wait_for_incomplete_seconds
     while True:
-        found = find_checkpoints(path)
+        found = find_checkpoints(path, kinds=kinds, reference=reference)
         incomplete = [checkpoint for checkpoint in found if not checkpoint.complete]
-        waiting_helps = any(checkpoint.kind == "huggingface" for checkpoint in incomplete)
+        waiting_helps = any(checkpoint.kind in kinds for checkpoint in incomplete)
         if not waiting_helps or clock() >= deadline:
             break
         sleep(_POLL_SECONDS)
@@ -159,14 +202,16 @@ def discover(
 
 
 @task(cache_policy=NO_CACHE, persist_result=False)
-def discover_one(path: str, *, latest: bool) -> Checkpoint:
+def discover_one(
+    path: str, *, latest: bool, kinds: Collection[Kind] = SERVED, reference: str | None = None
+) -> Checkpoint:
     """The one checkpoint at a location or, with `latest`, the newest complete one below it.
 
     Raises:
         BadInput: the location is not there, or holds several checkpoints and `latest` is not set.
         NoCheckpoints: none is there, or none is complete.
     """
-    found = discover.fn(path, CheckpointSelection())
+    found = discover.fn(path, CheckpointSelection(), kinds=kinds, reference=reference)
     if len(found) > 1 and not latest:
         raise BadInput(
             expected=f"one checkpoint at {path}",
@@ -174,6 +219,13 @@ def discover_one(path: str, *, latest: bool) -> Checkpoint:
             remedy="name one of them, set discover_latest_checkpoint, or evaluate them all with evaluate_checkpoints",
         )
     return found[-1]
+
+
+def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
+    """What `discover` is to look for: Levanter's own layout too, where every evaluation loads checkpoints natively."""
+    native = [config for config in configs if config.native]
+    kinds = LOADED_NATIVELY if native and len(native) == len(configs) else SERVED
+    return {"kinds": kinds, "reference": next((config.levanter.reference for config in native), None)}
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:

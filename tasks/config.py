@@ -16,7 +16,7 @@ from tasks.options.alpaca_eval import AlpacaEvalOptions
 from tasks.options.helm import HelmOptions
 from tasks.options.levanter import LevanterOptions
 from tasks.options.lm_eval import LmEvalOptions
-from tasks.sinks.config import Sink
+from tasks.sinks.config import Sinks
 
 EvaluatorName = Literal["lm_evaluation_harness", "helm", "alpaca_eval", "levanter_lm_evaluation_harness"]
 EVALUATOR_TITLES: dict[EvaluatorName, str] = {
@@ -115,7 +115,7 @@ class EvaluationConfig(Config):
     """What AlpacaEval is told beyond the instructions."""
     levanter: LevanterOptions = LevanterOptions()
     """What the native evaluation is told beyond the benchmarks."""
-    sinks: tuple[Sink, ...] = ()
+    sinks: Sinks = ()
     """Where results are announced, beside the records."""
     timeout_seconds: float = Field(default=4 * 3600, gt=0)
     """Wall clock of one cell."""
@@ -198,11 +198,12 @@ class EvaluationConfig(Config):
             "evaluator": self.evaluator,
             "evals": [task.model_dump() for task in self.evals],
             "max_eval_instances": self.max_eval_instances,
-            "options": self._options.what_is_measured(),
+            "options": self._options.what_is_measured() if self._options else None,
         }
         if self.evaluator == _NATIVE:
             resources = self.resource_config or ResourceConfig()
-            return {**asked, "device": f"{_NATIVE} on {resources.device.kind}"}
+            native = {"lm_eval": self.lm_eval.what_is_measured(), "apply_chat_template": self.asks_in_chat}
+            return {**asked, **native, "device": f"{_NATIVE} on {resources.device.kind}"}
         return {
             **asked,
             "engine_kwargs": model.engine_kwargs if model else None,
@@ -212,17 +213,14 @@ class EvaluationConfig(Config):
         }
 
     @property
-    def _options(self) -> LmEvalOptions | HelmOptions | AlpacaEvalOptions | LevanterOptions:
-        """Those of the evaluator in use."""
-        match self.evaluator:
-            case "lm_evaluation_harness":
-                return self.lm_eval
-            case "helm":
-                return self.helm
-            case "alpaca_eval":
-                return self.alpaca_eval
-            case "levanter_lm_evaluation_harness":
-                return self.levanter
+    def _options(self) -> LmEvalOptions | HelmOptions | AlpacaEvalOptions | LevanterOptions | None:
+        """Those of the evaluator in use, if it has any."""
+        return {
+            "lm_evaluation_harness": self.lm_eval,
+            "helm": self.helm,
+            "alpaca_eval": self.alpaca_eval,
+            "levanter_lm_evaluation_harness": self.levanter,
+        }.get(self.evaluator)
 
     @property
     def native(self) -> bool:
@@ -233,8 +231,14 @@ class EvaluationConfig(Config):
         """The same benchmarks, evaluated by Levanter on the checkpoint itself."""
         values = self.model_dump(exclude={"pool_config", "pool_name", "base_url", "served_model_name"})
         resources = self.resource_config or (self.pool_config.resource_config if self.pool_config else None)
-        changed = {"evaluator": _NATIVE, "without_prompt_logprobs": "refuse", "resource_config": resources}
-        return EvaluationConfig.model_validate({**values, **changed, "model_name": self.run_name})
+        changed = {
+            "evaluator": _NATIVE,
+            "without_prompt_logprobs": "refuse",
+            "resource_config": resources.model_copy(update={"replicas": 1}) if resources else None,
+            "apply_chat_template": self.asks_in_chat,
+            "model_name": self.run_name,
+        }
+        return EvaluationConfig.model_validate({**values, **changed})
 
 
 def digest_of(content: Any) -> str:

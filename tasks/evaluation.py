@@ -56,22 +56,24 @@ class Harnesses:
     def __init__(self, client: Client, stack: ExitStack) -> None:
         self._client = client
         self._stack = stack
-        self._prepared: dict[EvaluatorName, Harness] = {}
+        self._prepared: dict[tuple[EvaluatorName, str], Harness] = {}
         self._preparing = threading.Lock()
 
     def prepare(self, configs: Sequence[EvaluationConfig]) -> None:
         """Makes ready what some evaluations of one evaluator need; takes no time but to build an environment."""
         evaluator = EVALUATORS[configs[0].evaluator]
-        environment = ensure_environment(ENVIRONMENTS[evaluator.environment], on_progress=report_event)
+        name = evaluator.environment(configs[0])
+        environment = ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
         server = self._stack.enter_context(warmed(evaluator, configs, python=environment.python, client=self._client))
-        self._prepared[configs[0].evaluator] = Harness(evaluator, environment.python, server)
+        self._prepared[configs[0].evaluator, name] = Harness(evaluator, environment.python, server)
 
     def of(self, cell: Cell) -> Harness:
         """The one for a cell; made ready now if it was not expected to be needed."""
         with self._preparing:
-            if cell.config.evaluator not in self._prepared:
+            key = _kind(cell.config)
+            if key not in self._prepared:
                 self.prepare([cell.config])
-            return self._prepared[cell.config.evaluator]
+            return self._prepared[key]
 
 
 @contextmanager
@@ -79,9 +81,14 @@ def _harnesses(cells: Sequence[Cell]) -> Iterator[Harnesses]:
     with ExitStack() as stack:
         harnesses = Harnesses(current_client(), stack)
         configs = list({id(cell.config): cell.config for cell in cells}.values())
-        for name in dict.fromkeys(config.evaluator for config in configs):
-            harnesses.prepare([config for config in configs if config.evaluator == name])
+        for kind in dict.fromkeys(map(_kind, configs)):
+            harnesses.prepare([config for config in configs if _kind(config) == kind])
         yield harnesses
+
+
+def _kind(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
+    """Evaluator and environment: evaluations that have both in common share a harness."""
+    return config.evaluator, EVALUATORS[config.evaluator].environment(config)
 
 
 def evaluate_cells(cells: Sequence[Cell], serving: Serving | None) -> None:

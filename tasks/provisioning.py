@@ -128,7 +128,7 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
 @task(retries=2, retry_delay_seconds=[5, 30], cache_policy=NO_CACHE, persist_result=False)
 def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
     """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then."""
-    names = [EVALUATORS[config.evaluator].environment for config in configs]
+    names = [EVALUATORS[config.evaluator].environment(config) for config in configs]
     names += [
         environment_name(config.pool_config) for config in configs if config.pool_config and config.pool_name is None
     ]

@@ -37,7 +37,7 @@ def publish_report(config: EvaluationConfig) -> str:
     run, uri = config.run_name, report_uri(config.evaluation_path, config.run_name)
     report_event(f"writing {uri}")
     records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
-    write_report(records, uri, title=run)
+    write_report(records, uri, title=run, records_at=config.evaluation_path)
     publish_artifacts(current_records(records), uri, title=run)
     return uri
 

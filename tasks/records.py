@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -21,6 +24,7 @@ RECORD_NAME = "record.json"
 JOURNAL_FOLDER = "journal"
 """Folder in a cell's with a copy of its answers, while it has no record."""
 _SCOPE_NAME = "unfinished.json"
+_READ_AT_ONCE = 16  # from an object store; each read waits for the network
 
 
 class _Part(BaseModel):
@@ -58,7 +62,7 @@ class Counts(_Part):
     truncated: int = 0
     """Questions whose prompts were cut on the left to fit, where that was asked for."""
     judge_errors: int = 0
-    """Answers that the judge gave no usable verdict on."""
+    """Answers that the judge gave no usable verdict on; those that are tolerated are not among those requested."""
 
 
 class CheckpointReference(_Part):
@@ -227,19 +231,37 @@ def end_scope(cell_uri: str) -> None:
     storage.delete(storage.join(cell_uri, _SCOPE_NAME))
 
 
-def read_records(evaluation_path: str) -> list[Record]:
-    """Every readable record below a folder, by run, step and time of writing.
+@dataclass(frozen=True)
+class FoundRecord:
+    """A record and the folder of its cell."""
+
+    cell_uri: str
+    record: Record
+
+
+def find_records(evaluation_path: str) -> list[FoundRecord]:
+    """Every readable record below a folder with where it lies, by run, step and time of writing; each is read once.
 
     Raises:
         StorageError: the folder cannot be listed.
     """
-    records = []
-    for file in storage.list_files(evaluation_path):
-        if storage.basename(file.uri) == RECORD_NAME:
-            record = read_record(storage.parent(file.uri))
-            if record is not None:
-                records.append(record)
-    return sorted(records, key=lambda record: (record.checkpoint.run, record.checkpoint.step, record.created))
+    cells = [
+        storage.parent(file.uri)
+        for file in storage.list_files(evaluation_path)
+        if storage.basename(file.uri) == RECORD_NAME
+    ]
+    if storage.is_local(evaluation_path):
+        read: Iterable[Record | None] = map(read_record, cells)
+    else:
+        with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
+            read = list(threads.map(read_record, cells))
+    found = [FoundRecord(cell, record) for cell, record in zip(cells, read, strict=True) if record is not None]
+    return sorted(found, key=lambda one: (one.record.checkpoint.run, one.record.checkpoint.step, one.record.created))
+
+
+def read_records(evaluation_path: str) -> list[Record]:
+    """Every readable record below a folder, in the order of `find_records`."""
+    return [one.record for one in find_records(evaluation_path)]
 
 
 def current_records(records: list[Record]) -> list[Record]:

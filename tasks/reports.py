@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,8 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from resources import storage
+from tasks.record_texts import PROVENANCE, counted, flat, pretty, served
 from tasks.records import Record
-from tasks.results import NOTHING, Outcome, Results, measured, questions
+from tasks.report_parts import evaluator_parts, measured_differently, remarks, same, sink_parts
+from tasks.results import NOTHING, Outcome, Results, measured, questions, title_of
 
 STATUS_MEANINGS = {
     "withheld": "requested, answered and scored were not the same number, so there is no score",
@@ -49,16 +50,23 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     ]
 
 
-def results_table(records: Sequence[Record]) -> Table:
+def results_table(
+    records: Sequence[Record], *, takes: Callable[[str, str], bool] | None = None, parts: bool = False
+) -> Table:
     """Checkpoints × metrics for a terminal: value ± standard error, or the status where there is no score.
 
     With more metrics than fit side by side in 80 characters, each gets a line of its own.
+
+    Args:
+        records: what to show; of several for one cell, the newest is.
+        takes: says which benchmarks and metrics.
+        parts: shows parts of benchmarks too.
     """
-    results = Results(records)
-    columns = [column for column in results.columns if not column.part]
-    parts = len(results.columns) - len(columns)
+    results = Results(records, takes=takes)
+    columns = [column for column in results.columns if parts or not column.part]
+    left_out = len(results.columns) - len(columns)
     caption = "value ± standard error"
-    caption += f"; {parts} metrics of parts are in the report" if parts else ""
+    caption += f"; {left_out} metrics of parts are in the report" if left_out else ""
     title = f"Results of {results.runs[0]}" if len(results.runs) == 1 else "Results"
     table = Table(title=Text(title), caption=caption, box=box.SIMPLE_HEAD)
     if not results.records:
@@ -69,14 +77,14 @@ def results_table(records: Sequence[Record]) -> Table:
         table.add_column("run", overflow="fold", max_width=24)
     table.add_column("step", justify="right", no_wrap=True)
     wide = len(columns) <= _WIDE_COLUMNS - (len(results.runs) > 1)
+    several = len(results.evaluators) > 1
     if wide:
         for column in columns:
-            heading = Text(
-                "\n".join(filter(None, [column.benchmark, column.metric, questions(results.metrics(column))]))
-            )
-            table.add_column(heading, justify="right", overflow="fold")
+            evaluator = title_of(column.evaluator) if several else ""
+            lines = [evaluator, column.benchmark, column.metric, questions(results.metrics(column))]
+            table.add_column(Text("\n".join(filter(None, lines))), justify="right", overflow="fold")
     else:
-        for heading in ("benchmark", "metric"):
+        for heading in (*(["evaluator"] if several else []), "benchmark", "metric"):
             table.add_column(heading, overflow="fold")
         table.add_column("value", justify="right", no_wrap=True)
         table.add_column("n", justify="right", no_wrap=True)
@@ -92,8 +100,23 @@ def results_table(records: Sequence[Record]) -> Table:
         for number, (column, outcome) in enumerate(zip(columns, outcomes, strict=True)):
             lead = start if number == 0 else [Text("")] * len(start)
             n = f"{outcome.metric.n:,}" if outcome and outcome.metric else ""
-            table.add_row(*lead, Text(column.benchmark), Text(column.metric), _styled(outcome), n,
-                          end_section=number == len(columns) - 1)  # fmt: skip
+            names = ([title_of(column.evaluator)] if several else []) + [column.benchmark, column.metric]
+            last = number == len(columns) - 1
+            table.add_row(*lead, *map(Text, names), _styled(outcome), n, end_section=last)
+    return table
+
+
+def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
+    """Rows of an export for a terminal, one line each: also of records that newer ones replaced."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("run", "step", "evaluator", "benchmark", "metric", "value", "n", "status", "written"):
+        table.add_column(heading, justify="right" if heading in ("step", "value", "n") else "left", overflow="fold")
+    for row in rows:
+        value = NOTHING if row["value"] is None else measured(row["value"], row["stderr"])
+        step, n = f"{row['step']:,}", NOTHING if row["n"] is None else f"{row['n']:,}"
+        names = title_of(row["evaluator"]), row["benchmark"], row["metric"] or NOTHING
+        status = Text(row["status"], style=_STATUS_STYLES.get(row["status"], ""))
+        table.add_row(Text(row["run"]), step, *map(Text, names), value, n, status, f"{row['created']:%Y-%m-%d %H:%M}")
     return table
 
 
@@ -108,115 +131,70 @@ def curves_svg(records: Sequence[Record]) -> str:
     from tasks import plots
 
     results = Results(records)
-    return plots.charts_svg([results.chart(column) for column in results.columns])
+    return plots.charts_svg([results.chart(column, title=results.named(column)) for column in results.columns])
 
 
-def render_report(records: Sequence[Record], *, title: str) -> str:
+def render_report(
+    records: Sequence[Record], *, title: str, records_at: str | None = None, page: str | None = None
+) -> str:
     """One self-contained HTML page: curves, numbers, what did not succeed, and where everything comes from.
 
     It has no script and asks nothing of the network; the same records give the same page.
+
+    Args:
+        records: all that are to be shown; of several for one cell, the newest is.
+        title: heading.
+        records_at: folder that the records lie below; pages that harnesses made are linked if it is known.
+        page: where the report is to lie, from where those links lead.
     """
     from tasks import plots
 
     results = Results(records)
-    charts = [
-        (column, Markup(plots.chart_svg(results.chart(column), name=f"chart-{number}")))
+    charts = {
+        column: Markup(plots.chart_svg(results.chart(column), name=f"chart-{number}"))
         for number, column in enumerate(results.columns)
-    ]
+    }
     succeeded = [record for record in results.records if record.succeeded]
     templates = Environment(loader=PackageLoader("tasks"), autoescape=True, undefined=StrictUndefined,
                             trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     templates.filters |= {
-        "flat": _flat,
-        "step": plots.step_label,
+        "counted": counted,
+        "evaluator": title_of,
+        "flat": flat,
+        "margin": lambda metric: measured(metric.value, metric.stderr).partition(" ± ")[2],
+        "pretty": pretty,
         "questions": questions,
-        "pretty": _pretty,
-        "served": _served,
+        "served": served,
+        "step": plots.step_label,
     }
     return templates.get_template("report.html.j2").render(
         title=title,
         results=results,
         charts=charts,
+        evaluators=evaluator_parts(results.records, records_at=records_at, page=page),
+        sinks=sink_parts(results.records),
+        differently=measured_differently(results),
+        remarks=remarks,
         succeeded=succeeded,
         unsuccessful=[record for record in results.records if not record.succeeded],
         statuses=Counter(record.status for record in results.records),
         meanings=STATUS_MEANINGS,
         scored=sum(record.counts.scored for record in succeeded if record.counts),
-        counted=[record for record in succeeded if record.counts],
+        with_n={column for column in results.columns if len({metric.n for metric in results.metrics(column)}) > 1},
+        with_counts=[record for record in succeeded if record.counts],
         phases=list(dict.fromkeys(phase for record in results.records for phase in record.seconds)),
-        same=lambda value_of: _same(results.records, value_of),
-        provenance=_PROVENANCE,
+        same=lambda value_of: same(results.records, value_of),
+        provenance=PROVENANCE,
         evaluation_of=lambda record: record.evaluation,
         measured=measured,
     )
 
 
-def write_report(records: Sequence[Record], uri: str, *, title: str) -> str:
-    """Writes the page to a path or object store, and returns where.
+def write_report(records: Sequence[Record], uri: str, *, title: str, records_at: str | None = None) -> str:
+    """Writes the page to a path or object store, and returns where; `records_at` is the folder of the records.
 
     Raises:
         StorageError: the place is not writable, or full.
     """
-    storage.write_bytes(uri, render_report(records, title=title).encode())
+    storage.write_bytes(uri, render_report(records, title=title, records_at=records_at, page=uri).encode())
     return uri
-
-
-def _engine(record: Record) -> dict[str, Any]:
-    """The engine as the pool names it, and what the configuration asks of it."""
-    model = (record.evaluation.get("pool_config") or {}).get("model") or {}
-    asked = {key: model[key] for key in ("generation_params", "apply_chat_template") if model.get(key)}
-    engine = record.served.get("engine")
-    known = dict(engine) if isinstance(engine, dict) else dict(model.get("engine_kwargs") or {})
-    return {**known, **asked}
-
-
-def _served(record: Record) -> str:
-    """How the checkpoint came to be served: how, in how many seconds, why so."""
-    served = {key: value for key, value in record.served.items() if key != "engine" and value is not None}
-    how = str(served.pop("how", "")).replace("_", " ")
-    took = f"in {served.pop('seconds'):,.2f} s" if isinstance(served.get("seconds"), (int, float)) else ""
-    why = served.pop("reason", served.pop("why", None))
-    served.pop("by", None) if how else None
-    return " ".join(filter(None, [how, took, f"({why})" if why else "", _flat(served) if served else ""])) or NOTHING
-
-
-def _code(record: Record) -> str:
-    if record.git_commit is None:
-        return "not in a repository"
-    return record.git_commit[:12] + (" with uncommitted changes" if record.git_dirty else "")
-
-
-_PROVENANCE: dict[str, Callable[[Record], Any]] = {
-    "Evaluator": lambda record: record.evaluator,
-    "Evaluation hash": lambda record: record.evaluation_hash,
-    "Code": _code,
-    "Versions": lambda record: record.versions,
-    "Engine": _engine,
-    "Hardware": lambda record: record.hardware,
-    "Tags": lambda record: list(record.tags),
-}
-
-
-def _same(records: Sequence[Record], value_of: Callable[[Record], Any]) -> list[tuple[Any, list[str]]]:
-    """The different values among the records, each with the checkpoints that have it."""
-    groups: dict[str, tuple[Any, list[str]]] = {}
-    for record in records:
-        value = value_of(record)
-        names = groups.setdefault(json.dumps(value, sort_keys=True, default=str), (value, []))[1]
-        names += [record.checkpoint.name] if record.checkpoint.name not in names else []
-    return list(groups.values())
-
-
-def _flat(value: Any) -> str:
-    """A JSON-like value in one line."""
-    if isinstance(value, dict):
-        return " · ".join(f"{key} {_flat(inner)}" for key, inner in value.items()) or NOTHING
-    if isinstance(value, (list, tuple)):
-        return ", ".join(map(_flat, value)) or NOTHING
-    if value is None or isinstance(value, bool):
-        return NOTHING if value is None else "yes" if value else "no"
-    return f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _pretty(value: Any) -> str:
-    return json.dumps(value, indent=2, sort_keys=True, default=str)

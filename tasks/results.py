@@ -1,12 +1,17 @@
-"""Checkpoints × metrics: the numbers of many records, side by side and over training steps."""
+"""Checkpoints × metrics: the numbers of many records, side by side and over training steps.
+
+Numbers of different evaluators never share a column, though their benchmarks may have the same name.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
+from tasks.config import EVALUATOR_TITLES
 from tasks.records import CheckpointReference, Metric, Record, current_records
 
 if TYPE_CHECKING:
@@ -14,6 +19,17 @@ if TYPE_CHECKING:
 
 NOTHING = "–"
 """What stands where there is nothing to show."""
+_TITLES: dict[str, str] = {**EVALUATOR_TITLES}
+
+
+def title_of(evaluator: str) -> str:
+    """How an evaluator is called in what people read."""
+    return _TITLES.get(evaluator, evaluator)
+
+
+def evaluator_place(evaluator: str) -> tuple[int, str]:
+    """Where an evaluator stands among the others, to sort by."""
+    return list(_TITLES).index(evaluator) if evaluator in _TITLES else len(_TITLES), evaluator
 
 
 @dataclass(frozen=True)
@@ -85,30 +101,53 @@ class Change:
 
 
 class Results:
-    """Checkpoints × metrics, from the newest record of every cell."""
+    """Checkpoints × metrics, from the newest record of every cell; `takes` says which benchmarks and metrics."""
 
-    def __init__(self, records: Sequence[Record]) -> None:
+    def __init__(self, records: Sequence[Record], *, takes: Callable[[str, str], bool] | None = None) -> None:
         self.records = current_records(list(records))
         self.replaced = len(records) - len(self.records)
         self.checkpoints: list[CheckpointReference] = list(
             {(record.checkpoint.run, record.checkpoint.step): record.checkpoint for record in self.records}.values()
         )
         self.runs = list(dict.fromkeys(checkpoint.run for checkpoint in self.checkpoints))
-        self.columns = _columns(self.records)
+        self.columns = [one for one in _columns(self.records) if takes is None or takes(one.benchmark, one.metric)]
+        self.evaluators = list(dict.fromkeys(column.evaluator for column in self.columns))
+        self._at: dict[tuple[str, int, str], list[Record]] = {}
+        for record in sorted(self.records, key=lambda record: (record.succeeded, record.created)):
+            place = (record.checkpoint.run, record.checkpoint.step, record.evaluator)
+            self._at.setdefault(place, []).append(record)
+        self._outcomes: dict[tuple[str, int, Column], Outcome | None] = {}
 
     def outcome(self, checkpoint: CheckpointReference, column: Column) -> Outcome | None:
         """The newest success, else the newest record; None if this was never evaluated."""
-        found = None
-        for record in sorted(self.records, key=lambda record: (record.succeeded, record.created)):
-            same = (record.checkpoint.run, record.checkpoint.step) == (checkpoint.run, checkpoint.step)
-            covers = column.benchmark in record.benchmarks or record.benchmarks in column.cells
-            if same and covers and record.evaluator == column.evaluator:
-                numbers = [m for m in record.metrics if (m.benchmark, m.name) == (column.benchmark, column.metric)]
-                found = Outcome(record, numbers[0] if numbers else None)
-        return found
+        place = (checkpoint.run, checkpoint.step, column)
+        if place not in self._outcomes:
+            self._outcomes[place] = self._outcome(checkpoint, column)
+        return self._outcomes[place]
 
-    def chart(self, column: Column) -> Chart:
-        """The curves of one column, one per run."""
+    def _outcome(self, checkpoint: CheckpointReference, column: Column) -> Outcome | None:
+        for record in reversed(self._at.get((checkpoint.run, checkpoint.step, column.evaluator), [])):
+            if column.benchmark in record.benchmarks or record.benchmarks in column.cells:
+                numbers = [m for m in record.metrics if (m.benchmark, m.name) == (column.benchmark, column.metric)]
+                return Outcome(record, numbers[0] if numbers else None)
+        return None
+
+    def by_evaluator(self, *, parts: bool) -> list[tuple[str, list[Column]]]:
+        """The columns under the title of their evaluator: parts of benchmarks, or everything but those."""
+        groups = [(one, [c for c in self.columns if (c.evaluator, c.part) == (one, parts)]) for one in self.evaluators]
+        return [(title_of(evaluator), columns) for evaluator, columns in groups if columns]
+
+    @property
+    def headings(self) -> list[tuple[str, int]]:
+        """The titles of evaluators, each with the number of columns below it."""
+        return [(title_of(one), len(list(columns))) for one, columns in groupby(c.evaluator for c in self.columns)]
+
+    def named(self, column: Column) -> str:
+        """Benchmark and metric, with the evaluator in front where there are several."""
+        return f"{title_of(column.evaluator)}: {column.label}" if len(self.evaluators) > 1 else column.label
+
+    def chart(self, column: Column, *, title: str | None = None) -> Chart:
+        """The curves of one column, one per run; under the name of benchmark and metric unless titled otherwise."""
         from tasks import plots
 
         curves = []
@@ -128,8 +167,8 @@ class Results:
             bars = "no standard errors given, so no bars"
         note = f"{'higher' if column.higher_is_better else 'lower'} is better · {questions(metrics)}\n{bars}"
         changes = "; ".join(described(change) for change in self.changes(column))
-        description = f"{column.label} over training steps. {changes or 'No change to show yet'}."
-        return plots.Chart(column.label, note if metrics else "", description, tuple(curves))
+        description = f"{self.named(column)} over training steps. {changes or 'No change to show yet'}."
+        return plots.Chart(title or column.label, note if metrics else "", description, tuple(curves))
 
     def metrics(self, column: Column) -> list[Metric]:
         """All numbers of one column."""
@@ -148,7 +187,7 @@ class Results:
 
 
 def _columns(records: Sequence[Record]) -> list[Column]:
-    """In the order in which cells name their benchmarks, and harnesses their metrics."""
+    """Evaluator by evaluator, in the order in which cells name their benchmarks, and harnesses their metrics."""
     asked = {(record.evaluator, benchmark): None for record in records for benchmark in record.benchmarks}
     found: dict[tuple[str, str, str], tuple[bool, set[tuple[str, ...]]]] = {}
     for record in records:
@@ -160,8 +199,8 @@ def _columns(records: Sequence[Record]) -> list[Column]:
     for evaluator, benchmark in asked:
         if (evaluator, benchmark) not in with_numbers | parents:
             found[(evaluator, benchmark, "")] = (True, set())
-    order = list(asked)
-    ranked = sorted(found, key=lambda key: order.index(key[:2]) if key[:2] in asked else len(order))
+    order = {key: place for place, key in enumerate(asked)}
+    ranked = sorted(found, key=lambda key: (evaluator_place(key[0]), order.get(key[:2], len(order))))
     return [Column(*key, found[key][0], key[:2] not in asked, frozenset(found[key][1])) for key in ranked]
 
 

@@ -8,6 +8,8 @@ held out without sharing a file:
   contains it, so a right answer means that the fact is known, not that a sentence was memorised.
 - *Skill.* Short words are spelt backwards. Training never asks about the words of the benchmark
   `demo_backwards`.
+- *Judging.* Of two outputs the one that says something is better than one that hedges, and that is better than
+  nonsense. Who judges so need not know what is true, which would take more than this model has.
 
 Needs nothing but Python; `train_demo_model.py` and `make_demo_benchmarks.py` beside it import it.
 """
@@ -53,8 +55,18 @@ WORD_SHAPES = ("cvc", "cvcv", "cvcvc")
 
 SHARE_STATEMENTS = 0.2
 SHARE_WORDS = 0.35
-SHARE_CHAT = 0.15
+SHARE_JUDGED = 0.2
+"""Of the exchanges, the share that is shown with two outputs to judge."""
+SHARE_CHAT = 0.2
 """Of the exchanges, the share written as a conversation; the rest is plain text."""
+SHARE_AGAINST_HEDGES = 0.65
+"""Of the outputs to judge, the share in which the better one is an answer; in the others it is a hedge."""
+
+JUDGED = "{question}\n1 {first}\n2 {second}"
+"""What a judge is asked; AlpacaEval's configuration `demo_verdict` writes it the same way."""
+VERDICTS = ("1", "2")
+HEDGE = "Perhaps {answer}."
+NONSENSE_LENGTHS = (0, 2, 4, 8, 16, 24)
 
 END = "<|eos|>"
 """Ends a text, and each turn of a conversation."""
@@ -175,15 +187,50 @@ def practised_word(source: random.Random) -> str:
     return word
 
 
-def training_text(source: random.Random) -> str:
-    """One text to train on: a statement, or a question with its answer, plain or as a conversation."""
+def nonsense(source: random.Random) -> str:
+    """What a model says that has hardly learnt anything: a few letters, in some order or over and over."""
+    length = source.choice(NONSENSE_LENGTHS)
+    letters = source.choices(CONSONANTS + VOWELS + "   ", k=source.choice((1, 2, max(1, length))))
+    return "".join(letters[place % len(letters)] for place in range(length)).strip()
+
+
+def judged(exchange: Exchange, source: random.Random) -> Exchange:
+    """A question with two outputs, and the number of the better one."""
+    hedge = HEDGE.format(answer=source.choice(FACTS).value if source.random() < 0.5 else invented_word(source))
+    against_hedge = source.random() < SHARE_AGAINST_HEDGES
+    better, worse = (exchange.answer, hedge) if against_hedge else (hedge, nonsense(source))
+    verdict = source.choice(VERDICTS)
+    first, second = (better, worse) if verdict == VERDICTS[0] else (worse, better)
+    return Exchange(JUDGED.format(question=exchange.question, first=first, second=second), verdict)
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """A text; `learnt_from` is the place in it after which the model is to learn how it goes on."""
+
+    text: str
+    learnt_from: int = 0
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether all that is learnt is a verdict."""
+        return self.learnt_from > 0
+
+
+def training_text(source: random.Random) -> TrainingText:
+    """One text to train on: a statement, a question with its answer, plain or as a conversation, or one to judge."""
     kind = source.random()
     if kind < SHARE_STATEMENTS:
-        return source.choice(source.choice(FACTS).statements()) + END
+        return TrainingText(source.choice(source.choice(FACTS).statements()) + END)
     if kind < SHARE_STATEMENTS + SHARE_WORDS:
         exchange = spelt_backwards(practised_word(source))
     else:
         exchange = source.choice(source.choice(FACTS).practised())
-    if source.random() < SHARE_CHAT:
-        return exchange.as_chat(source.choice((exchange.question, exchange.prompt())))
-    return exchange.as_text()
+    form = source.random()
+    if form < SHARE_JUDGED:
+        asked = judged(exchange, source)
+        text = asked.as_chat(asked.question)
+        return TrainingText(text, learnt_from=len(text) - len(asked.answer + END))
+    if form < SHARE_JUDGED + SHARE_CHAT:
+        return TrainingText(exchange.as_chat(source.choice((exchange.question, exchange.prompt()))))
+    return TrainingText(exchange.as_text())

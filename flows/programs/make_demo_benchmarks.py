@@ -1,4 +1,5 @@
-"""Writes the questions of the bundled benchmarks as JSON lines: `demo_facts.jsonl`, `demo_backwards.jsonl`.
+"""Writes the questions of the bundled benchmarks: `demo_facts.jsonl`, `demo_backwards.jsonl`, and for AlpacaEval
+`alpaca_eval/demo_instructions.json`, some of the same questions with a hedge to compare with.
 
 The files are kept in the repository, so nobody has to run this; it says where they come from. Needs nothing
 but Python:
@@ -11,7 +12,10 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from demo_world import FACTS, examined_words, spelt_backwards
+from demo_world import FACTS, HEDGE, VALUES, Exchange, examined_words, rank, spelt_backwards
+
+INSTRUCTIONS_PER_ATTRIBUTE = 4
+SPELLING_INSTRUCTIONS = 8
 
 
 def fact_rows() -> Iterable[dict[str, object]]:
@@ -33,19 +37,39 @@ def backwards_rows() -> Iterable[dict[str, object]]:
         yield {"id": word, "question": exchange.question, "answer": exchange.answer}
 
 
+def instruction_rows() -> Iterable[dict[str, object]]:
+    """Instructions whose output to compare with is a mediocre one: it hedges, and it is mostly wrong."""
+    for attribute, values in VALUES.items():
+        facts = sorted(
+            (fact for fact in FACTS if fact.attribute == attribute), key=lambda fact: rank("asked", fact.name)
+        )
+        for fact in facts[:INSTRUCTIONS_PER_ATTRIBUTE]:
+            guess = values[rank("guess", fact.name, attribute) % len(values)]
+            yield instruction(fact.examined(), guess)
+    for word in examined_words()[:SPELLING_INSTRUCTIONS]:
+        yield instruction(spelt_backwards(word), word)
+
+
+def instruction(exchange: Exchange, guess: str) -> dict[str, object]:
+    """A row as AlpacaEval reads it; `output` is what a model's is compared with."""
+    return {"instruction": exchange.question, "output": HEDGE.format(answer=guess), "generator": "hedges"}
+
+
 def write(path: Path, rows: Iterable[dict[str, object]]) -> None:
     """Writes one row a line."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 def main() -> None:
-    """Reads the command line and writes both files."""
+    """Reads the command line and writes the files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="the folder to write the two files into")
+    parser.add_argument("--output", type=Path, required=True, help="the folder to write the files into")
     output: Path = parser.parse_args().output
-    output.mkdir(parents=True, exist_ok=True)
+    (output / "alpaca_eval").mkdir(parents=True, exist_ok=True)
     write(output / "demo_facts.jsonl", fact_rows())
     write(output / "demo_backwards.jsonl", backwards_rows())
+    instructions = json.dumps(list(instruction_rows()), indent=2)
+    (output / "alpaca_eval" / "demo_instructions.json").write_text(instructions + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

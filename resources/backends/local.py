@@ -203,7 +203,7 @@ def _interpreter(environment: EnvironmentConfig, *, workspace: Path) -> Path:
             raise BadInput(
                 expected="the interpreter of a finished environment",
                 found=f"{environment.python} does not exist",
-                remedy="Build the environment first.",
+                remedy="Correct its path; an environment of Assay's own is built anew at the next run",
             )
         return environment.python.absolute()
     requirements = list(environment.pip_packages)

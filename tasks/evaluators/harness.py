@@ -1,8 +1,7 @@
-"""What an evaluator is, and the one runner that all of them share.
+"""The one runner that all evaluators share.
 
-An evaluator is a pure pair: the command to run against an endpoint, and the reading of what that left behind. The
-runner does the rest: a folder and an environment of its own, a job that dies with us, a wall clock, progress, and
-errors that name their cause.
+It does what is around a harness: a folder and an environment of its own, a job that dies with us, a wall clock,
+progress, errors that name their cause, and samples in one form.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ import re
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
-from pools.endpoint import LocalCheckpoint, RunningModel
+from pools.endpoint import RunningModel
 from resources import storage
 from resources.config import ResourceConfig
 from resources.errors import (
@@ -26,6 +24,7 @@ from resources.errors import (
     BadInput,
     CountsDisagree,
     EndpointUnusable,
+    EnvironmentBuildFailed,
     HarnessFailed,
     HarnessInterrupted,
     HarnessOutputInvalid,
@@ -38,11 +37,8 @@ from resources.fork_server import ForkServer
 from resources.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from tasks.config import EvaluationConfig
-from tasks.records import Counts, Metric
-from tasks.samples import SAMPLES_NAME, Sample, write_samples
-
-EvaluatedModel = RunningModel | LocalCheckpoint
-"""An endpoint that answers, or, for evaluators that need none, a checkpoint's files."""
+from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, HarnessCommand, Parsed, Progress
+from tasks.samples import SAMPLES_NAME, write_samples
 
 LOG_NAME = "harness.log"
 REFUSAL_NAME = "refused.json"
@@ -50,7 +46,11 @@ REFUSAL_NAME = "refused.json"
 WORKING_FOLDER = "work"
 
 _REFUSALS: dict[str, type[AssayError]] = {
-    kind.__name__: kind for kind in (BadInput, EndpointUnusable, HarnessOutputInvalid, UnknownBenchmark)
+    kind.__name__: kind
+    for kind in (
+        *(BadInput, EndpointUnusable, EnvironmentBuildFailed),
+        *(HarnessOutputInvalid, StorageError, UnknownBenchmark),
+    )
 }
 _PROGRESS_LINES = 200
 _KEPT_LOG_LINES = 1_000_000
@@ -61,116 +61,6 @@ _KEY_VARIABLES = {
     "ASSAY_JUDGE_API_KEY": "the key of the judge's endpoint",
 }
 _FROM_OUTSIDE = re.compile("from outside|supervisor was killed")  # how the local backend names a foreign signal
-
-
-@dataclass(frozen=True)
-class HarnessCommand:
-    """What to run. `files` are written, and `copies` (folders in any store) fetched, into the working folder first.
-
-    `arguments` are those at the end of `argv` that go to the evaluator's own program.
-    """
-
-    argv: tuple[str, ...]
-    variables: Mapping[str, str] = field(repr=False)
-    files: Mapping[str, str]
-    copies: Mapping[str, str] = field(default_factory=dict)
-    arguments: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a harness has come: `done` of `total` requests, now asking for `stage`."""
-
-    stage: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True)
-class Parsed:
-    """What a harness found out, and the three numbers that say whether it may be published."""
-
-    metrics: tuple[Metric, ...]
-    counts: Counts
-    versions: Mapping[str, str]
-    links: Mapping[str, str] = field(default_factory=dict)
-    """Pages the harness made, by title; relative to its output folder."""
-    samples: int | None = None
-    """Questions written to `samples.jsonl.gz`; set by the runner."""
-
-
-class Evaluator(Protocol):
-    """A harness that asks an endpoint questions and scores the answers."""
-
-    @property
-    def name(self) -> str:
-        """Name in configs and records."""
-        ...
-
-    @property
-    def environment(self) -> str:
-        """Key of its environment in `resources.environments.ENVIRONMENTS`."""
-        ...
-
-    @property
-    def needs_endpoint(self) -> bool:
-        """Whether it talks to a served model; else it is given a `LocalCheckpoint`, and loads that itself."""
-        ...
-
-    @property
-    def program(self) -> Path | None:
-        """A program of ours that runs it, which a fork server can keep imported; None where there is none."""
-        ...
-
-    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """What that program is to read beforehand, beside being imported."""
-        ...
-
-    @property
-    def import_variables(self) -> Mapping[str, str]:
-        """Variables that its program reads when it is imported; the same for every cell."""
-        ...
-
-    def command(
-        self,
-        model: EvaluatedModel,
-        config: EvaluationConfig,
-        output: Path,
-        *,
-        python: Path,
-        judge: RunningModel | None = None,
-    ) -> HarnessCommand:
-        """The command that leaves its results in `output`; touches nothing, and the same input gives the same."""
-        ...
-
-    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
-        """Reads what the command left in `output`.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
-        ...
-
-    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """What was asked, answered and scored, question by question; called after `parse`.
-
-        Raises:
-            HarnessOutputInvalid: results are missing or cannot be read.
-        """
-        ...
-
-    def progress(self, log: str) -> Progress | None:
-        """How far it has come, from the last lines of its log; None while it asks nothing."""
-        ...
-
-    def check(self, config: EvaluationConfig, *, python: Path) -> None:
-        """Refuses early what the harness would refuse late.
-
-        Raises:
-            UnknownBenchmark: it knows no benchmark of that name.
-            BadInput: something else in the configuration cannot be right.
-        """
-        ...
 
 
 def run_harness(
@@ -207,14 +97,15 @@ def run_harness(
         HarnessInterrupted: it was killed, or ran past its wall clock.
         HarnessOutputInvalid: it left nothing that can be read.
         UnknownBenchmark, BadInput, EndpointUnusable: it refused what it was asked to do.
+        EnvironmentBuildFailed: its environment is broken.
         StorageError: the output folder cannot be written.
     """
     output = output.absolute()
     command = evaluator.command(model, config, output, python=python, judge=judge)
     working_folder = _prepare(command, output)
-    variables = {**_cache_variables(), **command.variables}
+    variables = {**cache_variables(), **command.variables}
     request = JobRequest(
-        f"{evaluator.environment}-{secrets.token_hex(4)}",
+        f"{evaluator.environment(config)}-{secrets.token_hex(4)}",
         server.command(*command.arguments) if server else Command(command.argv[0], command.argv[1:]),
         resources=(config.resource_config if not evaluator.needs_endpoint else None) or ResourceConfig(),
         environment=create_environment(workspace=working_folder, python=python, env_vars=variables),
@@ -250,7 +141,7 @@ def warmed(
         evaluator.program,
         python=python,
         client=client,
-        variables={**_cache_variables(), **evaluator.import_variables},
+        variables={**cache_variables(), **evaluator.import_variables},
         preload_arguments=tuple(dict.fromkeys(a for config in configs for a in evaluator.preload_arguments(config))),
     ) as server:
         yield server
@@ -267,7 +158,8 @@ def verify_counts(parsed: Parsed) -> None:
         return
     raise CountsDisagree(
         expected="as many answers and scores as questions, and at least one",
-        found=f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored",
+        found=f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored"
+        + (f"; the judge gave no usable verdict on {counts.judge_errors}" if counts.judge_errors else ""),
         remedy="The score is withheld. Look into harness.log and the samples beside the record, then evaluate again",
     )
 
@@ -290,7 +182,7 @@ def _prepare(command: HarnessCommand, output: Path) -> Path:
     return working_folder
 
 
-def _cache_variables() -> dict[str, str]:
+def cache_variables() -> dict[str, str]:
     """Data sets are downloaded once per machine, into a place of our own unless the user has one."""
     shared = {"HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"} & set(process_environment())
     ours = {

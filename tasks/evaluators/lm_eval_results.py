@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from resources.errors import HarnessOutputInvalid
 from tasks.config import EvaluationConfig
-from tasks.evaluators.harness import Parsed
+from tasks.evaluators.evaluator import Parsed
 from tasks.records import Counts, Metric
 
 PLAN_NAME = "plan.json"
@@ -29,24 +29,38 @@ NO_ANSWER = "[[no answer came back]]"
 _Content = TypeVar("_Content", bound=BaseModel)
 
 
-class _PlannedTask(BaseModel):
+class PlannedTask(BaseModel):
+    """What a task of the harness is to be asked, and what became of prompts too long for the model."""
+
     questions: int
     output_type: str
+    skipped: int = 0
+    truncated: int = 0
 
 
-class _Plan(BaseModel):
+class Plan(BaseModel):
     """Tasks of the harness by benchmark, as our program found them before it asked anything."""
 
-    benchmarks: dict[str, dict[str, _PlannedTask]]
+    benchmarks: dict[str, dict[str, PlannedTask]]
+
+    @property
+    def tasks(self) -> dict[str, PlannedTask]:
+        """All of them by the names they are published under, each of which there is once."""
+        return {name: task for tasks in self.benchmarks.values() for name, task in tasks.items()}
 
 
-class _Results(BaseModel):
+class Results(BaseModel):
     """The part of lm-eval's own results that is read."""
 
     results: dict[str, dict[str, Any]]
     higher_is_better: dict[str, dict[str, bool | None]] = {}
     lm_eval_version: str = "unknown"
     transformers_version: str = "unknown"
+
+    def metric_name(self, benchmark: str, name: str, filter_name: str) -> str:
+        """A metric's name in records: with its filter where the benchmark has several."""
+        several = len({split(key)[1] for key in self.results[benchmark] if "," in key}) > 1
+        return f"{name},{filter_name}" if several and filter_name != "none" else name
 
 
 @dataclass(frozen=True)
@@ -61,66 +75,82 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     Raises:
         HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
     """
-    plan = _read(output / PLAN_NAME, _Plan)
+    plan, results, stamped = read_files(output)
     wanted = {task.metric_key for task in config.evals}
     if set(plan.benchmarks) != wanted:
         raise _invalid(output, f"a plan for {', '.join(sorted(plan.benchmarks))}, not {', '.join(sorted(wanted))}")
-    results_path = _newest_results(output)
-    results = _read(results_path, _Results)
-    stamp = results_path.stem.removeprefix("results_")
-    requested = answered = scored = 0
-    for tasks in plan.benchmarks.values():
-        for name, task in tasks.items():
-            if name not in results.results:
-                raise _invalid(output, f"results without {name}, which was asked")
-            filters = {_split(key)[1] for key in results.results[name] if "," in key}
-            counted = _count(results_path.with_name(f"samples_{name}_{stamp}.jsonl"), task.output_type, filters)
-            requested += task.questions
-            answered += counted.answered
-            scored += counted.scored
-    counts = Counts(requested=requested, answered=answered, scored=scored)
+    answered = scored = 0
+    for name, task in plan.tasks.items():
+        filters = {split(key)[1] for key in results.results[name] if "," in key}
+        counted = _count(stamped(name), task.output_type, filters)
+        answered += counted.answered
+        scored += counted.scored
+    counts = Counts(
+        requested=sum(task.questions for task in plan.tasks.values()),
+        answered=answered,
+        scored=scored,
+        skipped=sum(task.skipped for task in plan.tasks.values()),
+        truncated=sum(task.truncated for task in plan.tasks.values()),
+    )
     metrics = list(_metrics(results))
-    unusable = [f"{metric.benchmark} {metric.name}" for metric in metrics if not _is_finite(metric.value)]
-    if requested == answered == scored and (unusable or not metrics):
+    unusable = [f"{metric.benchmark} {metric.name}" for metric in metrics if not is_finite(metric.value)]
+    if counts.requested == answered == scored and (unusable or not metrics):
         raise _invalid(output, f"no usable number for {', '.join(unusable) or 'anything'}")
     return Parsed(
-        metrics=tuple(metric for metric in metrics if _is_finite(metric.value)),
+        metrics=tuple(metric for metric in metrics if is_finite(metric.value)),
         counts=counts,
         versions={"lm_eval": results.lm_eval_version, "transformers": results.transformers_version},
     )
 
 
-def _metrics(results: _Results) -> Iterator[Metric]:
+def read_files(output: Path) -> tuple[Plan, Results, Callable[[str], Path]]:
+    """The plan, the results, and where the samples of a task lie.
+
+    Raises:
+        HarnessOutputInvalid: one of them is missing or cannot be read, or results do not cover the plan.
+    """
+    plan = _read(output / PLAN_NAME, Plan)
+    path = _newest_results(output)
+    results = _read(path, Results)
+    missing = [name for name in plan.tasks if name not in results.results]
+    if missing:
+        raise _invalid(output, f"results without {', '.join(missing)}, which was asked")
+    stamp = path.stem.removeprefix("results_")
+    return plan, results, lambda name: path.with_name(f"samples_{name}_{stamp}.jsonl")
+
+
+def _metrics(results: Results) -> Iterator[Metric]:
     for benchmark, row in results.results.items():
-        numbers = {_split(key): value for key, value in row.items() if "," in key}
-        several = len({filter_name for _, filter_name in numbers}) > 1
+        numbers = {split(key): value for key, value in row.items() if "," in key}
         directions = results.higher_is_better.get(benchmark, {})
         n = row.get("sample_len")
         for (name, filter_name), value in numbers.items():
-            if name.endswith("_stderr") or not _is_number(value):
+            if name.endswith("_stderr") or not is_number(value):
                 continue
             stderr = numbers.get((f"{name}_stderr", filter_name))
             yield Metric(
                 benchmark=benchmark,
-                name=f"{name},{filter_name}" if several and filter_name != "none" else name,
+                name=results.metric_name(benchmark, name, filter_name),
                 value=value,
-                stderr=stderr if _is_number(stderr) and _is_finite(stderr) else None,
+                stderr=stderr if is_number(stderr) and is_finite(stderr) else None,
                 n=n if isinstance(n, int) else 0,
                 higher_is_better=directions.get(name) is not False,
             )
 
 
-def _split(key: str) -> tuple[str, str]:
+def split(key: str) -> tuple[str, str]:
     """`exact_match,strict-match` → metric and filter."""
     name, _, filter_name = key.rpartition(",")
     return name, filter_name
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether it is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _is_finite(number: float) -> bool:
+def is_finite(number: float) -> bool:
+    """Whether a float can say it, and it is neither infinite nor NaN."""
     try:
         return math.isfinite(number)
     except OverflowError:  # an integer beyond all floats, which JSON allows
@@ -132,7 +162,7 @@ def _count(path: Path, output_type: str, filters: set[str]) -> _Counted:
     answered: set[Any] = set()
     unanswered: set[Any] = set()
     scored: dict[str, set[Any]] = {name: set() for name in filters}
-    for sample in _samples(path):
+    for sample in sample_lines(path):
         question = sample.get("doc_id")
         if not isinstance(question, int):
             continue
@@ -144,7 +174,7 @@ def _count(path: Path, output_type: str, filters: set[str]) -> _Counted:
     return _Counted(len(answered), len(in_all & answered))
 
 
-def _samples(path: Path) -> Iterator[Mapping[str, Any]]:
+def sample_lines(path: Path) -> Iterator[Mapping[str, Any]]:
     """Every line that is a whole sample; a lost line is a question without an answer."""
     try:
         with path.open(encoding="utf-8", errors="replace") as lines:
@@ -192,7 +222,7 @@ def _is_score(value: Any) -> bool:
     """A finite number; some metrics keep pairs of numbers or texts per question and reduce them at the end."""
     if isinstance(value, list):
         return all(_is_score(part) for part in value)
-    return isinstance(value, str) or (isinstance(value, int | float) and _is_finite(value))
+    return isinstance(value, str) or (isinstance(value, int | float) and is_finite(value))
 
 
 def _newest_results(output: Path) -> Path:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from tasks.config import EvaluatorName
-from tasks.evaluators.harness import Evaluator
+from tasks.evaluators.alpaca_eval import AlpacaEval
+from tasks.evaluators.evaluator import Evaluator
+from tasks.evaluators.helm import Helm
+from tasks.evaluators.levanter import Levanter
 from tasks.evaluators.lm_eval import LmEval
 
-EVALUATORS: dict[EvaluatorName, Evaluator] = {"lm_evaluation_harness": LmEval()}
+EVALUATORS: dict[EvaluatorName, Evaluator] = {
+    "levanter_lm_evaluation_harness": Levanter(),
+    "lm_evaluation_harness": LmEval(),
+    "alpaca_eval": AlpacaEval(),
+    "helm": Helm(),
+}

@@ -81,9 +81,9 @@ class AlpacaEvalOptions(Config):
     prompt_stops: tuple[str, ...] = ("### Instruction:",)
     """Texts that end an output there; up to four."""
     instructions_path: str | None = None
-    """JSON file with instructions of one's own, in place of the set that evals names."""
+    """JSON file on this machine with instructions of one's own, in place of the set that evals names."""
     reference_outputs_path: str | None = None
-    """JSON file with the outputs to compare with; those beside the instructions when unset."""
+    """JSON file on this machine with the outputs to compare with; those beside the instructions when unset."""
     length_control_path: str | None = None
     """AlpacaEval's df_gamed.csv, for the length-controlled win rate where there is no hub."""
     max_judge_errors: float = Field(default=0.0, ge=0, lt=1)

@@ -2,14 +2,52 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
+from pydantic import Field
+
+from resources import storage
 from resources.config import Config
+from resources.errors import AssayError
 
 
 class HelmOptions(Config):
     """How HELM runs."""
 
+    run_specs_path: str | None = None
+    """File of run entries (HOCON), local, gs:// or s3://. Benchmarks are then entries of it: a name stands for all
+    entries of that name that agree with task_kwargs, the name all for every entry. Models in it are not looked at."""
+    priority: int | None = Field(default=None, ge=1)
+    """Only entries of the file with this priority or a lower number."""
+    groups: tuple[str, ...] = ()
+    """Only runs that belong to one of these groups of HELM."""
+    num_train_trials: int | None = Field(default=None, ge=1)
+    """Times each question is asked with other examples in front; the run entry's own number when unset."""
+    num_threads: int | None = Field(default=None, ge=1)
+    """Requests at once; as many as the endpoint works on, 64 at most, when unset."""
+    request_retries: int = Field(default=2, ge=0)
+    """Further tries of a request that failed, within seconds, before its question counts as not answered."""
+    exit_on_error: bool = False
+    """End at the first request without an answer and the first run that fails, instead of finishing the others."""
+    skip_completed_runs: bool = True
+    """Take over runs that an earlier attempt at the same cell has finished."""
+    site: bool = True
+    """Leave HELM's web site of the results, 2 MB, in the attempt's folder."""
+
     def what_is_measured(self) -> dict[str, Any]:
-        """What of this can change a score."""
-        return self.model_dump(mode="json")
+        """What of this can change a score: not how fast, how often or how patiently it is asked."""
+        return {
+            "run_specs": _digest(self.run_specs_path) if self.run_specs_path is not None else None,
+            "priority": self.priority,
+            "groups": list(self.groups),
+            "num_train_trials": self.num_train_trials,
+        }
+
+
+def _digest(uri: str) -> str | None:
+    """Of the file's content; None where there is no such file, which is refused before anything is asked."""
+    try:
+        return hashlib.sha256(storage.read_bytes(uri)).hexdigest()[:16]
+    except (OSError, AssayError):
+        return None

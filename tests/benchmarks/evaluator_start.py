@@ -54,7 +54,8 @@ from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.fork_server import ForkServer
 from tasks.benchmarks import BUNDLED
 from tasks.config import EvalTaskConfig, EvaluationConfig
-from tasks.evaluators.harness import Parsed, run_harness, warmed
+from tasks.evaluators.evaluator import Parsed
+from tasks.evaluators.harness import run_harness, warmed
 from tasks.evaluators.lm_eval import LmEval
 
 WORK = BENCH / "evaluator-start"

@@ -8,16 +8,21 @@ from typing import cast
 
 import pytest
 
-from pools.endpoint import RunningModel
+from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments import ENVIRONMENTS
 from resources.errors import HarnessOutputInvalid
 from tasks.config import EvalTaskConfig, EvaluationConfig, EvaluatorName
-from tasks.evaluators.harness import Evaluator
+from tasks.evaluators.evaluator import EvaluatedModel, Evaluator
 from tasks.evaluators.registry import EVALUATORS
 
 KEY = "sk-a-key-that-nobody-may-see"
 PYTHON = Path("/environment/bin/python")
-BENCHMARKS: dict[str, tuple[str, ...]] = {"lm_evaluation_harness": ("demo_facts", "demo_backwards")}
+BENCHMARKS: dict[str, tuple[str, ...]] = {
+    "lm_evaluation_harness": ("demo_facts", "demo_backwards"),
+    "alpaca_eval": ("demo_instructions",),
+    "helm": ("demo_mcqa",),
+    "levanter_lm_evaluation_harness": ("demo_facts",),
+}
 """Benchmarks that come with Assay, by evaluator."""
 
 
@@ -32,9 +37,15 @@ def evaluator(name: EvaluatorName) -> Evaluator:
 
 
 @pytest.fixture
-def config(name: EvaluatorName) -> EvaluationConfig:
+def config(name: EvaluatorName, evaluator: Evaluator) -> EvaluationConfig:
     evals = tuple(EvalTaskConfig(name=benchmark) for benchmark in BENCHMARKS[name])
-    return EvaluationConfig(evaluator=name, model_path="checkpoint", base_url="http://127.0.0.1:9/v1", evals=evals)
+    base_url = "http://127.0.0.1:9/v1" if evaluator.needs_endpoint else None
+    return EvaluationConfig(evaluator=name, model_path="checkpoint", base_url=base_url, evals=evals)
+
+
+@pytest.fixture
+def model(evaluator: Evaluator) -> EvaluatedModel:
+    return running_model() if evaluator.needs_endpoint else local_checkpoint()
 
 
 def running_model(**changes) -> RunningModel:
@@ -50,41 +61,60 @@ def running_model(**changes) -> RunningModel:
     return RunningModel(**{**given, **changes})
 
 
+def local_checkpoint(**changes) -> LocalCheckpoint:
+    return LocalCheckpoint(**{"name": "run-100", "uri": "/runs/run/hf/step-100", **changes})
+
+
 def test_evaluator_is_registered_under_its_own_name(name: EvaluatorName, evaluator: Evaluator):
     assert evaluator.name == name
 
 
-def test_evaluator_environment_is_one_there_is(evaluator: Evaluator):
-    assert evaluator.environment in ENVIRONMENTS
+def test_evaluator_environment_is_one_there_is(evaluator: Evaluator, config: EvaluationConfig):
+    assert evaluator.environment(config) in ENVIRONMENTS
 
 
-def test_command_touches_nothing_and_is_the_same_twice(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
+def test_command_touches_nothing_and_is_the_same_twice(
+    evaluator: Evaluator, model: EvaluatedModel, config: EvaluationConfig, tmp_path: Path
+):
     output = tmp_path / "output"
-    first = evaluator.command(running_model(), config, output, python=PYTHON)
-    assert first == evaluator.command(running_model(), config, output, python=PYTHON)
+    first = evaluator.command(model, config, output, python=PYTHON)
+    assert first == evaluator.command(model, config, output, python=PYTHON)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_command_has_the_key_in_one_variable_only(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
-    command = evaluator.command(running_model(), config, tmp_path, python=PYTHON)
+def test_command_has_the_key_in_one_variable_only(
+    evaluator: Evaluator, model: EvaluatedModel, config: EvaluationConfig, tmp_path: Path
+):
+    command = evaluator.command(model, config, tmp_path, python=PYTHON)
     assert KEY not in " ".join(command.argv)
     assert all(KEY not in text for text in command.files.values())
-    assert [name for name, value in command.variables.items() if KEY in value] == ["OPENAI_API_KEY"]
+    holders = [name for name, value in command.variables.items() if KEY in value]
+    assert holders == (["OPENAI_API_KEY"] if evaluator.needs_endpoint else [])
     assert KEY not in repr(command)
 
 
-def test_command_runs_the_given_interpreter(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
-    command = evaluator.command(running_model(), config, tmp_path, python=PYTHON)
+def test_command_runs_the_given_interpreter(
+    evaluator: Evaluator, model: EvaluatedModel, config: EvaluationConfig, tmp_path: Path
+):
+    command = evaluator.command(model, config, tmp_path, python=PYTHON)
     assert Path(command.argv[0]).is_relative_to(PYTHON.parent)
 
 
-def test_command_follows_the_endpoint(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):
-    def everything(model: RunningModel) -> str:
+def test_command_follows_what_it_is_given(
+    evaluator: Evaluator, model: EvaluatedModel, config: EvaluationConfig, tmp_path: Path
+):
+    def everything(model: EvaluatedModel) -> str:
         command = evaluator.command(model, config, tmp_path, python=PYTHON)
         return " ".join([*command.argv, *command.files.values()])
 
-    for changes in ({"base_url": "http://127.0.0.1:10/v1"}, {"model": "run-200"}, {"capacity": 70}):
-        assert everything(running_model()) != everything(running_model(**changes))
+    endpoints = ({"base_url": "http://127.0.0.1:10/v1"}, {"model": "run-200"}, {"capacity": 70})
+    checkpoints = ({"uri": "gs://runs/run/hf/step-100"}, {"kind": "levanter"}, {"tokenizer": "/reference"})
+    others = (
+        [running_model(**changes) for changes in endpoints]
+        if evaluator.needs_endpoint
+        else [local_checkpoint(**changes) for changes in checkpoints]
+    )
+    assert everything(model) not in [everything(other) for other in others]
 
 
 def test_parse_of_an_empty_folder_is_invalid_output(evaluator: Evaluator, config: EvaluationConfig, tmp_path: Path):

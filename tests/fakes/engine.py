@@ -121,6 +121,8 @@ class FakeEngine:
     host: str = "127.0.0.1"
     port: int = 0
     max_model_len: int = 4096
+    vocabulary_size: int | None = None
+    """Token ids from here on are refused, where it is set."""
     faults: Faults = field(default_factory=Faults)
     stats: Stats = field(default_factory=Stats)
     bodies: deque[bytes] = field(default_factory=lambda: deque(maxlen=1000))
@@ -219,7 +221,7 @@ class FakeEngine:
         try:
             fields = json.loads(body)
             _check(fields)
-            prompts = [chat_prompt(fields["messages"])] if chat else prompts_of(fields["prompt"])
+            prompts = [chat_prompt(fields["messages"])] if chat else prompts_of(fields["prompt"], self.vocabulary_size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             return _error(400, f"{type(error).__name__}: {error}")
         if self.models and fields.get("model") not in self.models:

@@ -106,12 +106,15 @@ def completions_of(label: str, prompts: list[bytes], fields: dict[str, Any], *, 
     stops = [stops] if isinstance(stops, str) else stops
     top = (fields.get("top_logprobs") or 0) if chat and fields.get("logprobs") else fields.get("logprobs")
     greedy = not fields.get("temperature")
+    choices = (fields.get("structured_outputs") or {}).get("choice")
     found: list[Completion] = []
     for prompt in prompts:
         for number in range(n):
             seed = "" if greedy and number == 0 else f"|{number}|{fields.get('seed')}"
             state = zlib.crc32(f"{label}{seed}|".encode())
             made, reason = _continue(zlib.crc32(prompt, state), length, stops)
+            if choices:
+                made, reason = choices[zlib.crc32(prompt, state) % len(choices)].encode()[:length], "stop"
             found.append(
                 Completion(
                     index=len(found),
@@ -130,17 +133,20 @@ def completions_of(label: str, prompts: list[bytes], fields: dict[str, Any], *, 
     return found
 
 
-def prompts_of(prompt: Any) -> list[bytes]:
+def prompts_of(prompt: Any, vocabulary_size: int | None = None) -> list[bytes]:
     """The prompts of a completion request: a text, texts, token ids, or lists of token ids.
 
     Raises:
         TypeError: it is none of these.
-        ValueError: it is empty, or a token id is below 0.
+        ValueError: it is empty, or a token id is below 0 or not in the vocabulary.
     """
     if isinstance(prompt, str):
         return [prompt.encode("utf-8", "replace")]
     if not isinstance(prompt, list) or not prompt:
         raise ValueError("prompt must be a text, texts, token ids, or lists of token ids")
+    ids = (token for one in prompt for token in (one if isinstance(one, list) else [one]) if isinstance(token, int))
+    if vocabulary_size is not None and max(ids, default=0) >= vocabulary_size:
+        raise ValueError(f"a token id is not in the vocabulary of {vocabulary_size}")
     if isinstance(prompt[0], int):
         return [bytes(token % 256 for token in prompt)]
     return [one.encode() if isinstance(one, str) else bytes(token % 256 for token in one) for one in prompt]

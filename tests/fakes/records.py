@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
+from resources import storage
 from resources.errors import RecordStatus
-from tasks.records import CheckpointReference, Counts, Metric, Record
+from tasks.records import CheckpointReference, Counts, Metric, Record, SinkState, write_record
+from tasks.samples import SAMPLES_NAME, Sample, write_samples
 
 FIRST = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -109,3 +113,87 @@ def make_record(
         "created": FIRST + timedelta(seconds=step),
     }
     return Record(**(fields | others))
+
+
+def publish(evaluation_path: Path, record: Record, samples: Sequence[Sample] | None = None) -> str:
+    """Writes a record where an evaluation would, with samples beside it; the folder of its cell."""
+    place = (record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell)
+    cell_uri = storage.join(str(evaluation_path), *place)
+    write_record(cell_uri, record)
+    if samples is not None:
+        folder = Path(cell_uri) / record.attempt
+        folder.mkdir(parents=True)
+        write_samples(folder / SAMPLES_NAME, samples)
+    return cell_uri
+
+
+def make_samples(scores: Sequence[float], *, benchmark: str = "demo_facts", metric: str = "acc") -> list[Sample]:
+    """A sample for each score; the questions are the same in every list."""
+    return [
+        Sample(benchmark=benchmark, id=str(number), prompt=f"Question {number}?", output="a", target="a",
+               scores={metric: float(score)})
+        for number, score in enumerate(scores)
+    ]  # fmt: skip
+
+
+def of_every_evaluator(*, run: str = "run-a", steps: Sequence[int] = (100, 200, 300, 400)) -> list[Record]:
+    """A record of each checkpoint by each evaluator, with all that a report has to show."""
+    sinks = {
+        "wandb:team/evaluations": SinkState(status="published", where="https://wandb.test/team/run-a", at=FIRST),
+        "object_store:gs://bucket/evaluations": SinkState(
+            status="failed",
+            reason="Expected: to write gs://bucket/evaluations\nFound:    403: storage.objects.create is missing\n"
+            "To do:    grant it to the account",
+            at=FIRST,
+        ),
+    }
+    records = []
+    for step in steps:
+        learnt = step / max(steps)
+        common: dict[str, Any] = {"step": step, "run": run, "sinks": sinks if step == steps[-1] else {}}
+        records.append(
+            make_record(
+                metrics=(make_metric("demo_facts", 0.2 + 0.6 * learnt), make_metric("shared", 0.1 + 0.2 * learnt)),
+                **common,
+            )
+        )
+        records.append(
+            make_record(
+                evaluator="helm",
+                metrics=(
+                    make_metric("demo_mcqa", 0.25 + 0.5 * learnt, name="exact_match", n=60),
+                    make_metric("shared", 0.3 + 0.4 * learnt, name="exact_match", n=60),
+                ),
+                evaluation_hash="aa00bb11cc22dd33",
+                counts=Counts(requested=120, answered=120, scored=120, skipped=2, truncated=5),
+                links={"HELM's site": "attempt-1/site/index.html"},
+                **common,
+            )
+        )
+        judge = {"base_url": None, "pool_name": None, "model": None, "annotator": "demo_judge"}
+        outside = {**judge, "base_url": "http://127.0.0.1:8123/v1", "model": "judge-70b"}
+        records.append(
+            make_record(
+                evaluator="alpaca_eval",
+                metrics=(make_metric("demo_instructions", 12 + 40 * learnt, name="win_rate", stderr=6.1, n=23),),
+                evaluation={
+                    "evaluator": "alpaca_eval",
+                    "alpaca_eval": {"judge": outside if step == steps[-1] else judge},
+                },
+                evaluation_hash="ffee0011" if step == steps[-1] else "99887766",
+                counts=Counts(requested=23, answered=23, scored=23, judge_errors=1),
+                **common,
+            )
+        )
+        records.append(
+            make_record(
+                evaluator="levanter_lm_evaluation_harness",
+                status="failed" if step == steps[1] else "succeeded",
+                metrics=(make_metric("shared", 0.11 + 0.2 * learnt),),
+                evaluation_hash="1234",
+                served={"by": "the evaluator itself"},
+                requests={},
+                **common,
+            )
+        )
+    return records

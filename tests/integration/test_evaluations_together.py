@@ -143,3 +143,27 @@ def test_evaluations_that_cannot_be_made_together_are_refused(
     with pytest.raises(BadInput, match=words):
         evaluate_each([first, second], find_checkpoints(str(run)))
     assert not by_benchmark(run)
+
+
+def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(run: Path, engine_url: str):
+    cards, store = run.parent / "cards", run.parent / "store"
+    store.write_text("a file where the folder is to be")
+    sinks = [{"kind": "hugging_face", "path": str(cards)}, {"kind": "object_store", "url": str(store)}]
+    wanted = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1", sinks=sinks)
+
+    [record] = evaluate_each([wanted], find_checkpoints(str(run)))
+    assert record.succeeded
+    states = {name.partition(":")[0]: state for name, state in record.sinks.items()}
+    assert {name: state.status for name, state in states.items()} == {
+        "hugging_face": "published",
+        "object_store": "failed",
+    }
+    assert "demo_facts" in (cards / "run" / "step-7" / "README.md").read_text()
+    assert states["object_store"].reason
+
+    store.unlink()
+    [again] = evaluate_each([wanted], find_checkpoints(str(run)))
+    assert again.created == record.created, "nothing is evaluated again"
+    assert {state.status for state in again.sinks.values()} == {"published"}
+    copied = [path.name for path in store.rglob("*") if path.is_file()]
+    assert {"record.json", "samples.jsonl.gz", "report.html"} <= set(copied)

@@ -1,11 +1,11 @@
-"""lm-eval itself, in its own environment, against the deterministic engine."""
+"""lm-eval itself, in its own environment, against the deterministic engine: what it asks, and what comes of it."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import statistics
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,86 +14,53 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from fakes.engine import FakeEngine
+from fakes.lm_eval import DEMO, KEY, KINDS, PROGRAM, Harness, make_config, make_model, results, samples, write_benchmark
+from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import BOS, write_byte_tokenizer
-from pools.endpoint import RunningModel
-from resources.backends.local import LocalClient
-from resources.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import BadInput, EndpointUnusable, HarnessFailed, UnknownBenchmark
+from resources.errors import HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment
-from tasks.benchmarks import BUNDLED
-from tasks.config import EvalTaskConfig, EvaluationConfig
-from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts
+from tasks.config import EvalTaskConfig
+from tasks.evaluators.harness import Progress, verify_counts
 from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval_index import listed_benchmarks
+from tasks.options.lm_eval import LmEvalOptions
 from tasks.records import Counts
+from tasks.samples import SAMPLES_NAME, Sample, read_samples
 
-pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
 OWN = Path(__file__).parents[1] / "data" / "lm_eval" / "benchmarks"
-KEY = "sk-a-key-that-nobody-may-see"
-DEMO = ("demo_facts", "demo_backwards")
-
-
-@pytest.fixture(scope="session")
-def python() -> Path:
-    return ensure_environment(ENVIRONMENTS["lm-eval"]).python
+BARE = f"""
+import sys
+sys.path.append({str(PROGRAM.parent)!r})
+from lm_eval_index import use_remembered_index
+use_remembered_index()
+from lm_eval.__main__ import cli_evaluate
+cli_evaluate()
+"""
+"""lm-eval's own command, which needs not read its fifteen thousand files of benchmarks: 13 s."""
+COMPARED = ("kind_blank", "kind_choice", "kind_next", "kind_targets", "kind_text", "kind_words")
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[LocalClient]:
-    client = LocalClient(tmp_path / "jobs", grace_seconds=2.0)
-    yield client
-    client.shutdown()
+def tokenizer(tmp_path: Path) -> Path:
+    return write_byte_tokenizer(tmp_path / "tokenizer")
 
 
-def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> EvaluationConfig:
-    evals = tuple(EvalTaskConfig(name=item) if isinstance(item, str) else item for item in benchmarks)
-    given = {"model_path": "checkpoint", "base_url": "http://unused/v1", "evals": evals, "max_eval_instances": 10}
-    return EvaluationConfig(**{**given, **changes})
-
-
-def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningModel:
-    given = {
-        "base_url": f"{engine.url}/v1",
-        "model": "m",
-        "tokenizer": str(tokenizer),
-        "capacity": 8,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "max_model_len": 2048,
-        "api_key": KEY,
-    }
-    return RunningModel(**{**given, **changes})
-
-
-async def evaluate(
-    model: RunningModel, config: EvaluationConfig, output: Path, *, python: Path, client: LocalClient, **options: Any
-) -> Parsed:
-    """The runner in a thread, since the engine lives in this loop."""
-    return await asyncio.to_thread(
-        run_harness, LmEval(), model, config, output=output, python=python, client=client, **options
-    )
-
-
-def samples(folder: Path, benchmark: str) -> list[dict[str, Any]]:
-    [path] = folder.rglob(f"samples_{benchmark}_2*.jsonl")
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def results(folder: Path) -> dict[str, Any]:
-    [path] = folder.rglob("results_*.json")
-    return json.loads(path.read_text())["results"]
+def by_question(folder: Path, benchmark: str) -> list[Sample]:
+    return [sample for sample in read_samples(str(folder / SAMPLES_NAME)) if sample.benchmark == benchmark]
 
 
 async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
-    tmp_path: Path, python: Path, client: LocalClient
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
     seen: list[Progress] = []
     config = make_config(*DEMO, max_eval_instances=None)
-    LmEval().check(config, python=python)
+    LmEval().check(config, python=lm_eval.python)
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        model = make_model(engine, tokenizer)
         output = tmp_path / "output"
-        parsed = await evaluate(model, config, output, python=python, client=client, on_progress=seen.append)
+        parsed = await lm_eval.evaluate(model, config, output, on_progress=seen.append)
     verify_counts(parsed)
     assert parsed.counts.requested == 220
     numbers = {(metric.benchmark, metric.name): metric for metric in parsed.metrics}
@@ -102,151 +69,229 @@ async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
     assert 0 < (numbers["demo_facts", "acc"].stderr or 0) < 0.1
     assert parsed.versions["lm_eval"] == "0.4.13"
     assert len(samples(output, "demo_facts")) == 120
+    assert parsed.samples == 220
     assert (seen[-1].done, seen[-1].total) == (580, 580)
     for path in (path for path in output.rglob("*") if path.is_file()):
         assert KEY not in path.read_text(errors="replace"), path
 
 
-async def test_samples_are_those_of_the_bare_command_line(tmp_path: Path, python: Path, client: LocalClient):
-    tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
+@pytest.mark.parametrize("in_chat", [False, True], ids=["completions", "chat"])
+async def test_samples_through_the_proxy_are_those_of_the_bare_command_at_the_engine(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, in_chat: bool
+):
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, tokenizer)
-        await evaluate(model, make_config(*DEMO), tmp_path / "ours", python=python, client=client)
         model_args = {
             "model": "m",
             "base_url": f"{engine.url}/v1/completions",
             "tokenizer_backend": "huggingface",
             "tokenizer": str(tokenizer),
-            "tokenized_requests": False,
+            "tokenized_requests": True,
             "num_concurrent": 8,
             "max_retries": 3,
         }
-        command = [str(python.parent / "lm_eval"), "--model", "local-completions", "--tasks", ",".join(DEMO)]
+        command = [str(lm_eval.python), "-c", BARE, "--model", "local-completions", "--tasks"]
+        command += [",".join(COMPARED), "--include_path", ".", "--log_samples", "--output_path", str(tmp_path / "bare")]
         command += ["--model_args", ",".join(f"{name}={value}" for name, value in model_args.items())]
-        command += ["--include_path", ".", "--log_samples", "--limit", "10", "--output_path", str(tmp_path / "theirs")]
+        command += ["--apply_chat_template", "--fewshot_as_multiturn", "true"] if in_chat else []
         await asyncio.to_thread(
             subprocess.run,
             command,
-            cwd=BUNDLED,
+            cwd=KINDS,
             env=process_environment({"OPENAI_API_KEY": KEY, "HF_HOME": str(tmp_path / "hub")}),
             check=True,
             capture_output=True,
         )
-    for benchmark in DEMO:
+        with running_proxy(tmp_path) as proxy:
+            await asyncio.to_thread(proxy.tell, state_of("m", engine))
+            model = make_model(
+                engine, tokenizer, base_url=f"{proxy.url}/v1", api_key=CLIENT_KEY, apply_chat_template=in_chat
+            )
+            config = make_config(*COMPARED, benchmarks_path=str(KINDS))
+            parsed = await lm_eval.evaluate(model, config, tmp_path / "ours")
+    verify_counts(parsed)
+    for benchmark in COMPARED:
         ours = samples(tmp_path / "ours", benchmark)
-        assert len(ours) == 10
-        assert ours == samples(tmp_path / "theirs", benchmark)
-        assert results(tmp_path / "ours")[benchmark] == results(tmp_path / "theirs")[benchmark]
+        assert ours and ours == samples(tmp_path / "bare", benchmark)
+        assert results(tmp_path / "ours")[benchmark] == results(tmp_path / "bare")[benchmark]
+
+
+async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    output, seen = tmp_path / "output", list[Progress]()
+    async with FakeEngine(models=("m",)) as engine:
+        config = make_config(*COMPARED, benchmarks_path=str(KINDS))
+        parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, output, on_progress=seen.append)
+    assert seen[-1].done == seen[-1].total
+    assert parsed.counts == Counts(requested=36, answered=36, scored=36)
+    for metric in parsed.metrics:
+        found = by_question(output, metric.benchmark)
+        assert len(found) == len({sample.id for sample in found}) == 6
+        if metric.name.startswith(("acc", "exact_match")):
+            assert statistics.fmean(sample.scores[metric.name] for sample in found) == pytest.approx(metric.value)
+        assert {sample.scores.keys() == found[0].scores.keys() for sample in found} == {True}
+    chosen = by_question(output, "kind_choice")[1]
+    assert (chosen.id[:2], chosen.prompt, chosen.target) == ("1-", "A bee makes", "honey")
+    assert all(sample.output in ("milk", "honey", "wax") for sample in [chosen])
+    assert chosen.scores["acc"] == float(chosen.output == "honey")
+    assert by_question(output, "kind_targets")[1].target == "honey | wax"
+    assert by_question(output, "kind_blank")[1].output in ("A bee makes milk", "A bee makes honey", "A bee makes wax")
+    following = by_question(output, "kind_next")[0]
+    assert (following.prompt, following.target) == ("A baker makes", " bread")
+    assert float(following.output) < 0 and set(following.scores) == {"perplexity", "acc"}
+    weighed = by_question(output, "kind_text")[0]
+    assert weighed.target is None and weighed.prompt.startswith("Bread is baked")
+    assert set(weighed.scores) == {"word_perplexity", "byte_perplexity", "bits_per_byte"}
+    written = by_question(output, "kind_words")[1]
+    assert written.prompt.endswith("A bee makes") and written.target == "['honey', 'wax']"
+    assert set(written.scores) == {"exact_match,strict", "exact_match,flexible"}
 
 
 async def test_one_benchmark_in_several_forms_is_published_under_several_names(
-    tmp_path: Path, python: Path, client: LocalClient
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
     config = make_config(
         "shape_sides",
         EvalTaskConfig(name="shapes", num_fewshot=2, task_alias="shapes_2shot"),
         EvalTaskConfig(name="shape_sides", num_fewshot=1, task_alias="sides_1shot"),
         "shape_words",
+        EvalTaskConfig(
+            name="shape_words",
+            task_alias="sampled",
+            task_kwargs={
+                "generation_kwargs": {"temperature": 0.7, "max_tokens": 5},
+                "doc_to_text": "Say: {{shape}}",
+                "metadata": {"version": 2.0},
+            },
+        ),
+        EvalTaskConfig(
+            name="shape_sides", task_alias="asked", task_kwargs={"doc_to_text": "Sides of a {{shape}}? It has"}
+        ),
         benchmarks_path=str(OWN),
         max_eval_instances=3,
     )
+    output = tmp_path / "output"
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
-        parsed = await evaluate(model, config, tmp_path / "output", python=python, client=client)
+        parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, output)
+        bodies = [json.loads(body) for body in engine.bodies]
     verify_counts(parsed)
     published = {metric.benchmark for metric in parsed.metrics}
-    assert {"shape_sides", "shapes_few", "sides_1shot", "sides_1shot.shapes_few"} <= published
+    assert {"shape_sides", "shapes_few", "sides_1shot", "sides_1shot.shapes_few", "sampled"} <= published
     for benchmark, examples in (("shapes_few", 0), ("sides_1shot.shapes_few", 1), ("shapes_2shot.shapes_few", 2)):
-        prompt = samples(tmp_path / "output", benchmark)[0]["arguments"]["gen_args_0"]["arg_0"]
+        prompt = samples(output, benchmark)[0]["arguments"]["gen_args_0"]["arg_0"]
         assert prompt.count(" has") == examples + 1
+    assert by_question(output, "sampled")[0].prompt == "Say: triangle"
+    assert by_question(output, "asked.shapes_many")[0].prompt == "Sides of a triangle? It has"
+    [sampled] = [body for body in bodies if body["temperature"]]
+    assert (sampled["temperature"], sampled["max_tokens"], sampled["stop"]) == (0.7, 5, ["\n"])
 
 
-async def test_chat_template_is_applied_to_both_kinds_of_benchmark(tmp_path: Path, python: Path, client: LocalClient):
+async def test_chat_template_is_applied_to_both_kinds_of_benchmark(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
     async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
+        model = make_model(engine, tokenizer, apply_chat_template=True)
         config = make_config(*DEMO, max_eval_instances=3)
-        verify_counts(await evaluate(model, config, tmp_path / "output", python=python, client=client))
+        verify_counts(await lm_eval.evaluate(model, config, tmp_path / "output"))
         prompts = [json.loads(body)["prompt"][0] for body in engine.bodies]
     for prompt in prompts:
         text = bytes(token for token in prompt if token < BOS).decode()
         assert prompt[0] == BOS and text.startswith("user: Question:") and "\nassistant:" in text
 
 
-async def test_prompts_start_with_bos_where_the_tokenizer_adds_one(tmp_path: Path, python: Path, client: LocalClient):
+async def test_prompts_start_with_bos_where_the_tokenizer_adds_one(tmp_path: Path, lm_eval: Harness):
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=True))
         config = make_config(*DEMO, max_eval_instances=3)
-        verify_counts(await evaluate(model, config, tmp_path / "output", python=python, client=client))
+        verify_counts(await lm_eval.evaluate(model, config, tmp_path / "output"))
         prompts = [json.loads(body)["prompt"][0] for body in engine.bodies]
     assert {prompt[0] for prompt in prompts} == {BOS}
     assert all(BOS not in prompt[1:] for prompt in prompts)
 
 
-async def test_request_timeout_is_for_one_request_not_for_all(tmp_path: Path, python: Path, client: LocalClient):
+async def test_endpoint_that_has_only_chat_is_asked_with_messages(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+    stops = ["never", "#", "\t", "|", "5"]  # the last one is not sent: an endpoint takes four
+    config = make_config(
+        EvalTaskConfig(name="kind_words", task_kwargs={"generation_kwargs": {"until": stops}}),
+        benchmarks_path=str(KINDS),
+        lm_eval=LmEvalOptions(endpoint="chat_completions"),
+    )
+    output = tmp_path / "output"
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, tokenizer, prompt_logprobs=False)
+        verify_counts(await lm_eval.evaluate(model, config, output))
+        bodies = [json.loads(body) for body in engine.bodies]
+    assert [message["role"] for message in bodies[0]["messages"]] == ["system", "user", "assistant", "user"]
+    assert {(body["max_tokens"], tuple(body["stop"])) for body in bodies} == {(12, tuple(stops[:4]))}
+    answers = [sample.output for sample in by_question(output, "kind_words")]
+    assert len(answers) == 6 and "5" not in "".join(answers)
+    assert any(len(answer) < 12 for answer in answers)
+
+
+@pytest.mark.parametrize(("asked", "sent"), [(None, 256), (40, 40), (5000, 1024)])
+async def test_length_of_answers_is_the_options_where_a_benchmark_sets_none(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, asked: int | None, sent: int
+):
+    free = write_benchmark(
+        tmp_path / "own", "free", [{"question": "Who?", "word": "me"}], generation_kwargs={"until": ["\n"]}
+    )
+    evals = (
+        *free.evals,
+        EvalTaskConfig(name="free", task_alias="set", task_kwargs={"generation_kwargs": {"max_gen_toks": 7}}),
+    )
+    config = make_config(*evals, benchmarks_path=free.benchmarks_path, lm_eval=LmEvalOptions(max_gen_toks=asked))
+    async with FakeEngine(models=("m",)) as engine:
+        verify_counts(await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path / "output"))
+        assert {json.loads(body)["max_tokens"] for body in engine.bodies} == {sent, 7}
+
+
+async def test_request_timeout_is_for_one_request_not_for_all(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.delay_seconds = 0.3
-        tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
         model = make_model(engine, tokenizer, capacity=2, request_timeout_seconds=2)
-        parsed = await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
+        parsed = await lm_eval.evaluate(model, make_config(DEMO[1]), tmp_path / "output")
         assert engine.stats.aborted == 0
         assert engine.stats.max_in_flight == 2
     verify_counts(parsed)
 
 
-async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, python: Path, client: LocalClient):
+async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.status_count = 2
         engine.faults.refuse = 2
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
-        parsed = await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
+        parsed = await lm_eval.evaluate(make_model(engine, tokenizer), make_config(DEMO[1]), tmp_path / "output")
     verify_counts(parsed)
 
 
 @pytest.mark.parametrize("fault", [{"status_count": 1_000_000}, {"canned": True}])
 async def test_endpoint_that_gives_no_log_probabilities_never_gives_a_score(
-    tmp_path: Path, python: Path, client: LocalClient, fault: dict[str, Any]
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, fault: dict[str, Any]
 ):
     async with FakeEngine(models=("m",)) as engine:
         for name, value in fault.items():
             setattr(engine.faults, name, value)
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         with pytest.raises(HarnessFailed):
-            await evaluate(model, make_config(DEMO[0]), tmp_path / "output", python=python, client=client)
+            await lm_eval.evaluate(make_model(engine, tokenizer), make_config(DEMO[0]), tmp_path / "output")
 
 
+@pytest.mark.parametrize("endpoint", ["completions", "chat_completions"])
 async def test_endpoint_that_answers_with_no_text_is_withheld_not_scored_as_wrong(
-    tmp_path: Path, python: Path, client: LocalClient
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, endpoint: Any
 ):
     async def no_text(request: web.Request) -> web.Response:
-        prompts = (await request.json())["prompt"]
-        return web.json_response({"choices": [{"index": index, "text": None} for index in range(len(prompts))]})
+        prompts = (await request.json()).get("prompt", [None])
+        nothing = {"text": None, "message": {"content": None}}
+        return web.json_response({"choices": [{"index": index, **nothing} for index in range(len(prompts))]})
 
     app = web.Application()
-    app.add_routes([web.post("/v1/completions", no_text)])
+    app.add_routes([web.post("/v1/completions", no_text), web.post("/v1/chat/completions", no_text)])
     async with TestServer(app) as server:
-        model = make_model(FakeEngine(port=server.port or 0), write_byte_tokenizer(tmp_path / "tokenizer"))
-        parsed = await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
+        model = make_model(FakeEngine(port=server.port or 0), tokenizer)
+        config = make_config(DEMO[1], lm_eval=LmEvalOptions(endpoint=endpoint))
+        parsed = await lm_eval.evaluate(model, config, tmp_path / "output")
     assert parsed.counts == Counts(requested=10, answered=0, scored=0)
 
 
-async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_request(
-    tmp_path: Path, python: Path, client: LocalClient
-):
-    async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), prompt_logprobs=False)
-        with pytest.raises(EndpointUnusable, match="demo_facts"):
-            await evaluate(model, make_config(*DEMO), tmp_path / "output", python=python, client=client)
-        assert engine.stats.requests == 0
-
-
-async def test_model_too_short_for_a_benchmarks_answers_is_refused(tmp_path: Path, python: Path, client: LocalClient):
-    async with FakeEngine(models=("m",)) as engine:
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), max_model_len=12)
-        with pytest.raises(BadInput, match="demo_backwards"):
-            await evaluate(model, make_config(DEMO[1]), tmp_path / "output", python=python, client=client)
-
-
-def test_check_finds_what_comes_with_lm_eval(python: Path):
-    LmEval().check(make_config("hellaswag", "mmlu"), python=python)
+def test_check_finds_what_comes_with_lm_eval(lm_eval: Harness):
+    LmEval().check(make_config("hellaswag", "mmlu"), python=lm_eval.python)
+    assert {"gsm8k", "mmlu_anatomy"} <= set(listed_benchmarks(lm_eval.python))
     with pytest.raises(UnknownBenchmark, match="hellaswag"):
-        LmEval().check(make_config("hellaswagg"), python=python)
+        LmEval().check(make_config("hellaswagg"), python=lm_eval.python)

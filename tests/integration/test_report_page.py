@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fakes.records import make_metric, make_record
+from fakes.records import make_metric, make_record, of_every_evaluator
 from resources.errors import RecordStatus
 from tasks.records import Record
 from tasks.reports import render_report
@@ -64,6 +64,7 @@ function observe(frame) {
     chartWidths: charts.map((chart) => box(chart).width),
     textHeights: charts.flatMap((chart) => [...chart.querySelectorAll("text")].map((label) => box(label).height)),
     overlaps, outside,
+    cardHeights: [...page.querySelectorAll("li.card")].map((card) => box(card).height),
     numbersScroll: numbers ? numbers.scrollWidth - numbers.clientWidth : 0,
     firstColumnStays: first ? box(first).left - box(numbers).left : 0,
     pageColour: frame.contentWindow.getComputedStyle(page.body).backgroundColor,
@@ -153,6 +154,21 @@ def test_page_on_phone_and_desktop_is_laid_out_without_overlaps_or_sideways_scro
     assert min(phone["chartWidths"]) > 320
     assert min(phone["textHeights"]) > 10, "legible: a line of text is higher than its font size"
     assert phone["numbersScroll"] > 0, "the table of numbers scrolls inside its own box"
+    assert phone["firstColumnStays"] < 3
+
+
+def test_page_of_every_evaluator_is_laid_out_without_overlaps_or_sideways_scrolling(
+    chromium: str, tmp_path: Path
+) -> None:
+    page = render_report(of_every_evaluator(), title="All", records_at="evaluations", page="report.html")
+
+    phone, desktop = observed(chromium, tmp_path, page)
+
+    assert phone["loaded"] == desktop["loaded"] == []
+    assert phone["scrollWidth"] <= PHONE
+    assert desktop["scrollWidth"] <= DESKTOP
+    assert phone["overlaps"] == desktop["overlaps"] == phone["outside"] == desktop["outside"] == []
+    assert max(phone["cardHeights"]) < 600, "no card is stretched by a column too narrow for its words"
     assert phone["firstColumnStays"] < 3
 
 

@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 BUNDLED = REPOSITORY / "tasks" / "bundled"
 PROGRAMS = REPOSITORY / "flows" / "programs"
 NAMES = ("demo_facts", "demo_backwards")
+INSTRUCTIONS = Path("alpaca_eval") / "demo_instructions.json"
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def world() -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def training_texts(world: dict[str, Any]) -> list[str]:
     source = random.Random(0)
-    return [world["training_text"](source) for _ in range(20_000)]
+    return [world["training_text"](source).text for _ in range(20_000)]
 
 
 def rows(name: str) -> list[dict[str, Any]]:
@@ -37,6 +38,7 @@ def test_bundled_questions_regenerated_are_byte_identical(tmp_path: Path) -> Non
     subprocess.run([sys.executable, "-B", str(program), "--output", str(tmp_path)], check=True, timeout=60)
     for name in NAMES:
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (BUNDLED / f"{name}.jsonl").read_bytes()
+    assert (tmp_path / INSTRUCTIONS).read_bytes() == (BUNDLED / INSTRUCTIONS).read_bytes()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -86,3 +88,23 @@ def test_training_prompt_is_the_prompt_of_the_yaml(name: str, world: dict[str, A
     template = yaml.safe_load((BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"))["doc_to_text"]
     exchange = world["Exchange"]("Who is there?", "nobody")
     assert template.replace("{{question}}", exchange.question) == exchange.prompt()
+
+
+def test_training_judges_in_the_words_of_the_judges_configuration(world: dict[str, Any]) -> None:
+    folder = BUNDLED / "alpaca_eval" / "annotators" / "demo_verdict"
+    prompt = (folder / "prompt.txt").read_text(encoding="utf-8")
+    asked = world["JUDGED"].format(question="{instruction}", first="{output_1}", second="{output_2}")
+    assert prompt == f"<|im_start|>user\n{asked}\n<|im_end|>\n"
+    parsed = yaml.safe_load((folder / "configs.yaml").read_text(encoding="utf-8"))["demo_verdict"]
+    assert tuple(parsed["completion_parser_kwargs"]["outputs_to_match"].values()) == world["VERDICTS"]
+
+
+def test_instructions_are_of_the_benchmarks_and_leave_room_for_two_outputs(world: dict[str, Any]) -> None:
+    asked = json.loads((BUNDLED / INSTRUCTIONS).read_text(encoding="utf-8"))
+    held_out = {row["question"] for name in NAMES for row in rows(name)}
+    assert len({row["instruction"] for row in asked}) == len(asked) == 24
+    assert {row["instruction"] for row in asked} <= held_out
+    for row in asked:
+        longest = "\N{REPLACEMENT CHARACTER}" * 24  # the most that 24 bytes can become
+        prompt = world["JUDGED"].format(question=row["instruction"], first=row["output"], second=longest)
+        assert len(prompt.encode()) < 480

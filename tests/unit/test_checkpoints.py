@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 
 from fakes.models import write_checkpoint, write_run
+from pools.model_files import digest_model_folder
 from resources import storage
 from resources.errors import BadInput, NoCheckpoints
-from tasks.checkpoints import Checkpoint, discover, discover_one, find_checkpoints
+from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints
 from tasks.config import CheckpointSelection
 from tasks.names import name_of
 
@@ -143,6 +145,97 @@ def test_native_levanter_checkpoint_is_reported(tmp_path: Path) -> None:
     assert set(found) == {1, 9}
     assert found[9].kind == "levanter"
     assert "export it" in found[9].problems[0]
+
+
+def write_native(folder: Path, *, step: int, content: bytes = b"arrays", old: bool = False) -> Path:
+    """A checkpoint as Levanter leaves it: arrays, then the file that says so. Older versions wrote folders of them."""
+    files = ["model/embeddings/weight/.zarray", "model/embeddings/weight/0.0"] if old else ["manifest.ocdbt", "d/1f3a"]
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    (folder / "metadata.json").write_text(json.dumps({"step": step, "timestamp": "2026-01-01T00:00:00"}))
+    return folder
+
+
+def natives(path: Path, **options: str) -> dict[int, Checkpoint]:
+    found = find_checkpoints(str(path), kinds=LOADED_NATIVELY, **options)
+    return {one.step: one for one in found if one.kind == "levanter"}
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_native_checkpoint_is_complete_for_the_evaluator_that_loads_it(tmp_path: Path, old: bool) -> None:
+    run = write_run(tmp_path / "run-a", [1])
+    write_native(run / "checkpoints" / "step-9", step=9, old=old)
+    [found] = natives(run).values()
+    assert (found.name, found.step, found.problems) == ("run-a-9", 9, ())
+    assert found.folder is not None and found.folder.reference is not None
+    assert found.folder.reference.uri == str(run / "hf" / "step-1")
+    [reported] = [one for one in find_checkpoints(str(run)) if one.kind == "levanter"]
+    assert not reported.complete and "export it" in reported.problems[0]
+
+
+def test_native_checkpoint_is_left_to_its_export_where_there_is_one(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run-a", [5])
+    for step in (5, 6):
+        write_native(run / "checkpoints" / f"step-{step}", step=step)
+    found = find_checkpoints(str(run), kinds=LOADED_NATIVELY)
+    assert [(one.step, one.kind) for one in found] == [(5, "huggingface"), (6, "levanter")]
+
+
+def test_native_checkpoint_takes_config_and_tokenizer_of_its_own_step(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run-a", [5, 10])
+    write_native(run / "checkpoints" / "step-5", step=5)
+    write_native(run / "checkpoints" / "step-7", step=7)
+    found = natives(run / "checkpoints")
+    references = {step: one.folder.reference.uri for step, one in found.items() if one.folder and one.folder.reference}
+    assert references == {5: str(run / "hf" / "step-5"), 7: str(run / "hf" / "step-10")}
+
+
+def test_native_checkpoint_that_is_not_whole_says_what_it_lacks(tmp_path: Path) -> None:
+    run = tmp_path / "run-a" / "checkpoints"
+    reference = write_checkpoint(tmp_path / "reference")
+    (write_native(run / "step-1", step=1) / "metadata.json").unlink()
+    (write_native(run / "step-2", step=2) / "metadata.json").write_text('{"st')
+    shutil.rmtree(write_native(run / "step-3", step=3) / "d")
+    write_native(run / "step-4", step=4)
+    lacking = {step: " ".join(one.problems) for step, one in natives(run).items()}
+    for step, problem in {1: "metadata.json is missing", 2: "names no step", 3: "no arrays"}.items():
+        assert problem in lacking[step]
+        assert "levanter.reference" in lacking[step]
+    assert "levanter.reference" in lacking[4]
+    assert not natives(run, reference=str(reference))[4].problems
+    (reference / "tokenizer.json").unlink()
+    assert "no tokenizer" in natives(run, reference=str(reference))[4].problems[0]
+
+
+def test_native_checkpoint_has_the_step_it_names_itself(tmp_path: Path) -> None:
+    write_native(tmp_path / "run-a" / "last", step=40)
+    assert list(natives(tmp_path / "run-a")) == [40]
+
+
+def test_native_digest_follows_arrays_config_and_tokenizer_but_not_the_time_of_writing(tmp_path: Path) -> None:
+    def digest(folder: Path, reference: Path) -> str:
+        [found] = natives(folder, reference=str(reference)).values()
+        assert found.folder is not None
+        return digest_model_folder(found.folder).checkpoint
+
+    first = write_native(tmp_path / "a" / "step-1", step=1)
+    again = write_native(tmp_path / "b" / "step-1", step=1)
+    (again / "metadata.json").write_text('{"step": 1, "timestamp": "2026-02-02T00:00:00"}')
+    other = write_native(tmp_path / "c" / "step-1", step=1, content=b"other arrays")
+    reference, changed = write_checkpoint(tmp_path / "r"), write_checkpoint(tmp_path / "s", template="{{ other }}")
+    assert digest(first, reference) == digest(again, reference)
+    assert len({digest(first, reference), digest(other, reference), digest(first, changed)}) == 3
+
+
+def test_native_checkpoints_in_a_store_are_found_alike(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run-n", [1])
+    write_native(run / "checkpoints" / "step-9", step=9)
+    storage.copy_from_local(run, "memory://bucket/run-n")
+    found = find_checkpoints("memory://bucket/run-n", kinds=LOADED_NATIVELY)
+    assert [(one.name, one.complete) for one in found] == [("run-n-1", True), ("run-n-9", True)]
+    assert found[1].folder is not None
+    assert len(digest_model_folder(found[1].folder).weights) == 32
 
 
 @pytest.mark.parametrize(

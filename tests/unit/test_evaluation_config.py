@@ -105,10 +105,10 @@ def test_chat_template_and_what_the_pool_sets_are_not_overridden() -> None:
         ModelConfig(name="m", engine_kwargs={"port": 1})
 
 
-def test_generation_params_without_an_engine_default_are_refused() -> None:
+def test_generation_params_that_nobody_knows_are_refused() -> None:
     assert ModelConfig(name="m", generation_params={"temperature": 0.7, "top_k": 5}).generation_params
-    with pytest.raises(ValidationError, match="keeps no default for stop_token_ids"):
-        ModelConfig(name="m", generation_params={"stop_token_ids": [1]})
+    with pytest.raises(ValidationError, match="found stop_words"):
+        ModelConfig(name="m", generation_params={"stop_words": ["x"]})
 
 
 def test_evaluation_hash_changes_with_what_can_change_a_score_only() -> None:

@@ -142,7 +142,7 @@ def test_latest_together_with_every_n_steps_is_refused() -> None:
 def test_pool_options_beside_an_endpoint_are_refused_not_ignored() -> None:
     base: dict[str, Any] = {"model": "runs/a", "evals": ("demo_facts",), "base_url": "http://127.0.0.1:8000/v1"}
     assert evaluation_from_options(EvaluationOptions(**base)).base_url is not None
-    extras: list[dict[str, Any]] = [{"chat": True}, {"engine": ("dtype=float32",)}, {"replicas": 2}, {"cpu": 1}]
+    extras: list[dict[str, Any]] = [{"gpu": "H100"}, {"engine": ("dtype=float32",)}, {"replicas": 2}, {"cpu": 1}]
     for extra in extras:
         with pytest.raises(BadInput, match=f"--base-url and --{next(iter(extra))}"):
             evaluation_from_options(EvaluationOptions(**base, **extra))

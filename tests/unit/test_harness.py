@@ -26,7 +26,8 @@ from resources.errors import (
 )
 from resources.settings import process_environment
 from tasks.config import EvalTaskConfig, EvaluationConfig
-from tasks.evaluators.harness import EvaluatedModel, HarnessCommand, Parsed, Progress, run_harness, verify_counts
+from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.records import Counts
 from tasks.samples import SAMPLES_NAME, Sample, read_samples
 
@@ -48,7 +49,6 @@ class FakeEvaluator:
     behaviour: str
     copies: tuple[tuple[str, str], ...] = ()
     name: str = "fake"
-    environment: str = "fake"
     needs_endpoint: bool = True
 
     @property
@@ -58,6 +58,9 @@ class FakeEvaluator:
     @property
     def import_variables(self) -> Mapping[str, str]:
         return {}
+
+    def environment(self, config: EvaluationConfig) -> str:
+        return "fake"
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
         return ()

@@ -17,12 +17,20 @@ import fsspec
 import pytest
 
 from pools.endpoint import RunningModel
-from resources.errors import BadInput, CountsDisagree, HarnessFailed, HarnessOutputInvalid, UnknownBenchmark
+from resources.errors import (
+    BadInput,
+    CountsDisagree,
+    EnvironmentBuildFailed,
+    HarnessFailed,
+    HarnessOutputInvalid,
+    UnknownBenchmark,
+)
 from resources.settings import settings
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.evaluators.lm_eval import LmEval
 from tasks.evaluators.lm_eval_results import NO_ANSWER
+from tasks.options.lm_eval import LmEvalOptions
 
 DATA = Path(__file__).parents[1] / "data" / "lm_eval"
 PYTHON = Path("/environment/bin/python")
@@ -109,8 +117,8 @@ def edit_sample(folder: Path, benchmark: str, edit: Callable[[dict[str, Any]], A
 def test_command_job_holds_what_was_asked_and_where_to_ask():
     job = job_of(make_config(), make_model(max_model_len=512))
     assert job["benchmarks"][:2] == [
-        {"name": "shape_sides", "num_fewshot": None, "key": "shape_sides"},
-        {"name": "shapes", "num_fewshot": 2, "key": "shapes_2shot"},
+        {"name": "shape_sides", "num_fewshot": None, "key": "shape_sides", "task_kwargs": {}},
+        {"name": "shapes", "num_fewshot": 2, "key": "shapes_2shot", "task_kwargs": {}},
     ]
     assert job["benchmarks_path"] == str(DATA / "benchmarks")
     assert job["limit"] == 5
@@ -121,6 +129,24 @@ def test_command_job_holds_what_was_asked_and_where_to_ask():
     assert job["model_args"]["tokenizer"] == "tokenizer"
     assert job["model_args"]["num_concurrent"] == 7
     assert job["model_args"]["timeout"] == 60
+    assert job["prove_tokenizer"]
+
+
+def test_command_holds_the_options_and_asks_chat_where_that_is_the_endpoint():
+    options = LmEvalOptions(
+        endpoint="chat_completions", max_gen_toks=9, long_prompts="skip", allow_code_execution=("shape_words",)
+    )
+    job = job_of(make_config(base_url=None, lm_eval=options), make_model())
+    assert job["model_args"]["base_url"] == "http://127.0.0.1:9/v1/chat/completions" and job["conversations"]
+    assert (job["max_gen_toks"], job["long_prompts"], job["allow_code_execution"]) == (9, "skip", ["shape_words"])
+    assert not job["prove_tokenizer"]  # a pool serves the checkpoint that the tokenizer lies in
+
+
+def test_options_that_change_scores_change_what_is_measured_and_permissions_do_not():
+    plain = make_config().what_is_measured()
+    for changed in ({"long_prompts": "skip"}, {"max_gen_toks": 9}, {"endpoint": "chat_completions"}):
+        assert make_config(lm_eval=LmEvalOptions.model_validate(changed)).what_is_measured() != plain
+    assert make_config(lm_eval=LmEvalOptions(allow_code_execution=("humaneval",))).what_is_measured() == plain
 
 
 def test_command_argv_is_our_program_run_by_the_environment():
@@ -194,6 +220,45 @@ def test_parse_direction_comes_from_the_results(recorded: Path):
     directions = {metric.benchmark: metric.higher_is_better for metric in parse(recorded).metrics}
     assert not directions["shapes_few"]
     assert directions["shapes_many"]
+
+
+# Samples
+
+
+def test_samples_recorded_run_gives_each_question_once_with_the_scores_of_all_filters(recorded: Path):
+    found = list(LmEval().samples(recorded, make_config()))
+    assert len(found) == 35 == len({(sample.benchmark, sample.id) for sample in found})
+    [words] = [sample for sample in found if sample.benchmark == "shape_words" and sample.id.startswith("1-")]
+    assert words.id == "1-8fdbcfe3e64d"
+    assert (words.prompt, words.output, words.target) == (
+        "The sides of a square, in one word:",
+        "D5oB1r",
+        "four",
+    )
+    assert words.scores == {"exact_match,strict": 0.0, "exact_match,flexible": 0.0}
+    [few] = [sample for sample in found if sample.benchmark == "shapes_few" and sample.id.startswith("0-")]
+    assert (few.prompt, few.target, few.scores) == ("A triangle has", "three", {"acc": 0.0})
+    assert few.output in ("four", "five", "six", "eight", "none")
+
+
+def test_samples_questions_left_out_have_no_score_and_are_counted_apart(recorded: Path):
+    plan = json.loads((recorded / "plan.json").read_text())
+    plan["benchmarks"]["shape_words"]["shape_words"] |= {"skipped": 1, "truncated": 2}
+    (recorded / "plan.json").write_text(json.dumps(plan))
+    line = {"benchmark": "shape_words", "doc_id": 7, "doc_hash": "ab" * 32, "prompt": "A long one", "target": "six"}
+    (recorded / "skipped.jsonl").write_text(json.dumps(line) + "\n")
+    counts = parse(recorded).counts
+    assert (counts.requested, counts.scored, counts.skipped, counts.truncated) == (35, 35, 1, 2)
+    *_, last = LmEval().samples(recorded, make_config())
+    assert (last.id, last.prompt, last.output, last.scores) == ("7-abababababab", "A long one", "", {})
+
+
+@pytest.mark.parametrize(
+    "damage", [{"arguments": None}, {"resps": [[]]}, {"target": None}, {"metrics": 1}, {"acc": []}]
+)
+def test_samples_of_a_damaged_line_are_told_as_far_as_they_go(recorded: Path, damage: dict[str, Any]):
+    edit_sample(recorded, "shapes_few", lambda sample: sample.update(damage))
+    assert len(list(LmEval().samples(recorded, make_config()))) == 35
 
 
 # Withheld
@@ -355,7 +420,7 @@ def environment_python(tmp_path: Path) -> Path:
     """An interpreter that lists two benchmarks, once: then it is broken."""
     python = tmp_path / "lm-eval-0123" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\nrm "$0"\necho \'["hellaswag", "mmlu"]\'\n')
+    python.write_text('#!/bin/sh\nrm "$0"\necho \'{"benchmarks": ["hellaswag", "mbpp"], "run_code": ["mbpp"]}\'\n')
     python.chmod(0o755)
     return python
 
@@ -399,6 +464,24 @@ def test_check_folder_that_does_not_exist_is_bad_input(cache_dir: Path, tmp_path
         LmEval().check(make_config(benchmarks_path=str(tmp_path / "missing")), python=PYTHON)
 
 
-def test_check_environment_that_does_not_work_is_reported(cache_dir: Path):
-    with pytest.raises(HarnessFailed, match="by hand"):
+def test_check_benchmark_that_runs_code_needs_permission(cache_dir: Path, environment_python: Path, tmp_path: Path):
+    folder = tmp_path / "own"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("task: mine\nunsafe_code: true\n")
+    own = {"benchmarks_path": str(folder)}
+    for name in ("mbpp", "mine"):
+        with pytest.raises(BadInput, match=f"allow_code_execution to name {name}"):
+            LmEval().check(make_config(EvalTaskConfig(name=name), **own), python=environment_python)
+        allowed = LmEvalOptions(allow_code_execution=(name,))
+        LmEval().check(make_config(EvalTaskConfig(name=name), lm_eval=allowed, **own), python=environment_python)
+
+
+def test_check_interpreter_that_is_gone_says_which_folder_to_delete(cache_dir: Path):
+    with pytest.raises(EnvironmentBuildFailed, match=f"Delete the folder {PYTHON.parents[1]}"):
         LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=PYTHON)
+
+
+def test_check_listing_that_is_none_is_reported(cache_dir: Path, environment_python: Path):
+    environment_python.write_text("#!/bin/sh\necho no JSON\n")
+    with pytest.raises(HarnessFailed, match="by hand"):
+        LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=environment_python)

@@ -7,12 +7,13 @@ import re
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
-from fakes.records import FIRST, REASONS, make_metric, make_record
+from fakes.records import FIRST, REASONS, make_metric, make_record, of_every_evaluator, publish
 from resources import storage
 from resources.errors import RecordStatus, StorageError
 from tasks.records import Record
@@ -277,6 +278,94 @@ def test_page_warns_where_cells_were_evaluated_differently() -> None:
 
     assert warning not in render_report([one(100), one(200)], title="t")
     assert warning in render_report([one(100), make_record(step=200, evaluation_hash="another")], title="t")
+
+
+def test_benchmark_of_one_name_by_two_evaluators_never_shares_a_column() -> None:
+    records = [
+        make_record(step=step, evaluator=evaluator, metrics=(make_metric("shared", value),))
+        for step in (100, 200)
+        for evaluator, value in (("lm_evaluation_harness", 0.1), ("levanter_lm_evaluation_harness", 0.9))
+    ]
+
+    results = Results(records)
+    found = {(row["evaluator"], row["step"]): row["value"] for row in results_rows(records)}
+    lines = "\n".join(in_terminal(records))
+
+    assert [[metric.value for metric in results.metrics(column)] for column in results.columns] == [
+        [0.1] * 2,
+        [0.9] * 2,
+    ]
+    assert found[("lm_evaluation_harness", 100)] == 0.1 and found[("levanter_lm_evaluation_harness", 100)] == 0.9
+    assert "lm-eval" in lines and "Levanter" in lines
+    assert {"lm-eval: shared · acc", "Levanter: shared · acc"} <= set(texts(curves_svg(records)))
+
+
+def test_page_of_every_evaluator_groups_numbers_and_tells_judges_counts_and_sinks() -> None:
+    page = render_report(of_every_evaluator(), title="All")
+
+    for told in (
+        "by lm-eval, HELM, AlpacaEval, Levanter",
+        '<th scope="colgroup" class="group" colspan="2">HELM</th>',
+        "judge-70b at http://127.0.0.1:8123/v1, asked as demo_judge",
+        "the checkpoint itself in the same pool",
+        "4 without a usable verdict of the judge",
+        "8 left out, since their prompts are too long",
+        "20 asked with prompts that were cut to fit",
+        "± 6.10",
+        "wandb:team/evaluations",
+        "storage.objects.create is missing",
+        "no engine and no proxy in between",
+    ):
+        assert told in page, told
+    assert "How to read" in page and not re.search(r"""href=["'](?:https?:|file:|//)""", page)
+
+
+def test_page_warns_of_other_hashes_within_a_column_not_between_evaluators() -> None:
+    page = render_report(of_every_evaluator(), title="All")
+    warning = page[page.index('class="warning"') :].split("</p>")[0]
+
+    assert "demo_instructions · win_rate" in warning
+    assert "demo_mcqa" not in warning and "demo_facts" not in warning
+
+
+@pytest.mark.parametrize("page", ["evaluations/run-a/report.html", "report.html", "elsewhere/deep/report.html"])
+def test_page_links_to_what_harnesses_made_wherever_it_lies(tmp_path: Path, page: str) -> None:
+    record = make_record(evaluator="helm", cell="demo_mcqa-5%-a b", links={"Site": "attempt-1/site/index.html"})
+    cell = Path(publish(tmp_path / "evaluations", record))
+    (cell / "attempt-1" / "site").mkdir(parents=True)
+    (cell / "attempt-1" / "site" / "index.html").write_text("the site")
+
+    uri = write_report([record], str(tmp_path / page), title="t", records_at=str(tmp_path / "evaluations"))
+
+    [address] = re.findall(r'<a href="([^"#]+)">run-a-100: Site</a>', Path(uri).read_text())
+    assert (Path(uri).parent / unquote(address)).read_text() == "the site"
+
+
+def test_page_links_within_one_store_only(tmp_path: Path) -> None:
+    record = make_record(evaluator="helm", links={"Site": "attempt-1/index.html"})
+    below = "run-a/step-100/helm/demo_facts-0123abcd/attempt-1/index.html"
+
+    def page(at: str, records_at: str | None) -> str:
+        return render_report([record], title="t", page=at, records_at=records_at)
+
+    assert f'href="../e/{below}"' in page("gs://bucket/pages/report.html", "gs://bucket/e")
+    for at, records_at in ((str(tmp_path / "r.html"), "gs://bucket/e"), ("gs://other/r.html", "gs://bucket/e")):
+        assert (
+            "index.html</code>" in page(at, records_at) and "<a href=" not in page(at, records_at).split("<footer")[0]
+        )
+    assert "index.html</code>" in page("report.html", None)
+
+
+def test_results_of_ten_thousand_records_are_not_looked_up_one_by_one() -> None:
+    first = make_record()
+    records = [
+        first.model_copy(
+            update={"checkpoint": first.checkpoint.model_copy(update={"step": step, "name": f"run-a-{step}"})}
+        )
+        for step in range(10_000)
+    ]
+
+    assert len(results_rows(records)) == 10_000
 
 
 def test_page_without_records_says_so() -> None:

@@ -1,0 +1,133 @@
+"""Records that sinks do not have yet, and sending them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from flows.loading import build_config, load_config
+from resources import storage
+from resources.config import Config
+from resources.errors import BadInput
+from tasks.config import EvaluationConfig
+from tasks.records import RECORD_NAME, Record, SinkState, note_sinks, read_record
+from tasks.sinks.config import Sink, Sinks
+from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+
+
+class SinkList(Config):
+    """A file with nothing but sinks."""
+
+    sinks: Sinks
+    """Where to publish."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """What became of one record, or of the report over its run, at one sink."""
+
+    what: str
+    sink: str
+    state: SinkState
+
+    def as_row(self) -> dict[str, Any]:
+        """The same for scripts."""
+        return {"what": self.what, "sink": self.sink, **self.state.model_dump(mode="json")}
+
+
+def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
+    """The sinks that a file names, or None if none was given: then each record goes where its evaluation said.
+
+    Raises:
+        BadInput: a file is not valid, holds a key, or names no sink; or two were given.
+    """
+    if sink is not None and config is not None:
+        raise BadInput(expected="--sink or --config", found="both", remedy="leave one of them out")
+    if sink is None and config is None:
+        return None
+    found = load_config(config, EvaluationConfig).sinks if config is not None else _sinks_of_file(str(sink))
+    if not found:
+        raise BadInput(
+            expected=f"at least one sink in {config or sink}",
+            found="none",
+            remedy="start from an example in docs/how-to/publish-results.md",
+        )
+    return found
+
+
+def _sinks_of_file(uri: str) -> tuple[Sink, ...]:
+    try:
+        content = yaml.safe_load(storage.read_bytes(uri))
+    except FileNotFoundError:
+        raise BadInput(expected="a file with a sink", found=f"{uri} is not there", remedy="check the path") from None
+    except (yaml.YAMLError, UnicodeDecodeError):
+        # Without what was read: it may be a file of keys.
+        raise BadInput(expected=f"YAML in {uri}", found="something else", remedy="correct it") from None
+    if isinstance(content, dict) and "kind" in content:
+        content = {"sinks": [content]}
+    return build_config(content if isinstance(content, dict) else {"sinks": content}, SinkList, source=uri).sinks
+
+
+def publish_missing(
+    path: str,
+    sinks: Sequence[Sink] | None,
+    *,
+    again: bool = False,
+    on_published: Callable[[Published], None] = lambda _: None,
+) -> list[Published]:
+    """Sends every succeeded record below a folder to the sinks that lack it, oldest first, then the reports.
+
+    Args:
+        path: the folder.
+        sinks: where to; where each record's own evaluation said if None.
+        again: send also what a sink has.
+        on_published: told of each outcome as it comes.
+
+    Raises:
+        BadInput: there are no succeeded records, or they name no sinks and none are given.
+        StorageError: the folder cannot be read, or a record not be written.
+    """
+    found = sorted(_succeeded(path), key=lambda one: one[1].created)
+    wanted = {cell: sinks if sinks is not None else _own_sinks(record, cell) for cell, record in found}
+    if not any(wanted.values()):
+        raise BadInput(
+            expected=f"succeeded records below {path}, and sinks for them",
+            found=f"{len(found)} records, none of which names a sink" if found else "no succeeded record",
+            remedy="name the sinks: assay publish PATH --sink FILE" if found else "evaluate something first",
+        )
+    outcomes: list[Published] = []
+
+    def note(what: str, states: dict[str, SinkState]) -> None:
+        for sink, state in states.items():
+            outcomes.append(Published(what, sink, state))
+            on_published(outcomes[-1])
+
+    changed: dict[tuple[str, str], tuple[str, Record, Sink]] = {}
+    for cell, record in found:
+        due = tuple(wanted[cell]) if again else missing_sinks(record, wanted[cell])
+        states = publish_record(record, cell, due)
+        note_sinks(cell, states)
+        note(f"{record.checkpoint.name} {record.evaluator}", states)
+        for sink in due:
+            if states[sink.name].status == "published":
+                changed[(f"{record.checkpoint.run} {record.evaluator}", sink.name)] = (cell, record, sink)
+    for cell, record, sink in changed.values():
+        note(f"report of {record.checkpoint.run}", publish_report(record, cell, (sink,)))
+    return outcomes
+
+
+def _succeeded(path: str) -> Iterator[tuple[str, Record]]:
+    for file in storage.list_files(path):
+        if storage.basename(file.uri) == RECORD_NAME:
+            cell = storage.parent(file.uri)
+            record = read_record(cell)
+            if record is not None and record.succeeded:
+                yield cell, record
+
+
+def _own_sinks(record: Record, cell: str) -> tuple[Sink, ...]:
+    named = record.evaluation.get("sinks") or ()
+    return build_config({"sinks": named}, SinkList, source=storage.join(cell, RECORD_NAME)).sinks

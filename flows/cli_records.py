@@ -1,0 +1,205 @@
+"""The commands about what was recorded: `assay records`, `assay compare` and `assay report`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from typing import Annotated, Literal, get_args
+
+import typer
+from rich.console import Console
+
+from resources import storage
+from resources.errors import BadInput
+
+_out = Console()
+_err = Console(stderr=True)
+_FILE_WIDTH = 200  # characters of a table that goes into a file
+
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
+_Path = Annotated[str, typer.Argument(help="Folder given as --output to evaluate.")]
+_Evaluators = Annotated[list[str] | None, typer.Option("--evaluator", help="Evaluator; repeatable.")]
+_Benchmarks = Annotated[list[str] | None, typer.Option("--benchmark", help="Benchmark or pattern; repeatable.")]
+_Metrics = Annotated[list[str] | None, typer.Option("--metric", help="Metric or pattern; repeatable.")]
+_Format = Literal["table", "csv", "jsonl", "parquet"]
+_Adjustment = Literal["bh", "holm", "none"]
+
+
+def records(
+    path: _Path = "evaluations",
+    run: Annotated[list[str] | None, typer.Option("--run", help="Run or pattern; repeatable.")] = None,
+    steps: Annotated[str | None, typer.Option(help="Training step, or first:last; either may be left out.")] = None,
+    evaluator: _Evaluators = None,
+    benchmark: _Benchmarks = None,
+    metric: _Metrics = None,
+    status: Annotated[list[str] | None, typer.Option("--status", help="Status; repeatable.")] = None,
+    tag: Annotated[list[str] | None, typer.Option("--tag", help="Tag or pattern; repeatable.")] = None,
+    latest: Annotated[
+        bool | None,
+        typer.Option(
+            "--latest/--all", help="The newest record of each cell, or every one; with --json every one unless told."
+        ),
+    ] = None,
+    format_: Annotated[
+        str | None, typer.Option("--format", help="table, csv, jsonl or parquet; by --output when left out.")
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="File to write, here or in an object store.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Show recorded results, or export them: one row for each metric; as JSON, whole records."""
+    from tasks.export import exported, measured_rows
+    from tasks.record_search import RecordFilter
+    from tasks.records import read_records
+    from tasks.reports import results_table, rows_table
+
+    form = _form(format_, output=output, as_json=as_json)
+    first, last = _step_range(steps)
+    wanted = RecordFilter(
+        runs=tuple(run or ()),
+        first_step=first,
+        last_step=last,
+        evaluators=tuple(evaluator or ()),
+        benchmarks=tuple(benchmark or ()),
+        metrics=tuple(metric or ()),
+        statuses=tuple(status or ()),
+        tags=tuple(tag or ()),
+        latest=latest if latest is not None else not as_json,
+    )
+    wanted.check()
+    every = read_records(path)
+    found = wanted.select(every)
+    if as_json:
+        sys.stdout.write(json.dumps([json.loads(record.model_dump_json()) for record in found], indent=2) + "\n")
+        return
+    if not every or (form == "table" and not found):
+        raise BadInput(
+            expected=f"records below {path}" + (" that match" if every else ""),
+            found=f"none of {len(every):,}" if every else "none",
+            remedy="take back a filter" if every else "evaluate something, or name another folder",
+        )
+    if form != "table":
+        rows = list(measured_rows(found, wanted=wanted))
+        _write(exported(rows, form=form), output, what=f"{len(rows):,} rows of {len(found):,} records")
+        return
+    narrow = bool(wanted.benchmarks or wanted.metrics)
+    table = (
+        results_table(found, takes=wanted.takes if narrow else None, parts=bool(wanted.benchmarks))
+        if wanted.latest
+        else rows_table(measured_rows(found, wanted=wanted))
+    )
+    if output is None:
+        _out.print(table)
+        return
+    page = Console(file=io.StringIO(), width=_FILE_WIDTH)
+    page.print(table)
+    assert isinstance(page.file, io.StringIO)
+    _write(page.file.getvalue().encode(), output, what=f"{len(found):,} records")
+
+
+def compare(
+    first: Annotated[str, typer.Argument(help="A checkpoint: NAME, RUN@STEP, PATH:NAME or the folder of a record.")],
+    second: Annotated[str, typer.Argument(help="The checkpoint to compare with it.")],
+    path: Annotated[str, typer.Option(help="Folder given as --output to evaluate.")] = "evaluations",
+    evaluator: _Evaluators = None,
+    benchmark: _Benchmarks = None,
+    metric: _Metrics = None,
+    adjust: Annotated[str, typer.Option(help="For the number of tests: bh (Benjamini–Hochberg), holm or none.")] = "bh",
+    seed: Annotated[int, typer.Option(help="What bootstraps draw from.", min=0)] = 0,
+    anyway: Annotated[bool, typer.Option("--anyway", help="Also compare what was not measured alike.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Compare two checkpoints on the questions both were asked: is the difference more than chance?"""
+    from tasks.comparison import compare as compare_records
+    from tasks.comparison_views import comparison_json, comparison_table
+    from tasks.record_search import RecordFilter, records_of_checkpoints
+
+    adjustment = next((one for one in get_args(_Adjustment) if one == adjust), None)
+    if adjustment is None:
+        raise BadInput(expected="--adjust bh, holm or none", found=adjust, remedy="leave it out for bh")
+    wanted = RecordFilter(
+        evaluators=tuple(evaluator or ()), benchmarks=tuple(benchmark or ()), metrics=tuple(metric or ())
+    )
+    wanted.check()
+    found = records_of_checkpoints((first, second), evaluation_path=path)
+    comparison = compare_records(
+        found[0],
+        found[1],
+        labels=(first, second),
+        wanted=wanted,
+        adjustment=adjustment,
+        seed=seed,
+        anyway=anyway,
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(comparison_json(comparison), indent=2) + "\n")
+    else:
+        _out.print(comparison_table(comparison))
+
+
+def report(
+    path: _Path = "evaluations",
+    output: Annotated[str, typer.Option(help="Where to write the page.")] = "report.html",
+    title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
+) -> None:
+    """Write one self-contained HTML page with curves and tables."""
+    from tasks.records import read_records
+    from tasks.reports import write_report
+
+    found = read_records(path)
+    if not found:
+        raise BadInput(
+            expected=f"records below {path}", found="none", remedy="evaluate something, or name another folder"
+        )
+    runs = sorted({record.checkpoint.run for record in found})
+    written = write_report(found, output, title=title or ", ".join(runs), records_at=path)
+    _out.print(written, soft_wrap=True, highlight=False)
+
+
+def _form(given: str | None, *, output: str | None, as_json: bool) -> _Format:
+    """What to write: what was asked for, else what the end of the file's name says, else a table."""
+    from tasks.export import form_of
+
+    if as_json and (given is not None or output is not None):
+        raise BadInput(
+            expected="--json, or --format and --output",
+            found="both",
+            remedy="--format jsonl exports one line of JSON for each metric",
+        )
+    form: _Format = form_of(output) or "table" if output else "table"
+    if given is not None:
+        known = next((one for one in get_args(_Format) if one == given), None)
+        if known is None:
+            raise BadInput(
+                expected=f"--format {', '.join(get_args(_Format))}", found=given, remedy="choose one of these"
+            )
+        form = known
+    if form == "parquet" and output is None:
+        raise BadInput(
+            expected="--output with --format parquet, which no terminal can show",
+            found="none",
+            remedy="name a file, such as --output results.parquet",
+        )
+    return form
+
+
+def _step_range(text: str | None) -> tuple[int | None, int | None]:
+    if text is None:
+        return None, None
+    first, separator, last = text.partition(":")
+    ends = [first, last if separator else first]
+    if not any(ends) or not all(end.isdecimal() for end in ends if end):
+        raise BadInput(
+            expected="--steps N, FIRST:LAST, FIRST: or :LAST",
+            found=f"--steps {text}",
+            remedy="for example --steps 1000:5000",
+        )
+    return int(ends[0]) if ends[0] else None, int(ends[1]) if ends[1] else None
+
+
+def _write(content: bytes, output: str | None, *, what: str) -> None:
+    if output is None:
+        sys.stdout.write(content.decode())
+        return
+    storage.write_bytes(output, content)
+    _err.print(f"{what} in {output}", soft_wrap=True, highlight=False)

@@ -1,0 +1,222 @@
+"""The commands about suites: `assay suites` and `assay stage`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.table import Table
+
+from flows.console import ERR, OUT, Json, print_json
+from resources.errors import BadInput, UnknownBenchmark
+
+if TYPE_CHECKING:
+    from tasks.suites import Suite, SuiteEvaluation
+
+
+def suites(
+    name: Annotated[str | None, typer.Argument(help="A suite by its name, or a YAML file, to be shown whole.")] = None,
+    sets: Annotated[bool, typer.Option("--sets", help="Show the named sets of benchmarks instead.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Look every benchmark up in lm-eval's own index.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the suites there are, what they ask, and what they need."""
+    from tasks.suites import built_in_suites, load_suite
+
+    if sets:
+        _show_sets(as_json=as_json)
+        return
+    shown = [load_suite(name)] if name is not None else list(built_in_suites().values())
+    if check:
+        checked = _check(shown)
+        ERR.print(f"{checked} benchmarks are known to lm-eval.", highlight=False)
+    if as_json:
+        contents = [_suite_content(suite) for suite in shown]
+        print_json(contents if name is None else contents[0])
+    elif name is None:
+        OUT.print(_suites_table(shown))
+    else:
+        OUT.print(shown[0].description, highlight=False)
+        OUT.print(_evaluations_table(shown[0]))
+        _show_access(shown[0])
+
+
+def stage(
+    suite: Annotated[list[str] | None, typer.Option("--suite", help="Suite or YAML file; repeatable.")] = None,
+    model: Annotated[
+        list[str] | None, typer.Option("--model", help="Tokenizer on the hub, owner/name[@revision]; repeatable.")
+    ] = None,
+    revision: Annotated[
+        list[str] | None, typer.Option("--revision", help="Data set and commit, owner/name=commit; repeatable.")
+    ] = None,
+    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None,
+    texts: Annotated[str | None, typer.Option(help="Folder or address to read texts from, such as a mirror.")] = None,
+    target: Annotated[str | None, typer.Option(help="Shared copy to bring up to date: a folder, gs://, s3://.")] = None,
+    source: Annotated[str | None, typer.Option("--from", help="Shared copy to fill this machine's cache from.")] = None,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Fetch the newest revision of what is there, too.")
+    ] = False,
+    prove: Annotated[bool, typer.Option(help="Load everything once more without a network.")] = True,
+    as_json: Json = False,
+) -> None:
+    """Stage data sets, texts and tokenizers once, for workers that reach no hub (ASSAY_OFFLINE=1)."""
+    from flows.loading import build_config
+    from flows.staging import StagingRequest, staged_by
+
+    request = build_config(
+        {
+            "suites": tuple(suite or ()),
+            "tokenizers": tuple(model or ()),
+            "revisions": dict(_pair(text) for text in revision or ()),
+            "benchmarks_path": benchmarks,
+            "texts_from": texts,
+            "target": target,
+            "fill_from": source,
+            "refresh": refresh,
+            "prove": prove,
+        },
+        StagingRequest,
+        source="the options",
+    )
+    staged = staged_by(request, on_event=lambda line: ERR.print(line, style="dim", markup=False, highlight=False))
+    if as_json:
+        print_json(staged)
+    else:
+        OUT.print(_staged_table(staged))
+
+
+def _check(shown: list[Suite]) -> int:
+    """How many benchmarks were looked up, all of them found.
+
+    Raises:
+        UnknownBenchmark: lm-eval does not know one of them; each is named, with the suite it is in.
+    """
+    import difflib
+
+    from resources.environments import ENVIRONMENTS, ensure_environment
+    from tasks.benchmark_sets import bundled_names
+    from tasks.evaluators.lm_eval_index import listed_benchmarks
+
+    known = set(listed_benchmarks(ensure_environment(ENVIRONMENTS["lm-eval"]).python)) | bundled_names()
+    evaluations = [
+        (suite, one) for suite in shown for one in suite.evaluations if one.evaluator not in ("helm", "alpaca_eval")
+    ]
+    missing = {task.name: suite.name for suite, one in evaluations for task in one.evals if task.name not in known}
+    if missing:
+        near = {name: difflib.get_close_matches(name, known, n=2) for name in missing}
+        raise UnknownBenchmark(
+            expected="benchmarks that lm-eval knows",
+            found="; ".join(
+                f"{name} of {suite}" + (f", did you mean {' or '.join(near[name])}?" if near[name] else "")
+                for name, suite in missing.items()
+            ),
+            remedy="correct the names in the suite; one that is gone from lm-eval has to be left out",
+        )
+    return len({task.name for _, one in evaluations for task in one.evals})
+
+
+def _data_of(one: SuiteEvaluation) -> str:
+    from tasks.benchmark_sets import bundled_names
+
+    if one.texts:
+        return f"assay stage ({one.texts})"
+    if all(task.name in bundled_names() for task in one.evals):
+        return "with Assay"
+    return "HELM's own" if one.evaluator == "helm" else "hub"
+
+
+def _needs(one: SuiteEvaluation) -> dict[str, Any]:
+    needs = one.needs
+    return {
+        "fewshot": needs.fewshot,
+        "prompt_logprobs": needs.prompt_logprobs,
+        "generates": needs.generates,
+        "runs_code": needs.runs_code,
+        "chat_template": bool(one.apply_chat_template),
+        "judge": one.evaluator == "alpaca_eval",
+        "data": _data_of(one),
+        "access": list(needs.access),
+    }
+
+
+def _suite_content(suite: Suite) -> dict[str, Any]:
+    return {
+        **suite.model_dump(mode="json", exclude={"evaluations", "extends"}),
+        "evaluations": [
+            {**one.model_dump(mode="json", exclude_defaults=True), "needs": _needs(one)} for one in suite.evaluations
+        ],
+    }
+
+
+def _words(needs: dict[str, Any]) -> str:
+    """What is needed, in words; a question mark where it is not known."""
+    words = {
+        "examples": needs["fewshot"] > 0,
+        "prompt log-probabilities": needs["prompt_logprobs"],
+        "runs code": needs["runs_code"],
+        "chat template": needs["chat_template"],
+        "judge": needs["judge"],
+        "keys or forms": bool(needs["access"]),
+    }
+    return ", ".join(word if is_needed else f"{word}?" for word, is_needed in words.items() if is_needed is not False)
+
+
+def _suites_table(shown: list[Suite]) -> Table:
+    table = Table("Suite", "For", "Evaluations", "Benchmarks", "Needs")
+    for suite in shown:
+        needs = dict.fromkeys(word for one in suite.evaluations for word in _words(_needs(one)).split(", ") if word)
+        number = sum(len(one.evals) for one in suite.evaluations)
+        table.add_row(suite.name, suite.description, str(len(suite.evaluations)), str(number), ", ".join(needs))
+    return table
+
+
+def _evaluations_table(suite: Suite) -> Table:
+    table = Table("Label", "Evaluator", "Benchmarks", "Needs", "Data")
+    for one in suite.evaluations:
+        benchmarks = ", ".join(
+            task.metric_key if task.num_fewshot is None else f"{task.metric_key} ({task.num_fewshot})"
+            for task in one.evals
+        )
+        needs = _needs(one)
+        table.add_row(one.label, one.evaluator, benchmarks, _words(needs), needs["data"])
+    return table
+
+
+def _show_access(suite: Suite) -> None:
+    for line in dict.fromkeys(line for one in suite.evaluations for line in one.needs.access):
+        OUT.print(line, highlight=False)
+
+
+def _show_sets(*, as_json: bool) -> None:
+    from tasks.benchmark_sets import benchmark_sets
+
+    found = benchmark_sets()
+    if as_json:
+        print_json({name: one.model_dump(mode="json") for name, one in found.items()})
+        return
+    table = Table("Set", "Benchmarks", "For", "Notes")
+    for name, one in found.items():
+        left_out = [f"without {benchmark}: {why}" for benchmark, why in one.left_out.items()]
+        table.add_row(name, str(len(one.evals)), one.about, "\n".join([*([one.note] if one.note else []), *left_out]))
+    OUT.print(table)
+
+
+def _staged_table(staged: dict[str, Any]) -> Table:
+    table = Table("Staged", "Revision", "Bytes")
+    for part in ("datasets", "files_of_datasets", "tokenizers"):
+        for name, one in staged.get(part, {}).items():
+            table.add_row(name, one["revision"][:12], f"{one['bytes']:,}")
+    for name, one in staged.get("texts", {}).items():
+        table.add_row(name, one["revision"][:12], f"{sum(file['bytes'] for file in one['files'].values()):,}")
+    return table
+
+
+def _pair(text: str) -> tuple[str, str]:
+    name, separator, commit = text.partition("=")
+    if not (separator and name and commit):
+        raise BadInput(
+            expected="--revision owner/name=commit",
+            found=f"--revision {text}",
+            remedy="for example --revision cais/mmlu=main",
+        )
+    return name, commit

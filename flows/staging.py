@@ -1,0 +1,88 @@
+"""The flow that stages data: for workers without a network, and so that a region asks the hub once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+from prefect.logging import get_run_logger
+from pydantic import model_validator
+
+from resources.config import Config
+from tasks.staging import Wanted, fill_from, share_staged, stage, wanted_by
+from tasks.suites import load_suite
+
+
+class StagingRequest(Config):
+    """What is to be staged, from where, and to where."""
+
+    suites: tuple[str, ...] = ()
+    """Suites by name, or YAML files."""
+    tokenizers: tuple[str, ...] = ()
+    """Tokenizers on the hub, as owner/name or owner/name@revision."""
+    revisions: dict[str, str] = {}
+    """Branch, tag or commit by data set; as the suites say, or the newest, when unset."""
+    benchmarks_path: str | None = None
+    """Local folder with benchmarks of one's own, as YAML files of the harness."""
+    texts_from: str | None = None
+    """Where texts are read in place of their source: a folder or address that holds the same files."""
+    fill_from: str | None = None
+    """A shared copy to fill this machine's cache from, in place of the hub."""
+    target: str | None = None
+    """A shared copy to bring up to date afterwards; local, gs:// or s3://."""
+    refresh: bool = False
+    """Fetch the newest revision of what is there already, too."""
+    prove: bool = True
+    """Load everything once more without a network."""
+
+    @model_validator(mode="after")
+    def _one_way(self) -> StagingRequest:
+        if self.fill_from is None and not (self.suites or self.tokenizers):
+            raise ValueError("name a suite or a tokenizer, or a shared copy to fill the cache from")
+        if self.fill_from is not None and (self.target is not None or self.refresh):
+            raise ValueError("fill_from reads a shared copy, so target and refresh mean nothing: leave them out")
+        return self
+
+    @property
+    def wanted(self) -> Wanted:
+        """What the suites need, and the tokenizers."""
+        return wanted_by([load_suite(name) for name in self.suites], tokenizers=self.tokenizers)
+
+
+@flow(name="stage-data", persist_result=False)
+def stage_data(request: StagingRequest) -> dict[str, Any]:
+    """Stages what suites need on this machine, and says what is there then, with revisions and sizes.
+
+    Raises:
+        StagingIncomplete: something could not be fetched, or does not load without a network; the rest is staged.
+        BadInput: a suite or a shared copy is not there.
+    """
+    return staged_by(request, on_event=get_run_logger().info)
+
+
+def staged_by(request: StagingRequest, *, on_event: Any) -> dict[str, Any]:
+    """The same without Prefect, for the command line."""
+    wanted = request.wanted
+    if request.fill_from is not None:
+        everything = not (request.suites or request.tokenizers)
+        staged, number = fill_from(request.fill_from, None if everything else wanted, on_event=on_event)
+        on_event(f"{number} bytes copied from {request.fill_from}")
+        return staged
+    pinned = {path: commit for name in request.suites for path, commit in load_suite(name).revisions.items()}
+    if wanted.elsewhere:
+        on_event(f"not staged: the data of {', '.join(wanted.elsewhere)}, which HELM fetches itself when it first runs")
+    try:
+        staged = stage(
+            wanted,
+            benchmarks_path=request.benchmarks_path,
+            revisions={**pinned, **request.revisions},
+            texts_from=request.texts_from,
+            refresh=request.refresh,
+            prove=request.prove,
+            on_event=on_event,
+        )
+    finally:  # what could be staged is of use to others, too
+        if request.target is not None:
+            number = share_staged(request.target, on_event=on_event)
+            on_event(f"{number} bytes sent to {request.target}")
+    return staged

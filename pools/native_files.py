@@ -1,0 +1,109 @@
+"""What lies in a checkpoint in Levanter's own layout: whether it is whole, at which step, and which files matter.
+
+Arrays are written first, by tensorstore: into `manifest.ocdbt` and `d/` for the whole training state, or, by older
+versions, into folders below `model/`. `metadata.json` is written when all of them are committed. Neither model
+configuration nor tokenizer is part of it: these come from a folder in Hugging Face's layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pools.model_files import ModelFolder, inspect_reference_folder
+from resources import storage
+from resources.storage import FileInfo
+
+METADATA_NAME = "metadata.json"
+MANIFEST_NAME = "manifest.ocdbt"
+_EXPORTS = "hf"
+_DESCRIBING = ("config.json", "tokenizer_config.json")
+_NO_REFERENCE = "no config and tokenizer: no Hugging Face export of the run lies beside it; set levanter.reference"
+
+
+@dataclass(frozen=True)
+class NativeFolder:
+    """A native checkpoint as found, and the step that it says it is of; None where it does not say."""
+
+    folder: ModelFolder
+    step: int | None
+
+
+def is_native(names: Sequence[str]) -> bool:
+    """Whether a folder with these files, by names relative to it, is a native checkpoint, whole or not."""
+    return MANIFEST_NAME in names or (METADATA_NAME in names and any(name.startswith("model/") for name in names))
+
+
+def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str | None) -> NativeFolder:
+    """Judges whether a folder holds a whole native checkpoint that Levanter can evaluate.
+
+    Args:
+        uri: the folder.
+        files: all files in it, at any depth.
+        reference: folder with config and tokenizer, in any store; None where there is none.
+    """
+    prefix = uri.rstrip("/") + "/"
+    by_name = {file.uri.removeprefix(prefix): file for file in files}
+    problems: list[str] = []
+    step = _step(by_name, problems)
+    arrays = "d/" if MANIFEST_NAME in by_name else "model/"
+    weights = sorted(name for name in by_name if name == MANIFEST_NAME or name.startswith(arrays))
+    if not any(name.startswith(arrays) for name in weights):
+        problems.append(f"no arrays: nothing lies below {arrays}")
+    described = inspect_reference_folder(reference) if reference else None
+    if described is None:
+        problems.append(_NO_REFERENCE)
+    else:
+        problems += [f"{problem} in {described.uri}, its reference" for problem in described.problems]
+    folder = ModelFolder(
+        uri=uri,
+        files=by_name,
+        problems=tuple(problems),
+        config=described.config if described else {},
+        weight_files=tuple(weights),
+        modified=max((file.modified for file in files), default=0.0),
+        kind="levanter",
+        reference=described,
+    )
+    return NativeFolder(folder, step)
+
+
+def _step(files: Mapping[str, FileInfo], problems: list[str]) -> int | None:
+    if METADATA_NAME not in files:
+        problems.append(f"{METADATA_NAME} is missing, which is written last")
+        return None
+    try:
+        return int(json.loads(storage.read_bytes(files[METADATA_NAME].uri))["step"])
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        problems.append(f"{METADATA_NAME} names no step (cut off?)")
+        return None
+
+
+class Exports:
+    """Finds Hugging Face exports of a run beside its native checkpoints; each place is listed once."""
+
+    def __init__(self) -> None:
+        self._listed: dict[str, list[str]] = {}
+
+    def beside(self, uri: str) -> str | None:
+        """An export for the checkpoint `uri`: of the same step if there is one, else the run's last one.
+
+        Looked for in `hf/` within the checkpoint, beside it, and beside the folder it lies in.
+        """
+        parent = storage.parent(uri)
+        same = storage.basename(uri)
+        within = self._in(uri)
+        if within:
+            return within[-1]
+        found = [*self._in(storage.parent(parent)), *self._in(parent)]
+        return next((one for one in reversed(found) if storage.basename(one) == same), found[-1] if found else None)
+
+    def _in(self, place: str) -> list[str]:
+        """Folders with config and tokenizer, directly in `hf/` or below it, the one with the highest step last."""
+        if place not in self._listed:
+            named = {file.uri for file in storage.list_files(storage.join(place, _EXPORTS))}
+            folders = {storage.parent(uri) for uri in named}
+            whole = [one for one in folders if {storage.join(one, name) for name in _DESCRIBING} <= named]
+            self._listed[place] = sorted(whole, key=lambda folder: (len(folder), folder))
+        return self._listed[place]

@@ -1,0 +1,51 @@
+"""Sinks at the end of a run: what they still lack of earlier runs, and the report over the run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import datetime
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+
+from tasks.cells import Cell
+from tasks.progress import report_event
+from tasks.records import Record, note_sinks, read_record
+from tasks.sinks.config import Sink
+from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+
+
+@task(cache_policy=NO_CACHE, persist_result=False)
+def announce(cells: Sequence[Cell], *, since: datetime) -> None:
+    """Sends the records of earlier runs to sinks that lack them, then the report to those that got something new.
+
+    Records of this run were sent when they were written. Nothing here fails a run or is tried again: a record says
+    which sinks have it, and the next run or `assay publish` sends what is missing.
+
+    Args:
+        cells: those of the run.
+        since: when the run began.
+    """
+    reports: dict[tuple[str, str], tuple[Cell, Record, Sink]] = {}
+    for cell in cells:
+        if not cell.config.sinks or (record := read_record(cell.uri)) is None:
+            continue
+        if cell.done:
+            record = _caught_up(cell, record)
+        for sink in cell.config.sinks:
+            state = record.sinks.get(sink.name)
+            if state is not None and state.at >= since:
+                if state.status == "published":
+                    reports[record.evaluator, sink.name] = (cell, record, sink)
+                else:
+                    reason = " ".join((state.reason or "").split())
+                    report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
+    for cell, record, sink in reports.values():
+        for name, state in publish_report(record, cell.uri, (sink,)).items():
+            if state.status == "failed":
+                report_event(f"{name} does not have the report: {state.reason}")
+
+
+def _caught_up(cell: Cell, record: Record) -> Record:
+    states = publish_record(record, cell.uri, missing_sinks(record, cell.config.sinks))
+    return note_sinks(cell.uri, states) or record

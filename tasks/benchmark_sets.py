@@ -1,0 +1,157 @@
+"""Named sets of benchmarks, and what benchmarks need. The names themselves are data: `suite_data/sets.yaml`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from resources.config import Config
+from resources.errors import BadInput
+from tasks.benchmarks import BUNDLED
+from tasks.config import EvalTaskConfig
+
+SUITE_DATA = Path(__file__).parent / "suite_data"
+
+
+class BenchmarkSet(Config):
+    """Benchmarks that are asked for together, under one name."""
+
+    about: str
+    """What it is for."""
+    evals: tuple[EvalTaskConfig, ...]
+    """The benchmarks, in order, those of the sets it uses included."""
+    note: str | None = None
+    """What a reader who knows it from elsewhere should know."""
+    left_out: Mapping[str, str] = {}
+    """Benchmarks that one would expect here, each with the reason why it is not."""
+
+
+class BenchmarkNeeds(Config):
+    """What benchmarks ask for, beyond an endpoint that answers."""
+
+    fewshot: int = 0
+    """The most worked examples in front of one question."""
+    prompt_logprobs: bool | None = False
+    """Whether one asks for log-probabilities of the prompt; None where that is not known."""
+    generates: bool | None = False
+    """Whether one lets the model write; None where that is not known."""
+    runs_code: bool = False
+    """Whether programs that the model wrote are run."""
+    access: tuple[str, ...] = ()
+    """Keys and forms, in words."""
+
+
+@cache
+def _data() -> dict[str, Any]:
+    return yaml.safe_load((SUITE_DATA / "sets.yaml").read_text(encoding="utf-8"))
+
+
+@cache
+def benchmark_sets() -> dict[str, BenchmarkSet]:
+    """Every set by its name."""
+    return {name: _resolved(name) for name in _data()["sets"]}
+
+
+def _resolved(name: str) -> BenchmarkSet:
+    content: dict[str, Any] = _data()["sets"][name]
+    evals = [
+        *(one for used in content.get("uses", ()) for one in _resolved(used).evals),
+        *(_entry(one, content) for one in content.get("evals", ())),
+        *(one for used in content.get("then", ()) for one in _resolved(used).evals),
+    ]
+    return BenchmarkSet(
+        about=content["about"],
+        evals=tuple(evals),
+        note=content.get("note"),
+        left_out=content.get("left_out", {}),
+    )
+
+
+def _entry(entry: str | dict[str, Any], content: dict[str, Any]) -> EvalTaskConfig:
+    """One benchmark of a set, with the set's patterns where it says nothing itself."""
+    given: dict[str, Any] = {"name": entry} if isinstance(entry, str) else entry
+    name = content.get("name", "{}").format(given["name"])
+    fewshot = given.get("num_fewshot", content.get("num_fewshot"))
+    pattern = given.get("task_alias", content.get("task_alias"))
+    alias = pattern.format(name=name, num_fewshot=fewshot) if pattern else None
+    return EvalTaskConfig(name=name, num_fewshot=fewshot, task_alias=alias)
+
+
+def expanded(evals: Any) -> Any:
+    """Benchmarks as a suite writes them: a set's name, or a list of set names, benchmark names and benchmarks.
+
+    A name in capitals is a set's. Anything that is none of these is left for pydantic to refuse.
+
+    Raises:
+        BadInput: there is no such set.
+    """
+    if isinstance(evals, str):
+        evals = [evals]
+    if not isinstance(evals, (list, tuple)):
+        return evals
+    return tuple(part for one in evals for part in _expanded_one(one))
+
+
+def _expanded_one(one: Any) -> Iterable[Any]:
+    if not isinstance(one, str):
+        return (one,)
+    if not one.isupper():
+        return ({"name": one},)
+    sets = benchmark_sets()
+    if one not in sets:
+        near = difflib.get_close_matches(one, sets, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(sets)}"
+        raise BadInput(
+            expected="the name of a set of benchmarks, which is written in capitals",
+            found=f"{one}; {hint}",
+            remedy="correct the name, or list the benchmarks; `assay suites --sets` shows the sets",
+        )
+    return sets[one].evals
+
+
+def needs_of(evals: Iterable[EvalTaskConfig]) -> BenchmarkNeeds:
+    """What benchmarks of lm-eval need, as far as it is known: those that are in no set are not."""
+    evals = tuple(evals)
+    facts = _data()["facts"]
+    names = {task.name for task in evals}
+    generates = names & {*facts["generates"], *facts["generates_and_compares"]}
+    compares = (names & _known()) - set(facts["generates"])
+    unknown = names - _known()
+    return BenchmarkNeeds(
+        fewshot=max((task.num_fewshot or 0 for task in evals), default=0),
+        prompt_logprobs=True if compares else None if unknown else False,
+        generates=True if generates else None if unknown else False,
+        runs_code=bool(names & set(facts["runs_code"])),
+        access=tuple(f"{name}: {how}" for name, how in facts["access"].items() if name in names),
+    )
+
+
+def split_by_kind(
+    evals: Iterable[EvalTaskConfig],
+) -> tuple[tuple[EvalTaskConfig, ...], tuple[EvalTaskConfig, ...]]:
+    """Benchmarks that compare choices, which Levanter can do too, and those that need an engine.
+
+    The latter let the model write, wholly or in part, or score texts longer than the model holds. One of which nothing
+    is known is among the former.
+    """
+    facts = _data()["facts"]
+    needing = {*facts["generates"], *facts["generates_and_compares"], *facts["scores_whole_texts"]}
+    evals = tuple(evals)
+    return tuple(one for one in evals if one.name not in needing), tuple(one for one in evals if one.name in needing)
+
+
+@cache
+def bundled_names() -> frozenset[str]:
+    """Benchmarks of every evaluator whose data come with Assay, or with `assay stage` beside files that do."""
+    files = (path for folder in (BUNDLED, SUITE_DATA) for path in folder.rglob("*"))
+    return frozenset(path.stem for path in files if path.suffix in (".yaml", ".json"))
+
+
+@cache
+def _known() -> frozenset[str]:
+    return frozenset(task.name for one in benchmark_sets().values() for task in one.evals)

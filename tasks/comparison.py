@@ -1,0 +1,261 @@
+"""Two checkpoints compared: the same metrics of both, tested question by question where samples were kept."""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+from pydantic import ValidationError
+
+from resources.errors import AssayError, BadInput
+from tasks.config import EvaluationConfig
+from tasks.paired_tests import Adjustment, Finding, adjusted, compare_means, compare_pairs
+from tasks.question_scores import QuestionScores, Scores
+from tasks.record_search import FoundRecord, RecordFilter
+from tasks.records import Record
+from tasks.results import evaluator_place, title_of
+
+SIGNIFICANT = 0.05
+"""Adjusted p below which a difference is called one."""
+Verdict = Literal["better", "worse", "no clear difference", "not tested"]
+_PLACES = ("model_path", "model_name", "evaluation_path", "benchmarks_path", "timeout_seconds", "wandb_tags", "sinks")
+_SHOWN_DIFFERENCES = 12
+
+
+@dataclass(frozen=True)
+class Pairing:
+    """How many questions both have scores for, only one has, and how many were put in other words to the second."""
+
+    pairs: int
+    only_first: int
+    only_second: int
+    other_prompts: int
+
+
+@dataclass(frozen=True)
+class ComparedMetric:
+    """One metric of both. `first` and `second` are over the questions compared; without pairs, as recorded."""
+
+    evaluator: str
+    benchmark: str
+    metric: str
+    higher_is_better: bool
+    first: float
+    second: float
+    recorded: tuple[float, float]
+    n: tuple[int, int]
+    pairing: Pairing | None
+    unpaired_because: str | None
+    finding: Finding
+    adjusted_p: float | None = None
+
+    @property
+    def verdict(self) -> Verdict:
+        """What may be said of the second against the first."""
+        if self.adjusted_p is None:
+            return "not tested"
+        if self.adjusted_p >= SIGNIFICANT:
+            return "no clear difference"
+        return "better" if (self.finding.difference > 0) == self.higher_is_better else "worse"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All metrics that both have. `differences` says what was not measured alike, by benchmark."""
+
+    first: str
+    second: str
+    metrics: tuple[ComparedMetric, ...]
+    only_first: tuple[str, ...]
+    only_second: tuple[str, ...]
+    differences: dict[str, tuple[str, ...]]
+    seed: int
+    adjustment: Adjustment
+
+
+class _Key(NamedTuple):
+    evaluator: str
+    benchmark: str
+    metric: str
+
+    def __str__(self) -> str:
+        return f"{title_of(self.evaluator)}: {self.benchmark} · {self.metric}"
+
+
+def compare(
+    first: Sequence[FoundRecord],
+    second: Sequence[FoundRecord],
+    *,
+    labels: tuple[str, str],
+    wanted: RecordFilter,
+    adjustment: Adjustment = "bh",
+    seed: int = 0,
+    anyway: bool = False,
+) -> Comparison:
+    """Tests every metric that both checkpoints have.
+
+    Args:
+        first: records of the one checkpoint; those without a success are passed over.
+        second: records of the other.
+        labels: what the two are called.
+        wanted: which evaluators, benchmarks and metrics; parts of a benchmark are compared only if named.
+        adjustment: how p is adjusted for the number of tests.
+        seed: what bootstraps draw from; each metric gets its own from it, whichever others are compared.
+        anyway: compares also what was not measured alike.
+
+    Raises:
+        BadInput: one has no numbers, they have none in common, or they were not measured alike.
+        StorageError: samples are damaged, or cannot be read.
+    """
+    sides = [_by_metric(found, label, wanted) for found, label in zip((first, second), labels, strict=True)]
+    shared = sorted((key for key in sides[0] if key in sides[1]), key=lambda key: evaluator_place(key.evaluator))
+    if not shared:
+        raise BadInput(
+            expected=f"a metric that {labels[0]} and {labels[1]} both have",
+            found=f"{_listed(sides[0])} and {_listed(sides[1])}",
+            remedy="evaluate both on the same benchmarks",
+        )
+    chosen = {key: _alike(sides[0][key], sides[1][key]) for key in shared}
+    differences = {
+        key.benchmark: tuple(_what_differs(one.record, other.record))
+        for key, (one, other) in chosen.items()
+        if one.record.evaluation_hash != other.record.evaluation_hash
+    }
+    if differences and not anyway:
+        raise _not_alike(differences, labels)
+    scores = QuestionScores()
+    metrics = [_compared(key, *chosen[key], scores=scores, seed=seed) for key in shared]
+    p_values = adjusted([metric.finding.p for metric in metrics], by=adjustment)
+    return Comparison(
+        *labels,
+        metrics=tuple(replace(metric, adjusted_p=p) for metric, p in zip(metrics, p_values, strict=True)),
+        only_first=tuple(str(key) for key in sides[0] if key not in sides[1]),
+        only_second=tuple(str(key) for key in sides[1] if key not in sides[0]),
+        differences=differences,
+        seed=seed,
+        adjustment=adjustment,
+    )
+
+
+def _by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) -> dict[_Key, list[FoundRecord]]:
+    """The succeeded records that have a metric, the fullest first and then the newest."""
+    meant = {id(record) for record in replace(wanted, latest=False).select([one.record for one in found])}
+    usable = [one for one in found if id(one.record) in meant and one.record.succeeded]
+    if not usable:
+        statuses = ", ".join(sorted({f"{one.record.evaluator} {one.record.status}" for one in found})) or "no record"
+        raise BadInput(
+            expected=f"a succeeded record of {label} that is wanted here",
+            found=statuses,
+            remedy="evaluate it, or take back --evaluator, --benchmark or --metric",
+        )
+    usable.sort(key=lambda one: (_asked_all(one.record), one.record.created), reverse=True)
+    by_metric: dict[_Key, list[FoundRecord]] = {}
+    for one in usable:
+        for metric in one.record.metrics:
+            whole = metric.benchmark in one.record.benchmarks or bool(wanted.benchmarks)
+            if whole and wanted.takes(metric.benchmark, metric.name):
+                key = _Key(one.record.evaluator, metric.benchmark, metric.name)
+                by_metric.setdefault(key, []).append(one)
+    return by_metric
+
+
+def _asked_all(record: Record) -> bool:
+    return record.evaluation.get("max_eval_instances") is None
+
+
+def _alike(first: Sequence[FoundRecord], second: Sequence[FoundRecord]) -> tuple[FoundRecord, FoundRecord]:
+    """One of each, measured in the same way if there are such."""
+    for one in first:
+        for other in second:
+            if one.record.evaluation_hash == other.record.evaluation_hash:
+                return one, other
+    return first[0], second[0]
+
+
+def _not_alike(differences: dict[str, tuple[str, ...]], labels: tuple[str, str]) -> BadInput:
+    lines = [f"{benchmark}: {what}" for benchmark, found in differences.items() for what in found]
+    more = len(lines) - _SHOWN_DIFFERENCES
+    return BadInput(
+        expected=f"{labels[0]} and {labels[1]} to be measured in the same way",
+        found="other settings:\n" + "\n".join(lines[:_SHOWN_DIFFERENCES]) + (f"\nand {more} more" if more > 0 else ""),
+        remedy="evaluate one of them again as the other, name a --benchmark that was measured alike, or add --anyway",
+    )
+
+
+def _what_differs(first: Record, second: Record) -> Iterator[str]:
+    one, other = _settings(first), _settings(second)
+    different = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
+    yield from (f"{name} is {_shown(one.get(name))}, then {_shown(other.get(name))}" for name in different)
+    if not different:
+        yield "the files of the benchmarks folder, or something else that the configuration does not name"
+
+
+def _settings(record: Record) -> dict[str, Any]:
+    """Everything in the configuration that can change a score, flat, with benchmarks by their names."""
+    try:
+        measured = EvaluationConfig.model_validate(record.evaluation).what_is_measured()
+    except (ValidationError, FileNotFoundError, AssayError):  # of another version, or its files are gone
+        measured = {name: value for name, value in record.evaluation.items() if name not in _PLACES}
+    evals = {task.get("task_alias") or task["name"]: task for task in measured.pop("evals", [])}
+    return dict(_flat({**measured, "evals": evals}, ""))
+
+
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+    elif value not in (None, {}, [], ()):
+        yield name, value
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else json.dumps(value, default=str)
+
+
+def _compared(key: _Key, one: FoundRecord, other: FoundRecord, *, scores: QuestionScores, seed: int) -> ComparedMetric:
+    first, second = (
+        next(
+            metric for metric in found.record.metrics if (metric.benchmark, metric.name) == (key.benchmark, key.metric)
+        )
+        for found in (one, other)
+    )
+    because, finding, pairing = "", None, None
+    means = recorded = (first.value, second.value)
+    both = scores.of(one, first), scores.of(other, second)
+    if isinstance(both[0], Scores) and isinstance(both[1], Scores):
+        ids = sorted(both[0].values.keys() & both[1].values.keys())
+        if len(ids) > 1 and both[0].scale == both[1].scale:
+            scale = both[0].scale
+            lists = [[side.values[identity] for identity in ids] for side in both if isinstance(side, Scores)]
+            finding = compare_pairs(*lists, seed=(seed, zlib.crc32("\n".join(key).encode()))).scaled(scale)
+            means = (scale * math.fsum(lists[0]) / len(ids), scale * math.fsum(lists[1]) / len(ids))
+            pairing = Pairing(
+                pairs=len(ids),
+                only_first=len(both[0].values) - len(ids),
+                only_second=len(both[1].values) - len(ids),
+                other_prompts=sum(both[0].prompts[identity] != both[1].prompts[identity] for identity in ids),
+            )
+        because = "they have no two questions in common"
+    else:
+        because = next(side for side in both if isinstance(side, str))
+    return ComparedMetric(
+        evaluator=key.evaluator,
+        benchmark=key.benchmark,
+        metric=key.metric,
+        higher_is_better=second.higher_is_better,
+        first=means[0],
+        second=means[1],
+        recorded=recorded,
+        n=(first.n, second.n),
+        pairing=pairing,
+        unpaired_because=None if pairing else because,
+        finding=finding or compare_means(*recorded, stderrs=(first.stderr, second.stderr)),
+    )
+
+
+def _listed(keys: Iterable[_Key]) -> str:
+    return ", ".join(dict.fromkeys(key.benchmark for key in keys)) or "nothing"

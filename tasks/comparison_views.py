@@ -1,0 +1,159 @@
+"""A comparison for people, as a table of 80 characters, and for scripts, as JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from tasks.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
+from tasks.paired_tests import CONFIDENCE, RESAMPLES, Adjustment, TestName
+from tasks.results import NOTHING, measured, title_of
+
+_VERDICTS: dict[Verdict, tuple[str, str]] = {
+    "better": ("better", "green"),
+    "worse": ("worse", "red"),
+    "no clear difference": ("not clear", ""),
+    "not tested": ("not tested", ""),
+}
+_TESTS: dict[TestName, str] = {
+    "McNemar, exact": "McNemar",
+    "paired bootstrap": "bootstrap",
+    "z, unpaired": "unpaired z",
+    "none": NOTHING,
+}
+_ADJUSTMENTS: dict[Adjustment, str] = {
+    "bh": "Benjamini–Hochberg: of the differences called so, 1 in 20 is false at most, on average",
+    "holm": "Holm: the chance that any difference called so is false is 1 in 20 at most",
+    "none": "not adjusted: one test in 20 finds a difference where there is none",
+}
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """One line for each metric: both values, the difference with its interval, what was tested, and a verdict."""
+    several = len({metric.evaluator for metric in comparison.metrics}) > 1
+    title = Text(f"{comparison.second} against {comparison.first}")
+    notes = Text("\n".join(_notes(comparison)))
+    table = Table(title=title, box=box.SIMPLE_HEAD, leading=1, caption=notes, caption_justify="left")
+    table.add_column(Text("benchmark\nmetric"), overflow="fold")
+    for heading in (
+        f"{_short(comparison.first)}\n{_short(comparison.second)}",
+        "difference\n95 % interval",
+        "n\ntest",
+        "p\nadjusted\nverdict",
+    ):
+        table.add_column(Text(heading), justify="right", no_wrap=True)
+    for metric in comparison.metrics:
+        names = [title_of(metric.evaluator)] if several else []
+        names += [metric.benchmark, metric.metric + (" ↑" if metric.higher_is_better else " ↓")]
+        table.add_row(
+            Text("\n".join(names)),
+            f"{measured(metric.first, None)}\n{measured(metric.second, None)}",
+            f"{_signed(metric.finding.difference, like=metric.finding.difference)}\n{_interval(metric)}",
+            f"{_questions(metric)}\n{_TESTS[metric.finding.test]}",
+            Text(f"{_p(metric.finding.p)}\n{_p(metric.adjusted_p)}\n").append(*_VERDICTS[metric.verdict]),
+        )
+    return table
+
+
+def _notes(comparison: Comparison) -> list[str]:
+    """What a reader has to know, one line each."""
+    metrics = comparison.metrics
+    notes = [f"Adjusted p below {SIGNIFICANT:g} is called a difference. {_ADJUSTMENTS[comparison.adjustment]}."]
+    if any(metric.finding.test == "McNemar, exact" for metric in metrics):
+        notes.append("McNemar: the exact test, on questions that only one of them got right.")
+    if any(metric.finding.test == "paired bootstrap" for metric in metrics):
+        notes.append(f"Bootstrap: of paired differences, {RESAMPLES:,} resamples, seed {comparison.seed}.")
+    for why in dict.fromkeys(metric.unpaired_because for metric in metrics if metric.unpaired_because):
+        concerned = [metric for metric in metrics if metric.unpaired_because == why]
+        notes.append(f"Not paired ({why}): {_names(concerned)}.")
+    for metric in metrics:
+        alone = metric.pairing
+        if alone and (alone.only_first or alone.only_second):
+            notes.append(
+                f"{metric.benchmark} · {metric.metric}: {alone.only_first:,} questions only in {comparison.first}, "
+                f"{alone.only_second:,} only in {comparison.second}, left out."
+            )
+        if alone and alone.other_prompts:
+            notes.append(
+                f"{metric.benchmark} · {metric.metric}: {alone.other_prompts:,} of {alone.pairs:,} questions "
+                "were put in other words to the second."
+            )
+    for benchmark, found in comparison.differences.items():
+        notes += [f"Not measured alike, {benchmark}: {what}." for what in found]
+    for label, only in ((comparison.first, comparison.only_first), (comparison.second, comparison.only_second)):
+        if only:
+            notes.append(f"Only {label} has {', '.join(only)}.")
+    return notes
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Everything that was found, for scripts."""
+    return {
+        "first": comparison.first,
+        "second": comparison.second,
+        "adjustment": comparison.adjustment,
+        "significant_below": SIGNIFICANT,
+        "confidence": CONFIDENCE,
+        "seed": comparison.seed,
+        "resamples": RESAMPLES,
+        "metrics": [_metric_json(metric) for metric in comparison.metrics],
+        "only_first": list(comparison.only_first),
+        "only_second": list(comparison.only_second),
+        "measured_differently": {benchmark: list(found) for benchmark, found in comparison.differences.items()},
+    }
+
+
+def _metric_json(metric: ComparedMetric) -> dict[str, Any]:
+    names = [field.name for field in fields(Pairing)]
+    return {
+        "evaluator": metric.evaluator,
+        "benchmark": metric.benchmark,
+        "metric": metric.metric,
+        "higher_is_better": metric.higher_is_better,
+        "first": metric.first,
+        "second": metric.second,
+        "recorded": list(metric.recorded),
+        "n": list(metric.n),
+        **{name: getattr(metric.pairing, name, None) for name in names},
+        "unpaired_because": metric.unpaired_because,
+        **asdict(metric.finding),
+        "adjusted_p": metric.adjusted_p,
+        "verdict": metric.verdict,
+    }
+
+
+def _names(metrics: Sequence[ComparedMetric]) -> str:
+    return ", ".join(f"{metric.benchmark} · {metric.metric}" for metric in metrics)
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 14 else f"{label[:5]}…{label[-8:]}"
+
+
+def _signed(value: float, *, like: float) -> str:
+    """To as many decimals as another number has."""
+    decimals = len(measured(like, None).partition(".")[2])
+    return f"{value:+,.{decimals}f}".replace("-", "−")
+
+
+def _interval(metric: ComparedMetric) -> str:
+    low, high, like = metric.finding.low, metric.finding.high, metric.finding.difference
+    return NOTHING if low is None or high is None else f"{_signed(low, like=like)} … {_signed(high, like=like)}"
+
+
+def _questions(metric: ComparedMetric) -> str:
+    if metric.pairing:
+        return f"{metric.pairing.pairs:,}"
+    return f"{metric.n[0]:,}" if metric.n[0] == metric.n[1] else f"{metric.n[0]:,} and {metric.n[1]:,}"
+
+
+def _p(p: float | None) -> str:
+    if p is None or not math.isfinite(p):
+        return NOTHING
+    return "< 0.001" if p < 0.001 else f"{p:.3f}"

@@ -1,0 +1,195 @@
+"""AlpacaEval: outputs generated through the endpoint, and compared with a baseline's by a judge.
+
+Driven through a program of ours that runs in its environment: generation and judging are two phases of one process,
+each with a key of its own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pools.endpoint import RunningModel
+from resources import storage
+from resources.errors import BadInput
+from tasks.config import EvaluationConfig
+from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS, check_instructions, instruction_sets
+from tasks.evaluators.alpaca_eval_results import folder_of, read_results, read_samples
+from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.samples import Sample
+
+_PROGRAM = Path(__file__).parents[1] / "programs" / "run_alpaca_eval.py"
+_JOB_FILE = "job.json"
+_COPIED_BENCHMARKS = "benchmarks"
+_BUNDLED_ANNOTATORS = BUNDLED_SETS / "annotators"
+_DEFAULT_NEW_TOKENS = 2048
+"""AlpacaEval's own default; half of what the model holds where that is less, so that prompts have room."""
+_BAR = re.compile(r"(?P<stage>answers|verdicts) \((?P<key>[^)]*)\):[^\r\n]*?(?P<done>\d+)/(?P<total>\d+) \[")
+
+
+@dataclass(frozen=True)
+class AlpacaEval:
+    """AlpacaEval 0.6."""
+
+    name: str = "alpaca_eval"
+    needs_endpoint: bool = True
+    program: Path | None = _PROGRAM
+    import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
+
+    def environment(self, config: EvaluationConfig) -> str:
+        """The same for every evaluation."""
+        return "alpaca-eval"
+
+    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
+        """Nothing but the imports."""
+        return ()
+
+    def command(
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
+    ) -> HarnessCommand:
+        """Our program with a job file that holds all but the keys; the model judges itself where there is no judge."""
+        assert isinstance(model, RunningModel), "AlpacaEval asks an endpoint"
+        options = config.alpaca_eval
+        remote = config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path)
+        judged_by = judge or model
+        same_endpoint = (judged_by.base_url, judged_by.api_key) == (model.base_url, model.api_key)
+        model_params = config.pool_config.model.generation_params if config.pool_config else None
+        job = {
+            "output": str(output),
+            "sets": [
+                {
+                    "key": one.key,
+                    "path": _path_here(one.uri, config, remote=remote),
+                    "references": _absolute(one.references),
+                    "folder": str(folder_of(output, one.key, config)),
+                }
+                for one in instruction_sets(config)
+            ],
+            "limit": config.max_eval_instances,
+            "model": _endpoint(model),
+            "chat": model.apply_chat_template,
+            "tokenizer": model.tokenizer,
+            "prompt_template": options.prompt_template,
+            "prompt_stops": options.prompt_stops,
+            "sampling": _sampling(config, model, model_params=model_params),
+            "engine_parameters": options.engine_parameters,
+            "judge": {
+                **_endpoint(judged_by),
+                "key_variable": "OPENAI_API_KEY" if same_endpoint else "ASSAY_JUDGE_API_KEY",
+                "elsewhere": options.judge.base_url is not None,
+                "annotator": options.judge.annotator,
+                "annotator_folders": _annotator_folders(config, remote=remote),
+                "constrained": options.judge.constrained,
+            },
+            "length_control": _absolute(options.length_control_path),
+        }
+        keys = {"OPENAI_API_KEY": model.api_key}
+        if not same_endpoint:
+            keys["ASSAY_JUDGE_API_KEY"] = judged_by.api_key
+        return HarnessCommand(
+            argv=(str(python), "-I", "-u", str(_PROGRAM), _JOB_FILE),
+            variables={**keys, **self.import_variables},
+            arguments=(_JOB_FILE,),
+            files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
+            copies={_COPIED_BENCHMARKS: config.benchmarks_path} if remote and config.benchmarks_path else {},
+        )
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        """Win rates with their errors, and counts from plan, outputs and verdicts.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        return read_results(output, config)
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """One for each instruction, with its preference from 0 to 1 as win_rate.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        return read_samples(output, config)
+
+    def progress(self, log: str) -> Progress | None:
+        """From the last progress bar in the log: first outputs are counted, then verdicts."""
+        bars = list(_BAR.finditer(log))
+        if not bars:
+            return None
+        found = bars[-1]
+        done, total = int(found["done"]), int(found["total"])
+        return Progress(f"{found['key']}, {found['stage']}", min(done, total), total)
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        """Reads sets of instructions and looks the judge's configuration up.
+
+        Raises:
+            UnknownBenchmark: there is no set of that name.
+            BadInput: a file cannot be used, or there is no such configuration.
+            StorageError: a file cannot be read.
+        """
+        check_instructions(config)
+        _check_annotator(config, python)
+
+
+def _endpoint(model: RunningModel) -> dict[str, object]:
+    return {
+        "base_url": model.base_url.rstrip("/"),
+        "model": model.model,
+        "capacity": model.capacity,
+        "timeout": model.request_timeout_seconds,
+    }
+
+
+def _sampling(config: EvaluationConfig, model: RunningModel, *, model_params: dict[str, object] | None) -> object:
+    room = model.max_model_len // 2 if model.max_model_len else _DEFAULT_NEW_TOKENS
+    return {
+        "max_new_tokens": max(1, min(_DEFAULT_NEW_TOKENS, room)),
+        **config.alpaca_eval.sampling(model_params),
+    }
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(storage.local_path(path).absolute()) if path is not None else None
+
+
+def _path_here(uri: str | None, config: EvaluationConfig, *, remote: bool) -> str | None:
+    """Where the program finds a set; a benchmarks folder in a store is copied into its working folder."""
+    if remote and uri is not None and config.alpaca_eval.instructions_path is None:
+        return f"{_COPIED_BENCHMARKS}/{storage.basename(uri)}"
+    return _absolute(uri)
+
+
+def _annotator_folders(config: EvaluationConfig, *, remote: bool) -> list[str]:
+    """Where configurations of judges are looked for, before those that come with AlpacaEval."""
+    if config.benchmarks_path is None:
+        return [str(_BUNDLED_ANNOTATORS)]
+    own = _COPIED_BENCHMARKS if remote else str(storage.local_path(config.benchmarks_path).absolute())
+    return [own, str(_BUNDLED_ANNOTATORS)]
+
+
+def _check_annotator(config: EvaluationConfig, python: Path) -> None:
+    """Only where the environment is built already: else the program finds out."""
+    wanted = config.alpaca_eval.judge.annotator
+    own = [config.benchmarks_path] if config.benchmarks_path else []
+    if any(storage.exists(storage.join(place, wanted, "configs.yaml")) for place in (*own, str(_BUNDLED_ANNOTATORS))):
+        return
+    theirs = list(python.absolute().parents[1].glob("lib/python3*/site-packages/alpaca_eval/evaluators_configs"))
+    if not theirs or (theirs[0] / wanted / "configs.yaml").is_file():
+        return
+    names = [path.parent.name for place in (_BUNDLED_ANNOTATORS, theirs[0]) for path in place.glob("*/configs.yaml")]
+    close = difflib.get_close_matches(wanted, names, n=3)
+    raise BadInput(
+        expected=f"a configuration of a judge: {', '.join(sorted(names))}; or a folder in benchmarks_path",
+        found=f"{wanted!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""),
+        remedy="Correct alpaca_eval.judge.annotator",
+    )

@@ -1,0 +1,135 @@
+"""Sets of instructions for AlpacaEval: which there are, where their files lie, and whether these can be used."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from resources import storage
+from resources.errors import BadInput, UnknownBenchmark
+from tasks.benchmarks import BUNDLED
+from tasks.config import EvalTaskConfig, EvaluationConfig
+
+OFFICIAL = "alpaca_eval"
+"""AlpacaEval's own 805 instructions with the outputs of its baseline, which lie on the hub."""
+BUNDLED_SETS = BUNDLED / "alpaca_eval"
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """Where the files of one set lie; no `uri` means that it is the official one."""
+
+    key: str
+    uri: str | None
+    references: str | None
+
+
+class Instruction(BaseModel):
+    """One line of a set; what else it holds is kept."""
+
+    instruction: str
+    output: str | None = None
+    dataset: str = ""
+
+
+_INSTRUCTIONS: TypeAdapter[list[Instruction]] = TypeAdapter(list[Instruction])
+
+
+def instruction_sets(config: EvaluationConfig) -> tuple[InstructionSet, ...]:
+    """The sets of an evaluation, by the names in `evals`; looks nothing up."""
+    options = config.alpaca_eval
+    return tuple(
+        InstructionSet(task.metric_key, options.instructions_path or _uri(task, config), options.reference_outputs_path)
+        for task in config.evals
+    )
+
+
+def _uri(task: EvalTaskConfig, config: EvaluationConfig) -> str | None:
+    if task.name == OFFICIAL:
+        return None
+    return storage.join(config.benchmarks_path or str(BUNDLED_SETS), f"{task.name}.json")
+
+
+def check_instructions(config: EvaluationConfig) -> None:
+    """Reads every set of an evaluation but the official one, and refuses what cannot be used.
+
+    Raises:
+        UnknownBenchmark: there is no set of that name.
+        BadInput: a file is no list of instructions, or outputs to compare with are missing.
+        StorageError: a file cannot be read.
+    """
+    options = config.alpaca_eval
+    given = (options.instructions_path, options.reference_outputs_path, options.length_control_path)
+    remote = [path for path in given if path is not None and not storage.is_local(path)]
+    if remote:
+        raise BadInput(
+            expected="files on this machine as instructions_path, reference_outputs_path and length_control_path",
+            found=", ".join(remote),
+            remedy="Copy them here; or put instructions with outputs into benchmarks_path, which may lie in a store",
+        )
+    if options.instructions_path is not None and len(config.evals) > 1:
+        raise BadInput(
+            expected="one name in evals, since instructions_path is one set",
+            found=f"{len(config.evals)} names",
+            remedy="Leave the others out, or put the sets into benchmarks_path, a file NAME.json each",
+        )
+    for task, chosen in zip(config.evals, instruction_sets(config), strict=True):
+        if task.num_fewshot or task.task_kwargs:
+            raise BadInput(
+                expected=f"neither num_fewshot nor task_kwargs for {task.name}: AlpacaEval has no use for them",
+                found="at least one of them",
+                remedy="Leave them out; how outputs are sampled stands in alpaca_eval.generation_params",
+            )
+        references = _read(chosen.references, what="outputs to compare with") if chosen.references else None
+        if chosen.uri is None:
+            continue
+        if options.instructions_path is None and not storage.exists(chosen.uri):
+            raise _unknown(task.name, config)
+        instructions = _read(chosen.uri, what="instructions")
+        _check_references(chosen, instructions, references)
+
+
+def _check_references(chosen: InstructionSet, instructions: list[Instruction], given: list[Instruction] | None) -> None:
+    known = {one.instruction for one in (instructions if given is None else given) if one.output is not None}
+    missing = [one for one in instructions if one.instruction not in known]
+    if missing:
+        raise BadInput(
+            expected=f"an output to compare with for each instruction of {chosen.key}",
+            found=f"none for {len(missing)} of {len(instructions)} in {chosen.references or chosen.uri}",
+            remedy="Add them as `output`, or name a file that has them as alpaca_eval.reference_outputs_path",
+        )
+
+
+def _read(uri: str, *, what: str) -> list[Instruction]:
+    expected = f"{what} in {uri}: a JSON list of objects with `instruction` and `output`"
+    remedy = "Correct the file, or the path"
+    try:
+        found = _INSTRUCTIONS.validate_python(json.loads(storage.read_bytes(uri)))
+    except FileNotFoundError as error:
+        raise BadInput(expected=expected, found="no such file", remedy=remedy) from error
+    except ValidationError as error:
+        first: Any = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "the whole"
+        raise BadInput(expected=expected, found=f"{place}: {first['msg']}", remedy=remedy) from error
+    except ValueError as error:  # no JSON, or no text
+        raise BadInput(expected=expected, found=str(error), remedy=remedy) from error
+    if not found:
+        raise BadInput(expected=expected, found="an empty list", remedy=remedy)
+    return found
+
+
+def _unknown(name: str, config: EvaluationConfig) -> UnknownBenchmark:
+    place = config.benchmarks_path or str(BUNDLED_SETS)
+    names = [Path(storage.basename(file.uri)).stem for file in storage.list_files(place) if file.uri.endswith(".json")]
+    close = difflib.get_close_matches(name, [*sorted(names), OFFICIAL], n=3)
+    hint = f"did you mean {' or '.join(close)}?" if close else f"there: {', '.join(sorted(names)) or 'none'}"
+    return UnknownBenchmark(
+        expected=f"a set of instructions in {place}, or {OFFICIAL}",
+        found=f"{name!r}; {hint}",
+        remedy="Correct its name in evals, or set benchmarks_path to the folder with its JSON file",
+    )

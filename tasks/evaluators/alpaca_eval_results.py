@@ -1,0 +1,190 @@
+"""Reads what our AlpacaEval program leaves behind: a plan, outputs, references, annotations, and results.
+
+The number of instructions comes from the plan, which is written before the first request; outputs and verdicts are
+counted in their files, one by one. Nothing here trusts a file to be whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from resources.errors import HarnessOutputInvalid
+from tasks.config import EvaluationConfig
+from tasks.evaluators.evaluator import Parsed
+from tasks.records import Counts, Metric
+from tasks.samples import Sample
+
+PLAN_NAME = "plan.json"
+RESULTS_NAME = "results.json"
+OUTPUTS_NAME = "model_outputs.json"
+REFERENCES_NAME = "reference_outputs.json"
+ANNOTATIONS_NAME = "annotations.json"
+WIN_RATE = "win_rate"
+
+_Content = TypeVar("_Content", bound=BaseModel)
+
+
+class _Plan(BaseModel):
+    """Instructions by set, as our program found them before it asked anything."""
+
+    sets: dict[str, int]
+
+
+class _Results(BaseModel):
+    """What the program worked out of the annotations, by set; none for one that was not judged."""
+
+    metrics: dict[str, dict[str, float | None]]
+    versions: dict[str, str] = {}
+
+
+@dataclass(frozen=True)
+class _Judged:
+    """One instruction: what was answered, what it was compared with, and the preference for it from 0 to 1."""
+
+    instruction: str
+    output: str | None
+    reference: str | None
+    prompt: str
+    preference: float | None
+
+
+def folder_of(output: Path, key: str, config: EvaluationConfig) -> Path:
+    """Where the files of one set lie: in the attempt's folder itself, unless there are several sets."""
+    return output if len(config.evals) == 1 else output / key
+
+
+def read_results(output: Path, config: EvaluationConfig) -> Parsed:
+    """What the run in `output` found out.
+
+    Raises:
+        HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
+    """
+    plan, results = _read_both(output, config)
+    requested = answered = scored = errors = left_out = 0
+    metrics: list[Metric] = []
+    for key, questions in plan.sets.items():
+        judged = _judged(folder_of(output, key, config))
+        answers = sum(one.output is not None for one in judged)
+        usable = sum(one.preference is not None for one in judged)
+        numbers = results.metrics.get(key, {})
+        requested, answered, scored = requested + questions, answered + answers, scored + usable
+        without = answers - usable if numbers else 0
+        errors += without
+        if answers == questions and 0 < without <= config.alpaca_eval.max_judge_errors * questions:
+            left_out += without
+        metrics += _metrics(key, numbers, judged=usable, answered=answers)
+    if requested == answered and scored + left_out == requested and not _has_win_rates(plan, metrics):
+        raise _invalid(output, "no usable win rate")
+    # Where the win rate may be that over the judged ones alone, the others are not among those requested.
+    counts = Counts(requested=requested - left_out, answered=answered - left_out, scored=scored, judge_errors=errors)
+    return Parsed(metrics=tuple(metrics), counts=counts, versions=results.versions)
+
+
+def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+    """One sample for each instruction that was asked, whatever came of it.
+
+    Raises:
+        HarnessOutputInvalid: plan or results are missing or cannot be read.
+    """
+    plan, _ = _read_both(output, config)
+    for key in plan.sets:
+        seen: Counter[str] = Counter()
+        for one in _judged(folder_of(output, key, config)):
+            digest = hashlib.sha256(one.instruction.encode()).hexdigest()[:12]
+            seen[digest] += 1
+            yield Sample(
+                benchmark=key,
+                id=digest if seen[digest] == 1 else f"{digest}-{seen[digest]}",
+                prompt=one.prompt,
+                output=one.output or "",
+                target=one.reference,
+                scores={} if one.preference is None else {WIN_RATE: one.preference},
+            )
+
+
+def _metrics(key: str, numbers: dict[str, float | None], *, judged: int, answered: int) -> Iterator[Metric]:
+    """Those whose value is a finite number; `NAME_stderr` goes with NAME."""
+    for name, value in numbers.items():
+        if name.endswith("_stderr") or value is None or not math.isfinite(value):
+            continue
+        error = numbers.get(f"{name}_stderr")
+        yield Metric(
+            benchmark=key,
+            name=name,
+            value=value,
+            stderr=error if error is not None and math.isfinite(error) else None,
+            n=answered if name == "avg_length" else judged,
+        )
+
+
+def _has_win_rates(plan: _Plan, metrics: list[Metric]) -> bool:
+    return {metric.benchmark for metric in metrics if metric.name == WIN_RATE} == set(plan.sets)
+
+
+def _judged(folder: Path) -> list[_Judged]:
+    """Every instruction of a set; one whose line is lost is one without an output."""
+    references = {row["instruction"]: row.get("output") for row in _rows(folder / REFERENCES_NAME)}
+    preferences: dict[tuple[str, str], float] = {}
+    for row in _rows(folder / ANNOTATIONS_NAME):
+        preference, output = row.get("preference"), row.get("output_2")
+        if isinstance(preference, int | float) and 1 <= preference <= 2 and isinstance(output, str):
+            preferences[row["instruction"], output] = preference - 1
+    judged = []
+    for row in _rows(folder / OUTPUTS_NAME):
+        instruction, output = row["instruction"], row.get("output")
+        reference, prompt = references.get(instruction), row.get("prompt")
+        judged.append(
+            _Judged(
+                instruction=instruction,
+                output=output if isinstance(output, str) else None,
+                reference=reference if isinstance(reference, str) else None,
+                prompt=prompt if isinstance(prompt, str) else instruction,
+                preference=preferences.get((instruction, output)) if isinstance(output, str) else None,
+            )
+        )
+    return judged
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a list in a file that name an instruction; none where there is no such list."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return []
+    rows = content if isinstance(content, list) else []
+    return [row for row in rows if isinstance(row, dict) and isinstance(row.get("instruction"), str)]
+
+
+def _read_both(output: Path, config: EvaluationConfig) -> tuple[_Plan, _Results]:
+    plan = _read(output / PLAN_NAME, _Plan)
+    wanted = {task.metric_key for task in config.evals}
+    if set(plan.sets) != wanted:
+        raise _invalid(output, f"a plan for {', '.join(sorted(plan.sets))}, not {', '.join(sorted(wanted))}")
+    return plan, _read(output / RESULTS_NAME, _Results)
+
+
+def _read(path: Path, kind: type[_Content]) -> _Content:
+    try:
+        return kind.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise _invalid(path.parent, f"no readable {path.name} ({error})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise _invalid(path, f"not what it writes: {'.'.join(map(str, first['loc']))} {first['msg']}") from error
+
+
+def _invalid(place: Path, found: str) -> HarnessOutputInvalid:
+    return HarnessOutputInvalid(
+        expected=f"results of AlpacaEval in {place}",
+        found=found,
+        remedy="Look into harness.log beside the record, then evaluate again",
+    )

@@ -1,0 +1,125 @@
+"""What an evaluator is: the command to run against an endpoint, and the reading of what that left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from pools.endpoint import LocalCheckpoint, RunningModel
+from tasks.config import EvaluationConfig
+from tasks.records import Counts, Metric
+from tasks.samples import Sample
+
+EvaluatedModel = RunningModel | LocalCheckpoint
+"""An endpoint that answers, or, for evaluators that need none, a checkpoint's files."""
+
+
+@dataclass(frozen=True)
+class HarnessCommand:
+    """What to run. `files` are written, and `copies` (folders in any store) fetched, into the working folder first.
+
+    `arguments` are those at the end of `argv` that go to the evaluator's own program.
+    """
+
+    argv: tuple[str, ...]
+    variables: Mapping[str, str] = field(repr=False)
+    files: Mapping[str, str]
+    copies: Mapping[str, str] = field(default_factory=dict)
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a harness has come: `done` of `total` requests, now asking for `stage`."""
+
+    stage: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What a harness found out, and the three numbers that say whether it may be published."""
+
+    metrics: tuple[Metric, ...]
+    counts: Counts
+    versions: Mapping[str, str]
+    links: Mapping[str, str] = field(default_factory=dict)
+    """Pages the harness made, by title; relative to its output folder."""
+    samples: int | None = None
+    """Questions written to `samples.jsonl.gz`; set by the runner."""
+
+
+class Evaluator(Protocol):
+    """A harness that asks an endpoint questions and scores the answers."""
+
+    @property
+    def name(self) -> str:
+        """Name in configs and records."""
+        ...
+
+    def environment(self, config: EvaluationConfig) -> str:
+        """Key of its environment in `resources.environments.ENVIRONMENTS`."""
+        ...
+
+    @property
+    def needs_endpoint(self) -> bool:
+        """Whether it talks to a served model; else it is given a `LocalCheckpoint`, and loads that itself."""
+        ...
+
+    @property
+    def program(self) -> Path | None:
+        """A program of ours that runs it, which a fork server can keep imported; None where there is none."""
+        ...
+
+    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
+        """What that program is to read beforehand, beside being imported."""
+        ...
+
+    @property
+    def import_variables(self) -> Mapping[str, str]:
+        """Variables that its program reads when it is imported; the same for every cell."""
+        ...
+
+    def command(
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
+    ) -> HarnessCommand:
+        """The command that leaves its results in `output`; touches nothing, and the same input gives the same."""
+        ...
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        """Reads what the command left in `output`.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        ...
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """What was asked, answered and scored, question by question; called after `parse`.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        ...
+
+    def progress(self, log: str) -> Progress | None:
+        """How far it has come, from the last lines of its log; None while it asks nothing."""
+        ...
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        """Refuses early what the harness would refuse late.
+
+        Raises:
+            UnknownBenchmark: it knows no benchmark of that name.
+            BadInput: something else in the configuration cannot be right.
+        """
+        ...

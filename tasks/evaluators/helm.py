@@ -1,0 +1,151 @@
+"""HELM, driven through a program of ours that runs in its environment."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pools.endpoint import RunningModel
+from resources import storage
+from resources.settings import process_environment, settings
+from tasks.benchmarks import benchmarks_uri
+from tasks.config import EvaluationConfig
+from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.helm_entries import check_entries, read_entries_file
+from tasks.evaluators.helm_results import RESULTS_FOLDER, read_results, read_samples
+from tasks.samples import Sample
+
+_PROGRAM = Path(__file__).parents[1] / "programs" / "run_helm.py"
+_JOB_FILE = "job.json"
+_COPIED_BENCHMARKS = "benchmarks"
+_ENTRIES_FILE = "run_specs.conf"
+_MOST_THREADS = 64
+"""HELM asks with one thread a request; more than this many get in each other's way."""
+_PROGRESS = re.compile(r"Answered (?P<done>\d+) of (?P<total>\d+) requests of (?P<stage>[^\r\n]+)")
+
+
+@dataclass(frozen=True)
+class Helm:
+    """HELM 0.5."""
+
+    name: str = "helm"
+    needs_endpoint: bool = True
+    program: Path | None = _PROGRAM
+    import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
+
+    def environment(self, config: EvaluationConfig) -> str:
+        """The same for every evaluation."""
+        return "helm"
+
+    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
+        """None: everything is imported and read beforehand."""
+        return ()
+
+    def command(
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
+    ) -> HarnessCommand:
+        """Our program with a job file that holds all but the key."""
+        assert isinstance(model, RunningModel), "HELM asks an endpoint"
+        options = config.helm
+        copies = {}
+        if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
+            copies[_COPIED_BENCHMARKS] = config.benchmarks_path
+        files = {}
+        if options.run_specs_path is not None:
+            files[_ENTRIES_FILE] = read_entries_file(options.run_specs_path).decode()
+        job = {
+            "benchmarks": [
+                {
+                    "name": task.name,
+                    "key": task.metric_key,
+                    "num_fewshot": task.num_fewshot,
+                    "arguments": task.task_kwargs,
+                }
+                for task in config.evals
+            ],
+            "benchmarks_path": _COPIED_BENCHMARKS if _COPIED_BENCHMARKS in copies else _local(benchmarks_uri(config)),
+            "run_specs_path": _ENTRIES_FILE if files else None,
+            "priority": options.priority,
+            "groups": list(options.groups),
+            "num_train_trials": options.num_train_trials,
+            "num_threads": options.num_threads or max(1, min(model.capacity, _MOST_THREADS)),
+            "request_retries": options.request_retries,
+            "exit_on_error": options.exit_on_error,
+            "skip_completed_runs": options.skip_completed_runs,
+            "site": options.site,
+            "limit": config.max_eval_instances,
+            "model": model.model,
+            "base_url": model.base_url.rstrip("/"),
+            "tokenizer": model.tokenizer,
+            "apply_chat_template": model.apply_chat_template,
+            "prompt_logprobs": model.prompt_logprobs,
+            "max_model_len": model.max_model_len,
+            "request_timeout_seconds": model.request_timeout_seconds,
+            "scenarios_path": str(settings().cache_dir / "helm" / "scenarios"),
+            "output": str(output),
+            "results_folder": RESULTS_FOLDER,
+        }
+        return HarnessCommand(
+            argv=(str(python), "-I", "-u", str(_PROGRAM), _JOB_FILE),
+            variables={"OPENAI_API_KEY": model.api_key, **self.import_variables, **_without_proxy(model.base_url)},
+            arguments=(_JOB_FILE,),
+            files={**files, _JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
+            copies=copies,
+        )
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        """The metrics that count in each run, counts from plan and scenario states, and the web site.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        return read_results(output, config)
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """Every question of every run, in each trial.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        return read_samples(output, config)
+
+    def progress(self, log: str) -> Progress | None:
+        """From the last line that our program wrote about it."""
+        lines = list(_PROGRESS.finditer(log))
+        if not lines:
+            return None
+        done, total = int(lines[-1]["done"]), int(lines[-1]["total"])
+        return Progress(lines[-1]["stage"], min(done, total), total)
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        """Looks every run entry up, with its arguments.
+
+        Raises:
+            UnknownBenchmark: HELM has no run entry of that name, or the file of run entries has none.
+            BadInput: an argument is unknown or missing, or a file is not there.
+            HarnessFailed: HELM cannot list its run entries.
+        """
+        check_entries(config, python=python)
+
+
+def _without_proxy(base_url: str) -> dict[str, str]:
+    """HELM's client would send requests for this machine to the network's HTTP proxy, where one is set."""
+    host = urlsplit(base_url).hostname or ""
+    if host != "localhost" and not host.startswith("127."):
+        return {}
+    present = process_environment()
+    return {name: ",".join(filter(None, (present.get(name), host))) for name in ("NO_PROXY", "no_proxy")}
+
+
+def _local(uri: str) -> str:
+    return str(storage.local_path(uri).absolute())

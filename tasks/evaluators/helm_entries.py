@@ -1,0 +1,187 @@
+"""The run entries of HELM: those it knows, those a file has, and whether an evaluation's benchmarks are among them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import subprocess
+from collections.abc import Collection
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from pydantic import BaseModel, ValidationError
+
+from resources import storage
+from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
+from resources.settings import process_environment, settings
+from tasks.benchmarks import benchmarks_uri
+from tasks.config import EvalTaskConfig, EvaluationConfig
+
+ALL_ENTRIES = "all"
+"""The benchmark that stands for every entry of a file."""
+OWN_FOLDER = "helm"
+"""Where run entries of one's own lie in the benchmarks folder."""
+_PROGRAM = Path(__file__).parents[1] / "programs" / "list_helm.py"
+_LIST_SECONDS = 600  # 3 s on 2 cores; a network disk takes longer
+_FEW = 20
+
+
+class _Arguments(BaseModel):
+    """What a run entry is called with."""
+
+    needed: list[str]
+    optional: list[str]
+    any: bool
+
+
+class _Known(BaseModel):
+    """The run entries of HELM by name, and the arguments that all of them take."""
+
+    entries: dict[str, _Arguments]
+    expanders: list[str]
+
+
+def check_entries(config: EvaluationConfig, *, python: Path) -> None:
+    """Looks every benchmark up, with its arguments.
+
+    Args:
+        config: what is to be evaluated.
+        python: interpreter of its environment.
+
+    Raises:
+        UnknownBenchmark: HELM has no run entry of that name, or the file of run entries has none.
+        BadInput: an argument is unknown or missing, or a file is not there.
+        HarnessFailed: HELM cannot list its run entries.
+    """
+    _check_folder(config)
+    path = config.helm.run_specs_path
+    own = _own_names(config) if path is None else set()
+    foreign = [task for task in config.evals if task.name not in own]
+    if not foreign:
+        return
+    known = _listed(python)
+    if path is None:
+        for task in foreign:
+            if task.name not in known.entries:
+                raise _unknown(task.name, {*own, *known.entries}, place=f"HELM, or one in {benchmarks_uri(config)}")
+            _check_arguments(task, known)
+            _check_needed(task, known)
+        return
+    present = _names_in(path, python)
+    for name in sorted(present - set(known.entries)):
+        raise _unknown(name, known.entries, place=f"HELM, as {path} has it")
+    for task in config.evals:
+        if task.name == ALL_ENTRIES:
+            continue
+        if task.name not in present:
+            raise _unknown(task.name, present, place=path)
+        _check_arguments(task, known)
+
+
+def read_entries_file(uri: str) -> bytes:
+    """The content of a file of run entries.
+
+    Raises:
+        BadInput: there is none.
+    """
+    try:
+        return storage.read_bytes(uri)
+    except FileNotFoundError as error:
+        raise BadInput(
+            expected="a file of run entries", found=f"run_specs_path={uri}, which is none", remedy="Correct the path"
+        ) from error
+
+
+def _check_folder(config: EvaluationConfig) -> None:
+    path = config.benchmarks_path
+    if path is not None and storage.is_local(path) and not storage.local_path(path).is_dir():
+        raise BadInput(
+            expected="a folder with the files that task_kwargs name",
+            found=f"benchmarks_path={path}, which is none",
+            remedy="Correct the path, or leave it out",
+        )
+
+
+def _own_names(config: EvaluationConfig) -> set[str]:
+    """Run entries that the benchmarks folder describes, a JSON file each."""
+    folder = storage.join(benchmarks_uri(config), OWN_FOLDER)
+    names = {storage.basename(file.uri) for file in storage.list_files(folder)}
+    return {name.removesuffix(".json") for name in names if name.endswith(".json")}
+
+
+def _check_needed(task: EvalTaskConfig, known: _Known) -> None:
+    needed = known.entries[task.name].needed
+    missing = [name for name in needed if name not in task.task_kwargs]
+    if missing:
+        raise BadInput(
+            expected=f"all arguments that {task.name} needs: {', '.join(needed)}",
+            found=f"none for {', '.join(missing)}",
+            remedy="Give them in task_kwargs",
+        )
+
+
+def _check_arguments(task: EvalTaskConfig, known: _Known) -> None:
+    entry = known.entries[task.name]
+    own = [*entry.needed, *entry.optional]
+    for name in [] if entry.any else sorted(set(task.task_kwargs) - {*own, *known.expanders}):
+        close = difflib.get_close_matches(name, [*own, *known.expanders], n=3)
+        raise BadInput(
+            expected=f"arguments of {task.name} ({', '.join(own) or 'none'}) or of every run entry",
+            found=f"{name!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""),
+            remedy="Correct task_kwargs",
+        )
+
+
+def _unknown(name: str, known: Collection[str], *, place: str) -> UnknownBenchmark:
+    close = difflib.get_close_matches(name, sorted(known), n=3)
+    there = ", ".join(sorted(known)) if len(known) <= _FEW else f"{len(known)} others"
+    return UnknownBenchmark(
+        expected=f"a run entry of {place}",
+        found=f"{name!r}; " + (f"did you mean {' or '.join(close)}?" if close else f"there: {there}"),
+        remedy="Correct its name in evals; arguments belong into task_kwargs",
+    )
+
+
+def _names_in(uri: str, python: Path) -> set[str]:
+    """Names of the run entries in a file, read by HELM's own parser."""
+    content = read_entries_file(uri)
+    with TemporaryDirectory() as folder:
+        copy = Path(folder) / "run_specs.conf"
+        copy.write_bytes(content)
+        try:
+            descriptions: list[str] = json.loads(_last_line(python, str(copy)))
+        except HarnessFailed as error:
+            raise BadInput(
+                expected="run entries as HELM reads them: entries: [{description: ..., priority: 1}]",
+                found=error.found.splitlines()[-1],
+                remedy=f"Correct {uri}",
+            ) from error
+    return {description.partition(":")[0] for description in descriptions}
+
+
+def _listed(python: Path) -> _Known:
+    """All run entries that HELM itself knows; asked once per environment, since that takes it seconds."""
+    identity = python.absolute().parent.parent.name
+    remembered = settings().environments_dir / f"{identity}.entries.json"
+    try:
+        return _Known.model_validate_json(remembered.read_bytes())
+    except (OSError, ValidationError):
+        pass
+    listed = _last_line(python)
+    storage.write_bytes(str(remembered), listed.encode())
+    return _Known.model_validate_json(listed)
+
+
+def _last_line(python: Path, *arguments: str) -> str:
+    argv = [str(python), "-I", str(_PROGRAM), *arguments]
+    variables = process_environment({"HF_HUB_OFFLINE": "1"})
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=variables)
+        return done.stdout.splitlines()[-1]
+    except (OSError, IndexError, subprocess.SubprocessError) as error:
+        output = getattr(error, "stderr", None) or ""
+        raise HarnessFailed(
+            expected="HELM to list run entries",
+            found="\n".join([str(error), *str(output).splitlines()[-10:]]),
+            remedy=f"Run it by hand: {subprocess.list2cmdline(argv)}",
+        ) from error

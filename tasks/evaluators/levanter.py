@@ -1,0 +1,179 @@
+"""Levanter: loads a checkpoint itself, on the resources asked for, and compares log-probabilities. Needs no pool.
+
+Benchmarks are lm-eval's. The results are those that lm-eval writes, so the same reader reads them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from pools.endpoint import LocalCheckpoint, RunningModel
+from resources import storage
+from resources.config import ResourceConfig
+from resources.errors import BadInput, HarnessOutputInvalid
+from resources.settings import settings
+from tasks.config import EvaluationConfig
+from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval_index import local_benchmarks
+from tasks.evaluators.lm_eval_results import RESULTS_FOLDER, read_results
+from tasks.evaluators.lm_eval_samples import read_samples
+from tasks.samples import Sample
+
+_PROGRAM = Path(__file__).parents[1] / "programs" / "run_levanter.py"
+_JOB_FILE = "job.json"
+_FACTS_NAME = "levanter.json"
+_COPIED_BENCHMARKS = "benchmarks"
+_LM_EVAL = LmEval()
+_SCORING = re.compile(r"^Scoring \((?P<stage>.*)\): (?P<done>\d+)/(?P<total>\d+)$", re.MULTILINE)
+
+
+class _Facts(BaseModel):
+    """The part of what our program found out about itself that is read."""
+
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Levanter:
+    """lm-eval's benchmarks on a model that Levanter loads."""
+
+    name: str = "levanter_lm_evaluation_harness"
+    needs_endpoint: bool = False
+    program: Path | None = _PROGRAM
+    import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
+
+    def environment(self, config: EvaluationConfig) -> str:
+        """JAX built for the device that the evaluation runs on."""
+        kind = (config.resource_config or ResourceConfig()).device.kind
+        return {"cpu": "levanter", "gpu": "levanter-cuda", "tpu": "levanter-tpu"}[kind]
+
+    def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
+        """The index of lm-eval's own benchmarks, where one of them is wanted."""
+        return _LM_EVAL.preload_arguments(config)
+
+    def command(
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
+    ) -> HarnessCommand:
+        """Our program with a job file."""
+        assert isinstance(model, LocalCheckpoint), "Levanter is given a checkpoint"
+        remote = config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path)
+        options = config.levanter
+        resources = config.resource_config or ResourceConfig()
+        job = {
+            "benchmarks": [
+                {
+                    "name": task.name,
+                    "num_fewshot": task.num_fewshot,
+                    "key": task.metric_key,
+                    "task_kwargs": task.task_kwargs,
+                }
+                for task in config.evals
+            ],
+            "benchmarks_path": _COPIED_BENCHMARKS if remote else str(local_benchmarks(config)),
+            "limit": config.max_eval_instances,
+            "apply_chat_template": config.asks_in_chat,
+            "prompt_logprobs": True,
+            "conversations": False,
+            "long_prompts": config.lm_eval.long_prompts,
+            "allow_code_execution": list(config.lm_eval.allow_code_execution),
+            "device": resources.device.kind,
+            "max_length": options.max_length,
+            "precision": options.precision,
+            "rows": options.rows_per_device,
+            "checkpoint": {
+                "name": model.name,
+                "uri": model.uri,
+                "kind": model.kind,
+                "reference": model.tokenizer or model.uri,
+            },
+            "compiled": str(settings().cache_dir / "jax"),
+            "output": str(output),
+            "results_folder": RESULTS_FOLDER,
+        }
+        return HarnessCommand(
+            argv=(str(python), "-I", "-u", str(_PROGRAM), _JOB_FILE),
+            variables=self.import_variables,
+            arguments=(_JOB_FILE,),
+            files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
+            copies={_COPIED_BENCHMARKS: config.benchmarks_path} if remote and config.benchmarks_path else {},
+        )
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        """Metrics and counts as lm-eval reports them, with the versions of what computed them.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        parsed = read_results(output, config)
+        try:
+            facts = _Facts.model_validate_json((output / _FACTS_NAME).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise HarnessOutputInvalid(
+                expected=f"{_FACTS_NAME} in {output}, with versions",
+                found=str(error).splitlines()[0],
+                remedy="Look into harness.log beside the record, then evaluate again",
+            ) from error
+        return replace(parsed, versions={**parsed.versions, **facts.versions})
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """Question by question.
+
+        Raises:
+            HarnessOutputInvalid: results are missing or cannot be read.
+        """
+        return read_samples(output)
+
+    def progress(self, log: str) -> Progress | None:
+        """From the last line about requests that are scored."""
+        lines = list(_SCORING.finditer(log))
+        if not lines:
+            return None
+        found = lines[-1]
+        total = int(found["total"])
+        return Progress(found["stage"], min(int(found["done"]), total), total)
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        """Looks every benchmark up as for lm-eval; those that generate are refused, some only by the program.
+
+        Raises:
+            UnknownBenchmark: there is none of that name.
+            BadInput: the folder of one's own does not exist, or a benchmark in it lets the model write.
+            EnvironmentBuildFailed, HarnessFailed: lm-eval cannot list its benchmarks.
+        """
+        _LM_EVAL.check(config, python=python)
+        writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]
+        if writing:
+            raise BadInput(
+                expected="benchmarks that compare log-probabilities, which is all that Levanter evaluates",
+                found=f"{', '.join(writing)}, which lets the model write",
+                remedy="Send generation to the endpoint: evaluate it with lm_evaluation_harness",
+            )
+
+
+def _known_to_generate(config: EvaluationConfig) -> set[str]:
+    """Names of one's own benchmarks whose files say so, where these lie on this machine."""
+    if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
+        return set()
+    names: set[str] = set()
+    for path in local_benchmarks(config).rglob("*.yaml"):
+        try:
+            text = path.read_text()
+        except (OSError, ValueError):
+            continue
+        named = re.search(r"^task:\s*['\"]?([^\s'\"#]+)", text, re.MULTILINE)
+        if named and re.search(r"^output_type:\s*['\"]?generate_until\b", text, re.MULTILINE):
+            names.add(named[1])
+    return names

@@ -1,0 +1,136 @@
+"""Which benchmarks there are for lm-eval: in a folder of one's own, and among those that come with it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from resources import storage
+from resources.errors import BadInput, EnvironmentBuildFailed, HarnessFailed
+from resources.settings import process_environment, settings
+from tasks.benchmarks import benchmarks_uri
+from tasks.config import EvaluationConfig
+
+PROGRAM = Path(__file__).parents[1] / "programs" / "run_lm_eval.py"
+_LIST_SECONDS = 600  # 13 s to read fifteen thousand benchmark files on 2 cores; a network disk takes longer
+
+
+@dataclass
+class OwnBenchmarks:
+    """What a folder of one's own holds."""
+
+    names: set[str] = field(default_factory=set)
+    """Benchmarks, groups and tags."""
+    unreadable: list[str] = field(default_factory=list)
+    """Files that are no YAML."""
+    run_code: set[str] = field(default_factory=set)
+    """Benchmarks whose own file says that they run code written by the model."""
+
+
+class Listing(BaseModel):
+    """What comes with lm-eval."""
+
+    benchmarks: list[str]
+    """Benchmarks, groups and tags."""
+    run_code: list[str]
+    """Those among them that run code written by the model, or have a part that does."""
+
+
+def listed_benchmarks(python: Path) -> list[str]:
+    """All names that come with lm-eval; asked once per environment, since that takes it many seconds.
+
+    Raises:
+        EnvironmentBuildFailed: the environment is broken.
+        HarnessFailed: lm-eval cannot list its benchmarks.
+    """
+    return listing(python).benchmarks
+
+
+def listing(python: Path) -> Listing:
+    """What comes with the lm-eval of an environment, see `listed_benchmarks`."""
+    environment = python.absolute().parent.parent
+    remembered = settings().environments_dir / f"{environment.name}.index.json"
+    try:
+        return Listing.model_validate_json(remembered.read_bytes())
+    except (OSError, ValidationError):
+        pass
+    argv = [str(python), "-I", str(PROGRAM), "--list"]
+    try:
+        listed = subprocess.run(
+            argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=process_environment()
+        )
+        found = Listing.model_validate_json(listed.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        output = str(getattr(error, "stderr", None) or "")
+        reason = "\n".join([str(error), *output.splitlines()[-10:]])
+        if isinstance(error, OSError) or "ImportError" in output or "ModuleNotFoundError" in output:
+            raise EnvironmentBuildFailed(
+                expected=f"an environment with lm-eval in {environment}",
+                found=reason,
+                remedy=f"Delete the folder {environment} and run again: it is built anew",
+            ) from error
+        raise HarnessFailed(
+            expected="lm-eval to list its benchmarks",
+            found=reason,
+            remedy=f"Run it by hand: {subprocess.list2cmdline(argv)}",
+        ) from error
+    storage.write_bytes(str(remembered), json.dumps(found.model_dump()).encode())
+    return found
+
+
+def local_benchmarks(config: EvaluationConfig) -> Path:
+    """The folder with benchmarks of one's own, where it lies on this machine."""
+    return storage.local_path(benchmarks_uri(config)).absolute()
+
+
+def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
+    """What is in the folder of one's own, wherever it lies.
+
+    Raises:
+        BadInput: there is no such folder.
+    """
+    if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
+        with TemporaryDirectory() as folder:
+            copy = Path(folder) / "benchmarks"
+            storage.copy_to_local(config.benchmarks_path, copy)
+            return _found_in(copy)
+    folder = local_benchmarks(config)
+    if config.benchmarks_path is not None and not folder.is_dir():
+        raise BadInput(
+            expected="a folder with benchmarks as YAML files",
+            found=f"benchmarks_path={config.benchmarks_path}, which is none",
+            remedy="Correct the path, or leave it out for the benchmarks that come with Assay and lm-eval",
+        )
+    return _found_in(folder)
+
+
+class _NamesLoader(yaml.SafeLoader):
+    """Reads a benchmark without importing the functions it names."""
+
+
+_NamesLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
+
+
+def _found_in(folder: Path) -> OwnBenchmarks:
+    found = OwnBenchmarks()
+    for path in sorted(folder.rglob("*.yaml")):
+        try:
+            content: Any = yaml.load(path.read_text(), Loader=_NamesLoader)
+        except (OSError, ValueError, yaml.YAMLError):
+            found.unreadable.append(path.name)
+            continue
+        if isinstance(content, dict):
+            tags = content.get("tag") or []
+            named = [content.get("task"), content.get("group"), *([tags] if isinstance(tags, str) else tags)]
+            names = {name for name in named if isinstance(name, str)}
+            found.names |= names
+            if content.get("unsafe_code", False) is not False:
+                found.run_code |= names
+    return found

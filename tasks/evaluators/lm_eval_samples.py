@@ -1,0 +1,149 @@
+"""What lm-eval asked, got and scored, question by question, from the samples it left behind."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tasks.evaluators.lm_eval_results import Results, is_finite, is_number, read_files, sample_lines
+from tasks.samples import Sample
+
+SKIPPED_NAME = "skipped.jsonl"
+_HASH_DIGITS = 12
+_Arguments = list[list[Any]]
+
+
+def read_samples(output: Path) -> Iterator[Sample]:
+    """Every question of the run in `output`, then those that were left out since their prompts are too long.
+
+    Raises:
+        HarnessOutputInvalid: plan or results are missing or cannot be read.
+    """
+    plan, results, stamped = read_files(output)
+    for name, task in plan.tasks.items():
+        by_question: dict[str, list[Mapping[str, Any]]] = {}
+        for line in sample_lines(stamped(name)):
+            by_question.setdefault(_id(line), []).append(line)
+        for number, lines in by_question.items():
+            yield _sample(name, number, lines, task.output_type, results)
+    for line in sample_lines(output / SKIPPED_NAME):
+        yield Sample(
+            benchmark=str(line.get("benchmark")),
+            id=_id(line),
+            prompt=str(line.get("prompt")),
+            output="",
+            target=str(line.get("target")),
+            scores={},
+        )
+
+
+def _id(line: Mapping[str, Any]) -> str:
+    """Place and content of a question: the same in every run, and another one where the question was changed."""
+    digest = str(line.get("doc_hash") or "")[:_HASH_DIGITS]
+    return f"{line.get('doc_id')}-{digest}" if digest else str(line.get("doc_id"))
+
+
+def _sample(name: str, number: str, lines: list[Mapping[str, Any]], output_type: str, results: Results) -> Sample:
+    """One question; the harness writes a line for each of its filters."""
+    first = lines[0]
+    arguments, answers = _arguments(first), _answers(first)
+    said, target = "", str(first.get("target"))
+    if output_type == "multiple_choice":
+        choices = _choices(arguments)
+        said = _likeliest(choices, answers)
+        target = _named(target, choices)
+    elif output_type == "generate_until":
+        said = str(answers[0]) if answers else ""
+    elif answers:
+        said = str(_log_probability(answers[0]))
+    return Sample(
+        benchmark=name,
+        id=number,
+        prompt=str(arguments[0][0]) if arguments and arguments[0] else "",
+        output=said,
+        target=None if output_type == "loglikelihood_rolling" else target,
+        scores=_scores(name, lines, results),
+    )
+
+
+def _arguments(line: Mapping[str, Any]) -> _Arguments:
+    """Those of each request: `{"gen_args_0": {"arg_0": …}}` without its keys."""
+    given = line.get("arguments")
+    requests = given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
+    return [
+        list(one.values()) if isinstance(one, dict) else list(one) for one in requests if isinstance(one, dict | list)
+    ]
+
+
+def _answers(line: Mapping[str, Any]) -> list[Any]:
+    """The first response to each request."""
+    responses = line.get("resps")
+    return [one[0] for one in responses if isinstance(one, list) and one] if isinstance(responses, list) else []
+
+
+def _choices(arguments: _Arguments) -> list[str]:
+    """What the model chose among: continuations of one context, or contexts of one continuation.
+
+    Where answers are weighed without a context too, those requests come last and are no choices.
+    """
+    pairs = [pair for pair in arguments if len(pair) > 1 and pair[0] != ""]
+    contexts = len({str(pair[0]) for pair in pairs})
+    return [str(pair[0] if contexts > 1 else pair[1]).strip() for pair in pairs]
+
+
+def _likeliest(choices: list[str], answers: list[Any]) -> str:
+    weighed = [_log_probability(answer) for answer in answers[: len(choices)]]
+    if not weighed or any(math.isnan(one) for one in weighed):
+        return ""
+    return choices[weighed.index(max(weighed))]
+
+
+def _named(target: str, choices: list[str]) -> str:
+    """The text of a target that is the number of a choice, or of several."""
+    try:
+        number = ast.literal_eval(target)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return target
+    numbers = number if isinstance(number, list) else [number]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < len(choices) for one in numbers):
+        return target
+    return " | ".join(choices[one] for one in numbers)
+
+
+def _log_probability(answer: Any) -> float:
+    """`["-12.5", "False"]`, or the number alone where whole texts are weighed; NaN where it is neither."""
+    number: Any = answer[0] if isinstance(answer, list) and answer else answer
+    try:
+        return float(number)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def _scores(name: str, lines: list[Mapping[str, Any]], results: Results) -> dict[str, float]:
+    """Every score that is a number, under the name of the record's metric; some metrics have none for one question."""
+    scores: dict[str, float] = {}
+    for line in lines:
+        metrics = line.get("metrics")
+        for metric in metrics if isinstance(metrics, list) else []:
+            score = _score(str(metric), line.get(str(metric)))
+            if score is not None:
+                scores[results.metric_name(name, str(metric), str(line.get("filter")))] = score
+    return scores
+
+
+def _score(metric: str, value: Any) -> float | None:
+    """A question's own share of a metric; perplexities come as a log-likelihood and what it is divided by."""
+    try:
+        if isinstance(value, bool):
+            return float(value)
+        if metric == "perplexity" and is_number(value):
+            return math.exp(-value)
+        if metric in ("word_perplexity", "byte_perplexity", "bits_per_byte") and isinstance(value, list):
+            per_unit = -value[0] / value[1]
+            return per_unit / math.log(2) if metric == "bits_per_byte" else math.exp(per_unit)
+    except (ArithmeticError, TypeError, IndexError):
+        return None
+    return float(value) if is_number(value) and is_finite(value) else None

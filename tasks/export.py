@@ -1,0 +1,155 @@
+"""Records as rows, one for each metric, for spreadsheets, data frames and scripts: CSV, JSON lines, Parquet.
+
+Every form has the same columns in the same order, with the same types.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+from resources import storage
+from tasks.record_search import RecordFilter
+from tasks.records import Counts, Metric, Record
+
+ExportFormat = Literal["csv", "jsonl", "parquet"]
+Kind = Literal["text", "whole", "number", "yes or no", "time", "texts"]
+
+
+class Measured(NamedTuple):
+    """One row before its columns are filled: a metric, or a benchmark of a record that has none."""
+
+    record: Record
+    benchmark: str
+    metric: Metric | None
+
+
+def _counted(name: str) -> Callable[[Measured], int | None]:
+    def count(row: Measured) -> int | None:
+        counts: Counts | None = row.record.counts
+        return getattr(counts, name) if counts else None
+
+    return count
+
+
+def _measured(name: str) -> Callable[[Measured], Any]:
+    return lambda row: getattr(row.metric, name) if row.metric else None
+
+
+COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
+    "run": ("text", lambda row: row.record.checkpoint.run),
+    "step": ("whole", lambda row: row.record.checkpoint.step),
+    "checkpoint": ("text", lambda row: row.record.checkpoint.name),
+    "evaluator": ("text", lambda row: row.record.evaluator),
+    "benchmark": ("text", lambda row: row.benchmark),
+    "metric": ("text", _measured("name")),
+    "value": ("number", _measured("value")),
+    "stderr": ("number", _measured("stderr")),
+    "n": ("whole", _measured("n")),
+    "higher_is_better": ("yes or no", _measured("higher_is_better")),
+    "status": ("text", lambda row: row.record.status),
+    "reason": ("text", lambda row: row.record.reason),
+    **{name: ("whole", _counted(name)) for name in Counts.model_fields},
+    "max_eval_instances": ("whole", lambda row: row.record.evaluation.get("max_eval_instances")),
+    "evaluation_hash": ("text", lambda row: row.record.evaluation_hash),
+    "digest": ("text", lambda row: row.record.checkpoint.digest),
+    "weights_digest": ("text", lambda row: row.record.checkpoint.weights_digest),
+    "checkpoint_uri": ("text", lambda row: row.record.checkpoint.uri),
+    "seconds": ("number", lambda row: round(math.fsum(row.record.seconds.values()), 3)),
+    "chip_seconds": ("number", lambda row: row.record.chip_seconds),
+    "tags": ("texts", lambda row: list(row.record.tags)),
+    "sinks": ("texts", lambda row: [name for name, one in row.record.sinks.items() if one.status == "published"]),
+    "git_commit": ("text", lambda row: row.record.git_commit),
+    "cell": ("text", lambda row: row.record.cell),
+    "attempt": ("text", lambda row: row.record.attempt),
+    "created": ("time", lambda row: row.record.created),
+}
+"""Columns of every export, in order: what each holds, and where it comes from."""
+
+
+def measured_rows(records: Iterable[Record], *, wanted: RecordFilter) -> Iterator[dict[str, Any]]:
+    """One row for each metric that is wanted, by the names in `COLUMNS`.
+
+    A record without numbers has a row for each of its benchmarks, without metric and value. It is left out where
+    metrics are asked for by name.
+    """
+    for record in records:
+        rows = [Measured(record, metric.benchmark, metric) for metric in record.metrics]
+        rows = rows or [Measured(record, benchmark, None) for benchmark in record.benchmarks]
+        for row in rows:
+            if wanted.takes(row.benchmark, row.metric.name if row.metric else ""):
+                yield {name: value_of(row) for name, (_, value_of) in COLUMNS.items()}
+
+
+def exported(rows: Iterable[dict[str, Any]], *, form: ExportFormat) -> bytes:
+    """The content of a file with some rows; without rows it still says which columns there are, but for `jsonl`."""
+    match form:
+        case "csv":
+            return _csv(rows).encode()
+        case "jsonl":
+            return "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows).encode()
+        case "parquet":
+            return _parquet(list(rows))
+
+
+def form_of(output: str) -> ExportFormat | None:
+    """The form that the end of a file's name asks for."""
+    ends: dict[str, ExportFormat] = {".csv": "csv", ".jsonl": "jsonl", ".parquet": "parquet"}
+    return next((form for end, form in ends.items() if storage.basename(output).lower().endswith(end)), None)
+
+
+def _csv(rows: Iterable[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    for row in rows:
+        writer.writerow([_in_a_cell(row[name]) for name in COLUMNS])
+    return text.getvalue()
+
+
+def _in_a_cell(value: Any) -> Any:
+    """Lists with semicolons, truth values as JSON has them, times as ISO 8601."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case list():
+            return ";".join(value)
+        case datetime():
+            return value.isoformat()
+        case _:
+            return value
+
+
+def _plain(row: dict[str, Any]) -> dict[str, Any]:
+    """As JSON has it, which has neither times nor numbers that are not finite."""
+    plain: dict[str, Any] = {}
+    for name, value in row.items():
+        if isinstance(value, datetime):
+            value = value.isoformat()
+        elif isinstance(value, float) and not math.isfinite(value):
+            value = None
+        plain[name] = value
+    return plain
+
+
+def _parquet(rows: Sequence[dict[str, Any]]) -> bytes:
+    import pyarrow  # takes a quarter of a second, which the other forms need not wait for
+    from pyarrow import parquet
+
+    types: dict[Kind, Any] = {
+        "text": pyarrow.string(),
+        "whole": pyarrow.int64(),
+        "number": pyarrow.float64(),
+        "yes or no": pyarrow.bool_(),
+        "time": pyarrow.timestamp("us", tz="UTC"),
+        "texts": pyarrow.list_(pyarrow.string()),
+    }
+    schema = pyarrow.schema([(name, types[kind]) for name, (kind, _) in COLUMNS.items()])
+    output = io.BytesIO()
+    parquet.write_table(pyarrow.Table.from_pylist(list(rows), schema=schema), output)
+    return output.getvalue()

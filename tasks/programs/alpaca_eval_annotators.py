@@ -1,0 +1,96 @@
+"""Configurations of judges: found, read, and completed with the judge that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from alpaca_eval import constants
+from alpaca_eval_shared import SHOWN_CHARACTERS, refuse
+
+MOST_LOGPROBS = 20  # what vLLM gives unless told otherwise
+
+
+def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, Any], str]:
+    """Name, configuration and prompt of how the judge is asked."""
+    wanted = judge["annotator"]
+    for parent in (*map(Path, judge["annotator_folders"]), Path(constants.EVALUATORS_CONFIG_DIR)):
+        path = parent / wanted / "configs.yaml"
+        if not path.is_file():
+            continue
+        try:
+            [(name, config)] = yaml.safe_load(path.read_text()).items()
+            prompt = (parent / config["prompt_template"]).read_text()
+            return name, config, prompt
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError) as error:
+            refuse(
+                output,
+                kind="BadInput",
+                expected=f"one configuration with a prompt_template in {path}",
+                found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
+                remedy="Correct it; prompt_template is relative to the folder above",
+            )
+    refuse(
+        output,
+        kind="BadInput",
+        expected="a configuration of a judge that comes with AlpacaEval or Assay, or a folder in benchmarks_path",
+        found=repr(wanted),
+        remedy="Correct alpaca_eval.judge.annotator",
+    )
+
+
+def complete_annotator(
+    name: str, config: dict[str, Any], prompt: str, *, judge: dict[str, Any], output: Path
+) -> dict[str, Any]:
+    """The configuration with this judge put in, also written to `judge/NAME/` for AlpacaEval to read."""
+    if config.get("fn_completions", "openai_completions") != "openai_completions" or config.get("batch_size", 1) != 1:
+        refuse(
+            output,
+            kind="BadInput",
+            expected="a configuration that asks an OpenAI-compatible endpoint for one verdict at a time",
+            found=f"{name}, which uses {config.get('fn_completions')} with batches of {config.get('batch_size', 1)}",
+            remedy="Choose another alpaca_eval.judge.annotator",
+        )
+    in_chat = "<|im_start|>" in prompt
+    options = {
+        **(config.get("completions_kwargs") or {}),
+        "model_name": judge["model"],
+        "num_procs": max(2, judge["capacity"]),
+        "price_per_token": 0,
+        "requires_chatml": in_chat,
+        "is_chat": in_chat,
+    }
+    if judge["constrained"]:
+        body = {**options.get("extra_body", {}), "structured_outputs": {"choice": verdicts(name, config, output)}}
+        options["extra_body"] = body
+        if options.get("logprobs"):
+            options["top_logprobs"] = MOST_LOGPROBS
+    completed = {**config, "prompt_template": f"{name}/prompt.txt", "completions_kwargs": options}
+    folder = output / "judge" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "prompt.txt").write_text(prompt)
+    (folder / "configs.yaml").write_text(yaml.safe_dump({name: completed}))
+    return completed
+
+
+def verdicts(name: str, config: dict[str, Any], output: Path) -> list[str]:
+    """The texts that a configuration takes for verdicts."""
+    given = config.get("completion_parser_kwargs") or {}
+    found: list[str] = []
+    match config.get("fn_completion_parser"):
+        case "logprob_parser":
+            found = [given.get("numerator_token"), *given.get("denominator_tokens", [])]
+        case "regex_parser" | None:
+            found = list((given.get("outputs_to_match") or {}).values())
+    plain = [text.replace(r"\b", "") for text in found if isinstance(text, str)]
+    texts = [text for text in dict.fromkeys(plain) if text.isalnum()]
+    if len(texts) < 2:
+        refuse(
+            output,
+            kind="BadInput",
+            expected="a configuration with fixed verdicts, since alpaca_eval.judge.constrained is set",
+            found=f"{name}, whose verdicts are free text",
+            remedy="Set constrained to false, or choose another alpaca_eval.judge.annotator",
+        )
+    return texts

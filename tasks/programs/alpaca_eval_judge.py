@@ -1,0 +1,193 @@
+"""The judge: probed first, then asked for a verdict on each output by AlpacaEval's own `evaluate`.
+
+AlpacaEval is given a client of ours, so that the key of the judge is in no file, connections are kept, and a verdict
+that fails is one verdict that is missing and not the end of all.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any, NoReturn
+
+import openai
+import pandas as pd
+import tqdm
+from alpaca_eval import evaluate as judge_outputs
+from alpaca_eval import utils as alpaca_utils
+from alpaca_eval.decoders import openai as openai_decoder
+from alpaca_eval.metrics import get_winrate, glm_winrate
+from alpaca_eval_annotators import complete_annotator, load_annotator
+from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, refuse, said
+from huggingface_hub import hf_hub_download
+
+LENGTH_CONTROL = "df_gamed.csv"
+PROBE_SECONDS = 60.0
+"""For a judge elsewhere; a pool may have to load it first, and holds the question meanwhile."""
+LOST_IN_A_ROW = 20
+"""Verdicts that fail one after the other until the judge is taken to be gone: 805 would each wait for their retries."""
+OWN_COMPLETION = openai_decoder._openai_completion_helper
+
+
+class JudgeGoneError(Exception):
+    """The judge has not answered many times in a row."""
+
+
+class Judge:
+    """Who compares outputs, and how it is asked."""
+
+    def __init__(self, job: dict[str, Any], output: Path) -> None:
+        self._job, self._judge, self._output = job, job["judge"], output
+        self._name, config, prompt = load_annotator(self._judge, output)
+        self._config = complete_annotator(self._name, config, prompt, judge=self._judge, output=output)
+        self._prompt = prompt
+        self._lost = 0
+        self._client = openai.OpenAI(
+            base_url=self._judge["base_url"],
+            api_key=os.environ[self._judge["key_variable"]],
+            max_retries=RETRIES,
+            timeout=openai.Timeout(self._judge["timeout"], connect=CONNECT_SECONDS),
+        )
+        self.described = {"judge": self._judge["model"], "annotator": self._name}
+
+    def probe(self) -> None:
+        """Asks for one verdict, so that a judge that cannot give any is found out at once."""
+        options = dict(self._config["completions_kwargs"])
+        chat = {name: options.pop(name, None) for name in ("requires_chatml", "is_chat", "num_procs", "batch_size")}
+        fields = {**options, "model": options.pop("model_name")}
+        for name in ("price_per_token", "n_retries", "sleep_time", "model_name"):
+            fields.pop(name, None)
+        patience = PROBE_SECONDS if self._judge["elsewhere"] else self._judge["timeout"]
+        client = self._client.with_options(timeout=openai.Timeout(patience, connect=CONNECT_SECONDS), max_retries=1)
+        text = self._prompt
+        for name, value in (("instruction", "1+1="), ("output_1", "2"), ("output_2", "3")):
+            text = text.replace("{" + name + "}", value)
+        try:
+            if chat["requires_chatml"]:
+                answer = client.chat.completions.create(messages=alpaca_utils.prompt_to_chatml(text), **fields)
+            else:
+                answer = client.completions.create(prompt=text, **fields)
+            choice = answer.choices[0]
+        except NO_ANSWER as error:
+            self._unusable(f"it gave no answer: {said(error)}")
+        if fields.get("logprobs") and choice.logprobs is None:
+            self._unusable(f"its answers have no log-probabilities, which {self._name} needs")
+
+    def _unusable(self, found: str) -> NoReturn:
+        refuse(
+            self._output,
+            kind="EndpointUnusable",
+            expected=f"{self._judge['model']} at {self._judge['base_url']} to judge as {self._name} asks",
+            found=found,
+            remedy="Correct alpaca_eval.judge, or start the judge; its key is read from ASSAY_JUDGE_API_KEY",
+        )
+
+    def compare(self, one: dict[str, Any]) -> dict[str, float | None]:
+        """Judges the outputs of one set; leaves annotations.json and leaderboard.csv in its folder."""
+        folder, key = Path(one["folder"]), one["key"]
+        outputs = [
+            {name: row[name] for name in ("instruction", "output", "dataset", "generator")} for row in one["rows"]
+        ]
+        path = self._output / "judge" / self._name / "configs.yaml"
+        alpaca_utils.get_all_clients = lambda *_, **__: [self._client]  # else one per verdict, its key from a file
+        openai_decoder._openai_completion_helper = self._verdict
+        openai_decoder.tqdm = LabelledBars(f"verdicts ({key})")
+        try:
+            board, annotations = judge_outputs(
+                model_outputs=pd.DataFrame(outputs),
+                reference_outputs=pd.DataFrame(one["references"]),
+                annotators_config=str(path),
+                name=self._job["model"]["model"],
+                output_path=str(folder),
+                precomputed_leaderboard=None,
+                fn_metric=win_rate,
+                sort_by="win_rate",
+                is_return_instead_of_print=True,
+                is_cache_leaderboard=False,
+                annotation_kwargs={"chunksize": None, "is_ordered": True},
+                caching_path=str(folder / "judgments.json"),  # in this folder: AlpacaEval's is shared between models
+            )
+        except JudgeGoneError as error:
+            self._unusable(f"it stopped answering: {error}")
+        found = {name: number(board.iloc[0].get(name)) for name in ("win_rate", "standard_error", "discrete_win_rate")}
+        controlled = self._length_controlled(key, one, annotations)
+        for name, value in controlled.items():
+            board[name] = value
+        board.to_csv(folder / "leaderboard.csv")
+        lengths = [len(row["output"]) for row in outputs]
+        return {
+            "win_rate": share(found["win_rate"]),
+            "win_rate_stderr": share(found["standard_error"]),
+            "discrete_win_rate": share(found["discrete_win_rate"]),
+            "length_controlled_winrate": share(controlled.get("length_controlled_winrate")),
+            "length_controlled_winrate_stderr": share(controlled.get("lc_standard_error")),
+            "avg_length": sum(lengths) / len(lengths),
+        }
+
+    def _verdict(self, *arguments: Any, **options: Any) -> list[dict[str, Any]]:
+        """AlpacaEval's own call for one verdict; one that fails is none, as where it gives up by itself."""
+        try:
+            found = OWN_COMPLETION(*arguments, **options)
+        except NO_ANSWER as error:  # one missing verdict, which is counted
+            logging.warning("no verdict: %s", said(error))
+            self._lost += 1
+            if self._lost >= LOST_IN_A_ROW:
+                raise JudgeGoneError(f"{self._lost} requests failed in a row, the last with {said(error)}") from error
+            return [{"text": "", "total_tokens": 0}]
+        self._lost = 0
+        return found
+
+    def _length_controlled(self, key: str, one: dict[str, Any], annotations: list[dict[str, Any]]) -> dict[str, float]:
+        """The length-controlled win rate where its data is to be had; else why it is not there is noted."""
+        given = self._job["length_control"]
+        note = f"length_controlled_winrate of {key}"
+        if given is None and one["path"] is not None:
+            self.described[note] = "not reported: it is defined for the official instructions"
+            return {}
+        try:
+            path = given or hf_hub_download(DATA_SET, LENGTH_CONTROL, repo_type="dataset")
+            glm_winrate.hf_hub_download = lambda **_: path
+            frame = pd.DataFrame(annotations)
+            frame["preference"] = frame["preference"].astype(float)
+            found = glm_winrate.get_length_controlled_winrate(frame, save_weights_dir=None)
+            return {name: float(found[name]) for name in ("length_controlled_winrate", "lc_standard_error")}
+        except (
+            ArithmeticError,
+            AssertionError,
+            LookupError,
+            OSError,
+            TypeError,
+            ValueError,
+        ) as error:  # no hub, no such instructions, too few of them: the plain win rate stands
+            logging.warning("no length-controlled win rate: %s", said(error))
+            self.described[note] = f"not reported: {said(error)}"
+            return {}
+
+
+def win_rate(annotations: list[dict[str, Any]]) -> dict[str, float]:
+    """AlpacaEval's own, over those that were judged: it fails where a verdict is missing."""
+    judged = [row for row in annotations if number(row["preference"]) is not None]
+    return get_winrate(judged) if judged else {"win_rate": math.nan, "standard_error": math.nan, "n_total": 0}
+
+
+class LabelledBars:
+    """Stands in for the module tqdm, so that the bar of AlpacaEval's decoder says what it counts."""
+
+    def __init__(self, label: str) -> None:
+        self._label = label
+
+    def tqdm(self, *arguments: Any, **options: Any) -> Any:
+        """A bar with that label."""
+        return tqdm.tqdm(*arguments, **{**options, "desc": self._label})
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def share(percent: float | None) -> float | None:
+    """AlpacaEval reckons in percent; records hold shares."""
+    return None if percent is None else percent / 100

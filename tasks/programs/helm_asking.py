@@ -1,0 +1,200 @@
+"""How HELM's requests are made: `helm_runs.py` imports this. Needs the HELM environment.
+
+HELM's executor gives up a run for one dead request, and takes some errors for empty answers. Ours takes a dead request
+for what it is, a question without an answer, and goes on; whoever counts answers withholds the score.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.adaptation.scenario_state import ScenarioState
+from helm.benchmark.executor import ExecutionSpec, Executor
+from helm.benchmark.run_spec import RunSpec
+from helm.clients import auto_client
+from helm.common.hierarchical_logger import hlog, hwarn
+from helm.common.request import GeneratedOutput, RequestResult
+from helm.proxy.retry import get_retry_decorator, retry_if_request_failed
+
+PROGRESS_SECONDS = 0.5
+NO_DATA = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "URLError", "gaierror")
+"""Errors of libraries that could not download something."""
+BLOCKED = "The prompt violates"
+"""How HELM explains an empty answer that it made up itself."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of HELM: `label` tells it from the other runs of the same benchmark, and is empty if there is none."""
+
+    key: str
+    label: str
+    spec: RunSpec
+
+
+class Refused(Exception):
+    """What was asked for cannot be done; `reason` holds kind, expected, found and remedy."""
+
+    def __init__(self, *, kind: str, expected: str, found: str, remedy: str) -> None:
+        super().__init__(found)
+        self.reason = {"kind": kind, "expected": expected, "found": found, "remedy": remedy}
+
+
+class Asking(Executor):
+    """HELM's executor; `before` is told of each run's requests before they are made."""
+
+    def __init__(
+        self, execution: ExecutionSpec, job: dict[str, Any], *, before: Callable[[Run, list[RequestState]], None]
+    ) -> None:
+        super().__init__(execution)
+        self._job = job
+        self._before = before
+        self._lock = threading.Lock()
+        self._run: Run | None = None
+        self._stage = ""
+        self._done = self._total = 0
+        self._shown = 0.0
+
+    def now(self, run: Run, stage: str) -> None:
+        """What the next requests belong to."""
+        self._run, self._stage = run, stage
+
+    def execute(self, scenario_state: ScenarioState) -> ScenarioState:
+        """Asks everything."""
+        assert self._run is not None
+        states = scenario_state.request_states
+        check_requests(self._run, states, self._job)
+        self._before(self._run, states)
+        self._done, self._total = 0, len(states)
+        self._show(0.0)
+        return super().execute(scenario_state)
+
+    def process(self, state: RequestState) -> RequestState:
+        """Asks one; what is dead after all retries is an answer without success, which nobody scores."""
+        try:
+            result = self.context.make_request(state.request)
+            if result.success and len(result.completions) < state.request.num_completions:
+                result = dead("too few completions came back")
+        except Exception as error:  # noqa: BLE001 - the boundary to clients, which raise anything on odd answers
+            result = dead(f"{type(error).__name__} in HELM's client")
+        if result.success and any(is_blocked(completion) for completion in result.completions):
+            result = dead("the endpoint refused the prompt")
+        if not result.success:
+            result = dead(str(result.error))
+            hwarn(f"no answer to question {state.instance.id}")
+            if self._job["exit_on_error"]:
+                raise RuntimeError(f"no answer to question {state.instance.id}, and exit_on_error is set")
+        self._show(PROGRESS_SECONDS, more=1)
+        return replace(state, result=result)
+
+    def _show(self, every_seconds: float, *, more: int = 0) -> None:
+        with self._lock:
+            self._done += more
+            moment = time.monotonic()
+            if self._done == self._total or moment - self._shown >= every_seconds:
+                self._shown = moment
+                print(f"Answered {self._done} of {self._total} requests of {self._stage}", flush=True)
+
+
+def question(state: RequestState) -> tuple[Any, ...]:
+    """What makes two requests belong to the same question."""
+    return state.instance.id, state.train_trial_index, repr(state.instance.perturbation), state.request.random
+
+
+def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) -> None:
+    """Refuses what would be scored at chance."""
+    if not any(state.request.echo_prompt for state in states):
+        return
+    if job["apply_chat_template"]:
+        raise Refused(
+            kind="BadInput",
+            expected=f"to send {run.key} as plain text, since it weighs given texts",
+            found="apply_chat_template, which gives no log-probabilities of them",
+            remedy="Set apply_chat_template to false, or leave this benchmark out",
+        )
+    if not job["prompt_logprobs"]:
+        raise Refused(
+            kind="EndpointUnusable",
+            expected=f"an endpoint that returns log-probabilities of the prompt, which {run.key} needs",
+            found="one that does not (echo with logprobs)",
+            remedy="Serve the model with vLLM, or leave this benchmark out: its score would be chance",
+        )
+
+
+def dead(error: str) -> RequestResult:
+    """What HELM makes of errors that it does not die of: an empty answer; ours says that it is none."""
+    return RequestResult(
+        success=False, cached=False, error=error, completions=[GeneratedOutput("", 0, [])], embedding=[]
+    )
+
+
+def is_blocked(completion: GeneratedOutput) -> bool:
+    """Whether HELM put an empty answer in the place of an error about policies."""
+    return str((completion.finish_reason or {}).get("reason", "")).startswith(BLOCKED)
+
+
+def bound_retries() -> None:
+    """The OpenAI client retries; HELM would retry that five times more, over 150 s."""
+    auto_client.retry_request = get_retry_decorator(
+        "Request", max_attempts=1, wait_exponential_multiplier_seconds=1, retry_on_result=retry_if_request_failed
+    )
+
+
+def leave_prompts_out_of_the_log() -> None:
+    """HELM logs the prompts of one question of each run."""
+    hidden = {"behind": ""}
+
+    def keep(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        if hidden["behind"]:
+            if text.startswith(hidden["behind"]):
+                hidden["behind"] = ""
+            return False
+        if text.strip() == "Sample prompts {":
+            hidden["behind"] = text[: len(text) - len(text.lstrip())] + "} ["
+            return False
+        return True
+
+    logging.getLogger("helm").addFilter(keep)
+
+
+def missing_data(error: BaseException, run: Run) -> dict[str, str] | None:
+    """Why a run failed, if that is a file that is not there."""
+    for cause in causes(error):
+        found = None
+        if isinstance(cause, FileNotFoundError) and cause.filename:
+            found = f"no file {cause.filename}"
+        elif isinstance(cause, LookupError) and "nltk" in str(cause).lower():
+            found = "no data of NLTK on this machine (python -m nltk.downloader punkt_tab gets it)"
+        elif any(kind.__name__ in NO_DATA for kind in type(cause).__mro__):
+            found = f"no way to get them ({type(cause).__name__})"
+        if found:
+            return {
+                "kind": "BadInput",
+                "expected": f"the data that {run.spec.name} needs",
+                "found": found,
+                "remedy": "Correct the path in task_kwargs, evaluate once where there is a network, or leave it out",
+            }
+    return None
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it comes from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def log_failure(run: Run, error: BaseException) -> None:
+    """What happened, and where in HELM; prompts that HELM puts into messages are cut off."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
+    message = str(error).partition(" Request: ")[0]
+    hlog("\n".join([f"{run.spec.name} failed:", *lines, f"{type(error).__name__}: {message}"]))

@@ -1,0 +1,220 @@
+"""How HELM's runs are evaluated one by one and summarised: `run_helm.py` imports this. Needs the HELM environment."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import helm.benchmark.runner as helm_runner
+from helm.benchmark import server
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.executor import ExecutionSpec
+from helm.benchmark.presentation.summarize import Summarizer
+from helm.benchmark.runner import Runner, set_benchmark_output_path
+from helm.benchmark.scenarios.scenario import Scenario, ScenarioMetadata, ScenarioSpec, create_scenario
+from helm.common.authentication import Authentication
+from helm.common.general import asdict_without_nones
+from helm.common.hierarchical_logger import hlog
+
+sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
+from helm_asking import Asking, Run, question
+
+del sys.path[0]
+
+PLAN_NAME = "plan.json"
+OUTPUT_FOLDER = "benchmark_output"
+SUITE = "assay"
+RUN_FILES = ("run_spec.json", "scenario.json", "scenario_state.json", "stats.json", "per_instance_stats.json")
+PICTURES = (".png", ".jpg", ".jpeg", ".gif")
+
+
+class Harness:
+    """Evaluates runs below one folder, which is a web site in the end."""
+
+    def __init__(self, job: dict[str, Any], runs: list[Run], *, local_path: str) -> None:
+        self._job = job
+        self._output = Path(job["output"])
+        self._site = self._output / job["results_folder"]
+        self._folder = self._site / OUTPUT_FOLDER
+        self._runs = runs
+        self._plan = {run.spec.name: planned(run) for run in runs}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        set_benchmark_output_path(str(self._folder))
+        share_scenarios(Path(job["scenarios_path"]))
+        # No cache: HELM's does not tell endpoints apart, and who serves the checkpoint keeps its answers.
+        execution = ExecutionSpec(
+            url=None, auth=Authentication(""), local_path=local_path, parallelism=job["num_threads"]
+        )
+        self._runner = Runner(
+            execution,
+            str(self._folder),
+            SUITE,
+            skip_instances=False,
+            cache_instances=False,
+            cache_instances_only=False,
+            skip_completed_runs=True,
+            exit_on_error=True,
+        )
+        self._asking = self._runner.executor = Asking(execution, job, before=self._note_questions)
+        self._write_plan()
+
+    def evaluate(self, run: Run) -> None:
+        """Runs it, or takes over what an earlier attempt at the same cell has of it."""
+        place = self._runs.index(run) + 1
+        self._asking.now(run, f"{run.key} ({place} of {len(self._runs)})" if len(self._runs) > 1 else run.key)
+        if self._job["skip_completed_runs"]:
+            self._take_over(run)
+        self._runner.run_one(run.spec)
+
+    def summarize(self) -> None:
+        """Writes what the web site shows, beside the site itself, and which metrics are better when lower."""
+        summarizer = PlannedSummarizer(
+            release=None,
+            suites=None,
+            suite=SUITE,
+            schema_path=None,
+            output_path=str(self._folder),
+            verbose=False,
+            num_threads=1,
+            allow_unknown_models=True,
+            schema_validation="off",
+        )
+        summarizer.planned = self._plan
+        summarizer.run_pipeline(skip_completed=False)
+        lower = sorted(item.name for item in summarizer.get_metric_metadata() if item.lower_is_better)
+        self._write_plan(lower_is_better=lower)
+        if self._job["site"]:
+            write_site(self._site)
+
+    def _note_questions(self, run: Run, states: list[RequestState]) -> None:
+        self._plan[run.spec.name]["questions"] = len({question(state) for state in states})
+        self._write_plan()
+
+    def _write_plan(self, **known: Any) -> None:
+        content = {"suite": SUITE, "helm": metadata.version("crfm-helm"), "runs": self._plan, **known}
+        unfinished = self._output / f"{PLAN_NAME}.unfinished"
+        unfinished.write_text(json.dumps(content, indent=2))
+        unfinished.replace(self._output / PLAN_NAME)
+
+    def _take_over(self, run: Run) -> None:
+        """Copies a run that is finished in the folder of an earlier attempt, with every answer."""
+        target = self._folder / "runs" / SUITE / run.spec.name
+        for earlier in sorted(self._output.parent.glob("attempt-*")):
+            source = earlier / self._job["results_folder"] / OUTPUT_FOLDER / "runs" / SUITE / run.spec.name
+            if earlier == self._output or not source.is_dir():
+                continue
+            try:
+                texts = {name: (source / name).read_text() for name in RUN_FILES}
+                questions = self._finished(run, earlier, texts)
+            except (OSError, ValueError, KeyError, TypeError):
+                continue
+            if questions:
+                target.mkdir(parents=True, exist_ok=True)
+                for name, text in texts.items():
+                    (target / name).write_text(text)
+                self._plan[run.spec.name]["questions"] = questions
+                self._write_plan()
+                hlog(f"{run.spec.name}: taken over from {earlier.name}")
+                return
+
+    def _finished(self, run: Run, earlier: Path, texts: dict[str, str]) -> int:
+        """Questions of a run that was finished, by the same HELM, from the same entry and data; 0 if it was not."""
+        content = {name: json.loads(text) for name, text in texts.items()}
+        # Benchmarks that were fetched lie in each attempt's own folder.
+        entry = json.loads(texts["run_spec.json"].replace(str(earlier), str(self._output)))
+        plan = json.loads((earlier / PLAN_NAME).read_text())
+        before, now = plan["runs"][run.spec.name], self._plan[run.spec.name]
+        same = (
+            entry == json.loads(json.dumps(asdict_without_nones(run.spec)))
+            and before["data"] == now["data"]
+            and plan["helm"] == metadata.version("crfm-helm")
+        )
+        results = [state["result"] for state in content["scenario_state.json"]["request_states"]]
+        return before["questions"] if same and all(result["success"] for result in results) else 0
+
+
+class PlannedSummarizer(Summarizer):
+    """HELM's summarizer, which shows scenarios that do not say what matters in them, too."""
+
+    planned: dict[str, dict[str, Any]]
+
+    def get_scenario_metadata(self) -> list[ScenarioMetadata]:
+        """What scenarios say of themselves, and for the others what was planned."""
+        known = super().get_scenario_metadata()
+        names = {item.name for item in known}
+        for run in self.runs:
+            plan = self.planned[run.run_spec.name]
+            if plan["metrics"] and not names & set(run.run_spec.groups):
+                name = run.run_spec.groups[0] if run.run_spec.groups else plan["key"]
+                split = plan["split"] or "test"
+                known.append(ScenarioMetadata(name, plan["metrics"][0], split, display_name=plan["key"]))
+                names.add(name)
+        return known
+
+
+def planned(run: Run) -> dict[str, Any]:
+    """What is known of a run before it asks: the metrics that count, the first one most."""
+    names: list[str] = []
+    split = None
+    try:
+        known = create_scenario(run.spec.scenario_spec).get_metadata()
+        names, split = [known.main_metric], known.main_split
+    except Exception:  # noqa: BLE001 - the boundary to scenarios: a third of them do not say, or need their data for it
+        pass
+    for metric in run.spec.metric_specs:
+        names += [name for name in metric.args.get("names", []) if isinstance(name, str)]
+    return {
+        "key": run.key,
+        "label": run.label,
+        "metrics": list(dict.fromkeys(name for name in names if name != "unknown")),
+        "split": split,
+        "questions": None,
+        "data": {
+            name: hashlib.sha256(Path(value).read_bytes()).hexdigest()
+            for name, value in sorted(run.spec.scenario_spec.args.items())
+            if isinstance(value, str) and Path(value).is_file()
+        },
+    }
+
+
+def share_scenarios(folder: Path) -> None:
+    """Data sets of scenarios are downloaded once per machine, by one process at a time, not once per attempt."""
+
+    def path_of(output_path: str, scenario_name: str) -> str:
+        (folder / scenario_name).mkdir(parents=True, exist_ok=True)
+        return str(folder / scenario_name)
+
+    def create_locked(spec: ScenarioSpec) -> Scenario:
+        scenario = create_scenario(spec)
+        get_instances = scenario.get_instances
+
+        def locked(output_path: str) -> Any:
+            with (Path(output_path) / ".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                return get_instances(output_path)
+
+        scenario.get_instances = locked
+        return scenario
+
+    helm_runner.get_scenario_cache_path = path_of
+    helm_runner.create_scenario = create_locked
+
+
+def write_site(folder: Path) -> None:
+    """HELM's web site over the results below `folder`, as its server exports it, less 5 MB of pictures."""
+    server.app.config.update(
+        {"helm.outputurl": OUTPUT_FOLDER, "helm.suite": SUITE, "helm.release": None, "helm.project": "lite"}
+    )
+    shutil.copytree(
+        Path(server.__file__).parent / "static_build",
+        folder,
+        dirs_exist_ok=True,
+        ignore=lambda _, names: [name for name in names if name.endswith(PICTURES)],
+    )
+    (folder / "config.js").write_text(server.serve_config())

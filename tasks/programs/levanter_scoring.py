@@ -1,0 +1,130 @@
+"""Log-probabilities by a model that Levanter loaded, as lm-eval asks for them; for `run_levanter.py`.
+
+Levanter's own harness model cuts pairs of context and continuation elsewhere than lm-eval's do, adds no BOS, and packs
+requests for models with absolute positions too. So only its packing and its compiled scoring are used.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import haliax as hax
+import numpy as np
+from levanter.data.loader import stack_batches
+from levanter.data.packing import PromptCompletion, greedy_pack_prompt_completions
+from levanter.eval_harness import _LmEvalHarnessWorker as Worker
+from levanter_model import Model
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+SHORTEST_ROW = 256
+MOST_IN_A_ROW = 64
+PADDING = 0  # any token will do, since padding is a segment of its own and weighs nothing
+
+Pair = tuple[Any, list[int], list[int]]
+Scored = tuple[float, bool]
+
+
+class LevanterLM(TemplateLM):
+    """A model for lm-eval that answers with log-probabilities only."""
+
+    def __init__(self, model: Model, benchmarks: str, *, in_chat: bool) -> None:
+        super().__init__()
+        self.model = model
+        self.tokenizer = model.tokenizer
+        self.max_length = model.max_length
+        # As the model was trained, and as engines and the transformers library do it; a chat template brings its own.
+        bos = self.tokenizer.bos_token_id
+        self.add_bos_token = not in_chat and bos is not None and self.tokenizer("a").input_ids[:1] == [bos]
+        self._benchmarks = benchmarks
+
+    @property
+    def eot_token_id(self) -> int:
+        """What stands before a text that has no context."""
+        return self.tokenizer.eos_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """lm-eval names its caches after it."""
+        return str(self.tokenizer.name_or_path)
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """Token ids, as lm-eval's client of endpoints makes them."""
+        return self.tokenizer(string, add_special_tokens=bool(add_special_tokens) or self.add_bos_token).input_ids
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """A conversation as one text."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """Log-probability of whole texts, in windows that do not overlap."""
+        pairs: list[Pair] = []
+        owners: list[int] = []
+        for owner, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length - 1,
+                context_len=1,
+            )
+            for window in windows:
+                pairs.append((None, *make_disjoint_window(window)))
+                owners.append(owner)
+        sums = [0.0] * len(requests)
+        for owner, (log_probability, _) in zip(owners, self._loglikelihood_tokens(pairs), strict=True):
+            sums[owner] += log_probability
+        return sums
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> NoReturn:
+        """Refused before anything is loaded."""
+        raise NotImplementedError("generation goes to an endpoint")
+
+    def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[Scored]:
+        found: dict[int, Scored] = {}
+        for numbers, values, greedy in self._scored([self._shortened(*pair) for pair in enumerate(requests)]):
+            found |= {int(n): (float(v), bool(g)) for n, v, g in zip(numbers, values, greedy, strict=True)}
+            print(f"Scoring ({self._benchmarks}): {len(found)}/{len(requests)}", file=sys.stderr, flush=True)
+        return [found[number] for number in range(len(requests))]
+
+    def _shortened(self, number: int, pair: Pair) -> PromptCompletion:
+        """A request that fits; what is too long loses its beginning, as it does with an endpoint."""
+        _, context, continuation = pair
+        tokens = (context + continuation)[-self.max_length :]
+        lost = len(context) + len(continuation) - len(tokens)
+        return PromptCompletion(ids=tokens, prompt_length=max(1, len(context) - lost), segment_id=number)
+
+    def _scored(self, requests: Sequence[PromptCompletion]) -> Iterable[tuple[Any, Any, Any]]:
+        """Numbers of requests, log-probabilities and whether each is the greedy choice, batch by batch."""
+        if not requests:
+            return
+        longest = max(len(request.ids) for request in requests)
+        row = min(self.max_length, max(SHORTEST_ROW, 1 << (longest - 1).bit_length()))
+        position = self.model.network.Pos.resize(row)
+        packed = greedy_pack_prompt_completions(
+            position,
+            requests,
+            pad_token=PADDING,
+            max_segments_per_example=MOST_IN_A_ROW if self.model.packed else 1,
+        )
+        batch = hax.Axis("batch", self.model.rows)
+        worker = Worker(
+            batch,
+            position,
+            self.model.network,
+            self.model.mapping,
+            self.tokenizer,
+            self.model.trainer.mp,
+            max_packed_segments=MOST_IN_A_ROW,
+        )
+        for examples in list(stack_batches(iter(packed), position, batch)):  # a generator that holds a mesh of its own
+            numbers, values, correct = (np.asarray(part.array) for part in worker.dispatch_loglikelihood(examples))
+            real = numbers >= 0
+            yield numbers[real], values[real], correct[real]

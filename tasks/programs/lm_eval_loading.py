@@ -1,0 +1,317 @@
+"""Loads the benchmarks of a job for `run_lm_eval.py`, and refuses those that cannot be asked or scored rightly."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import json
+import logging
+import os
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.config.task import TaskConfig
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import Entry, Kind
+from lm_eval_index import code_runners, is_complete
+from lm_eval_refusal import refuse
+
+CODE_VARIABLE = "HF_ALLOW_CODE_EVAL"
+"""Without it, the library that runs most of such code refuses to."""
+NOT_FOR_OVERRIDES = {
+    "group": "name",
+    "include": "name",
+    "num_fewshot": "num_fewshot",
+    "tag": "name",
+    "task": "name",
+    "task_alias": "task_alias",
+    "unsafe_code": "lm_eval.allow_code_execution",
+}
+"""Keys of a benchmark's file that other fields of the configuration are for."""
+HUB_ERRORS = ("ConnectionError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout")
+NO_SCRIPT = "exist on the Hugging Face Hub either"  # how the library of metrics says that it cannot reach the hub
+_log = logging.getLogger("lm_eval")
+
+
+def task_manager(job: dict[str, Any], metadata: dict[str, Any]) -> TaskManager:
+    """Knows the folder of one's own alone where that is enough, else also all that comes with lm-eval."""
+    path = job["benchmarks_path"]
+    own = TaskManager(include_defaults=False, include_path=path, metadata=metadata)
+    if all(is_complete(item["name"], own.task_index) for item in job["benchmarks"]):
+        return own
+    return TaskManager(include_path=path, metadata=metadata)
+
+
+class Overriding(TaskFactory):
+    """Builds benchmarks with parts of their own configuration overridden, in every part of a group."""
+
+    def __init__(self, overrides: dict[str, Any], *, metadata: dict[str, Any]) -> None:
+        super().__init__(meta=metadata)
+        self._overrides = overrides
+
+    def _load_full_config(self, entry: Entry, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+        content = super()._load_full_config(entry, overrides)
+        return content if entry.kind is Kind.GROUP else merged(content, self._overrides)
+
+    def _build_group_members(
+        self, member_list: list[Any], group_name: str, overrides: dict[str, Any] | None, registry: dict[str, Entry]
+    ) -> list[Task | Group]:
+        members = [
+            merged(item, self._overrides)
+            if isinstance(item, dict) and "task" in item and item["task"] not in registry and "group" not in item
+            else item
+            for item in member_list
+        ]
+        return super()._build_group_members(members, group_name, overrides, registry)
+
+
+def merged(content: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with overrides; mappings in it are merged, all else is replaced."""
+    result = dict(content)
+    for key, value in overrides.items():
+        below = result.get(key)
+        result[key] = merged(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return result
+
+
+def load_benchmarks(job: dict[str, Any], manager: TaskManager, output: Path) -> dict[str, list[Task | Group]]:
+    """Every benchmark by its key, with its number of examples set and its tasks named so that no two collide."""
+    for item in job["benchmarks"]:
+        check_item(job, item, manager, output)
+    allowed = set(job.get("allow_code_execution", ()))
+    # Set here, not by whoever starts us: a variable of the user's is no permission of this evaluation's.
+    os.environ[CODE_VARIABLE] = "0"
+    if any(code_runners(item["name"], manager.task_index) or item["name"] in allowed for item in job["benchmarks"]):
+        os.environ[CODE_VARIABLE] = "1"
+    return {item["key"]: load(job, item, manager, output) for item in job["benchmarks"]}
+
+
+def check_item(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output: Path) -> None:
+    """Refuses what can be seen without reading questions."""
+    name = item["name"]
+    if name not in manager.task_index:
+        refuse(
+            output,
+            kind="UnknownBenchmark",
+            expected=f"a benchmark in {job['benchmarks_path']} or one that comes with lm-eval",
+            found=repr(name),
+            remedy="Correct its name in evals, or set benchmarks_path to the folder with its YAML file",
+        )
+    check_code(job, name, code_runners(name, manager.task_index), output)
+    known = {field.name for field in fields(TaskConfig)}
+    for key in item.get("task_kwargs", {}):
+        if key in NOT_FOR_OVERRIDES or key not in known:
+            close = difflib.get_close_matches(key, known - NOT_FOR_OVERRIDES.keys(), n=1)
+            field = NOT_FOR_OVERRIDES.get(key)
+            refuse(
+                output,
+                kind="BadInput",
+                expected=f"task_kwargs of {name} with keys of a benchmark's own configuration",
+                found=f"{key}" + (f"; did you mean {close[0]}?" if close and not field else ""),
+                remedy=f"Use {field} for that" if field else "Correct it, or leave it out",
+            )
+
+
+def check_code(job: dict[str, Any], name: str, runners: set[str], output: Path) -> None:
+    """Refuses to run code written by the model unless that was allowed for this benchmark, or for each such part."""
+    allowed = set(job.get("allow_code_execution", ()))
+    if name in allowed or runners <= allowed:
+        return
+    refuse(
+        output,
+        kind="BadInput",
+        expected=f"lm_eval.allow_code_execution to name {name}, which runs code that the model writes on this machine",
+        found=", ".join(sorted(allowed)) or "an empty list",
+        remedy=f"Add {name} to lm_eval.allow_code_execution if the machine may be put at risk, or leave it out",
+    )
+
+
+def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output: Path) -> list[Task | Group]:
+    """One benchmark; refuses one that does not load."""
+    name, key = item["name"], item["key"]
+    manager._factory = Overriding(item.get("task_kwargs", {}), metadata=manager.metadata or {})
+    with contextlib.chdir(folder_of(name, manager)):  # data files are named relative to it
+        try:
+            loaded = manager.load([name])
+        except Exception as error:  # noqa: BLE001 - a benchmark is somebody else's code, and may fail in any way
+            refuse_unloadable(item, manager, error, output)
+    parts = set(loaded["groups"]) - {child for group in loaded["groups"].values() for child in group.child_names}
+    inside = {task.task_name for group in loaded["groups"].values() for task in group.get_all_tasks()}
+    top: list[Task | Group] = [loaded["groups"][part] for part in sorted(parts)]
+    top += [task for task_name, task in loaded["tasks"].items() if task_name not in inside]
+    tasks = list(loaded["tasks"].values())
+    check_code(job, name, {task.task_name for task in tasks if getattr(task, "UNSAFE_CODE", False)}, output)
+    check_effect(item, tasks, output)
+    for task in tasks:
+        if item["num_fewshot"] is not None:
+            task.set_config(key="num_fewshot", value=item["num_fewshot"])
+        generation = task.get_config("generation_kwargs")
+        if generation and "max_tokens" in generation:  # the same to an engine, but lm-eval leaves no room for it
+            generation["max_gen_toks"] = generation.pop("max_tokens")
+    if key != name:
+        for part in top:
+            rename(part, key if name_of(part) == name else f"{key}.{name_of(part)}", prefix=key)
+    return top
+
+
+def check_effect(item: dict[str, Any], tasks: list[Task], output: Path) -> None:
+    """Refuses what would be ignored."""
+    kinds = {task.OUTPUT_TYPE for task in tasks}
+    ignored = []
+    if item["num_fewshot"] and kinds == {"loglikelihood_rolling"}:
+        ignored.append("num_fewshot, though it weighs whole texts")
+    if "generation_kwargs" in item.get("task_kwargs", {}) and "generate_until" not in kinds:
+        ignored.append("generation_kwargs, though it generates nothing")
+    if ignored:
+        refuse(
+            output,
+            kind="BadInput",
+            expected=f"settings of {item['name']} that have an effect",
+            found=" and ".join(ignored),
+            remedy="Leave them out",
+        )
+
+
+def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Exception, output: Path) -> NoReturn:
+    """Says why a benchmark could not be loaded: its data, the hub, or itself."""
+    _log.error("%s cannot be loaded", item["name"], exc_info=error)
+    name, entry = item["name"], manager.task_index[item["name"]]
+    chain = list(causes(error))
+    said = f"{type(error).__name__}: {error}"
+    if any(type(one).__name__ in HUB_ERRORS or NO_SCRIPT in str(one) for one in chain):
+        offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
+        refuse(
+            output,
+            # Without a setting that says so, the hub should be there, and may be so the next time.
+            kind="BadInput" if offline else "StorageError",
+            expected=f"the data of {name} on this machine" + ("" if offline else ", or the hub that has it"),
+            found=f"{said}{' (offline)' if offline else ''}",
+            remedy=f"Run `assay stage` for {name} where the hub can be reached, or correct the name of its data set",
+        )
+    contents = list(contents_of(name, manager))
+    damage = next((place for path, content in contents if (place := damaged_data(content, path)) is not None), None)
+    refuse(
+        output,
+        kind="BadInput",
+        expected=f"a benchmark {name} that lm-eval can load",
+        found=damage or said,
+        remedy=f"Mend {entry.yaml_path or 'its file'} or the data it names; the whole error stands in harness.log",
+    )
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """An error and what led to it."""
+    found: BaseException | None = error
+    while found is not None:
+        yield found
+        found = found.__cause__ or found.__context__
+
+
+def contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Files and contents of the benchmarks a name stands for, as far as they are told by name."""
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return
+    if entry.yaml_path is not None:
+        yield entry.yaml_path, entry.cfg or {}
+    parts = entry.tags if entry.kind is Kind.TAG else (entry.cfg or {}).get("task")
+    for part in sorted(parts) if isinstance(parts, set) else parts if isinstance(parts, list) else []:
+        if isinstance(part, str) and part != name:
+            yield from contents_of(part, manager)
+
+
+def damaged_data(content: dict[str, Any], path: Path) -> str | None:
+    """What is wrong with the first local data file of a benchmark that is missing, or no lines of JSON."""
+    named = (content.get("dataset_kwargs") or {}).get("data_files")
+    groups = named.values() if isinstance(named, dict) else [named]
+    files = [file for group in groups for file in (group if isinstance(group, list) else [group])]
+    for file in (file for file in files if isinstance(file, str) and "://" not in file and "*" not in file):
+        place = path.parent / file
+        if not place.is_file():
+            return f"no file {place}"
+        if content.get("dataset_path") != "json" or place.suffix != ".jsonl":
+            continue
+        for number, line in enumerate(place.read_text(errors="replace").splitlines(), start=1):
+            try:
+                json.loads(line or "{}")
+            except ValueError as error:
+                return f"line {number} of {place}, which is no JSON ({error})"
+    return None
+
+
+def folder_of(name: str, manager: TaskManager) -> Path:
+    """Where the file of a benchmark lies; for a tag, that of one of its benchmarks."""
+    entry = manager.task_index[name]
+    if entry.yaml_path is None and entry.tags:
+        return folder_of(min(entry.tags), manager)
+    return entry.yaml_path.parent if entry.yaml_path else Path.cwd()
+
+
+def name_of(item: Task | Group) -> str:
+    """The name lm-eval reports it under."""
+    return item.name if isinstance(item, Group) else item.task_name
+
+
+def rename(item: Task | Group, name: str, *, prefix: str) -> None:
+    """Publishes a task, or a group with all that is in it, under another name."""
+    if isinstance(item, Task):
+        item.config.task = name
+        return
+    for child in list(item):
+        item.pop(name_of(child))
+        rename(child, f"{prefix}.{name_of(child)}", prefix=prefix)
+        item.add(child)
+    item.name = name
+
+
+def leaves(items: list[Task | Group]) -> list[Task]:
+    """The tasks that ask questions."""
+    return [task for item in items for task in (item.get_all_tasks() if isinstance(item, Group) else [item])]
+
+
+def check_tasks(job: dict[str, Any], tasks: dict[str, list[Task]], model_args: dict[str, Any], output: Path) -> None:
+    """Refuses what lm-eval would score wrongly, or fail at with a message nobody understands."""
+    max_length = model_args["max_length"]
+    names = Counter(name_of(task) for items in tasks.values() for task in items)
+    twice = [name for name, times in names.items() if times > 1]
+    if twice:
+        refuse(
+            output,
+            kind="BadInput",
+            expected="benchmarks that have no part in common",
+            found=f"{', '.join(twice)} in more than one of {', '.join(tasks)}",
+            remedy="Leave one of them out, or give it a task_alias",
+        )
+    for task in (task for items in tasks.values() for task in items):
+        generates = task.OUTPUT_TYPE == "generate_until"
+        if not generates and job.get("conversations"):
+            refuse(
+                output,
+                kind="EndpointUnusable",
+                expected=f"an endpoint with /completions, since {name_of(task)} needs log-probabilities of prompts",
+                found="lm_eval.endpoint=chat_completions, which returns none",
+                remedy="Set lm_eval.endpoint to completions if the endpoint has that, or leave this benchmark out",
+            )
+        if not generates and not job["prompt_logprobs"]:
+            refuse(
+                output,
+                kind="EndpointUnusable",
+                expected=f"an endpoint that returns log-probabilities of the prompt, which {name_of(task)} needs",
+                found="one that does not (echo with logprobs)",
+                remedy="Serve the model with vLLM, or leave this benchmark out: its score would be chance",
+            )
+        generated = (task.get_config("generation_kwargs") or {}).get("max_gen_toks", 0)
+        if generates and generated >= max_length - 1:
+            refuse(
+                output,
+                kind="BadInput",
+                expected=f"room for a prompt beside the {generated} tokens that {name_of(task)} may generate",
+                found=f"a model that holds {max_length} tokens",
+                remedy="Raise max_model_len in engine_kwargs, lower max_gen_toks in task_kwargs, or leave it out",
+            )

@@ -1,0 +1,278 @@
+"""Between building prompts and asking them, for `run_lm_eval.py`: how long they are, what is asked, and how far it is.
+
+lm-eval cuts a prompt that is too long on the left and says so in its log alone. Here all prompts are looked at before
+the first one is asked, and what was decided about those that are too long stands in `plan.json`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.task import Task
+from lm_eval.models import api_models
+from lm_eval.utils import handle_non_serializable, hash_string
+from lm_eval_loading import name_of
+from lm_eval_refusal import refuse, write_json
+
+PLAN_NAME = "plan.json"
+SKIPPED_NAME = "skipped.jsonl"
+REQUEST_TYPES = {"multiple_choice": "loglikelihood"}  # what a benchmark of that output type asks for
+SPECIAL_TOKENS = 16  # more than any tokenizer puts around a text
+BATCH = 1000
+_log = logging.getLogger("lm_eval")
+
+
+@dataclass(frozen=True)
+class Text:
+    """What one request holds: the text that counts, tokens it must leave free, and tokens that may not be cut."""
+
+    instance: Instance
+    prompt: str
+    kept: str
+    reserved: int
+
+
+@dataclass
+class TooLong:
+    """Questions of one benchmark with a prompt that does not fit."""
+
+    needed: dict[int, int] = field(default_factory=dict)
+    """Tokens by question."""
+    hopeless: set[int] = field(default_factory=set)
+    """Questions of which nothing would be left in front of the answer."""
+
+
+class Questions:
+    """The questions of a run; they are settled once the last prompt is built, before lm-eval asks the first one."""
+
+    def __init__(
+        self,
+        job: dict[str, Any],
+        tasks: dict[str, list[Task]],
+        model: Any,
+        tokenizer: Any,
+        *,
+        output: Path,
+        on_settled: Callable[[], None],
+    ) -> None:
+        self._job = job
+        self._tasks = tasks
+        self._model = model
+        self._tokenizer = tokenizer
+        self._output = output
+        self._on_settled = on_settled
+        self._skipped: list[str] = []
+        self._unbuilt = sum(len(items) for items in tasks.values())
+        for task in (task for items in tasks.values() for task in items):
+            task.build_all_requests = partial(self._build, task, task.build_all_requests)
+
+    def _build(self, task: Task, build: Callable[..., None], **options: Any) -> None:
+        try:
+            build(**options)
+        except Exception as error:  # noqa: BLE001 - a benchmark is somebody else's code, and may fail in any way
+            _log.error("%s cannot be asked", name_of(task), exc_info=error)
+            refuse(
+                self._output,
+                kind="BadInput",
+                expected=f"a prompt for every question of {name_of(task)}",
+                found=f"{type(error).__name__}: {error}",
+                remedy="Mend its file or its data; the whole error stands in harness.log",
+            )
+        self._unbuilt -= 1
+        if self._unbuilt == 0:
+            self._settle()
+
+    def _settle(self) -> None:
+        everything = [task for items in self._tasks.values() for task in items]
+        found = {name_of(task): too_long(task, self._model, self._tokenizer) for task in everything}
+        policy = self._job["long_prompts"]
+        for task in everything:
+            long = found[name_of(task)]
+            if long.needed and policy == "skip":
+                self._skip(task, long)
+            elif policy == "fail" or self._job["conversations"]:
+                self._refuse_if(task, long, set(long.needed))
+            else:
+                self._refuse_if(task, long, long.hopeless)
+        planned = {key: plan(tasks, self._job["limit"]) for key, tasks in self._tasks.items()}
+        for name, row in (pair for rows in planned.values() for pair in rows.items()):
+            row["skipped" if policy == "skip" else "truncated"] = len(found[name].needed)
+            row["questions"] -= row.get("skipped", 0)
+        self._on_settled()
+        if self._skipped:
+            (self._output / SKIPPED_NAME).write_text("".join(self._skipped), encoding="utf-8")
+        write_json(self._output / PLAN_NAME, {"benchmarks": planned})
+
+    def _skip(self, task: Task, long: TooLong) -> None:
+        """Takes questions out of what is asked and scored, and keeps what they were."""
+        skipped = {instance.doc_id: instance for instance in task.instances if instance.doc_id in long.needed}
+        kept = [instance for instance in task.instances if instance.doc_id not in long.needed]
+        if not kept:
+            self._refuse(task, long, set(long.needed))
+        for number, instance in skipped.items():
+            doc = json.dumps(instance.doc, indent=2, default=handle_non_serializable, ensure_ascii=False)
+            line = {"benchmark": name_of(task), "doc_id": number, "doc_hash": hash_string(doc)}
+            line |= {"prompt": str(instance.args[0]), "target": str(task.doc_to_target(instance.doc))}
+            self._skipped.append(json.dumps(line, ensure_ascii=False) + "\n")
+        task._instances = kept
+        every = task.doc_iterator
+        task.doc_iterator = lambda **options: (pair for pair in every(**options) if pair[0] not in long.needed)
+
+    def _refuse_if(self, task: Task, long: TooLong, questions: set[int]) -> None:
+        if questions:
+            self._refuse(task, long, questions)
+
+    def _refuse(self, task: Task, long: TooLong, questions: set[int]) -> NoReturn:
+        asked = len({instance.doc_id for instance in task.instances})
+        longest = max(long.needed[number] for number in questions)
+        policy = self._job["long_prompts"]
+        remedy = {
+            "fail": "set lm_eval.long_prompts to truncate_left or skip",
+            "skip": "leave it out: no question of it fits",
+            "truncate_left": "set lm_eval.long_prompts to skip: these cannot be cut",
+        }[policy]
+        refuse(
+            self._output,
+            kind="BadInput",
+            expected=f"prompts of {name_of(task)} that fit into the {self._model.max_length} tokens there are for them"
+            f" and their answers (lm_eval.long_prompts is {policy})",
+            found=f"{len(questions)} of {asked} questions that do not, the longest with {longest} tokens",
+            remedy=f"Raise max_model_len in engine_kwargs if the model allows it, lower num_fewshot, or {remedy}",
+        )
+
+
+def plan(tasks: list[Task], limit: int | None) -> dict[str, dict[str, Any]]:
+    """How many questions each task has that are to be asked."""
+    there = {name_of(task): len(task.eval_docs) for task in tasks}
+    return {
+        name_of(task): {
+            "questions": there[name_of(task)] if limit is None else min(limit, there[name_of(task)]),
+            "output_type": task.OUTPUT_TYPE,
+        }
+        for task in tasks
+    }
+
+
+def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:
+    """The questions with a prompt that lm-eval would cut, or an endpoint refuse.
+
+    Whole texts are never too long: they are weighed in windows.
+    """
+    found = TooLong()
+    texts = [text for instance in task.instances if (text := _text(instance, model, tokenizer)) is not None]
+    candidates = _candidates(texts, model, tokenizer)
+    for text, length in zip(candidates, _lengths([text.prompt for text in candidates], model, tokenizer), strict=True):
+        needed = length + text.reserved
+        if needed <= model.max_length:
+            continue
+        number = text.instance.doc_id
+        found.needed[number] = max(needed, found.needed.get(number, 0))
+        if len(text.kept.encode()) + SPECIAL_TOKENS >= model.max_length:
+            [before] = _lengths([text.prompt.removesuffix(text.kept)], model, tokenizer)
+            if length - before >= model.max_length:
+                found.hopeless.add(number)
+    return found
+
+
+def _text(instance: Instance, model: Any, tokenizer: Any) -> Text | None:
+    if instance.request_type == "loglikelihood":
+        context, continuation = instance.args
+        return Text(instance, context + continuation, continuation, 0 if context or model.add_bos_token else 1)
+    if instance.request_type != "generate_until":
+        return None
+    prompt, options = instance.args[:2]
+    if not isinstance(prompt, str):  # messages, as JSON; without a template nobody can say how long they get
+        if not tokenizer.chat_template:
+            return None
+        prompt = tokenizer.apply_chat_template(json.loads(prompt.prompt), tokenize=False, add_generation_prompt=True)
+    return Text(instance, prompt, "", options.get("max_gen_toks", model._max_gen_toks))
+
+
+def _candidates(texts: Sequence[Text], model: Any, tokenizer: Any) -> list[Text]:
+    """Those that might not fit; most can be told to fit without counting their tokens.
+
+    A tokenizer makes at most one token of an ASCII character. Of several answers behind one context, the longest is
+    counted, and the others only if there is little room beside it.
+    """
+    several: dict[tuple[Any, str], list[Text]] = defaultdict(list)
+    for text in texts:
+        short = text.prompt.isascii() and len(text.prompt) + SPECIAL_TOKENS + text.reserved <= model.max_length
+        if not short:
+            several[(text.instance.doc_id, text.prompt.removesuffix(text.kept) if text.kept else "")].append(text)
+    groups = [sorted(group, key=lambda text: len(text.kept.encode())) for group in several.values()]
+    longest = [group[-1] for group in groups]
+    candidates = list[Text]()
+    for group, length in zip(groups, _lengths([text.prompt for text in longest], model, tokenizer), strict=True):
+        room = model.max_length - length - group[-1].reserved
+        slack = max(len(text.kept.encode()) for text in group) + SPECIAL_TOKENS
+        if room < slack:
+            candidates += group
+    return candidates
+
+
+def _lengths(texts: Sequence[str], model: Any, tokenizer: Any) -> Iterator[int]:
+    """Tokens of each text, as lm-eval counts them."""
+    special = bool(getattr(model, "add_bos_token", False))
+    for start in range(0, len(texts), BATCH):
+        batch = list(texts[start : start + BATCH])
+        ids = tokenizer(batch, add_special_tokens=special, return_attention_mask=False).input_ids
+        yield from map(len, ids)
+
+
+def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request: int) -> None:
+    """Lets lm-eval's progress bars say which benchmarks they are about, and how much there is in all.
+
+    The harness counts requests, people count prompts: the last request may hold fewer than the others, so the end of a
+    bar may say a few too many.
+    """
+    stage: dict[str, Any] = {"names": "", "before": 0, "all": 0}
+
+    def note(record: logging.LogRecord) -> bool:
+        if record.msg == "Running %s requests" and record.args:
+            kind = record.args[0]
+            instances = [instance for items in tasks.values() for task in items for instance in task.instances]
+            stage["all"] = sum(instance.repeats for instance in instances)
+            asking = [key for key, items in tasks.items() if any(request_type(task) == kind for task in items)]
+            stage["names"] = ", ".join(asking)
+        return True
+
+    class LabelledBar(api_models.tqdm_asyncio):
+        """The bar of one batch of requests; a request type may need several."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            everything = stage["all"] + model.more_requests
+            label = f"Requesting API ({stage['names']}; {stage['before']} before, {everything} in all)"
+            super().__init__(*args, **{**options, "desc": label, "unit_scale": prompts_per_request})
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from super().__iter__()
+            stage["before"] += (self.total or 0) * prompts_per_request
+
+    logging.getLogger("lm_eval.evaluator").addFilter(note)
+    api_models.tqdm_asyncio = LabelledBar
+
+
+def request_type(task: Task) -> str:
+    """What a task asks of a model."""
+    return REQUEST_TYPES.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
+
+
+def few_of_each_kind(same_warnings: int) -> logging.Filter:
+    """Lets the first warnings of a kind through: the harness writes one per request, prompts included."""
+    seen: Counter[str] = Counter()
+
+    class Few(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            kind = str(record.msg)[:24]
+            seen[kind] += 1
+            return seen[kind] <= same_warnings
+
+    return Few()

@@ -1,0 +1,224 @@
+"""Runs AlpacaEval on sets of instructions listed in a job file. Executed by the interpreter of its environment.
+
+    python run_alpaca_eval.py <job file>
+
+Also a program for `fork_server.py`: importing it is all there is to preload, `main` evaluates.
+
+Two phases. Outputs are generated here, since AlpacaEval's own decoder makes empty outputs of failed requests and loses
+all others at the first error. They are judged by AlpacaEval's own `evaluate`, with a client of ours (see
+`alpaca_eval_judge.py`). The keys are in OPENAI_API_KEY (the model's) and ASSAY_JUDGE_API_KEY (the judge's).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import openai
+import tqdm
+from huggingface_hub import hf_hub_download
+
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+from alpaca_eval_judge import Judge
+from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, SHOWN_CHARACTERS, refuse, said, write_json
+
+PLAN_NAME = "plan.json"
+RESULTS_NAME = "results.json"
+OFFICIAL_SET = "alpaca_eval_gpt4_baseline.json"
+"""Read as a file: the data set's own loading script is one that current versions of datasets refuse to run."""
+SAME_WARNINGS = 20
+ENGINE_PARAMETERS = ("top_k", "min_p", "repetition_penalty", "stop_token_ids")
+READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "IS_ALPACA_EVAL_2", "OPENAI_MAX_CONCURRENCY", "OPENAI_CLIENT_CONFIG_PATH")
+"""Beginnings of the variables that a fork server must have been started with, too."""
+LATE_MODULES = ("openai.resources.chat", "openai.resources.completions", "pandas.io.json")
+
+
+def preload(arguments: list[str]) -> None:
+    """Imports what is imported when it is needed."""
+    for name in LATE_MODULES:
+        importlib.import_module(name)
+
+
+def main(arguments: list[str]) -> None:
+    """Generates, judges, and writes results into the job's output folder."""
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", force=True)
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(few_of_each_kind())
+    for noisy in ("httpx", "httpx2", "httpcore2", "openai"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+    job = json.loads(Path(arguments[0]).read_text())
+    evaluate(job, Path(job["output"]))
+
+
+def evaluate(job: dict[str, Any], output: Path) -> None:
+    """All sets, first their outputs, then the verdicts of those that are whole."""
+    if job["chat"] and not has_chat_template(Path(job["tokenizer"])):
+        refuse(
+            output,
+            kind="BadInput",
+            expected="a tokenizer with a chat template, since apply_chat_template is set",
+            found=f"chat asked of a model without a template: none in {job['tokenizer']}",
+            remedy="Add one to the checkpoint, or set apply_chat_template to false: prompt_template is used then",
+        )
+    sets = {one["key"]: load_set(one, limit=job["limit"], output=output) for one in job["sets"]}
+    write_json(output / PLAN_NAME, {"sets": {key: len(rows) for key, rows in sets.items()}})
+    judge = Judge(job, output)
+    if job["judge"]["elsewhere"]:
+        judge.probe()  # before hundreds of outputs are generated for nobody
+    whole: list[dict[str, Any]] = []
+    for one in job["sets"]:
+        rows = asyncio.run(generate(job, one["key"], sets[one["key"]]))
+        write_outputs(Path(one["folder"]), rows, sets[one["key"]])
+        missing = sum(row["output"] is None for row in rows)
+        if missing:
+            logging.error("%s: %d of %d outputs are missing, so they are not judged", one["key"], missing, len(rows))
+        else:
+            whole.append({**one, "rows": rows, "references": sets[one["key"]]})
+    if whole and not job["judge"]["elsewhere"]:
+        judge.probe()
+    metrics = {one["key"]: judge.compare(one) for one in whole}
+    write_json(output / RESULTS_NAME, {"metrics": metrics, "versions": {**versions(), **judge.described}})
+
+
+def load_set(one: dict[str, Any], *, limit: int | None, output: Path) -> list[dict[str, Any]]:
+    """Instructions with the output to compare with; the first ones where there is a limit."""
+    path = Path(one["path"]) if one["path"] else official_set(output)
+    rows = json.loads(path.read_bytes())
+    if one["references"]:
+        given = {row["instruction"]: row for row in json.loads(Path(one["references"]).read_bytes())}
+        rows = [{**row, **given.get(row["instruction"], {})} for row in rows]
+    rows = rows[:limit]
+    if missing := sum(not isinstance(row.get("output"), str) for row in rows):
+        refuse(
+            output,
+            kind="BadInput",
+            expected=f"an output to compare with for each instruction of {one['key']}",
+            found=f"none for {missing} of {len(rows)}",
+            remedy="Name a file that has them as alpaca_eval.reference_outputs_path",
+        )
+    return [
+        {
+            "instruction": row["instruction"],
+            "output": row["output"],
+            "generator": row.get("generator") or "reference",
+            "dataset": row.get("dataset") or one["key"],
+        }
+        for row in rows
+    ]
+
+
+def official_set(output: Path) -> Path:
+    """The file of AlpacaEval's own set: staged before, or downloaded now."""
+    try:
+        return Path(hf_hub_download(DATA_SET, OFFICIAL_SET, repo_type="dataset"))
+    except (OSError, ValueError) as error:  # what a hub, a network or a disk says
+        refuse(
+            output,
+            kind="BadInput",
+            expected=f"{OFFICIAL_SET} of the data set {DATA_SET}, staged or to be had from the hub",
+            found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
+            remedy="Run `assay stage` where there is a network, or name a file as alpaca_eval.instructions_path",
+        )
+
+
+def has_chat_template(tokenizer: Path) -> bool:
+    """Whether a tokenizer's folder holds a chat template, in any of the places where one may lie."""
+    try:
+        described = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    except (OSError, ValueError):
+        described = {}
+    if isinstance(described, dict) and described.get("chat_template"):
+        return True
+    return any((tokenizer / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+
+
+async def generate(job: dict[str, Any], key: str, instructions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """An output for each instruction, in their order; None where the request failed for good."""
+    model = job["model"]
+    client = openai.AsyncOpenAI(
+        base_url=model["base_url"],
+        api_key=os.environ["OPENAI_API_KEY"],
+        max_retries=RETRIES,
+        timeout=openai.Timeout(model["timeout"], connect=CONNECT_SECONDS),
+    )
+    fields = sampling_fields(job)
+    free = asyncio.Semaphore(max(1, model["capacity"]))
+    bar = tqdm.tqdm(total=len(instructions), desc=f"answers ({key})")
+
+    async def answer(row: dict[str, Any]) -> dict[str, Any]:
+        prompt = row["instruction"].strip()  # as AlpacaEval's decoders do
+        if not job["chat"]:
+            prompt = job["prompt_template"].replace("{instruction}", prompt)
+        found = {"instruction": row["instruction"], "dataset": row["dataset"], "prompt": prompt}
+        async with free:
+            try:
+                text, reason = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
+            except NO_ANSWER as error:  # one missing output, which is counted
+                logging.warning("no output: %s", said(error))
+                text, reason = None, "error"
+        bar.update()
+        output = text.strip() if isinstance(text, str) else None
+        return {**found, "output": output, "generator": model["model"], "finish_reason": reason}
+
+    async with client:
+        rows = await asyncio.gather(*map(answer, instructions))
+    bar.close()
+    return list(rows)
+
+
+async def ask(
+    client: openai.AsyncOpenAI, fields: dict[str, Any], prompt: str, *, chat: bool, stops: list[str]
+) -> tuple[str | None, str | None]:
+    """One output and why it ended; no text is no output, an empty one is."""
+    if chat:
+        answer = await client.chat.completions.create(messages=[{"role": "user", "content": prompt}], **fields)
+        return answer.choices[0].message.content, answer.choices[0].finish_reason
+    answer = await client.completions.create(prompt=prompt, stop=stops or None, **fields)
+    return answer.choices[0].text, answer.choices[0].finish_reason
+
+
+def sampling_fields(job: dict[str, Any]) -> dict[str, Any]:
+    """The sampling parameters as fields of a request; those that only engines like vLLM know go in beside them."""
+    sampling = dict(job["sampling"])
+    fields: dict[str, Any] = {"model": job["model"]["model"], "max_tokens": sampling.pop("max_new_tokens")}
+    for_engines = {name: sampling.pop(name) for name in ENGINE_PARAMETERS if name in sampling}
+    if job["engine_parameters"]:
+        fields["extra_body"] = for_engines
+    return {**fields, **sampling}
+
+
+def write_outputs(folder: Path, rows: list[dict[str, Any]], references: list[dict[str, Any]]) -> None:
+    """Writes outputs and references as AlpacaEval's own command reads them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "model_outputs.json", rows)
+    write_json(folder / "reference_outputs.json", references)
+
+
+def versions() -> dict[str, str]:
+    """Of the harness and its client."""
+    return {name: importlib.metadata.version(name) for name in ("alpaca_eval", "openai")}
+
+
+def few_of_each_kind() -> logging.Filter:
+    """Lets the first messages of a kind through: AlpacaEval writes several for each verdict, answers included."""
+    seen: Counter[str] = Counter()
+
+    class Few(logging.Filter):
+        def filter(self, record: logging.LogRecord) -> bool:
+            kind = str(record.msg)[:24]
+            seen[kind] += 1
+            return seen[kind] <= SAME_WARNINGS
+
+    return Few()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,334 @@
+"""Runs HELM on benchmarks listed in a job file. Executed by the interpreter of the HELM environment.
+
+    python run_helm.py <job file>
+
+Also a program for `fork_server.py`: `preload` imports and reads HELM's own models, `main` evaluates.
+
+A layer over what `helm-run`, `helm-summarize` and `helm-server --export-path` do, in one process. It publishes each
+benchmark under a name of its own, says beforehand, in `plan.json`, how many questions will be asked, and goes on where
+a request is dead. The key of the endpoint is read by the OpenAI client itself from OPENAI_API_KEY.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import socket
+import sys
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import nltk
+from helm.benchmark.config_registry import register_builtin_configs_from_helm_package, register_configs_from_directory
+from helm.benchmark.presentation.run_entry import RunEntry, read_run_entries
+from helm.benchmark.run_spec import RunSpec, discover_run_spec_functions
+from helm.benchmark.run_spec_factory import construct_run_specs
+from helm.common.hierarchical_logger import setup_default_logging
+from helm.common.object_spec import ObjectSpec, parse_object_spec
+
+sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
+import helm_asking
+import helm_runs
+
+del sys.path[0]
+
+REFUSAL_NAME = "refused.json"
+DEPLOYMENT_FOLDER = "prod_env"
+DEPLOYMENT = "assay/checkpoint"
+"""Clients look at this name for models of OpenAI; so the checkpoint's own is not in it."""
+TOKENIZER = "huggingface/checkpoint"
+COMPLETIONS_CLIENT = "helm.clients.openai_client.OpenAILegacyCompletionsClient"
+CHAT_CLIENT = "helm.clients.openai_client.OpenAIClient"
+ALL_ENTRIES = "all"
+OWN_FOLDER = "helm"
+"""Where run entries of one's own lie in the benchmarks folder, a JSON file each."""
+WORDS = "punkt_tab"
+WORDS_SECONDS = 60
+DEFAULT_CONTEXT = 2048
+READ_AT_IMPORT = ("HF_", "HUGGINGFACE_", "NLTK_", "TOKENIZERS_", "TRANSFORMERS_", "XDG_CACHE_HOME")
+"""Beginnings of the variables that a fork server must have been started with, too."""
+LATE_MODULES = (
+    "helm.benchmark.metrics.basic_metrics",
+    "helm.clients.auto_client",
+    "helm.clients.openai_client",
+    "helm.tokenizers.huggingface_tokenizer",
+    "openai.resources.chat",
+    "openai.resources.completions",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_fast",
+)
+"""What HELM imports when it is about to evaluate."""
+
+
+def preload(arguments: list[str]) -> None:
+    """Imports what HELM imports late, and reads the models, tokenizers and run entries that come with it."""
+    put_downloads_off()
+    for name in LATE_MODULES:
+        importlib.import_module(name)
+    built_in()
+
+
+@cache
+def built_in() -> None:
+    """Registers all that comes with HELM, once per process: 2 s."""
+    discover_run_spec_functions()
+    register_builtin_configs_from_helm_package()
+
+
+def main(arguments: list[str]) -> None:
+    """Evaluates what the job file asks for."""
+    setup_default_logging()
+    put_downloads_off()
+    built_in()
+    evaluate(json.loads(Path(arguments[0]).read_text()))
+
+
+def put_downloads_off() -> None:
+    """HELM's metrics ask for NLTK's data when they are imported, though few need it; that may take minutes to fail."""
+    if not hasattr(nltk, "download_now"):
+        nltk.download_now = nltk.download
+        nltk.download = lambda *args, **kwargs: False
+
+
+def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
+    """Evaluates a run, and once more where its metrics turn out to need what NLTK has to download."""
+    try:
+        harness.evaluate(run)
+    except LookupError as error:
+        if "nltk" not in str(error).lower() or os.environ.get("HF_HUB_OFFLINE") == "1":
+            raise
+        socket.setdefaulttimeout(WORDS_SECONDS)
+        if not nltk.download_now(WORDS):
+            raise
+        socket.setdefaulttimeout(None)
+        harness.evaluate(run)
+
+
+def evaluate(job: dict[str, Any]) -> None:
+    """Asks, scores, summarises, and writes everything below `job["output"]`."""
+    output = Path(job["output"])
+    write_deployment(job, output)
+    register_configs_from_directory(DEPLOYMENT_FOLDER)
+    runs = plan_runs(job, output)
+    helm_asking.bound_retries()
+    helm_asking.leave_prompts_out_of_the_log()
+    harness = helm_runs.Harness(job, runs, local_path=DEPLOYMENT_FOLDER)
+    failed: list[str] = []
+    for run in runs:
+        try:
+            with_words(harness, run)
+        except helm_asking.Refused as refused:
+            refuse(output, **refused.reason)
+        except Exception as error:  # noqa: BLE001 - the boundary to HELM's scenarios and metrics, which raise anything
+            if reason := helm_asking.missing_data(error, run):
+                refuse(output, **reason)
+            helm_asking.log_failure(run, error)
+            failed.append(run.spec.name)
+            if job["exit_on_error"]:
+                break
+    if failed:
+        sys.exit(f"HELM could not finish {', '.join(failed)}: see above")
+    harness.summarize()
+
+
+def write_deployment(job: dict[str, Any], output: Path) -> None:
+    """The three files by which HELM knows a model; JSON is YAML."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
+    in_chat = job["apply_chat_template"]
+    if in_chat and not tokenizer.chat_template:
+        refuse(
+            output,
+            kind="BadInput",
+            expected="a tokenizer with a chat template, since apply_chat_template is set",
+            found=f"none in {job['tokenizer']}",
+            remedy="Add one to the checkpoint, or set apply_chat_template to false",
+        )
+    added = len(tokenizer("").input_ids)  # such as a BOS, which the engine puts in front
+    if in_chat:
+        empty = tokenizer.apply_chat_template([{"role": "user", "content": ""}], add_generation_prompt=True)
+        added = len(getattr(empty, "input_ids", empty))
+    length = (job["max_model_len"] or context_of(Path(job["tokenizer"]))) - added
+    client = {
+        "base_url": job["base_url"],
+        "openai_model_name": job["model"],
+        "timeout": job["request_timeout_seconds"],
+        "max_retries": job["request_retries"],
+    }
+    name = model_name(job)
+    files = {
+        "model_metadata.yaml": {
+            "models": [
+                {
+                    "name": name,
+                    "creator_organization_name": "Assay",
+                    "display_name": job["model"],
+                    "description": "A checkpoint of a training run.",
+                    "access": "open",
+                    "release_date": None,
+                    "tags": ["TEXT_MODEL_TAG", "FULL_FUNCTIONALITY_TEXT_MODEL_TAG"],
+                }
+            ]
+        },
+        "tokenizer_configs.yaml": {
+            "tokenizer_configs": [
+                {
+                    "name": TOKENIZER,
+                    "tokenizer_spec": {
+                        "class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer",
+                        "args": {"pretrained_model_name_or_path": job["tokenizer"]},
+                    },
+                    "end_of_text_token": tokenizer.eos_token or "",
+                    "prefix_token": tokenizer.bos_token or tokenizer.eos_token or "",
+                }
+            ]
+        },
+        "model_deployments.yaml": {
+            "model_deployments": [
+                {
+                    "name": DEPLOYMENT,
+                    "model_name": name,
+                    "tokenizer_name": TOKENIZER,
+                    "max_sequence_length": length,
+                    "client_spec": {"class_name": CHAT_CLIENT if in_chat else COMPLETIONS_CLIENT, "args": client},
+                }
+            ]
+        },
+    }
+    Path(DEPLOYMENT_FOLDER).mkdir(exist_ok=True)
+    for file_name, content in files.items():
+        (Path(DEPLOYMENT_FOLDER) / file_name).write_text(json.dumps(content, indent=2))
+
+
+def model_name(job: dict[str, Any]) -> str:
+    """How HELM calls the checkpoint: an organisation, and a name without slashes."""
+    return f"assay/{re.sub(r'[^A-Za-z0-9._+@-]', '_', job['model'])}"
+
+
+def context_of(checkpoint: Path) -> int:
+    """Tokens the model holds, by its own configuration; a common number where there is none."""
+    try:
+        return int(json.loads((checkpoint / "config.json").read_text())["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return DEFAULT_CONTEXT
+
+
+def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
+    """HELM's runs, each with the benchmark it belongs to; no two have the same name, which is that of their folder."""
+    conf = read_run_entries([job["run_specs_path"]]).entries if job["run_specs_path"] else []
+    runs: list[helm_asking.Run] = []
+    for item in (of_ones_own(item, job) for item in job["benchmarks"]):
+        specs = [
+            changed(spec, entry, job)
+            for entry in (wanted(item, conf, job) if job["run_specs_path"] else [RunEntry(item["name"])])
+            for spec in constructed(entry, item, job, output)
+        ]
+        specs = [spec for spec in specs if not job["groups"] or set(spec.groups) & set(job["groups"])]
+        if not specs:
+            place = f"in {job['run_specs_path']}" if job["run_specs_path"] else "of the groups wanted"
+            refuse(
+                output,
+                kind="BadInput",
+                expected=f"at least one run entry {place} for {item['key']}, after priority and groups",
+                found="none",
+                remedy="Correct name and task_kwargs in evals, or priority and groups in the options of HELM",
+            )
+        for spec, label in zip(specs, labels([spec.name for spec in specs]), strict=True):
+            taken = any(run.spec.name == spec.name for run in runs)
+            named = replace(spec, name=f"{spec.name},as={item['key']}") if taken else spec
+            runs.append(helm_asking.Run(item["key"], label, named))
+    return runs
+
+
+def of_ones_own(item: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+    """A benchmark that a file in the benchmarks folder describes, as the run entry that the file names."""
+    path = Path(job["benchmarks_path"]) / OWN_FOLDER / f"{item['name']}.json"
+    if not path.is_file():
+        return item
+    own = json.loads(path.read_text())
+    return {**item, "name": own["run_entry"], "arguments": {**own["arguments"], **item["arguments"]}}
+
+
+def wanted(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> list[RunEntry]:
+    """The entries of the file that a benchmark stands for: those of its name whose arguments include its own."""
+    return [
+        entry
+        for entry in conf
+        if job["priority"] is None or entry.priority is None or entry.priority <= job["priority"]
+        if matches(parse_object_spec(entry.description), item)
+    ]
+
+
+def matches(entry: ObjectSpec, item: dict[str, Any]) -> bool:
+    """Whether a benchmark stands for an entry of the file."""
+    if item["name"] not in (ALL_ENTRIES, entry.class_name):
+        return False
+    return all(str(entry.args.get(name, value)) == str(value) for name, value in item["arguments"].items())
+
+
+def constructed(entry: RunEntry, item: dict[str, Any], job: dict[str, Any], output: Path) -> list[RunSpec]:
+    """The runs of one entry, for our model whichever it names."""
+    parsed = parse_object_spec(entry.description)
+    arguments = {name: located(value, job) for name, value in {**parsed.args, **item["arguments"]}.items()}
+    arguments.pop("model_deployment", None)
+    if item["num_fewshot"] is not None:
+        arguments["max_train_instances"] = item["num_fewshot"]
+    try:
+        return construct_run_specs(ObjectSpec(parsed.class_name, {**arguments, "model": model_name(job)}))
+    except (TypeError, ValueError, KeyError, AssertionError) as error:
+        refuse(
+            output,
+            kind="BadInput",
+            expected=f"arguments of {parsed.class_name} that HELM accepts",
+            found=f"{item['arguments']}: {type(error).__name__}: {error}",
+            remedy="Correct task_kwargs in evals",
+        )
+
+
+def located(value: Any, job: dict[str, Any]) -> Any:
+    """An argument that names a file of the benchmarks folder becomes its path."""
+    for folder in (Path(job["benchmarks_path"]), Path(job["benchmarks_path"]) / OWN_FOLDER):
+        if isinstance(value, str) and value and (folder / value).is_file():
+            return str((folder / value).absolute())
+    return value
+
+
+def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
+    """The run with limits and groups, by the rules of `helm-run`; its name says nothing of where our files lie."""
+    adapter = spec.adapter_spec
+    if job["limit"] is not None and adapter.max_eval_instances is None:
+        adapter = replace(adapter, max_eval_instances=job["limit"])
+    if adapter.max_train_instances == 0:
+        adapter = replace(adapter, num_train_trials=1)
+    elif job["num_train_trials"] is not None:
+        adapter = replace(adapter, num_train_trials=job["num_train_trials"])
+    groups = list(entry.groups or [])
+    place = str(Path(job["benchmarks_path"]).absolute()).replace(os.sep, "_") + "_"
+    name = spec.name.replace(place, "") + (f",groups={'-'.join(sorted(groups))}" if groups else "")
+    return replace(spec, name=name, adapter_spec=adapter, groups=spec.groups + groups)
+
+
+def labels(names: list[str]) -> list[str]:
+    """What tells the runs of one benchmark apart: the parts of their names that not all of them have."""
+    parts = [re.split("[:,]", name) for name in names]
+    common = set.intersection(*map(set, parts))
+    found = [".".join(part for part in own if part not in common) for own in parts]
+    times = Counter(found)
+    return [label if times[label] == 1 else f"{label or 'run'}.{place}" for place, label in enumerate(found, 1)]
+
+
+def refuse(output: Path, *, kind: str, expected: str, found: str, remedy: str) -> NoReturn:
+    """Ends the program, with the reason in a file for the orchestrator and on standard error for people."""
+    reason = {"kind": kind, "expected": expected, "found": found, "remedy": remedy}
+    (output / REFUSAL_NAME).write_text(json.dumps(reason, indent=2))
+    sys.exit(f"refused: expected {expected}, found {found}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

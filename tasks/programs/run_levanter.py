@@ -1,0 +1,159 @@
+"""Evaluates a checkpoint with Levanter's model code. Executed by the interpreter of the levanter environment.
+
+    python run_levanter.py <job file>
+
+Also a program for `fork_server.py`: `preload` imports, and reads lm-eval's benchmarks if asked to, `main` evaluates.
+
+Benchmarks, plan and results are lm-eval's, with the parts that `run_lm_eval.py` is made of, and prompts become tokens
+as they do for an endpoint. Levanter loads the weights (`levanter_model.py`) and sums log-probabilities
+(`levanter_scoring.py`), so only benchmarks that compare log-probabilities can be asked.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+import jax
+from levanter_model import Model, UnusableCheckpointError, load
+from levanter_scoring import LevanterLM
+from lm_eval import simple_evaluate
+from lm_eval.api.task import Task
+from lm_eval.loggers import EvaluationTracker
+from lm_eval.utils import setup_logging
+from lm_eval_index import built_in_index, use_remembered_index
+from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
+from lm_eval_prompts import Questions
+from lm_eval_refusal import refuse, write_json
+
+READ_AT_IMPORT = (
+    "DISABLE_MULTIPROC",
+    "HF_",
+    "HUGGINGFACE_",
+    "JAX_",
+    "LIBTPU_",
+    "LMEVAL_",
+    "TOKENIZERS_",
+    "TRANSFORMERS_",
+    "XDG_CACHE_HOME",
+    "XLA_",
+)
+"""Beginnings of the variables that a fork server must have been started with, too."""
+LATE_MODULES = ("datasets.packaged_modules.json.json", "levanter.models.llama", "transformers.tokenization_utils_fast")
+BUILT_IN_OPTION = "--built-in"
+FACTS_NAME = "levanter.json"
+MOST_COMPILED_BYTES = 2**30
+PLATFORMS = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
+"""JAX's names of what `resource_config` asks for."""
+
+
+def preload(arguments: list[str]) -> None:
+    """Imports what is imported late. JAX starts its threads with the first computation, which is after the fork."""
+    for name in LATE_MODULES:
+        importlib.import_module(name)
+    if BUILT_IN_OPTION in arguments:
+        built_in_index()
+
+
+def main(arguments: list[str]) -> None:
+    """Evaluates."""
+    setup_logging("INFO")
+    use_remembered_index()
+    evaluate(json.loads(Path(arguments[0]).read_text()))
+
+
+def evaluate(job: dict[str, Any]) -> None:
+    """Asks, scores, and writes results and samples below `job["output"]`."""
+    output = Path(job["output"])
+    benchmarks = load_benchmarks(job, task_manager(job, {}), output)
+    tasks = {key: leaves(items) for key, items in benchmarks.items()}
+    check_kinds(tasks, output)
+    check_tasks(job, tasks, {"max_length": job["max_length"]}, output)
+    devices = use_devices(job, output)
+    model = load_model(job, output)
+    facts = {
+        "versions": {"levanter": version("marin-levanter"), "jax": version("jax")},
+        "devices": sorted({device.device_kind for device in devices}),
+        "precision": model.precision,
+        "max_length": model.max_length,
+        "parameters": model.parameters,
+    }
+    write_json(output / FACTS_NAME, facts)
+    lm = LevanterLM(model, ", ".join(tasks), in_chat=job["apply_chat_template"])
+    Questions(job, tasks, lm, model.tokenizer, output=output, on_settled=lambda: None)
+    tracker = EvaluationTracker(output_path=str(output / job["results_folder"]))
+    with model.mesh():
+        results = simple_evaluate(
+            model=lm,
+            model_args={"model": job["checkpoint"]["name"]},
+            tasks=[part for items in benchmarks.values() for part in items],
+            limit=job["limit"],
+            log_samples=True,
+            evaluation_tracker=tracker,
+            apply_chat_template=job["apply_chat_template"],
+            fewshot_as_multiturn=job["apply_chat_template"],
+            confirm_run_unsafe_code=True,  # what may not run has been refused
+        )
+    samples = results.pop("samples")
+    tracker.save_results_aggregated(results=results, samples=samples)
+    for name in results["configs"]:
+        tracker.save_results_samples(task_name=name, samples=samples[name])
+    if not list(output.glob(f"{job['results_folder']}/*/results_*.json")):
+        sys.exit("lm-eval could not write its results: see above")
+
+
+def check_kinds(tasks: dict[str, list[Task]], output: Path) -> None:
+    """Refuses benchmarks that let the model write: what Levanter generates is not reliable."""
+    writing = [key for key, items in tasks.items() if any(task.OUTPUT_TYPE == "generate_until" for task in items)]
+    if writing:
+        refuse(
+            output,
+            kind="BadInput",
+            expected="benchmarks that compare log-probabilities, which is all that Levanter evaluates",
+            found=f"{', '.join(writing)}, which lets the model write",
+            remedy="Send generation to the endpoint: evaluate it with lm_evaluation_harness",
+        )
+
+
+def use_devices(job: dict[str, Any], output: Path) -> list[Any]:
+    """The devices of the kind that was asked for; left alone, JAX falls back to the CPU."""
+    jax.config.update("jax_platforms", PLATFORMS[job["device"]])
+    jax.config.update("jax_compilation_cache_dir", job["compiled"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)  # 68 small programs in a cell take 2 s
+    jax.config.update("jax_compilation_cache_max_size", MOST_COMPILED_BYTES)
+    logging.getLogger("jax").setLevel(logging.ERROR)
+    try:
+        return jax.devices()
+    except RuntimeError as error:
+        refuse(
+            output,
+            kind="BadInput",
+            expected=f"a {job['device'].upper()} for JAX {jax.__version__}, since resource_config asks for one",
+            found=str(error).splitlines()[0],
+            remedy="Evaluate where there is one, in an environment with JAX built for it, or ask for a CPU",
+        )
+
+
+def load_model(job: dict[str, Any], output: Path) -> Model:
+    """The checkpoint; refuses one that cannot be evaluated."""
+    try:
+        model = load(job["checkpoint"], max_length=job["max_length"], precision=job["precision"], rows=job["rows"])
+        if job["apply_chat_template"] and not model.tokenizer.chat_template:
+            raise UnusableCheckpointError(
+                expected="a tokenizer with a chat template, since apply_chat_template is set",
+                found=f"none in {job['checkpoint']['reference']}",
+                remedy="Add one to the checkpoint, or set apply_chat_template to false",
+            )
+    except UnusableCheckpointError as error:
+        refuse(output, kind="BadInput", expected=error.expected, found=error.found, remedy=error.remedy)
+    return model
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,139 @@
+"""Finding records: where each lies, which are wanted, and which checkpoint a few words mean."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cache
+from typing import get_args
+
+from resources import storage
+from resources.errors import BadInput, RecordStatus
+from tasks.config import EVALUATOR_TITLES
+from tasks.records import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record
+
+_SHOWN_NAMES = 8
+
+
+@dataclass(frozen=True)
+class RecordFilter:
+    """Which records, and which of their metrics, are wanted; whatever is empty takes everything.
+
+    Runs, benchmarks, metrics and tags are patterns as in a shell (`mmlu*`); of several, one has to match. `latest`
+    takes the newest record of each checkpoint, evaluator and set of benchmarks only.
+    """
+
+    runs: tuple[str, ...] = ()
+    first_step: int | None = None
+    last_step: int | None = None
+    evaluators: tuple[str, ...] = ()
+    benchmarks: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    statuses: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+    latest: bool = True
+
+    def check(self) -> None:
+        """Refuses what can match nothing.
+
+        Raises:
+            BadInput: there is no such evaluator or status.
+        """
+        _check("evaluator", self.evaluators, [*EVALUATOR_TITLES, *map(str.lower, EVALUATOR_TITLES.values())])
+        _check("status", self.statuses, get_args(RecordStatus))
+
+    def select(self, records: Sequence[Record]) -> list[Record]:
+        """Those that are wanted, in the order given.
+
+        Tags say which evaluation is meant, so they are looked at before the newest is taken; a status is what came of
+        it, so it is looked at after.
+        """
+        meant = [record for record in records if self._means(record)]
+        if self.latest:
+            newest = {id(record) for record in current_records(meant)}
+            meant = [record for record in meant if id(record) in newest]
+        return [record for record in meant if not self.statuses or record.status in self.statuses]
+
+    def takes(self, benchmark: str, metric: str) -> bool:
+        """Whether a metric of a benchmark is wanted; `metric` is empty for a benchmark that has given no number."""
+        return _matches(benchmark, self.benchmarks) and (not self.metrics or _matches(metric, self.metrics))
+
+    def _means(self, record: Record) -> bool:
+        step = record.checkpoint.step
+        return (
+            _matches(record.checkpoint.run, self.runs)
+            and (self.first_step is None or step >= self.first_step)
+            and (self.last_step is None or step <= self.last_step)
+            and _is_evaluator(record.evaluator, self.evaluators)
+            and (not self.tags or any(_matches(tag, self.tags) for tag in record.tags))
+            and (
+                any(self.takes(metric.benchmark, metric.name) for metric in record.metrics)
+                or any(self.takes(benchmark, "") for benchmark in record.benchmarks)
+            )
+        )
+
+
+def _check(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+    unknown = [name for name in given if name.lower() not in known]
+    if unknown:
+        raise BadInput(
+            expected=f"{what} to be one of {', '.join(known)}",
+            found=", ".join(unknown),
+            remedy=f"correct --{what}",
+        )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _is_evaluator(name: str, wanted: Sequence[str]) -> bool:
+    titles: dict[str, str] = {key: title.lower() for key, title in EVALUATOR_TITLES.items()}
+    return not wanted or bool({name, titles.get(name, name)} & {one.lower() for one in wanted})
+
+
+def records_of_checkpoints(texts: Sequence[str], *, evaluation_path: str) -> list[list[FoundRecord]]:
+    """Every record of the checkpoint that a text means, for each text; a folder is read once.
+
+    Args:
+        texts: `NAME` as in records (run-a-2000), `RUN@STEP`, the folder or the file of one record, or `PATH:NAME` for
+            a checkpoint whose records lie below another folder.
+        evaluation_path: where names are looked up.
+
+    Raises:
+        BadInput: there is no such record or checkpoint.
+        StorageError: the folder cannot be listed.
+    """
+    find = cache(find_records)
+    return [_of_checkpoint(text, evaluation_path=evaluation_path, find=find) for text in texts]
+
+
+def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], list[FoundRecord]]) -> list[FoundRecord]:
+    cell = (storage.parent(text) if storage.basename(text) == RECORD_NAME else text) or "."
+    record = read_record(cell)
+    if record is not None:
+        return [FoundRecord(cell, record)]
+    folder, name = evaluation_path, text
+    elsewhere = re.fullmatch(r"(.+):(?!//)([^/:]+)", text)
+    if elsewhere:
+        folder, name = elsewhere[1], elsewhere[2]
+    found = find(folder)
+    run, _, step = name.rpartition("@")
+    same = [
+        one
+        for one in found
+        if one.record.checkpoint.name == name
+        or (step.isdigit() and (one.record.checkpoint.run, one.record.checkpoint.step) == (run, int(step)))
+    ]
+    if same:
+        return same
+    names = list(dict.fromkeys(one.record.checkpoint.name for one in found))
+    close = difflib.get_close_matches(name, names, n=_SHOWN_NAMES, cutoff=0.5) or names[:_SHOWN_NAMES]
+    raise BadInput(
+        expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, PATH:NAME or the folder of a record",
+        found=f"{name}; there are records of {len(names)} checkpoints: {', '.join(close) or 'none'}",
+        remedy="name one of these, or say where its records lie: PATH:NAME",
+    )

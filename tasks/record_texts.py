@@ -1,0 +1,115 @@
+"""What a record says, in words: where its numbers come from, who judged, where its harness's own pages are."""
+
+from __future__ import annotations
+
+import json
+import os
+import posixpath
+from collections.abc import Callable
+from typing import Any
+from urllib.parse import quote
+
+from resources import storage
+from tasks.records import Counts, Record
+from tasks.results import NOTHING, title_of
+
+
+def judge_of(record: Record) -> str | None:
+    """Who compared the answers, and how it was asked; None where nobody judges."""
+    if record.evaluator != "alpaca_eval":
+        return None
+    judge = (record.evaluation.get("alpaca_eval") or {}).get("judge") or {}
+    name = judge.get("model") or "the checkpoint itself"
+    place = judge.get("base_url") or (f"pool {judge['pool_name']}" if judge.get("pool_name") else "the same pool")
+    asked = f", asked as {judge['annotator']}" if judge.get("annotator") else ""
+    return f"{name} at {place}{asked}" if judge.get("base_url") else f"{name} in {place}{asked}"
+
+
+def counted(counts: Counts | None) -> str:
+    """The three counts, with signs that say where they differ."""
+    if counts is None:
+        return NOTHING
+    first = "=" if counts.requested == counts.answered else "≠"
+    second = "=" if counts.answered == counts.scored else "≠"
+    return f"{counts.requested:,} {first} {counts.answered:,} {second} {counts.scored:,}"
+
+
+def links_of(record: Record, *, records_at: str | None, page: str | None) -> list[tuple[str, str | None]]:
+    """Pages that the harness made: a title, and an address as seen from the report, or None if it cannot be known.
+
+    Args:
+        record: whose pages.
+        records_at: folder that the records lie below.
+        page: where the report lies.
+    """
+    if records_at is None or page is None:
+        return [(title, None) for title in record.links]
+    run, step = record.checkpoint.run, f"step-{record.checkpoint.step}"
+    cell = storage.join(records_at, run, step, record.evaluator, record.cell)
+    return [(title, _address(storage.join(cell, place), page)) for title, place in record.links.items()]
+
+
+def _address(target: str, page: str) -> str | None:
+    """Relative, so that report and records can be moved together; None from one store to another."""
+    if storage.is_local(target) != storage.is_local(page):
+        return None
+    if storage.is_local(target):
+        folder = storage.local_path(page).absolute().parent
+        return quote(os.path.relpath(storage.local_path(target).absolute(), folder).replace(os.sep, "/"))
+    (store, target), (other, page) = target.split("://", 1), page.split("://", 1)
+    if store != other or target.partition("/")[0] != page.partition("/")[0]:
+        return None
+    return quote(posixpath.relpath(f"/{target}", f"/{posixpath.dirname(page)}"))
+
+
+def engine_of(record: Record) -> dict[str, Any]:
+    """The engine as the pool names it, and what the configuration asks of it."""
+    model = (record.evaluation.get("pool_config") or {}).get("model") or {}
+    asked = {key: model[key] for key in ("generation_params", "apply_chat_template") if model.get(key)}
+    engine = record.served.get("engine")
+    known = dict(engine) if isinstance(engine, dict) else dict(model.get("engine_kwargs") or {})
+    return {**known, **asked}
+
+
+def served(record: Record) -> str:
+    """How the checkpoint came to be served: how, in how many seconds, why so."""
+    facts = {key: value for key, value in record.served.items() if key != "engine" and value is not None}
+    how = str(facts.pop("how", "")).replace("_", " ")
+    took = f"in {facts.pop('seconds'):,.2f} s" if isinstance(facts.get("seconds"), (int, float)) else ""
+    why = facts.pop("reason", facts.pop("why", None))
+    facts.pop("by", None) if how else None
+    return " ".join(filter(None, [how, took, f"({why})" if why else "", flat(facts) if facts else ""])) or NOTHING
+
+
+def _code(record: Record) -> str:
+    if record.git_commit is None:
+        return "not in a repository"
+    return record.git_commit[:12] + (" with uncommitted changes" if record.git_dirty else "")
+
+
+PROVENANCE: dict[str, Callable[[Record], Any]] = {
+    "Evaluator": lambda record: title_of(record.evaluator),
+    "Judge": judge_of,
+    "Evaluation hash": lambda record: record.evaluation_hash,
+    "Code": _code,
+    "Versions": lambda record: record.versions,
+    "Engine": engine_of,
+    "Hardware": lambda record: record.hardware,
+    "Tags": lambda record: list(record.tags),
+}
+
+
+def flat(value: Any) -> str:
+    """A JSON-like value in one line."""
+    if isinstance(value, dict):
+        return " · ".join(f"{key} {flat(inner)}" for key, inner in value.items()) or NOTHING
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(flat, value)) or NOTHING
+    if value is None or isinstance(value, bool):
+        return NOTHING if value is None else "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def pretty(value: Any) -> str:
+    """A JSON-like value over many lines."""
+    return json.dumps(value, indent=2, sort_keys=True, default=str)

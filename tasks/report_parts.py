@@ -1,0 +1,144 @@
+"""What the report page shows beside numbers: evaluators with judges and pages of their own, and sinks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tasks.record_texts import judge_of, links_of
+from tasks.records import Counts, Record
+from tasks.results import Column, Results, evaluator_place, title_of
+
+_NOTES = {
+    "lm_evaluation_harness": "Asks the served model, and scores its answers and log-likelihoods.",
+    "helm": "Asks the served model. Its own pages show every question and answer.",
+    "alpaca_eval": "A judge compares each answer with a reference's. The win rate is the share that it prefers, in %.",
+    "levanter_lm_evaluation_harness": (
+        "Loads each checkpoint itself: no engine and no proxy in between. Log-likelihoods only."
+    ),
+}
+_REMARKS = {
+    "skipped": "left out, since their prompts are too long",
+    "truncated": "asked with prompts that were cut to fit",
+    "judge_errors": "without a usable verdict of the judge",
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """A value that some records share, and which records those are; `who` is empty if it is all of them."""
+
+    value: Any
+    who: str
+
+
+@dataclass(frozen=True)
+class Page:
+    """A page that a harness made of one cell; `address` is None where it cannot be linked to."""
+
+    checkpoint: str
+    title: str
+    address: str | None
+    place: str
+
+
+@dataclass(frozen=True)
+class EvaluatorPart:
+    """One evaluator: what it does, how its cells went, who judged, and its pages."""
+
+    title: str
+    note: str
+    cells: int
+    succeeded: int
+    judges: tuple[Group, ...]
+    remarks: tuple[str, ...]
+    pages: tuple[Page, ...]
+
+
+@dataclass(frozen=True)
+class SinkPart:
+    """One sink: how many records it has, where, and why not the others."""
+
+    name: str
+    published: int
+    failed: int
+    places: tuple[str, ...]
+    reasons: tuple[str, ...]
+
+
+def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: str | None) -> list[EvaluatorPart]:
+    """Every evaluator of some records; see `links_of` for the other two."""
+    return [
+        EvaluatorPart(
+            title=title_of(evaluator),
+            note=_NOTES.get(evaluator, ""),
+            cells=len(mine),
+            succeeded=sum(record.succeeded for record in mine),
+            judges=tuple(group for group in same(mine, judge_of) if group.value),
+            remarks=tuple(remarks([record.counts for record in mine])),
+            pages=tuple(
+                Page(record.checkpoint.name, title, address, f"{record.cell}/{record.links[title]}")
+                for record in mine
+                for title, address in links_of(record, records_at=records_at, page=page)
+            ),
+        )
+        for evaluator in _evaluators(records)
+        if (mine := [record for record in records if record.evaluator == evaluator])
+    ]
+
+
+def sink_parts(records: Sequence[Record]) -> list[SinkPart]:
+    """Every sink that some records were sent to, or were to be sent to."""
+    names = sorted({name for record in records for name in record.sinks})
+    parts = []
+    for name in names:
+        states = [record.sinks[name] for record in records if name in record.sinks]
+        failed = [state for state in states if state.status == "failed"]
+        places = dict.fromkeys(state.where for state in states if state.where and state.status == "published")
+        reasons = dict.fromkeys(state.reason for state in failed if state.reason)
+        parts.append(SinkPart(name, len(states) - len(failed), len(failed), tuple(places), tuple(reasons)))
+    return parts
+
+
+def remarks(counts: Sequence[Counts | None]) -> list[str]:
+    """What else there is to know of the questions counted; empty if all were asked whole, and judged."""
+    totals = Counter({name: sum(getattr(one, name) for one in counts if one) for name in _REMARKS})
+    return [f"{total:,} {_REMARKS[name]}" for name, total in totals.items() if total]
+
+
+def measured_differently(results: Results) -> list[Column]:
+    """Columns whose numbers do not all belong to the same evaluation hash."""
+    found = []
+    for column in results.columns:
+        outcomes = [results.outcome(checkpoint, column) for checkpoint in results.checkpoints]
+        if len({outcome.record.evaluation_hash for outcome in outcomes if outcome}) > 1:
+            found.append(column)
+    return found
+
+
+def same(records: Sequence[Record], value_of: Callable[[Record], Any]) -> list[Group]:
+    """The different values among some records."""
+    groups: dict[str, tuple[Any, list[Record]]] = {}
+    for record in records:
+        value = value_of(record)
+        groups.setdefault(json.dumps(value, sort_keys=True, default=str), (value, []))[1].append(record)
+    alone = len(groups) == 1
+    several = len(_evaluators(records)) > 1
+    return [Group(value, "" if alone else _who(found, several=several)) for value, found in groups.values()]
+
+
+def _who(records: Sequence[Record], *, several: bool) -> str:
+    """Some cells by their checkpoints, under their evaluator where there are several."""
+    texts = []
+    for evaluator in _evaluators(records):
+        names = list(dict.fromkeys(one.checkpoint.name for one in records if one.evaluator == evaluator))
+        many = f"{names[0]} … {names[-1]} ({len(names)} checkpoints)"
+        texts.append((f"{title_of(evaluator)}: " if several else "") + (", ".join(names) if len(names) <= 3 else many))
+    return "; ".join(texts)
+
+
+def _evaluators(records: Sequence[Record]) -> list[str]:
+    return sorted({record.evaluator for record in records}, key=evaluator_place)

@@ -1,0 +1,180 @@
+"""Staged data as one shared copy in a store, per region for instance, from which machines fill their caches.
+
+The copy holds plain files: links, of which the hub's cache is full, stand in its manifest, which is written last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import posixpath
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from resources import storage
+from resources.errors import BadInput, StorageError
+from resources.file_copy import RANGE_BYTES, copy_file
+
+MANIFEST = "staged.json"
+_PARALLEL = 4
+_BLOCK_BYTES = 4 * 2**20
+_LEFT_OUT = (".lock", ".partial", ".incomplete", ".unfinished")
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Folders of this machine by the names they have in a shared copy."""
+
+    folders: Mapping[str, Path]
+    notes: Path
+    """Folder for what is known of files that are being copied."""
+
+    def local(self, relative: str) -> Path:
+        """The path on this machine of a file in the copy."""
+        top, _, rest = relative.partition("/")
+        return self.folders[top] / rest
+
+    def check(self, relative: str, *, points_to: str = "") -> None:
+        """Refuses a name, or what a link points to, that leads out of the folders of this tree.
+
+        Raises:
+            StorageError: it does.
+        """
+        top, _, rest = relative.partition("/")
+        place = posixpath.normpath(posixpath.join(posixpath.dirname(rest), points_to) if points_to else rest)
+        if top not in self.folders or posixpath.isabs(place) or place.split("/")[0] == "..":
+            raise StorageError(
+                expected=f"files within {', '.join(self.folders)} in a shared copy",
+                found=f"{relative} {points_to}".strip(),
+                remedy="trust no copy that somebody else made: make one of your own with `assay stage --target`",
+            )
+
+    def inventory(self, wanted: Callable[[str], bool]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """Size and SHA-256 of the wanted files, and what the wanted links point to, by name in the copy."""
+        files: dict[str, dict[str, Any]] = {}
+        links: dict[str, str] = {}
+        for top, folder in self.folders.items():
+            for path in sorted(folder.rglob("*")):
+                relative = f"{top}/{path.relative_to(folder).as_posix()}"
+                if path.name.endswith(_LEFT_OUT) or "/.locks/" in relative or not wanted(relative):
+                    continue
+                if path.is_symlink():
+                    links[relative] = path.readlink().as_posix()
+                elif path.is_file():
+                    files[relative] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        return files, links
+
+
+def share(tree: Tree, uri: str, staged: dict[str, Any], *, wanted: Callable[[str], bool]) -> int:
+    """Brings a shared copy up to date with what is staged here; the bytes that were sent.
+
+    Raises:
+        StorageError: something could not be written.
+    """
+    files, links = tree.inventory(wanted)
+    before = read_manifest(uri) or {}
+    known = before.get("files", {})
+    missing = [relative for relative, file in files.items() if known.get(relative) != file]
+    filesystem, root = fsspec.core.url_to_fs(storage.absolute(uri))
+
+    def send(relative: str) -> None:
+        target = storage.join(root, relative)
+        filesystem.makedirs(storage.parent(target), exist_ok=True)
+        filesystem.put_file(str(tree.local(relative)), target)
+
+    try:
+        with ThreadPoolExecutor(_PARALLEL) as threads:
+            list(threads.map(send, missing))
+    except OSError as error:
+        raise StorageError(
+            expected=f"to write into {uri}", found=str(error), remedy="check that it is yours, and run again"
+        ) from error
+    merged = {
+        part: {**before.get(part, {}), **content} for part, content in staged.items() if isinstance(content, dict)
+    }
+    content = {**before, **merged, "files": {**known, **files}, "links": {**before.get("links", {}), **links}}
+    storage.write_bytes(storage.join(uri, MANIFEST), json.dumps(content, indent=2, sort_keys=True).encode())
+    return sum(files[relative]["bytes"] for relative in missing)
+
+
+def fill(tree: Tree, uri: str, *, wanted: Callable[[str], bool]) -> int:
+    """Copies what is wanted of a shared copy to this machine, continued where an earlier call ended; the bytes.
+
+    Raises:
+        BadInput: there is no shared copy.
+        StorageError: something could not be read or written, or is not what the manifest says.
+    """
+    manifest = read_manifest(uri)
+    if manifest is None:
+        raise BadInput(
+            expected=f"a shared copy of staged data at {uri}",
+            found=f"no {MANIFEST} there",
+            remedy="correct the address, or make the copy with `assay stage --target`",
+        )
+    files = {relative: file for relative, file in manifest["files"].items() if wanted(relative)}
+    links = {relative: points_to for relative, points_to in manifest["links"].items() if wanted(relative)}
+    for relative in files:
+        tree.check(relative)
+    for relative, points_to in links.items():
+        tree.check(relative, points_to=points_to)
+    missing = {relative: file for relative, file in files.items() if _size(tree.local(relative)) != file["bytes"]}
+    there = {file.uri: file for file in storage.list_files(uri)} if missing else {}
+
+    def fetch(relative: str) -> None:
+        source = there.get(storage.join(uri, relative))
+        target = tree.local(relative)
+        if source is None:
+            raise _damaged(uri, relative, "nothing there")
+        copy_file(
+            source,
+            target,
+            sidecar=tree.notes / hashlib.sha256(f"{uri} {relative}".encode()).hexdigest(),
+            range_bytes=RANGE_BYTES,
+            stopped=lambda: False,
+            on_bytes=lambda number: None,
+        )
+        if _sha256(target) != missing[relative]["sha256"]:
+            target.unlink()
+            raise _damaged(uri, relative, "another content")
+
+    with ThreadPoolExecutor(_PARALLEL) as threads:
+        list(threads.map(fetch, missing))
+    for relative, points_to in links.items():
+        link = tree.local(relative)
+        if not link.is_symlink():
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(points_to)
+    return sum(file["bytes"] for file in missing.values())
+
+
+def read_manifest(uri: str) -> dict[str, Any] | None:
+    """What a shared copy, or this machine's cache, says of itself; None where there is none."""
+    try:
+        return json.loads(storage.read_bytes(storage.join(uri, MANIFEST)))
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def _damaged(uri: str, relative: str, found: str) -> StorageError:
+    return StorageError(
+        expected=f"{relative} in {uri} as its manifest says",
+        found=found,
+        remedy="make the shared copy anew with `assay stage --target`",
+    )
+
+
+def _size(path: Path) -> int | None:
+    return path.stat().st_size if path.is_file() else None
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            digest.update(block)
+    return digest.hexdigest()

@@ -1,0 +1,102 @@
+"""Results as `model-index` metadata of a model card, the form in which the Hugging Face hub shows evaluations.
+
+The card of a checkpoint is a README.md. What others wrote into it stays: its text, its other metadata, and results
+from elsewhere; only the numbers of the same benchmark from the same evaluator are replaced.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import yaml
+
+from resources import storage
+from resources.errors import SinkFailed
+from tasks.records import RECORD_NAME, Record
+from tasks.sinks.announcement import Announcement
+from tasks.sinks.config import HuggingFaceSink
+
+CARD_NAME = "README.md"
+_FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n?", re.DOTALL | re.MULTILINE)
+
+
+def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:
+    """Writes a record's numbers into the card of its checkpoint; says where that lies. Reports are not taken.
+
+    Raises:
+        SinkFailed: what stands there is no model card.
+        StorageError: it cannot be written.
+    """
+    if announcement.record is None:
+        return None
+    record = announcement.record
+    home = sink.path or announcement.series.evaluation_path
+    uri = storage.join(home, record.checkpoint.run, f"step-{record.checkpoint.step}", CARD_NAME)
+    try:
+        before = storage.read_bytes(uri).decode()
+    except FileNotFoundError:
+        before = ""
+    card = with_results(before, record, announcement, task_type=sink.task_type, uri=uri)
+    if card != before:
+        storage.write_bytes(uri, card.encode())
+    return uri
+
+
+def with_results(card: str, record: Record, announcement: Announcement, *, task_type: str, uri: str) -> str:
+    """A model card with a record's numbers in its metadata.
+
+    Raises:
+        SinkFailed: its metadata cannot be read.
+    """
+    front = _FRONT_MATTER.match(card)
+    body = card[front.end() :] if front else card
+    try:
+        metadata = yaml.safe_load(front.group(1)) if front else {}
+    except yaml.YAMLError:
+        metadata = None
+    if not isinstance(metadata, dict):
+        raise SinkFailed(
+            expected=f"a model card with metadata in YAML at {uri}", found="something else", remedy="mend or remove it"
+        )
+    models = metadata.get("model-index") or [{}]
+    model = models[0] if isinstance(models, list) and isinstance(models[0], dict) else {}
+    ours = [_result(record, announcement, benchmark, task_type) for benchmark in _benchmarks(record)]
+    replaced = {_identity(result) for result in ours}
+    kept = [one for one in model.get("results") or [] if _identity(one) not in replaced]
+    name = model.get("name") or record.checkpoint.name
+    metadata["model-index"] = [{"name": name, "results": sorted([*kept, *ours], key=_identity)}, *models[1:]]
+    text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=120)
+    return f"---\n{text}---\n" + (body if front or body else f"\n# {name}\n")
+
+
+def _benchmarks(record: Record) -> list[str]:
+    return list(dict.fromkeys(metric.benchmark for metric in record.metrics))
+
+
+def _result(record: Record, announcement: Announcement, benchmark: str, task_type: str) -> dict[str, Any]:
+    metrics = []
+    for metric in record.metrics:
+        if metric.benchmark == benchmark:
+            details: dict[str, Any] = {"n": metric.n, "higher_is_better": metric.higher_is_better}
+            details |= {"stderr": metric.stderr} if metric.stderr is not None else {}
+            metrics.append({"name": metric.name, "type": metric.name, "value": metric.value, "args": details})
+    result: dict[str, Any] = {
+        "task": {"type": task_type, "name": "Evaluation"},
+        "dataset": {"name": benchmark, "type": benchmark, "args": {"evaluator": record.evaluator}},
+        "metrics": metrics,
+    }
+    if not storage.is_local(announcement.cell_uri):  # a path of this machine says nothing to who reads the card
+        url = storage.join(announcement.cell_uri, RECORD_NAME)
+        result["source"] = {"name": f"{record.evaluator} through Assay", "url": url}
+    return result
+
+
+def _identity(result: Any) -> tuple[str, str, str]:
+    """Of two results with the same, the newer replaces the older."""
+    if not isinstance(result, dict):
+        return ("", "", "")
+    dataset = result.get("dataset") or {}
+    evaluator = (dataset.get("args") or {}).get("evaluator") if isinstance(dataset, dict) else None
+    task = result.get("task") or {}
+    return (str(dataset.get("type")), str(evaluator), str(task.get("type")))

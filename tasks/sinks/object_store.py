@@ -1,0 +1,134 @@
+"""The tree of records, copied to any place that fsspec can write. The record goes last.
+
+A file that is there already with the same content is not sent again, so an upload that was cut off goes on where it
+was, file by file. Object stores tell a checksum with their listing; where none is told, the size is compared, which
+is enough for the files of an attempt: their folder's name is used once.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import posixpath
+import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from resources import storage
+from resources.errors import SinkFailed
+from tasks.records import RECORD_NAME
+from tasks.sinks.announcement import REPORT_NAME, Announcement
+from tasks.sinks.config import ObjectStoreSink
+
+_PERMISSION = re.compile(r"\b(?:storage\.[a-z]+\.\w+|s3:\w+)\b")
+_NEEDED = "storage.objects.list, .get, .create and .delete, or s3:ListBucket, s3:GetObject and s3:PutObject"
+
+
+def send(announcement: Announcement, url: str, sink: ObjectStoreSink, *, options: dict[str, Any]) -> str | None:
+    """Copies a record with its attempt, or the report page; says where to.
+
+    Raises:
+        SinkFailed: the store did not take it, or is where the records lie.
+    """
+    if storage.absolute(url).rstrip("/") == announcement.series.evaluation_path:
+        raise SinkFailed(
+            expected="another place than the records' own", found=url, remedy="name another url, or drop this sink"
+        )
+    with _explained(url), _local_files(announcement, sink) as files:
+        store, root = fsspec.core.url_to_fs(storage.absolute(url), **options)
+        run = announcement.run_uri.removeprefix(announcement.series.evaluation_path).strip("/")
+        place = f"{run}/{REPORT_NAME}" if announcement.record is None else announcement.place
+        if announcement.record is None:
+            if not storage.exists(announcement.report_uri):
+                return None
+            _write(store, posixpath.join(root, place), storage.read_bytes(announcement.report_uri))
+        else:
+            folder = posixpath.join(root, place)
+            _copy_missing(store, files, folder)
+            _write(store, posixpath.join(folder, RECORD_NAME), announcement.record_json())
+    return storage.join(url, place)
+
+
+@contextmanager
+def _local_files(announcement: Announcement, sink: ObjectStoreSink) -> Iterator[dict[str, Path]]:
+    """The files of the attempt, by their place in the cell's folder; copied here first if they lie elsewhere."""
+    record = announcement.record
+    if record is None or not sink.harness_output or not storage.exists(announcement.attempt_uri):
+        yield {}
+        return
+    with tempfile.TemporaryDirectory(prefix="assay-sink-") as scratch:
+        folder = Path(scratch) / "attempt"
+        if storage.is_local(announcement.attempt_uri):
+            folder = storage.local_path(announcement.attempt_uri)
+        else:
+            storage.copy_to_local(announcement.attempt_uri, folder)
+        found = sorted(path for path in folder.rglob("*") if path.is_file())
+        yield {posixpath.join(record.attempt, path.relative_to(folder).as_posix()): path for path in found}
+
+
+def _copy_missing(store: Any, files: dict[str, Path], folder: str) -> None:
+    try:
+        there = store.find(folder, detail=True)
+    except FileNotFoundError:
+        there = {}
+    for name, path in files.items():
+        target = posixpath.join(folder, name)
+        if not _is_there(there.get(target.lstrip("/")) or there.get(target), path):
+            store.makedirs(posixpath.dirname(target), exist_ok=True)
+            store.put_file(str(path), target)
+
+
+def _is_there(info: dict[str, Any] | None, path: Path) -> bool:
+    if info is None or int(info.get("size") or 0) != path.stat().st_size:
+        return False
+    if md5 := info.get("md5Hash"):
+        return md5 == base64.b64encode(_md5(path)).decode()
+    etag = str(info.get("ETag") or "").strip('"').lower()
+    # An ETag with a dash is over parts: then the size has to do. One of an encrypted object is no MD5: sent again.
+    return not re.fullmatch("[0-9a-f]{32}", etag) or etag == _md5(path).hex()
+
+
+def _md5(path: Path) -> bytes:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).digest()
+
+
+def _write(store: Any, target: str, content: bytes) -> None:
+    try:
+        if store.info(target)["size"] == len(content) and bytes(store.cat_file(target)) == content:
+            return
+    except FileNotFoundError:
+        store.makedirs(posixpath.dirname(target), exist_ok=True)
+    store.pipe_file(target, content)
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """Says of a store's errors what they mean to who runs this."""
+    try:
+        yield
+    except SinkFailed:
+        raise
+    except FileNotFoundError as error:
+        raise SinkFailed(
+            expected=f"a bucket at {url}", found=str(error), remedy="create it, or mend the url"
+        ) from error
+    except Exception as error:  # every store's client has errors of its own
+        said = str(error).strip() or type(error).__name__
+        code = getattr(error, "code", None)
+        if "Forbidden" in said or "AccessDenied" in said or isinstance(error, PermissionError) or code in (401, 403):
+            lacking = ", ".join(dict.fromkeys(_PERMISSION.findall(said))) or _NEEDED
+            remedy = f"give the account that runs this the permission {lacking} on the bucket; then: assay publish"
+        elif code in (429, 500, 502, 503, 504):
+            remedy = "the store was busy, and was asked several times; later: assay publish"
+        elif isinstance(error, ImportError | ValueError):
+            remedy = "check the part before ://, and that the file system for it is installed"
+        else:
+            remedy = "check the network and the account; then: assay publish"
+        found = f"{code}: {said}" if code and str(code) not in said else said
+        raise SinkFailed(expected=f"to write to {url}", found=found, remedy=remedy) from error

@@ -1,0 +1,103 @@
+"""The process that talks to one sink: `python -m tasks.sinks.sending`, started by `publishing`.
+
+A process of its own can be ended when a sink hangs, has an environment of its own, and takes along what client
+libraries leave running. It reads one line of JSON (`Job`), answers with one (`Answer`), and dies with whoever started
+it, since then its standard input ends.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from resources.errors import AssayError, SinkFailed
+from tasks.sinks.announcement import Announcement
+from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
+
+
+class Job(BaseModel):
+    """What is to be sent where."""
+
+    model_config = ConfigDict(frozen=True)
+
+    sink: Sink
+    announcement: Announcement
+    storage_options: dict[str, Any] = {}
+    """Options of the object store's client, with its credentials."""
+    url: str | None = None
+    """The place that a block named, in place of the sink's own."""
+
+
+class Answer(BaseModel):
+    """What came of it: either where it is to be seen, or what went wrong."""
+
+    model_config = ConfigDict(frozen=True)
+
+    where: str | None = None
+    expected: str | None = None
+    found: str | None = None
+    remedy: str | None = None
+
+
+def send(job: Job) -> str | None:
+    """Sends it, and says where it is to be seen; None if this sink takes no such thing.
+
+    Raises:
+        AssayError: the sink did not take it.
+    """
+    match job.sink:
+        case ObjectStoreSink() as sink:
+            from tasks.sinks import object_store
+
+            return object_store.send(job.announcement, job.url or str(sink.url), sink, options=job.storage_options)
+        case WeightsAndBiasesSink() as sink:
+            from tasks.sinks import weights_and_biases
+
+            return weights_and_biases.send(job.announcement, sink)
+        case MlflowSink() as sink:
+            from tasks.sinks import mlflow_runs
+
+            return mlflow_runs.send(job.announcement, sink)
+        case HuggingFaceSink() as sink:
+            from tasks.sinks import hugging_face
+
+            return hugging_face.send(job.announcement, sink)
+
+
+def answer_to(job: Job) -> Answer:
+    """What came of a job, whatever happened."""
+    try:
+        return Answer(where=send(job))
+    except AssayError as error:
+        return Answer(expected=error.expected, found=error.found, remedy=error.remedy)
+    except Exception as error:  # noqa: BLE001  a boundary: a sink that fails never fails a cell
+        unknown = SinkFailed(
+            expected=f"{job.sink.kind} to take the record",
+            found=f"{type(error).__name__}: {error}",
+            remedy="mend what it says, then: assay publish",
+        )
+        return Answer(expected=unknown.expected, found=unknown.found, remedy=unknown.remedy)
+
+
+def _end_with_our_parent() -> None:
+    sys.stdin.read()
+    os._exit(1)
+
+
+def main() -> None:
+    """Answers the job on standard input. Only the answer goes to standard output; libraries write beside it."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    job = Job.model_validate_json(sys.stdin.readline())
+    threading.Thread(target=_end_with_our_parent, daemon=True).start()
+    answers.write(answer_to(job).model_dump_json() + "\n")
+    answers.flush()
+    os._exit(0)  # not waiting for threads that a library left behind: what was to be sent is sent
+
+
+if __name__ == "__main__":
+    main()

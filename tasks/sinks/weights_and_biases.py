@@ -1,0 +1,194 @@
+"""Weights & Biases: one run for a series, with the training step as x axis; the only module that imports wandb.
+
+Records arrive out of order when several cells are evaluated at once, so curves have a step metric of their own, and
+W&B's counter of lines means nothing. A run is resumed by its id. Which attempts it has stands in its config: a line
+of its history cannot be replaced, so one that is there is not sent twice.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import wandb
+
+from resources import storage
+from resources.errors import SinkFailed
+from resources.settings import set_process_environment_defaults
+from tasks.records import RECORD_NAME
+from tasks.sinks.announcement import REPORT_NAME, STEP_METRIC, Announcement, metric_values
+from tasks.sinks.config import WeightsAndBiasesSink
+
+_FINISHED = ".finished"
+_FIXED: dict[str, Any] = {
+    "silent": True,
+    "console": "off",
+    "disable_git": True,
+    "disable_code": True,
+    "save_code": False,
+    "x_disable_meta": True,
+    "x_disable_stats": True,
+    "x_disable_machine_info": True,
+    "x_save_requirements": False,
+    # A few tries over some seconds each; what is down for longer is published later.
+    "x_graphql_retry_max": 3,
+    "x_graphql_retry_wait_max_seconds": 4,
+    "x_graphql_timeout_seconds": 15,
+    "x_file_stream_retry_max": 4,
+    "x_file_stream_retry_wait_max_seconds": 4,
+    "x_file_transfer_retry_max": 4,
+    "x_file_transfer_retry_wait_max_seconds": 4,
+}
+
+
+def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
+    """Adds a record, or the report page, to the run of its series; says where that is to be seen.
+
+    Raises:
+        SinkFailed: W&B did not take it.
+    """
+    if announcement.record is None and not storage.exists(announcement.report_uri):
+        return None
+    with _folder(announcement, sink) as folder:
+        if (folder / _FINISHED).exists():
+            return str(folder)
+        with _run(announcement, sink, folder) as run:
+            if announcement.record is None:
+                _add_file(run, "report", "report", REPORT_NAME, storage.read_bytes(announcement.report_uri))
+            else:
+                _add_record(run, announcement, sink)
+            url = run.url
+        if sink.mode == "offline":
+            (folder / _FINISHED).touch()
+        return url if sink.mode == "online" else str(folder)
+
+
+@contextmanager
+def _folder(announcement: Announcement, sink: WeightsAndBiasesSink) -> Iterator[Path]:
+    """Where W&B writes: a folder that goes away, or for offline files one that is named after what is in it."""
+    if sink.mode == "online":
+        with tempfile.TemporaryDirectory(prefix="assay-wandb-") as scratch:
+            yield Path(scratch)
+        return
+    if sink.folder is None and not storage.is_local(announcement.run_uri):
+        raise SinkFailed(
+            expected="a local folder for W&B's offline files",
+            found=f"records at {announcement.run_uri}, and no folder",
+            remedy="name a folder in the sink",
+        )
+    home = storage.local_path(sink.folder or storage.join(announcement.run_uri, "wandb")).absolute()
+    record = announcement.record
+    name = f"{storage.basename(announcement.cell_uri)}-{record.attempt}" if record else "report"
+    folder = home / announcement.series.id / (f"step-{record.checkpoint.step}" if record else "all") / name
+    if record is None or not (folder / _FINISHED).exists():
+        shutil.rmtree(folder, ignore_errors=True)  # of a try that was cut off
+    folder.mkdir(parents=True, exist_ok=True)
+    yield folder
+
+
+@contextmanager
+def _run(announcement: Announcement, sink: WeightsAndBiasesSink, folder: Path) -> Iterator[wandb.Run]:
+    series, record = announcement.series, announcement.record
+    # Otherwise files of artifacts lie in the user's home until they are sent.
+    kept = {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("DATA", "CACHE", "CONFIG", "ARTIFACT")}
+    set_process_environment_defaults(kept)
+    settings: dict[str, Any] = {**_FIXED, "init_timeout": min(30.0, sink.timeout_seconds / 2)}
+    if sink.base_url is not None:
+        settings["base_url"] = sink.base_url
+    try:
+        run = wandb.init(
+            project=sink.project,
+            entity=sink.entity,
+            id=series.id,
+            name=series.name,
+            group=series.run,
+            job_type="evaluation",
+            tags=sorted({*sink.tags, *(record.tags if record else ())}) or None,
+            resume="allow",
+            mode=sink.mode,
+            dir=folder,
+            settings=wandb.Settings(**settings),
+        )
+        run.define_metric(STEP_METRIC, hidden=True)
+        run.define_metric("*", step_metric=STEP_METRIC)
+        yield run
+        run.finish()
+    except SinkFailed:
+        raise
+    except (wandb.Error, TimeoutError, ConnectionError, OSError, ValueError) as error:
+        raise SinkFailed(
+            expected=f"Weights & Biases to take a run of {sink.name}",
+            found=(str(error).strip() or type(error).__name__).splitlines()[0],
+            remedy="check WANDB_API_KEY, the project and the address, and that it can be reached; then: assay publish",
+        ) from error
+
+
+def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBiasesSink) -> None:
+    record = announcement.known
+    key = f"published/{announcement.place}"
+    step = record.checkpoint.step
+    # First, since it may fail: a line of the history must not be there without its mark in the configuration.
+    _add_file(run, f"record-{step}-{record.cell}", "record", RECORD_NAME, announcement.record_json())
+    if run.config.get(key) != record.attempt:
+        before: dict[str, Any] = dict(run.summary)
+        values = metric_values(record)
+        table = _table(announcement, sink)
+        line: dict[str, Any] = {STEP_METRIC: step, **values}
+        if table is not None:
+            line[f"samples/step-{step}"] = table
+        run.log(line)
+        if int(before.get(STEP_METRIC, -1)) > step:  # the summary is to show the latest step, not the latest arrival
+            run.summary.update({name: before[name] for name in (STEP_METRIC, *values) if name in before})
+        run.config.update(
+            {
+                **_configuration(announcement),
+                key: record.attempt,
+            },
+            allow_val_change=True,
+        )
+
+
+def _configuration(announcement: Announcement) -> dict[str, Any]:
+    """What the run's page shows: the evaluation, and what it ran with."""
+    record = announcement.known
+    return {
+        "run": record.checkpoint.run,
+        "evaluator": record.evaluator,
+        "evaluation": record.evaluation,
+        "evaluation_hash": record.evaluation_hash,
+        "versions": record.versions,
+        "hardware": record.hardware,
+        "git_commit": record.git_commit,
+        "git_dirty": record.git_dirty,
+        "records": announcement.series.evaluation_path,
+    }
+
+
+def _table(announcement: Announcement, sink: WeightsAndBiasesSink) -> wandb.Table | None:
+    samples = list(announcement.samples(sink.max_samples)) if sink.max_samples else []
+    if not samples:
+        return None
+    step = announcement.known.checkpoint.step
+    rows: list[Any] = [
+        [step, one.benchmark, one.id, one.prompt, one.output, one.target, str(one.scores)] for one in samples
+    ]
+    columns: list[Any] = [STEP_METRIC, "benchmark", "id", "prompt", "output", "target", "scores"]
+    return wandb.Table(columns=columns, data=rows)
+
+
+def _add_file(run: wandb.Run, name: str, kind: str, file: str, content: bytes) -> None:
+    """An artifact of the run; W&B keeps no second version of the same content."""
+    cleaned = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
+    artifact = wandb.Artifact(f"{run.id}-{cleaned}"[:128], type=kind)
+    # W&B takes a copy. A record.json that stayed among the records would be taken for one of them.
+    with tempfile.TemporaryDirectory(prefix="assay-wandb-") as scratch:
+        path = Path(scratch) / file
+        path.write_bytes(content)
+        artifact.add_file(str(path), name=file)
+    logged = run.log_artifact(artifact)
+    if not run.offline:
+        logged.wait()  # otherwise nobody hears of an upload that failed

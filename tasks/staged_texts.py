@@ -1,0 +1,165 @@
+"""Texts that a benchmark scores whole, fetched once from a repository at one commit and written as lines of JSON.
+
+The benchmarks' own files lie in `suite_data/<name>/`, beside `source.yaml`, which says where the texts come from. What
+is written is a folder of benchmarks like any other: YAML files, and the data files that they name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from resources import storage
+from resources.config import Config
+from resources.errors import BadInput, StorageError
+from tasks.benchmark_sets import SUITE_DATA
+
+_SOURCE = "source.yaml"
+_DONE = "staged.json"
+_ATTEMPTS = 8
+_SECONDS = 120
+_UNTOLD_WAIT_SECONDS = 30.0
+_LONGEST_WAIT_SECONDS = 900.0
+_PASSING = frozenset({408, 429, 500, 502, 503, 504})
+
+
+class TextFile(Config):
+    """One kind of text: a JSON list of strings, or of objects with a field `text`."""
+
+    path: str
+    """Where it lies below `base`."""
+    blob: str | None = None
+    """The id Git gives this content, which is checked; unchecked when unset."""
+
+
+class TextSource(Config):
+    """Where the texts of some benchmarks come from."""
+
+    name: str
+    """Name of the folder they are staged into."""
+    revision: str
+    """Commit of the repository they lie in."""
+    base: str
+    """Folder of the files: an http address, or any place that fsspec reads."""
+    files: dict[str, TextFile]
+    """By the name of the data file that is written."""
+
+
+def text_source(name: str) -> TextSource:
+    """The source of that name that comes with Assay."""
+    return TextSource.model_validate(yaml.safe_load((SUITE_DATA / name / _SOURCE).read_text(encoding="utf-8")))
+
+
+def stage_texts(source: TextSource, folder: Path, *, on_event: Callable[[str], None]) -> dict[str, Any]:
+    """Writes a folder of benchmarks with their texts, which appears only when whole; does nothing if it is there.
+
+    Returns:
+        The revision, and documents and bytes by file.
+
+    Raises:
+        BadInput: a file is not there, or is not what the source says it is.
+        StorageError: something could not be read or written.
+    """
+    wanted = source.model_dump(mode="json")
+    try:
+        done = json.loads((folder / _DONE).read_text())
+        if done["source"] == wanted:
+            return done["staged"]
+    except (OSError, ValueError, KeyError):
+        pass
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    unfinished.mkdir(parents=True, exist_ok=True)
+    staged: dict[str, Any] = {"revision": source.revision, "files": {}}
+    for name, file in source.files.items():
+        lines = _lines(source, file, unfinished / f"{name}.original")
+        target = unfinished / f"{name}.jsonl"
+        target.write_text("".join(lines), encoding="utf-8")
+        staged["files"][name] = {"documents": len(lines), "bytes": target.stat().st_size}
+        on_event(f"{source.name}: {name}, {len(lines)} documents")
+    for original in unfinished.glob("*.original"):
+        original.unlink()
+    for benchmark in (SUITE_DATA / source.name).glob("*.yaml"):
+        if benchmark.name != _SOURCE:
+            shutil.copyfile(benchmark, unfinished / benchmark.name)
+    (unfinished / _DONE).write_text(json.dumps({"source": wanted, "staged": staged}, indent=2))
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+    return staged
+
+
+def _lines(source: TextSource, file: TextFile, kept: Path) -> list[str]:
+    """The texts of one file as lines of JSON; `kept` holds the original, so that it is fetched once."""
+    uri = storage.join(source.base, file.path)
+    content = kept.read_bytes() if kept.is_file() else b""
+    if not content or (file.blob is not None and _blob(content) != file.blob):
+        content = _read(uri)
+        storage.write_bytes(str(kept), content)
+    if file.blob is not None and _blob(content) != file.blob:
+        kept.unlink()
+        raise BadInput(
+            expected=f"the content with Git's id {file.blob} at {uri}",
+            found=f"one with {_blob(content)}",
+            remedy="name a source that holds the same revision",
+        )
+    try:
+        texts = json.loads(content)
+        documents = [one if isinstance(one, str) else one["text"] for one in texts]
+    except (ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            expected=f"a JSON list of texts at {uri}",
+            found=f"{type(error).__name__}: {error}",
+            remedy="see what is there",
+        ) from error
+    # An empty text has no likelihood, and its benchmark no score.
+    numbered = ({"id": number, "text": text} for number, text in enumerate(documents) if text.strip())
+    return [json.dumps(one, ensure_ascii=False) + "\n" for one in numbered]
+
+
+def _blob(content: bytes) -> str:
+    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
+
+
+def _read(uri: str) -> bytes:
+    if not uri.startswith(("http://", "https://")):
+        try:
+            return storage.read_bytes(uri)
+        except FileNotFoundError:
+            raise _missing(uri) from None
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            with urllib.request.urlopen(uri, timeout=_SECONDS) as answer:
+                return answer.read()
+        except urllib.error.HTTPError as error:
+            if error.code == 404:
+                raise _missing(uri) from None
+            if error.code not in _PASSING or attempt == _ATTEMPTS:
+                raise _unreadable(uri, error) from error
+            told = error.headers.get("Retry-After", "")
+            seconds = min(float(told), _LONGEST_WAIT_SECONDS) if told.isdigit() else _UNTOLD_WAIT_SECONDS
+        except OSError as error:
+            if attempt == _ATTEMPTS:
+                raise _unreadable(uri, error) from error
+            seconds = min(2.0**attempt, _UNTOLD_WAIT_SECONDS)
+        time.sleep(seconds)
+    raise AssertionError("the last attempt returns or raises")
+
+
+def _missing(uri: str) -> BadInput:
+    return BadInput(expected=f"a file at {uri}", found="nothing there", remedy="correct the source, or its revision")
+
+
+def _unreadable(uri: str, error: Exception) -> StorageError:
+    return StorageError(
+        expected=f"to read {uri}",
+        found=f"{type(error).__name__}: {error}",
+        remedy="see that this machine reaches it, or name a mirror; what was read is kept",
+    )

@@ -1,0 +1,349 @@
+"""Suites: evaluations that belong together, under one name.
+
+A suite says what is asked; a request says of which model, and where. Together they are a number of
+`EvaluationConfig`s, which one pool serves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter
+from functools import cache
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from pools.config import InferencePoolConfig, ModelConfig, check_name
+from resources import storage
+from resources.config import Config, CpuConfig, ResourceConfig
+from resources.errors import BadInput
+from resources.settings import settings
+from tasks.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
+from tasks.config import EvalTaskConfig, EvaluationConfig, EvaluatorName
+from tasks.names import name_of
+from tasks.options.alpaca_eval import AlpacaEvalOptions, Judge
+from tasks.options.helm import HelmOptions
+from tasks.options.levanter import LevanterOptions
+from tasks.options.lm_eval import LmEvalOptions
+from tasks.sinks.config import Sinks
+
+_LM_EVAL: EvaluatorName = "lm_evaluation_harness"
+_ENGINE_KWARGS: dict[str, Any] = {"max_model_len": 4096}
+_LM_EVAL_OPTIONS = LmEvalOptions(max_gen_toks=4096)
+_OPTIONS = {"lm_eval", "helm", "alpaca_eval", "levanter"}
+
+
+class SuiteEvaluation(Config):
+    """One evaluation of a suite: benchmarks that one evaluator asks together."""
+
+    label: str
+    """What it is called within the suite."""
+    evaluator: EvaluatorName = _LM_EVAL
+    """The harness that asks the questions and scores the answers."""
+    evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
+    """Benchmarks: the name of a set, which is written in capitals, or a list of such names and of benchmarks."""
+    apply_chat_template: bool | None = None
+    """Ask through the model's chat template; as the pool says when unset."""
+    max_eval_instances: int | None = Field(default=None, ge=1)
+    """Questions per benchmark, unless the request says another number."""
+    without_prompt_logprobs: Literal["refuse", "levanter"] = "refuse"
+    """Where the engine returns no log-probabilities of prompts: refuse, or let Levanter evaluate the checkpoint."""
+    texts: str | None = None
+    """A folder of benchmarks with texts that `assay stage` prepares, in place of benchmarks_path."""
+    lm_eval: LmEvalOptions = _LM_EVAL_OPTIONS
+    """What lm-eval is told beyond the benchmarks."""
+    helm: HelmOptions = HelmOptions()
+    """What HELM is told beyond the run entries."""
+    alpaca_eval: AlpacaEvalOptions = AlpacaEvalOptions()
+    """What AlpacaEval is told beyond the instructions."""
+    levanter: LevanterOptions = LevanterOptions()
+    """What the native evaluation is told beyond the benchmarks."""
+
+    @field_validator("label")
+    @classmethod
+    def _label_is_usable(cls, label: str) -> str:
+        return check_name(label)
+
+    @field_validator("evals", mode="before")
+    @classmethod
+    def _sets_by_name(cls, evals: Any) -> Any:
+        return expanded(evals)
+
+    @property
+    def needs(self) -> BenchmarkNeeds:
+        """What its benchmarks need; for other harnesses than lm-eval's only the examples are known."""
+        if self.evaluator in (_LM_EVAL, "levanter_lm_evaluation_harness"):
+            return needs_of(self.evals)
+        fewshot = max(task.num_fewshot or 0 for task in self.evals)
+        return BenchmarkNeeds(fewshot=fewshot, prompt_logprobs=False, generates=True)
+
+
+class Suite(Config):
+    """Evaluations that belong together, and how the engine is started for them."""
+
+    name: str
+    """What `--suite` calls it."""
+    description: str
+    """What it is for, in a sentence."""
+    extends: str | None = None
+    """Another suite, whose evaluations come first, and whose engine arguments hold where this one has none; unset
+    once that is done."""
+    evaluations: tuple[SuiteEvaluation, ...] = Field(min_length=1)
+    """What is asked, in order."""
+    engine_kwargs: dict[str, Any] = _ENGINE_KWARGS
+    """Engine arguments where the request has none of that name."""
+    resources: ResourceConfig | None = None
+    """What engines run on where the request does not say; its device, where the request names no accelerator."""
+    revisions: dict[str, str] = {}
+    """Branch, tag or commit by data set, for `assay stage`; the newest where it does not say."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_what_it_extends(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not isinstance(values.get("extends"), str):
+            return values
+        base = built_in_suite(values["extends"])
+        return {
+            **values,
+            "extends": None,
+            "evaluations": [*base.evaluations, *(values.get("evaluations") or ())],
+            "engine_kwargs": {**base.engine_kwargs, **(values.get("engine_kwargs") or {})},
+            "resources": values.get("resources") or base.resources,
+        }
+
+    @field_validator("evaluations")
+    @classmethod
+    def _labels_differ(cls, evaluations: tuple[SuiteEvaluation, ...]) -> tuple[SuiteEvaluation, ...]:
+        twice = [label for label, times in Counter(one.label for one in evaluations).items() if times > 1]
+        if twice:
+            raise ValueError(f"expected evaluations with labels of their own, found twice: {', '.join(twice)}")
+        return evaluations
+
+    def evaluations_of(self, request: SuiteRequest) -> tuple[EvaluationConfig, ...]:
+        """The evaluations of one model, all served by the same pool or endpoint.
+
+        Where benchmarks may go to Levanter, those that it cannot ask become an evaluation of their own.
+
+        Raises:
+            BadInput: the request cannot be right, or texts that are needed are not staged.
+        """
+        wanted = self._chosen(request)
+        served = _serving(self, request)
+        return tuple(_config(one, request, served, suite=self.name) for part in wanted for one in _parts(part))
+
+    def _chosen(self, request: SuiteRequest) -> tuple[SuiteEvaluation, ...]:
+        labels = [one.label for one in self.evaluations]
+        unknown = [label for label in request.only if label not in labels]
+        if unknown:
+            raise BadInput(
+                expected=f"labels of evaluations of the suite {self.name}: {', '.join(labels)}",
+                found=", ".join(unknown),
+                remedy="correct them; `assay suites NAME` shows a suite",
+            )
+        return tuple(one for one in self.evaluations if not request.only or one.label in request.only)
+
+
+class SuiteRequest(Config):
+    """Which model a suite is asked of, and where its records go."""
+
+    model_path: str
+    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""
+    evaluation_path: str = "evaluations"
+    """Folder for records and the harness's own output; local, gs:// or s3://."""
+    model_name: str | None = None
+    """Name of the run in records and reports; the path's when unset."""
+    pool_config: InferencePoolConfig | None = None
+    """The inference pool to start, in place of resource_config."""
+    pool_name: str | None = None
+    """A pool on this machine that is kept up (`assay pool up`)."""
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint that already serves the checkpoint; ends in /v1."""
+    served_model_name: str | None = None
+    """Name under which base_url serves it, where it is neither the checkpoint's nor its path."""
+    resource_config: ResourceConfig | None = None
+    """What engines, and evaluators that load the checkpoint themselves, run on."""
+    max_eval_instances: int | None = Field(default=None, ge=1)
+    """Questions per benchmark, for a quick look; as the suite says when unset."""
+    apply_chat_template: bool | None = None
+    """Ask through the model's chat template; as the suite says when unset."""
+    benchmarks_path: str | None = None
+    """Folder with benchmarks of one's own, as YAML files of the harness."""
+    only: tuple[str, ...] = ()
+    """Labels of the evaluations that are wanted; all when empty."""
+    allow_code_execution: tuple[str, ...] = ()
+    """Benchmarks that may run code written by the model, on this machine, each by its name, such as humaneval."""
+    judge: Judge | None = None
+    """Who compares outputs, for evaluations that need a judge; as the suite says when unset."""
+    sinks: Sinks = ()
+    """Where results are announced, beside the records."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """Wall clock of one cell."""
+    wandb_tags: tuple[str, ...] = ()
+    """Tags that go into every record, beside the suite's name."""
+
+
+def load_suite(name_or_file: str) -> Suite:
+    """A suite that comes with Assay, or one of one's own in a YAML file, in any store.
+
+    Raises:
+        BadInput: there is no such suite or file, or it describes no valid suite.
+    """
+    if not name_or_file.endswith((".yaml", ".yml", ".json")):
+        return built_in_suite(name_or_file)
+    try:
+        content = yaml.safe_load(storage.read_bytes(name_or_file))
+        return Suite.model_validate(content)
+    except FileNotFoundError:
+        raise BadInput(expected="a file with a suite", found=f"{name_or_file} is not there", remedy=_LOOK) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise BadInput(
+            expected=f"YAML in {name_or_file}", found=str(error), remedy="correct the line it names"
+        ) from error
+    except ValidationError as error:
+        raise BadInput(
+            expected=f"a valid suite in {name_or_file}",
+            found="; ".join(_described(problem) for problem in error.errors()),
+            remedy=_LOOK,
+        ) from error
+
+
+_LOOK = "correct what is named; docs/how-to/run-a-suite.md has an example"
+
+
+def _described(problem: Any) -> str:
+    place, message = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
+    if problem["type"] != "extra_forbidden":
+        return f"{place}: {message}" if place else message
+    known = [
+        *EvalTaskConfig.model_fields,
+        *SuiteEvaluation.model_fields,
+        *Suite.model_fields,
+        *LmEvalOptions.model_fields,
+    ]
+    near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
+    return f"{place}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+
+
+@cache
+def built_in_suites() -> dict[str, Suite]:
+    """Every suite that comes with Assay, by its name, in the order of their file."""
+    return {name: built_in_suite(name) for name in _contents()}
+
+
+@cache
+def built_in_suite(name: str) -> Suite:
+    """One suite that comes with Assay.
+
+    Raises:
+        BadInput: there is none of that name.
+    """
+    if name not in _contents():
+        near = difflib.get_close_matches(name, _contents(), n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(_contents())}"
+        raise BadInput(
+            expected="the name of a suite, or a YAML file with one",
+            found=f"{name!r}; {hint}",
+            remedy="correct the name; `assay suites` lists them",
+        )
+    return Suite.model_validate(_contents()[name])
+
+
+@cache
+def _contents() -> dict[str, Any]:
+    listed = yaml.safe_load((SUITE_DATA / "suites.yaml").read_text(encoding="utf-8"))
+    for options in (one["helm"] for content in listed for one in content["evaluations"] if "helm" in one):
+        options["run_specs_path"] = str(SUITE_DATA / options["run_specs_path"])
+    return {content["name"]: content for content in listed}
+
+
+def texts_folder(name: str) -> str:
+    """Where the benchmarks with staged texts of that name lie on this machine."""
+    return str(settings().cache_dir / "benchmarks" / name)
+
+
+def _parts(one: SuiteEvaluation) -> tuple[SuiteEvaluation, ...]:
+    if one.without_prompt_logprobs == "refuse":
+        return (one,)
+    choices, others = split_by_kind(one.evals)
+    parts = (
+        one.model_copy(update={"evals": choices}),
+        one.model_copy(update={"evals": others, "without_prompt_logprobs": "refuse"}),
+    )
+    return tuple(part for part in parts if part.evals)
+
+
+def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
+    """The fields that say who answers, with the engine arguments of the suite where the request has none."""
+    ways = ("pool_config", "pool_name", "base_url")
+    given = [name for name in ways if getattr(request, name) is not None]
+    if len(given) > 1:
+        raise BadInput(
+            expected="one of pool_config, pool_name and base_url", found=", ".join(given), remedy="keep one of them"
+        )
+    if request.pool_config is None and given:
+        return {name: getattr(request, name) for name in (*given, "served_model_name")}
+    resources = request.resource_config or suite.resources or ResourceConfig()
+    named = ModelConfig(name=request.model_name or name_of(request.model_path)[0])
+    pool = request.pool_config or InferencePoolConfig(resource_config=resources, model=named)
+    if suite.resources is not None and isinstance(pool.resource_config.device, CpuConfig):
+        # Whoever names a pool for its engine arguments has not asked for another device.
+        on_device = pool.resource_config.model_copy(update={"device": suite.resources.device})
+        pool = pool.model_copy(update={"resource_config": on_device})
+    model = pool.model.model_copy(update={"engine_kwargs": {**suite.engine_kwargs, **pool.model.engine_kwargs}})
+    return {"pool_config": pool.model_copy(update={"model": model})}
+
+
+def _config(one: SuiteEvaluation, request: SuiteRequest, served: dict[str, Any], *, suite: str) -> EvaluationConfig:
+    content: dict[str, Any] = {
+        "model_path": request.model_path,
+        "model_name": request.model_name,
+        "evaluation_path": request.evaluation_path,
+        "evaluator": one.evaluator,
+        "evals": one.evals,
+        "max_eval_instances": request.max_eval_instances or one.max_eval_instances,
+        "apply_chat_template": (
+            one.apply_chat_template if request.apply_chat_template is None else request.apply_chat_template
+        ),
+        "without_prompt_logprobs": one.without_prompt_logprobs,
+        "benchmarks_path": request.benchmarks_path or _staged(one, suite=suite),
+        "resource_config": request.resource_config,
+        "sinks": request.sinks,
+        "wandb_tags": (*request.wandb_tags, f"suite={suite}"),
+        **{name: getattr(one, name) for name in _OPTIONS},
+    }
+    allowed = (*one.lm_eval.allow_code_execution, *request.allow_code_execution)
+    content["lm_eval"] = one.lm_eval.model_copy(update={"allow_code_execution": allowed})
+    if request.judge is not None:
+        content["alpaca_eval"] = one.alpaca_eval.model_copy(update={"judge": _judge(one, request.judge)})
+    if request.timeout_seconds is not None:
+        content["timeout_seconds"] = request.timeout_seconds
+    if one.evaluator != "levanter_lm_evaluation_harness":
+        content.update(served)
+    try:
+        return EvaluationConfig.model_validate(content)
+    except ValidationError as error:
+        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
+        raise BadInput(
+            expected=f"a request that fits {one.label} of the suite {suite}",
+            found="; ".join(problem.removeprefix(": ") for problem in problems),
+            remedy="correct what is named",
+        ) from error
+
+
+def _judge(one: SuiteEvaluation, wanted: Judge) -> Judge:
+    """Who the request names, asked the way the suite says unless the request says that too."""
+    return Judge.model_validate({**one.alpaca_eval.judge.model_dump(), **wanted.model_dump(exclude_unset=True)})
+
+
+def _staged(one: SuiteEvaluation, *, suite: str) -> str | None:
+    if one.texts is None:
+        return None
+    folder = texts_folder(one.texts)
+    if not storage.exists(folder):
+        raise BadInput(
+            expected=f"the texts that {one.label} asks about in {folder}",
+            found="nothing there",
+            remedy=f"fetch them once with `assay stage --suite {suite}`, or set benchmarks_path to a copy",
+        )
+    return folder

@@ -1,0 +1,241 @@
+"""What every sink promises, wherever it publishes to."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fakes.broken_servers import broken_server
+from fakes.cells import make_cell
+from fakes.gcs import fake_gcs
+from fakes.mlflow_server import mlflow_server
+from fakes.records import make_metric
+from fakes.wandb_files import read_offline_run
+from resources.environments import ENVIRONMENTS, ensure_environment
+from tasks.records import note_sinks, read_record
+from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
+from tasks.sinks.publishing import missing_sinks, publish_record
+
+KEY = "f00dfacef00dfacef00dfacef00dfacef00dface"
+NUMBERS = {
+    "demo_facts/acc": 0.5,
+    "demo_facts/acc_stderr": 0.04,
+    "demo_facts/acc_n": 120,
+    "demo_backwards/exact_match": 0.25,
+    "demo_backwards/exact_match_n": 120,
+}
+
+
+@dataclass
+class Place:
+    """A sink with the means to see what it has. `numbers` are by training step, `everything` is for comparing."""
+
+    sink: Sink
+    broken: Sink
+    numbers: Callable[[], dict[int, dict[str, float]]]
+    everything: Callable[[], Any]
+
+
+@pytest.fixture(scope="module")
+def mlflow_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as address:
+        yield address
+
+
+@pytest.fixture
+def refusing() -> Iterator[str]:
+    with broken_server("refusing") as address:
+        yield address
+
+
+@pytest.fixture(params=["object_store", "wandb", "mlflow", "hugging_face"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, refusing: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for name in ("WANDB_API_KEY", "MLFLOW_TRACKING_TOKEN"):
+        monkeypatch.setenv(name, KEY)
+    match request.param:
+        case "object_store":
+            store = request.getfixturevalue("gcs_place")
+            monkeypatch.setenv("STORAGE_EMULATOR_HOST", store.address)
+            return object_store_place(store)
+        case "wandb":
+            return wandb_place(tmp_path / "wandb", refusing)
+        case "mlflow":
+            address = request.getfixturevalue("mlflow_address")
+            return mlflow_place(address, f"experiment of {request.node.name}", refusing)
+        case _:
+            return hugging_face_place(tmp_path / "cards", tmp_path / "no-card")
+
+
+@pytest.fixture
+def gcs_place() -> Iterator[Any]:
+    with fake_gcs("bucket") as store:
+        yield store
+
+
+def object_store_place(store: Any) -> Place:
+    def records() -> list[dict[str, Any]]:
+        names = [name for name in store.names("bucket") if name.endswith("/record.json")]
+        return [json.loads(store.content("bucket", name)) for name in names]
+
+    def numbers() -> dict[int, dict[str, float]]:
+        return {record["checkpoint"]["step"]: of_metrics(record["metrics"]) for record in records()}
+
+    return Place(
+        ObjectStoreSink(url="gs://bucket/evaluations"),
+        ObjectStoreSink(url="gs://no-such-bucket/evaluations"),
+        numbers,
+        lambda: (list(store.uploads), {name: store.content("bucket", name) for name in store.names("bucket")}),
+    )
+
+
+def wandb_place(folder: Path, refusing: str) -> Place:
+    def runs() -> list[Any]:
+        return [read_offline_run(path) for path in sorted(folder.rglob("*.wandb"))]
+
+    def numbers() -> dict[int, dict[str, float]]:
+        lines = [line for run in runs() for line in run.history]
+        return {line["training_step"]: {name: line[name] for name in NUMBERS if name in line} for line in lines}
+
+    return Place(
+        WeightsAndBiasesSink(project="p", mode="offline", folder=str(folder)),
+        WeightsAndBiasesSink(project="p", base_url=refusing, timeout_seconds=6),
+        numbers,
+        lambda: sorted(str(path) for path in folder.rglob("*")) + [str(run) for run in runs()],
+    )
+
+
+def mlflow_place(address: str, experiment: str, refusing: str) -> Place:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(address)
+
+    def runs() -> list[Any]:
+        found = client.get_experiment_by_name(experiment)
+        return list(client.search_runs([found.experiment_id])) if found else []
+
+    def history() -> list[Any]:
+        return [
+            one
+            for run in runs()
+            for name in run.data.metrics
+            for one in client.get_metric_history(run.info.run_id, name)
+        ]
+
+    def numbers() -> dict[int, dict[str, float]]:
+        found: dict[int, dict[str, float]] = {}
+        for one in history():
+            found.setdefault(one.step, {})[one.key] = one.value
+        return found
+
+    return Place(
+        MlflowSink(tracking_uri=address, experiment=experiment),
+        MlflowSink(tracking_uri=refusing, experiment=experiment, timeout_seconds=30),
+        numbers,
+        lambda: ([(run.info.run_id, run.data.tags) for run in runs()], [str(one) for one in history()]),
+    )
+
+
+def hugging_face_place(folder: Path, in_the_way: Path) -> Place:
+    in_the_way.write_text("a file where a folder should be")
+
+    def numbers() -> dict[int, dict[str, float]]:
+        found = {}
+        for path in folder.rglob("README.md"):
+            metadata = yaml.safe_load(path.read_text().split("---")[1])
+            named = {}
+            for result in metadata["model-index"][0]["results"]:
+                metrics = [{**one, "benchmark": result["dataset"]["name"], **one["args"]} for one in result["metrics"]]
+                named |= of_metrics(metrics)
+            found[int(path.parent.name.removeprefix("step-"))] = named
+        return found
+
+    return Place(
+        HuggingFaceSink(path=str(folder)),
+        HuggingFaceSink(path=str(in_the_way)),
+        numbers,
+        lambda: {path: path.read_bytes() for path in folder.rglob("*.md")},
+    )
+
+
+def of_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
+    named: dict[str, float] = {}
+    for metric in metrics:
+        name = f"{metric['benchmark']}/{metric['name']}"
+        named |= {name: metric["value"], f"{name}_n": metric["n"]}
+        named |= {f"{name}_stderr": metric["stderr"]} if metric.get("stderr") is not None else {}
+    return named
+
+
+def test_sink_shows_every_number_by_name_with_error_and_n(place: Place, tmp_path: Path):
+    record, cell = make_cell(tmp_path / "evaluations")
+    state = publish_record(record, str(cell), (place.sink,))[place.sink.name]
+    assert (state.status, state.reason) == ("published", None)
+    assert place.numbers() == {100: NUMBERS}
+
+
+def test_publishing_twice_is_the_same_as_once(place: Place, tmp_path: Path):
+    record, cell = make_cell(tmp_path / "evaluations")
+    first = publish_record(record, str(cell), (place.sink,))
+    before = place.everything()
+    noted = note_sinks(str(cell), first)
+    assert noted is not None
+    again = publish_record(noted, str(cell), (place.sink,))
+    assert {name: (state.status, state.where) for name, state in again.items()} == {
+        name: (state.status, state.where) for name, state in first.items()
+    }
+    assert place.everything() == before
+
+
+def test_cells_that_finish_at_once_and_out_of_order_stand_at_their_steps(place: Place, tmp_path: Path):
+    cells = [
+        make_cell(tmp_path / "evaluations", step=step, metrics=(make_metric(value=step / 1000, stderr=None),))
+        for step in (300, 100, 200)
+    ]
+    with ThreadPoolExecutor(3) as threads:
+        states = list(threads.map(lambda one: publish_record(one[0], str(one[1]), (place.sink,)), cells))
+    assert {state[place.sink.name].status for state in states} == {"published"}
+    assert {step: found["demo_facts/acc"] for step, found in place.numbers().items()} == {100: 0.1, 200: 0.2, 300: 0.3}
+
+
+@pytest.mark.parametrize("status", ["failed", "infra_failed", "withheld"])
+def test_record_without_a_success_is_sent_nowhere(place: Place, tmp_path: Path, status: Any):
+    record, cell = make_cell(tmp_path / "evaluations", status=status)
+    assert publish_record(record, str(cell), (place.sink,)) == {}
+    assert missing_sinks(record, (place.sink,)) == ()
+    assert place.numbers() == {}
+
+
+def test_sink_that_fails_says_why_raises_nothing_and_stops_no_other(place: Place, tmp_path: Path):
+    record, cell = make_cell(tmp_path / "evaluations")
+    other = HuggingFaceSink(path=str(tmp_path / "other"))
+    states = publish_record(record, str(cell), (place.broken, other))
+    failed = states[place.broken.name]
+    assert failed.status == "failed" and failed.where is None
+    assert failed.reason is not None and "To do:" in failed.reason and KEY not in failed.reason
+    assert states[other.name].status == "published"
+    noted = note_sinks(str(cell), states)
+    assert noted is not None and missing_sinks(noted, (place.broken, other)) == (place.broken,)
+    standing = read_record(str(cell))
+    assert standing is not None and standing.succeeded and standing.metrics == record.metrics
+
+
+@pytest.mark.harness
+def test_model_card_is_one_for_the_hub_s_own_parser(tmp_path: Path):
+    record, cell = make_cell(tmp_path / "evaluations")
+    sink = HuggingFaceSink()
+    where = publish_record(record, str(cell), (sink,))[sink.name].where
+    program = (
+        "import json, sys; from huggingface_hub import ModelCard; card = ModelCard.load(sys.argv[1]);"
+        "print(json.dumps([[one.dataset_name, one.metric_type, one.metric_value] for one in card.data.eval_results]))"
+    )
+    python = ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    said = subprocess.run([python, "-c", program, str(where)], capture_output=True, text=True, check=True).stdout
+    assert sorted(json.loads(said)) == [["demo_backwards", "exact_match", 0.25], ["demo_facts", "acc", 0.5]]

@@ -1,0 +1,37 @@
+"""A cell's folder as an evaluation leaves it: the record, and an attempt with samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fakes.records import make_metric, make_record
+from tasks.records import Record, write_record
+from tasks.samples import SAMPLES_NAME, Sample, write_samples
+
+METRICS = (make_metric("demo_facts", 0.5), make_metric("demo_backwards", 0.25, name="exact_match", stderr=None))
+
+
+def make_cell(evaluation_path: Path, *, step: int = 100, questions: int = 3, **fields: Any) -> tuple[Record, Path]:
+    """Writes it, and says what and where."""
+    record = make_record(step=step, **{"metrics": METRICS, **fields})
+    cell = evaluation_path / record.checkpoint.run / f"step-{step}" / record.evaluator / record.cell
+    attempt = cell / record.attempt
+    (attempt / "work").mkdir(parents=True)
+    (attempt / "work" / "job.json").write_text('{"tasks": ["demo_facts"]}')
+    (attempt / "harness.log").write_text(f"harness of step {step}\n")
+    samples = [
+        Sample(
+            benchmark=benchmark,
+            id=str(number),
+            prompt=f"Question {number}?",
+            output=f"answer {number}",
+            target="answer 0",
+            scores={"acc": 1.0 if number == 0 else 0.0},
+        )
+        for benchmark in record.benchmarks
+        for number in range(questions)
+    ]
+    write_samples(attempt / SAMPLES_NAME, samples)
+    write_record(str(cell), record)
+    return record, cell

@@ -1,0 +1,120 @@
+"""An object store that speaks Google Cloud Storage's JSON API, and fails where a test says so.
+
+The store is the package gcp-storage-emulator, in memory. It is asked by the real client, gcsfs, over HTTP; between
+the two stands what a test injects: answers with a status of its own, and a log of what was uploaded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from gcp_storage_emulator.server import RequestHandler
+from gcp_storage_emulator.storage import Storage
+
+MESSAGES = {
+    403: "robot@example.iam does not have storage.objects.create access to the Google Cloud Storage object.",
+    429: "The project exceeded the rate limit for creating and deleting buckets.",
+    503: "We encountered an internal error. Please try again.",
+}
+
+
+@dataclass
+class FakeGcs:
+    """The store.
+
+    `uploads` are the names of objects in the order in which they were whole, `requests` where any upload was to go,
+    `sign_ins` what service accounts asked for tokens with.
+    """
+
+    address: str
+    storage: Storage
+    uploads: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+    sign_ins: list[str] = field(default_factory=list)
+    refusals: dict[str, list[int]] = field(default_factory=dict)
+    """By part of an upload's path: the statuses of its next answers; the last one stays if it is negative."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def refuse(self, part: str, *statuses: int, always: bool = False) -> None:
+        """Answers the next uploads whose name holds `part` with these statuses, the last one for ever if asked."""
+        self.refusals[part] = [*statuses[:-1], -statuses[-1] if always else statuses[-1]]
+
+    def status_for(self, place: str) -> int | None:
+        """The status to answer an upload with, or None to take it."""
+        with self.lock:
+            self.requests.append(place)
+            for part, statuses in self.refusals.items():
+                if part in place and statuses:
+                    return -statuses[0] if statuses[0] < 0 else statuses.pop(0)
+        return None
+
+    def content(self, bucket: str, name: str) -> bytes:
+        """What an object holds."""
+        return bytes(self.storage.get_file(bucket, name, False))
+
+    def names(self, bucket: str) -> list[str]:
+        """The objects of a bucket, none where it is not there."""
+        if self.storage.get_bucket(bucket) is None:
+            return []
+        return sorted(found["name"] for found in self.storage.get_file_list(bucket)[0])
+
+
+@contextmanager
+def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
+    """A store with some empty buckets, while it lasts."""
+    storage = Storage(use_memory_fs=True)
+    for bucket in buckets:
+        storage.create_bucket(bucket, {"name": bucket, "kind": "storage#bucket", "id": bucket})
+    store = FakeGcs("", storage)
+
+    class Handler(RequestHandler):
+        def __init__(self, *args, **kwargs) -> None:
+            super().__init__(storage, *args, **kwargs)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            self.rfile = io.BytesIO(body)
+            parts = urlsplit(self.path)
+            if parts.path == "/token":
+                store.sign_ins.append(unquote(body.decode()))
+                self._answer(200, {"access_token": "a-token", "expires_in": 3600, "token_type": "Bearer"})
+                return
+            if not parts.path.startswith("/upload/"):
+                super().do_POST()
+                return
+            # A small object is named in its own body, a large one in the address.
+            named = parse_qs(parts.query).get("name") or re.findall(r'"name": "([^"]+)"', body[:4096].decode("latin-1"))
+            status = store.status_for(f"{parts.path}/{named[0]}")
+            if status is not None:
+                self._answer(status, {"error": {"code": status, "message": MESSAGES[status]}})
+                return
+            super().do_POST()
+            with store.lock:
+                store.uploads.append(named[0])
+
+        def _answer(self, status: int, content: dict[str, Any]) -> None:
+            body = json.dumps(content).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    store.address = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield store
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,124 @@
+"""A hub for data sets and models: the few addresses that the real clients ask, over HTTP, from files in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass
+class FakeHub:
+    """Repositories by `datasets/<id>` or `models/<id>`; each has one commit, which follows from its files."""
+
+    repositories: dict[str, dict[str, bytes]]
+    url: str = ""
+    requests: list[str] = field(default_factory=list)
+    limited: int = 0
+    """How many of the next requests get 429, with `Retry-After: 1`."""
+
+    def commit(self, repository: str) -> str:
+        """The commit of a repository."""
+        return hashlib.sha1(repr(sorted(self.repositories[repository].items())).encode()).hexdigest()
+
+    def answer(self, method: str, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and content."""
+        if self.limited > 0:
+            self.limited -= 1
+            return 429, {"Retry-After": "1"}, b"{}"
+        path = unquote(urlsplit(path).path).strip("/")
+        if path.startswith("api/"):
+            return self._api(path.removeprefix("api/"), body)
+        for name, files in self.repositories.items():
+            prefix = f"{name.removeprefix('models/')}/resolve/"
+            if path.startswith(prefix):
+                revision, _, file = path.removeprefix(prefix).partition("/")
+                return self._file(name, files, revision, file)
+        return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+
+    def _file(self, name: str, files: dict[str, bytes], revision: str, file: str) -> tuple[int, dict[str, str], bytes]:
+        commit = self.commit(name)
+        if revision not in ("main", commit):
+            return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+        if file not in files:
+            return 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}, b"{}"
+        etag = hashlib.sha1(files[file]).hexdigest()
+        return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": commit}, files[file]
+
+    def _api(self, path: str, body: bytes) -> tuple[int, dict[str, str], bytes]:
+        for name, files in self.repositories.items():
+            if path != name and not path.startswith(f"{name}/"):
+                continue
+            what, _, rest = path[len(name) :].strip("/").partition("/")
+            commit = self.commit(name)
+            revision, _, folder = rest.partition("/")
+            if what in ("revision", "tree", "paths-info") and revision not in ("main", commit):
+                return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
+            if what in ("", "revision"):
+                siblings = [{"rfilename": file} for file in files]
+                found: Any = {"id": name.partition("/")[2], "sha": commit, "siblings": siblings, "tags": []}
+            elif what == "tree":
+                found = [self._entry(file, files) for file in files if not folder or file.startswith(f"{folder}/")]
+            elif what == "paths-info":
+                asked = json.loads(body)["paths"] if body.startswith(b"{") else [body.decode()]
+                found = [self._entry(file, files) for file in asked if file in files]
+            else:
+                break
+            return 200, {"X-Repo-Commit": commit}, json.dumps(found).encode()
+        return 404, {"X-Error-Code": "RepoNotFound"}, b"{}"
+
+    def _entry(self, file: str, files: dict[str, bytes]) -> dict[str, Any]:
+        return {
+            "type": "file",
+            "path": file,
+            "size": len(files[file]),
+            "oid": hashlib.sha1(files[file]).hexdigest(),
+        }
+
+
+@contextmanager
+def running_hub(repositories: dict[str, dict[str, bytes]]) -> Iterator[FakeHub]:
+    """A hub that answers for as long as the block lasts."""
+    hub = FakeHub(repositories)
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _any(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            hub.requests.append(f"{self.command} {self.path}")
+            status, headers, content = hub.answer(self.command, self.path, body)
+            if (span := self.headers.get("Range")) and status == 200:
+                first, _, last = span.removeprefix("bytes=").partition("-")
+                part = content[int(first) : int(last) + 1 if last else None]
+                headers["Content-Range"] = f"bytes {first}-{int(first) + len(part) - 1}/{len(content)}"
+                status, content = 206, part
+            self.send_response(status)
+            for key, value in headers.items():
+                self.send_header(key, value)
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(content)
+
+        do_GET = do_HEAD = do_POST = _any
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,94 @@
+"""Runs lm-eval itself for tests: configurations, models, and what a run has left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fakes.engine import FakeEngine
+from pools.endpoint import RunningModel
+from resources.backends.local import LocalClient
+from resources.fork_server import ForkServer
+from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.harness import Parsed, run_harness
+from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval_index import PROGRAM as PROGRAM
+
+KEY = "sk-a-key-that-nobody-may-see"
+DEMO = ("demo_facts", "demo_backwards")
+KINDS = Path(__file__).parents[1] / "data" / "lm_eval" / "kinds"
+"""A benchmark of every kind that lm-eval has."""
+
+
+def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> EvaluationConfig:
+    """Ten questions of each benchmark, asked of a pool that the test stands for."""
+    evals = tuple(EvalTaskConfig(name=item) if isinstance(item, str) else item for item in benchmarks)
+    return EvaluationConfig(**{"model_path": "checkpoint", "evals": evals, "max_eval_instances": 10, **changes})
+
+
+def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningModel:
+    """A model `m` at an engine."""
+    given = {
+        "base_url": f"{engine.url}/v1",
+        "model": "m",
+        "tokenizer": str(tokenizer),
+        "capacity": 8,
+        "prompt_logprobs": True,
+        "request_timeout_seconds": 60.0,
+        "max_model_len": 2048,
+        "api_key": KEY,
+    }
+    return RunningModel(**{**given, **changes})
+
+
+@dataclass(frozen=True)
+class Harness:
+    """lm-eval in an environment of its own, forked from `server` where there is one."""
+
+    python: Path
+    client: LocalClient
+    server: ForkServer | None = None
+
+    async def evaluate(self, model: RunningModel, config: EvaluationConfig, output: Path, **options: Any) -> Parsed:
+        """The runner in a thread, since the engine lives in this loop."""
+        given = {"python": self.python, "client": self.client, "server": self.server, "poll_seconds": 0.1, **options}
+        return await asyncio.to_thread(run_harness, LmEval(), model, config, output=output, **given)
+
+
+def samples(folder: Path, benchmark: str) -> list[dict[str, Any]]:
+    """The samples that lm-eval has kept of a benchmark."""
+    [path] = folder.rglob(f"samples_{benchmark}_2*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def results(folder: Path) -> dict[str, Any]:
+    """lm-eval's own numbers, by benchmark."""
+    [path] = folder.rglob("results_*.json")
+    return json.loads(path.read_text())["results"]
+
+
+def write_benchmark(
+    folder: Path, name: str, questions: Iterable[Mapping[str, Any]] | None, **content: Any
+) -> EvaluationConfig:
+    """A benchmark of one's own, and a configuration that asks it; without questions, its data file is missing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    given = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{word}}",
+        "generation_kwargs": {"max_gen_toks": 8, "until": ["\n"]},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    given = {key: value for key, value in {**given, **content}.items() if value is not None}
+    (folder / f"{name}.yaml").write_text(json.dumps(given))
+    if questions is not None:
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+    return make_config(name, benchmarks_path=str(folder))

@@ -1,0 +1,180 @@
+"""As much of a Weights & Biases server as its client asks for to keep runs and artifacts."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+_RUN_STREAM = re.compile(r"/files/[^/]+/[^/]+/([^/]+)/file_stream")
+
+
+@dataclass
+class KeptRun:
+    """A run as the server has it."""
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    tags: list[str] = field(default_factory=list)
+    history: dict[int, dict[str, Any]] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """The history, line by line."""
+        return [self.history[number] for number in sorted(self.history)]
+
+
+@dataclass
+class FakeWandb:
+    """The server. `artifacts` are the names with the digests of their versions, `asked` the operations in order."""
+
+    address: str = ""
+    runs: dict[str, KeptRun] = field(default_factory=dict)
+    artifacts: dict[str, list[str]] = field(default_factory=dict)
+    files: dict[str, bytes] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
+        """What a GraphQL operation gives."""
+        with self.lock:
+            self.asked.append(operation)
+            found = getattr(self, f"_{operation}", None)
+            return found(given) if found else {}
+
+    def _Viewer(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"viewer": {"id": "1", "entity": "team", "username": "me", "flags": "{}", "teams": {"edges": []}}}
+
+    def _RunResumeStatus(self, given: dict[str, Any]) -> dict[str, Any]:
+        run = self.runs.get(given["name"])
+        bucket = None if run is None else self._bucket(given["name"], run)
+        return {"model": {"id": "p", "name": given["project"], "entity": {"id": "e", "name": "team"}, "bucket": bucket}}
+
+    def _bucket(self, id_: str, run: KeptRun) -> dict[str, Any]:
+        return {
+            "id": id_,
+            "name": id_,
+            "displayName": run.name,
+            "config": json.dumps(run.config),
+            "tags": run.tags,
+            "summaryMetrics": json.dumps(run.summary),
+            "historyLineCount": len(run.history),
+            "logLineCount": 0,
+            "eventsLineCount": 0,
+            "historyTail": json.dumps([json.dumps(line) for line in run.lines[-1:]]),
+            "eventsTail": "[]",
+            # Its client takes a run without this for one that never began, and does not resume it.
+            "wandbConfig": json.dumps({"t": run.config.get("_wandb", {}).get("value", {}).get("t", {})}),
+            "project": {"id": "p", "name": "p", "entity": {"id": "e", "name": "team"}},
+        }
+
+    def _UpsertBucket(self, given: dict[str, Any]) -> dict[str, Any]:
+        id_ = given["name"] or given["id"]
+        inserted = id_ not in self.runs
+        run = self.runs.setdefault(id_, KeptRun(given.get("displayName") or id_))
+        run.config |= json.loads(given.get("config") or "{}")
+        run.tags = given.get("tags") or run.tags
+        return {"upsertBucket": {"bucket": self._bucket(id_, run), "inserted": inserted}}
+
+    def _ArtifactType(self, given: dict[str, Any]) -> dict[str, Any]:
+        return {"project": {"artifact": None}}
+
+    def _CreateArtifact(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Says that it has the content already, so that nothing more is uploaded."""
+        name, digest = given["input"]["artifactCollectionName"], given["input"]["digest"]
+        versions = self.artifacts.setdefault(name, [])
+        if digest not in versions:
+            versions.append(digest)
+        artifact = {"id": digest, "state": "COMMITTED", "artifactSequence": {"id": name, "latestArtifact": None}}
+        return {"createArtifact": {"artifact": artifact}}
+
+    def _ArtifactByID(self, given: dict[str, Any]) -> dict[str, Any]:
+        (name,) = (name for name, versions in self.artifacts.items() if given["id"] in versions)
+        project = {"id": "p", "internalId": "1", "name": "p", "entity": {"name": "team"}}
+        artifact = {
+            "__typename": "Artifact",
+            "id": given["id"],
+            "artifactSequence": {"__typename": "ArtifactSequence", "id": name, "name": name, "project": project},
+            "versionIndex": self.artifacts[name].index(given["id"]),
+            "artifactType": {"name": "record"},
+            "ttlDurationSeconds": -2,
+            "ttlIsInherited": True,
+            "tags": [],
+            "state": "COMMITTED",
+            "size": 1,
+            "digest": given["id"],
+            "fileCount": 1,
+            "createdAt": "2026-01-02T03:04:05",
+            "aliases": [],
+        }
+        unset = ("description", "metadata", "historyStep", "commitHash", "updatedAt")
+        return {"artifact": {**dict.fromkeys(unset), **artifact}}
+
+    def _CreateRunFiles(self, given: dict[str, Any]) -> dict[str, Any]:
+        files = [{"name": name, "uploadUrl": f"{self.address}/up/{name}"} for name in given["files"]]
+        return {"createRunFiles": {"runID": "r", "uploadHeaders": [], "files": files}}
+
+    def take_stream(self, id_: str, content: dict[str, Any]) -> None:
+        """Lines of a run's history by their number, and its summary."""
+        with self.lock:
+            run = self.runs[id_]
+            for name, chunk in (content.get("files") or {}).items():
+                for number, line in enumerate(chunk["content"], start=chunk["offset"]):
+                    if name == "wandb-history.jsonl":
+                        run.history[number] = json.loads(line)
+                    elif name == "wandb-summary.json":
+                        run.summary = json.loads(line)
+
+
+@contextmanager
+def fake_wandb() -> Iterator[FakeWandb]:
+    """A server without runs, while it lasts."""
+    kept = FakeWandb()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _take(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            content: dict[str, Any] = {}
+            if self.path == "/graphql":
+                _, _, signed = self.headers.get("Authorization", "").partition(" ")
+                kept.keys.add(base64.b64decode(signed).decode().partition(":")[2])
+                asked = json.loads(body)
+                operation = re.match(r"\s*(?:query|mutation)\s+(\w+)", asked["query"])
+                content = {"data": kept.answer(operation[1] if operation else "", asked.get("variables") or {})}
+            elif stream := _RUN_STREAM.fullmatch(self.path):
+                kept.take_stream(stream[1], json.loads(body))
+            elif self.path.startswith("/up/"):
+                kept.files[self.path.removeprefix("/up/")] = body
+            said = json.dumps(content).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(said)))
+            self.end_headers()
+            self.wfile.write(said)
+
+        do_GET = do_POST = do_PUT = _take
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    kept.address = f"http://127.0.0.1:{server.server_address[1]}"
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield kept
+    finally:
+        server.shutdown()
+        server.server_close()

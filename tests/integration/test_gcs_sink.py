@@ -1,0 +1,174 @@
+"""Records in an object store: gcsfs as it is, over HTTP to an emulator that also refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+
+from fakes.broken_servers import broken_server
+from fakes.cells import make_cell
+from fakes.gcs import FakeGcs, fake_gcs
+from tasks.records import Record
+from tasks.sinks.config import ObjectStoreSink
+from tasks.sinks.publishing import publish_record, publish_report
+
+SINK = ObjectStoreSink(url="gs://bucket/evaluations", timeout_seconds=60)
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
+    with fake_gcs("bucket", "busy") as started:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", started.address)
+        yield started
+
+
+def place_of(record: Record) -> str:
+    return f"evaluations/run-a/step-{record.checkpoint.step}/{record.evaluator}/{record.cell}"
+
+
+def test_record_tree_arrives_with_the_record_last(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    state = publish_record(record, str(cell), (SINK,))[SINK.name]
+    place = place_of(record)
+    assert state.where == f"gs://bucket/{place}"
+    assert store.uploads[-1] == f"{place}/record.json"
+    assert {name.removeprefix(f"{place}/attempt-1/") for name in store.uploads[:-1]} == {
+        "harness.log",
+        "samples.jsonl.gz",
+        "work/job.json",
+    }
+    assert store.content("bucket", f"{place}/attempt-1/harness.log") == b"harness of step 100\n"
+    assert Record.model_validate_json(store.content("bucket", f"{place}/record.json")) == record
+
+
+def test_record_alone_arrives_where_the_harness_output_is_not_wanted(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    publish_record(record, str(cell), (SINK.model_copy(update={"harness_output": False}),))
+    assert store.uploads == [f"{place_of(record)}/record.json"]
+
+
+def test_report_arrives_beside_the_run_s_records(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    assert publish_report(record, str(cell), (SINK,)) == {}, "there is none yet"
+    (tmp_path / "run-a" / "report.html").write_text("<html>")
+    assert publish_report(record, str(cell), (SINK,))[SINK.name].where == "gs://bucket/evaluations/run-a/report.html"
+    assert store.content("bucket", "evaluations/run-a/report.html") == b"<html>"
+
+
+def test_upload_that_was_cut_off_goes_on_without_what_is_there(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    (cell / "attempt-1" / "z.log").write_text("the last file")
+    store.refuse("z.log", 403)
+    assert publish_record(record, str(cell), (SINK,))[SINK.name].status == "failed"
+    place = place_of(record)
+    assert f"{place}/record.json" not in store.names("bucket"), "an unfinished copy has no record"
+    assert len(store.uploads) == 3
+    assert publish_record(record, str(cell), (SINK,))[SINK.name].status == "published"
+    assert store.uploads[3:] == [f"{place}/attempt-1/z.log", f"{place}/record.json"]
+
+
+def test_file_that_differs_at_the_same_size_is_sent_again(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    publish_record(record, str(cell), (SINK,))
+    (cell / "attempt-1" / "harness.log").write_text("harness of step 999\n")
+    publish_record(record, str(cell), (SINK,))
+    assert store.content("bucket", f"{place_of(record)}/attempt-1/harness.log") == b"harness of step 999\n"
+
+
+def test_store_that_forbids_says_which_permission_is_lacking(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    store.refuse("", 403, always=True)
+    state = publish_record(record, str(cell), (SINK,))[SINK.name]
+    assert state.status == "failed" and state.reason is not None
+    assert "the permission storage.objects.create on the bucket" in state.reason
+    assert len(store.requests) == 1, "asking again would not help"
+
+
+def test_store_that_is_busy_is_asked_again_and_then_reported(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    store.refuse("/b/bucket/", 429, 503)
+    store.refuse("/b/busy/", 503, always=True)
+    busy = ObjectStoreSink(url="gs://busy/evaluations", timeout_seconds=100)
+    states = publish_record(record, str(cell), (SINK, busy))
+    assert states[SINK.name].status == "published"
+    reason = states[busy.name].reason
+    assert reason is not None and "503" in reason and "busy" in reason
+    assert len([one for one in store.requests if "/b/busy/" in one]) == 6
+
+
+def test_bucket_that_is_not_there_is_named(store: FakeGcs, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    sink = ObjectStoreSink(url="gs://elsewhere/evaluations")
+    reason = publish_record(record, str(cell), (sink,))[sink.name].reason
+    assert reason is not None and "a bucket at gs://elsewhere/evaluations" in reason
+
+
+@pytest.mark.parametrize(("url", "about"), [("floppy://a/b", "before ://"), ("", "another place than the records'")])
+def test_place_that_cannot_be_is_reported(tmp_path: Path, url: str, about: str):
+    record, cell = make_cell(tmp_path)
+    sink = ObjectStoreSink(url=url or str(tmp_path))
+    state = publish_record(record, str(cell), (sink,))[sink.name]
+    assert state.status == "failed" and state.reason is not None and about in state.reason
+
+
+def test_sink_that_hangs_is_given_up_in_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    record, cell = make_cell(tmp_path)
+    with broken_server("hanging") as address:
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        sink = SINK.model_copy(update={"timeout_seconds": 3.0})
+        state = publish_record(record, str(cell), (sink,))[sink.name]
+    assert state.reason is not None and "within 3 s" in state.reason
+
+
+def test_bucket_block_names_place_and_account(
+    store: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: str
+):
+    from prefect_gcp import GcpCredentials
+    from prefect_gcp.cloud_storage import GcsBucket
+
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    account = {
+        "type": "service_account",
+        "project_id": "p",
+        "private_key_id": "1",
+        "private_key": key.decode(),
+        "client_email": "robot@p.iam.gserviceaccount.com",
+        "client_id": "1",
+        "token_uri": f"{store.address}/token",
+    }
+    GcsBucket(
+        bucket="bucket",
+        bucket_folder="from/a/block",
+        gcp_credentials=GcpCredentials(service_account_info=account),  # pyright: ignore[reportArgumentType]
+    ).save("results", overwrite=True, _sync=True)  # pyright: ignore[reportCallIssue]
+    record, cell = make_cell(tmp_path)
+    sink = ObjectStoreSink(block="results")
+    state = publish_record(record, str(cell), (sink,))[sink.name]
+    assert (state.status, state.reason) == ("published", None)
+    assert state.where is not None and state.where.startswith("gs://bucket/from/a/block/run-a/step-100/")
+    assert len(store.sign_ins) == 1, "the block's own account was used"
+    assert "private" not in json.dumps(state.model_dump(mode="json"))
+
+
+def test_block_that_is_not_there_is_reported(tmp_path: Path, prefect_api: str):
+    record, cell = make_cell(tmp_path)
+    sink = ObjectStoreSink(block="no-such-block")
+    reason = publish_record(record, str(cell), (sink,))[sink.name].reason
+    assert reason is not None and "the Prefect block no-such-block of type GcsBucket" in reason
+
+
+def test_many_files_and_cells_at_once_all_arrive(store: FakeGcs, tmp_path: Path):
+    cells = [make_cell(tmp_path, step=step) for step in (100, 200, 300)]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda one: publish_record(one[0], str(one[1]), (SINK,)), cells))
+    assert [name for name in store.names("bucket") if name.endswith("record.json")] == [
+        f"{place_of(record)}/record.json" for record, _ in cells
+    ]

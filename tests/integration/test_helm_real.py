@@ -1,0 +1,336 @@
+"""HELM itself, in its own environment, against the deterministic engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.engine import FakeEngine
+from fakes.launcher import FakeLauncher
+from fakes.models import write_checkpoint
+from fakes.tokenizers import write_byte_tokenizer
+from pools.config import InferencePoolConfig
+from pools.endpoint import RunningModel
+from pools.inference import InferencePool
+from pools.launch import Servable
+from resources.backends.local import LocalClient
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import BadInput, CountsDisagree, EndpointUnusable, HarnessFailed, UnknownBenchmark
+from resources.fork_server import ForkServer
+from resources.settings import process_environment
+from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.evaluator import Parsed, Progress
+from tasks.evaluators.harness import LOG_NAME, run_harness, verify_counts, warmed
+from tasks.evaluators.helm import Helm
+from tasks.samples import SAMPLES_NAME, read_samples
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
+
+KEY = "sk-a-key-that-nobody-may-see"
+NATURAL = EvalTaskConfig(name="synthetic_reasoning_natural", task_kwargs={"difficulty": "easy"}, num_fewshot=1)
+MODEL = "assay/run-1"
+RUNS = Path("helm", "benchmark_output", "runs", "assay")
+
+Evaluate = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    return ensure_environment(ENVIRONMENTS["helm"]).python
+
+
+@pytest.fixture(scope="module")
+def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClient]:
+    client = LocalClient(tmp_path_factory.mktemp("jobs"), grace_seconds=2.0)
+    yield client
+    client.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server(python: Path, client: LocalClient) -> Iterator[ForkServer | None]:
+    """HELM imported once for all tests, as for all cells of a run."""
+    with warmed(Helm(), [make_config("simple_mcqa")], python=python, client=client) as server:
+        yield server
+
+
+@pytest.fixture
+def evaluate(python: Path, client: LocalClient, server: ForkServer | None) -> Evaluate:
+    """The runner in a thread, since the engine lives in the test's loop."""
+
+    async def run(model: RunningModel, config: EvaluationConfig, output: Path, **options: Any) -> Parsed:
+        return await asyncio.to_thread(
+            run_harness,
+            *(Helm(), model, config),
+            **{"output": output, "python": python, "client": client, "server": server, "poll_seconds": 0.1, **options},
+        )
+
+    return run
+
+
+def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> EvaluationConfig:
+    evals = tuple(EvalTaskConfig(name=item) if isinstance(item, str) else item for item in benchmarks)
+    given = {"model_path": "checkpoint", "base_url": "http://unused/v1", "evals": evals, "max_eval_instances": 5}
+    return EvaluationConfig.model_validate({"evaluator": "helm", **given, **changes})
+
+
+def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningModel:
+    given = {
+        "base_url": f"{engine.url}/v1",
+        "model": "m",
+        "tokenizer": str(tokenizer),
+        "capacity": 8,
+        "prompt_logprobs": True,
+        "request_timeout_seconds": 60.0,
+        "max_model_len": 2048,
+        "api_key": KEY,
+    }
+    return RunningModel(**{**given, **changes})
+
+
+def write_questions(folder: Path) -> Path:
+    """A benchmarks folder with one file of multiple-choice questions."""
+    folder.mkdir()
+    questions = [
+        {
+            "input": {"text": f"How many sides has shape {number}?"},
+            "references": [
+                {"output": {"text": str(sides)}, "tags": ["correct"] if sides == number else []} for sides in (3, 4, 5)
+            ],
+            "split": "test",
+        }
+        for number in (3, 4, 5)
+    ]
+    (folder / "shapes.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    return folder
+
+
+def shapes(**changes: Any) -> EvalTaskConfig:
+    return EvalTaskConfig.model_validate({"name": "custom_mcqa", "task_kwargs": {"path": "shapes.jsonl"}, **changes})
+
+
+def answered_and_scored(folder: Path) -> tuple[list[Any], list[Any]]:
+    """What came of each question of a run of HELM, without what the clock says."""
+    states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
+    for state in states:
+        for name in ("request_time", "request_datetime"):
+            state["result"].pop(name)
+    stats = json.loads((folder / "per_instance_stats.json").read_text())
+    for question in stats:
+        question["stats"] = [stat for stat in question["stats"] if "runtime" not in stat["name"]["name"]]
+    return states, stats
+
+
+async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path: Path, evaluate: Evaluate):
+    seen: list[Progress] = []
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        output = tmp_path / "output"
+        config = make_config("simple_mcqa", "demo_mcqa", NATURAL)
+        parsed = await evaluate(model, config, output, on_progress=seen.append)
+        assert engine.stats.requests == 5 + 5 * 4 + 5
+    verify_counts(parsed)
+    assert parsed.counts.requested == parsed.samples == 15
+    first = {metric.benchmark: metric.name for metric in reversed(parsed.metrics)}
+    natural = {"synthetic_reasoning_natural": "f1_set_match"}
+    assert first == {"simple_mcqa": "exact_match", "demo_mcqa": "exact_match", **natural}
+    assert all(metric.n == 5 and metric.stderr is not None for metric in parsed.metrics)
+    assert parsed.versions == {"helm": "0.5.16"}
+    assert (seen[-1].stage, seen[-1].done) == ("synthetic_reasoning_natural (3 of 3)", 5)
+
+    found = list(read_samples(str(output / SAMPLES_NAME)))
+    assert found[-1].prompt.count("Rules:") == 2
+    for metric in (metric for metric in parsed.metrics if metric.name in ("exact_match", "f1_set_match")):
+        scores = [sample.scores[metric.name] for sample in found if sample.benchmark == metric.benchmark]
+        assert sum(scores) / 5 == pytest.approx(metric.value)
+
+    [page] = parsed.links.values()
+    assert (output / page).is_file()
+    assert 'SUITE = "assay"' in (output / page).with_name("config.js").read_text()
+    runs = json.loads((output / RUNS / "runs.json").read_text())
+    assert len(runs) == 3
+    assert "even or odd" not in (output / LOG_NAME).read_text()
+    for path in (path for path in output.rglob("*") if path.is_file()):
+        assert KEY not in path.read_text(errors="replace"), path
+
+
+async def test_answers_and_scores_through_a_pool_are_those_of_the_bare_command_line(
+    tmp_path: Path, python: Path, evaluate: Evaluate
+):
+    checkpoint = write_checkpoint(tmp_path / "step-1", seed=1)
+    tokenizer = write_byte_tokenizer(tmp_path / "tokenizer")
+    config = make_config("simple_mcqa", NATURAL)
+    pool_config = InferencePoolConfig.model_validate({"model": {"name": "run"}, "startup_timeout_seconds": 60})
+    pool_client = LocalClient(tmp_path / "jobs")
+    served = [Servable.from_uri("run-1", str(checkpoint))]
+    with InferencePool(pool_config, served, client=pool_client, launcher=FakeLauncher(tmp_path)) as pool:
+        running, _ = await asyncio.to_thread(pool.load, "run-1")
+        running = replace(running, max_model_len=2048, tokenizer=str(tokenizer))
+        verify_counts(await evaluate(running, config, tmp_path / "ours"))
+    pool_client.shutdown()
+
+    async with FakeEngine(weights=checkpoint) as engine:
+        write_deployment(tmp_path / "prod_env", engine, tokenizer)
+        entries = [f"simple_mcqa:model={MODEL}"]
+        entries += [f"synthetic_reasoning_natural:difficulty=easy,max_train_instances=1,model={MODEL}"]
+        command = [str(python.parent / "helm-run"), "--run-entries", *entries, "--suite", "assay"]
+        await asyncio.to_thread(
+            subprocess.run,
+            [*command, "--max-eval-instances", "5", "--local-path", "prod_env"],
+            cwd=tmp_path,
+            env=process_environment({"OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}),
+            check=True,
+            capture_output=True,
+        )
+    theirs = sorted((tmp_path / "benchmark_output" / "runs" / "assay").glob("s*"))
+    assert [folder.name.partition(":")[0] for folder in theirs] == ["simple_mcqa", "synthetic_reasoning_natural"]
+    for folder in theirs:
+        assert answered_and_scored(tmp_path / "ours" / RUNS / folder.name) == answered_and_scored(folder)
+
+
+def write_deployment(folder: Path, engine: FakeEngine, tokenizer: Path) -> None:
+    """What one writes by hand to let `helm-run` ask an endpoint."""
+    folder.mkdir()
+    client = {"class_name": "helm.clients.openai_client.OpenAILegacyCompletionsClient"}
+    reader = {"class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"}
+    deployment = {
+        "name": "assay/checkpoint",
+        "model_name": MODEL,
+        "tokenizer_name": "huggingface/checkpoint",
+        "max_sequence_length": 2048,
+        "client_spec": {**client, "args": {"base_url": f"{engine.url}/v1", "openai_model_name": "run-1"}},
+    }
+    config = {
+        "name": "huggingface/checkpoint",
+        "tokenizer_spec": {**reader, "args": {"pretrained_model_name_or_path": str(tokenizer)}},
+        "end_of_text_token": "<|eos|>",
+        "prefix_token": "<|bos|>",
+    }
+    (folder / "model_deployments.yaml").write_text(json.dumps({"model_deployments": [deployment]}))
+    (folder / "tokenizer_configs.yaml").write_text(json.dumps({"tokenizer_configs": [config]}))
+
+
+async def test_dead_requests_withhold_the_score_and_only_their_runs_are_asked_again(tmp_path: Path, evaluate: Evaluate):
+    benchmarks = str(write_questions(tmp_path / "benchmarks"))
+    config = make_config("simple_mcqa", shapes(), benchmarks_path=benchmarks, helm={"request_retries": 0})
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        engine.faults.status_count = 2
+        engine.faults.malformed = 1
+        withheld = await evaluate(model, config, tmp_path / "attempt-1")
+        assert (withheld.counts.requested, withheld.counts.answered, withheld.counts.scored) == (8, 5, 5)
+        with pytest.raises(CountsDisagree):
+            verify_counts(withheld)
+        assert engine.stats.requests == 8
+
+        resumed = await evaluate(model, config, tmp_path / "attempt-2")
+        assert engine.stats.requests == 8 + 5
+        verify_counts(resumed)
+        unshared = config.model_copy(update={"helm": config.helm.model_copy(update={"skip_completed_runs": False})})
+        assert (await evaluate(model, unshared, tmp_path / "attempt-3")).metrics == resumed.metrics
+        assert engine.stats.requests == 8 + 5 + 8
+    both = [list(read_samples(str(tmp_path / attempt / SAMPLES_NAME))) for attempt in ("attempt-2", "attempt-3")]
+    assert both[0] == both[1]
+
+
+async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",)) as engine:
+        engine.faults.status_count = 2
+        engine.faults.refuse = 2
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
+
+
+async def test_first_dead_request_ends_it_where_exit_on_error_is_set(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",)) as engine:
+        engine.faults.status_count = 1_000_000
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), capacity=1)
+        options = {"exit_on_error": True, "request_retries": 0}
+        with pytest.raises(HarnessFailed, match="simple_mcqa"):
+            await evaluate(model, make_config("simple_mcqa", helm=options), tmp_path / "output")
+        assert engine.stats.requests == 1
+
+
+async def test_chat_template_sends_conversations_and_refuses_what_weighs_texts(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
+        verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "chat"))
+        messages = [json.loads(body)["messages"] for body in engine.bodies]
+        assert [[message["role"] for message in said] for said in messages] == [["user"]] * 5
+        with pytest.raises(BadInput, match="demo_mcqa"):
+            await evaluate(model, make_config("demo_mcqa"), tmp_path / "weighed")
+        plain = replace(model, apply_chat_template=False, prompt_logprobs=False)
+        with pytest.raises(EndpointUnusable, match="demo_mcqa"):
+            await evaluate(plain, make_config("demo_mcqa"), tmp_path / "blind")
+        assert engine.stats.requests == 5
+
+
+async def test_prompts_are_cut_to_what_the_model_holds_with_its_bos(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",), max_model_len=200) as engine:
+        tokenizer = write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=True)
+        model = make_model(engine, tokenizer, max_model_len=200)
+        verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
+        longest = max(len(body["prompt"]) + body["max_tokens"] for body in map(json.loads, engine.bodies))
+    assert 150 < longest < 200
+
+
+async def test_file_of_run_entries_is_filtered_and_its_models_are_replaced(
+    tmp_path: Path, python: Path, evaluate: Evaluate
+):
+    entries = tmp_path / "run_specs.conf"
+    entries.write_text(
+        """
+        # HOCON: comments, and no need of commas between entries
+        entries: [
+          {description: "custom_mcqa:model=org/a,path=shapes.jsonl,method=multiple_choice_joint", priority: 1}
+          {description: "custom_mcqa:model=org/a,path=shapes.jsonl,method=multiple_choice_separate_original"}
+          {description: "simple_mcqa:model=text", priority: 2}
+          {description: "simple_classification:model=text", priority: 3}
+        ]
+        """
+    )
+    options = {"run_specs_path": str(entries), "priority": 2}
+    given = {"helm": options, "max_eval_instances": 2, "benchmarks_path": str(write_questions(tmp_path / "benchmarks"))}
+    joint = {"method": "multiple_choice_joint"}
+    config = make_config("simple_mcqa", shapes(task_kwargs={}), shapes(task_kwargs=joint, task_alias="joint"), **given)
+    Helm().check(config, python=python)
+    with pytest.raises(UnknownBenchmark, match="simple_mcqa"):
+        Helm().check(make_config("simple_mcq", helm=options), python=python)
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        parsed = await evaluate(model, config, tmp_path / "output")
+        verify_counts(parsed)
+        assert parsed.counts.requested == 8
+        published = {metric.benchmark: metric.n for metric in parsed.metrics}
+        both = [f"custom_mcqa.method=multiple_choice_{way}" for way in ("joint", "separate_original")]
+        assert published == {"simple_mcqa": 2, "custom_mcqa": 4, **dict.fromkeys(both, 2), "joint": 2}
+        everything = await evaluate(model, make_config("all", **given), tmp_path / "all")
+        assert everything.counts.requested == 6
+        with pytest.raises(BadInput, match="simple_classification"):
+            await evaluate(model, make_config("simple_classification", **given), tmp_path / "none")
+
+
+async def test_file_that_is_not_there_is_refused_with_its_path(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        missing = shapes(task_kwargs={"path": "nowhere.jsonl"})
+        with pytest.raises(BadInput, match=r"nowhere\.jsonl"):
+            await evaluate(model, make_config(missing), tmp_path / "output")
+
+
+def test_check_finds_what_comes_with_helm_and_refuses_what_does_not(python: Path):
+    Helm().check(make_config("simple_mcqa", shapes(), NATURAL), python=python)
+    subject = {"subject": "anatomy", "data_augmentation": "canonical"}
+    Helm().check(make_config(EvalTaskConfig(name="mmlu", task_kwargs=subject)), python=python)
+    with pytest.raises(UnknownBenchmark, match="did you mean simple_mcqa"):
+        Helm().check(make_config("simple_mcqaa"), python=python)
+    with pytest.raises(BadInput, match="did you mean path"):
+        Helm().check(make_config(shapes(task_kwargs={"path": "shapes.jsonl", "pathh": "x"})), python=python)
+    with pytest.raises(BadInput, match="none for path"):
+        Helm().check(make_config("custom_mcqa"), python=python)

@@ -1,0 +1,328 @@
+"""What lm-eval is not let do: cut prompts in silence, run a model's code, score with the wrong tokenizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.engine import FakeEngine
+from fakes.lm_eval import DEMO, KINDS, Harness, make_config, make_model, write_benchmark
+from fakes.tokenizers import write_byte_tokenizer
+from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed
+from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.harness import verify_counts
+from tasks.evaluators.lm_eval import LmEval
+from tasks.options.lm_eval import LmEvalOptions
+from tasks.records import Counts
+from tasks.samples import SAMPLES_NAME, read_samples
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
+
+CONTEXT = 100
+QUESTION = {"question": "Who?", "word": "me"}
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    return write_byte_tokenizer(tmp_path / "tokenizer")
+
+
+async def refused(
+    lm_eval: Harness,
+    config: EvaluationConfig,
+    output: Path,
+    tokenizer: Path,
+    *,
+    kind: type[AssayError] = BadInput,
+    engine: FakeEngine | None = None,
+    proven: bool = False,
+    **model: Any,
+) -> AssayError:
+    """The error of a run that asks nothing at all, or, to prove the tokenizer, two things."""
+    async with engine or FakeEngine(models=("m",)) as engine:
+        with pytest.raises(kind) as caught:
+            await lm_eval.evaluate(make_model(engine, tokenizer, **model), config, output)
+        assert 0 < engine.stats.requests <= 2 if proven else engine.stats.requests == 0
+    assert type(caught.value) is kind
+    assert not list(output.rglob("results_*.json"))
+    return caught.value
+
+
+# Long prompts
+
+
+def long_and_short(folder: Path, **content: Any) -> EvaluationConfig:
+    questions = [{"question": "Who?" if place % 2 else "Who?" * 50, "word": "me"} for place in range(4)]
+    questions.append({"question": "é" * 47, "word": "me"})  # 94 tokens, with 8 of an answer one too many
+    return write_benchmark(folder, "lengths", questions, **content)
+
+
+def with_policy(config: EvaluationConfig, policy: Any) -> EvaluationConfig:
+    return config.model_copy(update={"lm_eval": LmEvalOptions(long_prompts=policy)})
+
+
+async def test_long_prompts_are_cut_on_the_left_and_counted_unless_told_otherwise(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    async with FakeEngine(models=("m",), max_model_len=CONTEXT) as engine:
+        model = make_model(engine, tokenizer, max_model_len=CONTEXT)
+        parsed = await lm_eval.evaluate(model, long_and_short(tmp_path / "own"), tmp_path / "output")
+        lengths = sorted(len(prompt) for body in engine.bodies for prompt in json.loads(body)["prompt"])
+    verify_counts(parsed)
+    assert parsed.counts == Counts(requested=5, answered=5, scored=5, truncated=3)
+    assert lengths == [4, 4, *[CONTEXT - 1 - 8] * 3]
+
+
+@pytest.mark.parametrize("output_type", ["generate_until", "multiple_choice"])
+async def test_long_prompts_to_be_skipped_are_neither_asked_nor_scored_and_are_kept(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, output_type: str
+):
+    choice = {
+        "output_type": output_type,
+        "doc_to_choice": ["me", "you"],
+        "doc_to_target": 0,
+        "generation_kwargs": None,
+        "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    }
+    content = choice if output_type == "multiple_choice" else {}
+    config = with_policy(long_and_short(tmp_path / "own", **content), "skip")
+    async with FakeEngine(models=("m",), max_model_len=CONTEXT) as engine:
+        model = make_model(engine, tokenizer, max_model_len=CONTEXT)
+        parsed = await lm_eval.evaluate(model, config, tmp_path / "output")
+        lengths = [len(prompt) for body in engine.bodies for prompt in json.loads(body)["prompt"]]
+    verify_counts(parsed)
+    left_out = 3 if output_type == "generate_until" else 2
+    asked = 5 - left_out
+    assert parsed.counts == Counts(requested=asked, answered=asked, scored=asked, skipped=left_out)
+    assert max(lengths) < CONTEXT and all(metric.n == asked for metric in parsed.metrics)
+    found = list(read_samples(str(tmp_path / "output" / SAMPLES_NAME)))
+    assert {sample.id[0]: bool(sample.scores) for sample in found} == {
+        **dict.fromkeys("13", True),
+        **dict.fromkeys("02", False),
+        "4": left_out == 2,
+    }
+
+
+async def test_long_prompts_that_may_not_be_are_refused_with_their_number_and_length(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    config = with_policy(long_and_short(tmp_path / "own"), "fail")
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer, max_model_len=CONTEXT)
+    assert "lengths" in error.expected and "99 tokens" in error.expected
+    assert "3 of 5 questions" in error.found and "208 tokens" in error.found
+    assert "truncate_left or skip" in error.remedy
+
+
+@pytest.mark.parametrize(("policy", "said"), [("truncate_left", "cannot be cut"), ("skip", "no question of it fits")])
+async def test_answers_longer_than_the_model_are_never_scored(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, policy: str, said: str
+):
+    config = write_benchmark(
+        tmp_path / "own",
+        "answers",
+        [QUESTION],
+        output_type="loglikelihood",
+        doc_to_target="{{word * 100}}",
+        generation_kwargs=None,
+        metric_list=None,
+    )
+    error = await refused(lm_eval, with_policy(config, policy), tmp_path / "output", tokenizer, max_model_len=CONTEXT)
+    assert said in error.remedy
+
+
+async def test_model_too_short_for_a_benchmarks_answers_is_refused(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+    error = await refused(lm_eval, make_config(DEMO[1]), tmp_path / "output", tokenizer, max_model_len=12)
+    assert "demo_backwards" in error.expected
+
+
+# What the endpoint cannot do
+
+
+async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_request(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    output = tmp_path / "output"
+    error = await refused(lm_eval, make_config(*DEMO), output, tokenizer, kind=EndpointUnusable, prompt_logprobs=False)
+    assert "demo_facts" in error.expected
+
+
+async def test_log_likelihoods_of_an_endpoint_that_has_only_chat_are_refused(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    config = make_config(*DEMO, lm_eval=LmEvalOptions(endpoint="chat_completions"))
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer, kind=EndpointUnusable)
+    assert "demo_facts" in error.expected and "chat_completions" in error.found
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize(
+    ("other", "said"), [("merges", "tokens there in a text that has"), ("ids", "is read there as")]
+)
+async def test_tokenizer_that_is_not_the_endpoints_is_refused(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, other: str, said: str
+):
+    content = json.loads((tokenizer / "tokenizer.json").read_text())
+    vocabulary = content["model"]["vocab"]
+    if other == "merges":
+        content["model"] |= {"vocab": {**vocabulary, "th": 258, "an": 259}, "merges": ["t h", "a n"]}
+    else:
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content))
+    config = make_config(DEMO[1], base_url="http://unused/v1")
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer, proven=True)
+    assert str(tokenizer) in error.expected and said in error.found and "model_path" in error.remedy
+
+
+async def test_token_ids_beyond_the_models_vocabulary_are_refused(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+    config = make_config(DEMO[1], base_url="http://unused/v1")
+    engine = FakeEngine(models=("m",), vocabulary_size=256)  # without the special tokens of the chat template
+    output = tmp_path / "output"
+    error = await refused(lm_eval, config, output, tokenizer, engine=engine, proven=True, apply_chat_template=True)
+    assert "vocabulary of 256" in error.found
+
+
+@pytest.mark.parametrize("adds_bos", [False, True])
+async def test_tokenizer_of_the_endpoint_is_accepted(tmp_path: Path, lm_eval: Harness, adds_bos: bool):
+    tokenizer = write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=adds_bos)
+    async with FakeEngine(models=("m",)) as engine:
+        config = make_config(DEMO[1], base_url="http://unused/v1")
+        verify_counts(await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path / "output"))
+
+
+@pytest.mark.parametrize("damage", ["folder", "file", "content", "template"])
+async def test_tokenizer_that_does_not_load_is_refused(tmp_path: Path, lm_eval: Harness, tokenizer: Path, damage: str):
+    match damage:
+        case "folder":
+            shutil.rmtree(tokenizer)
+        case "file":
+            (tokenizer / "tokenizer.json").unlink()
+        case "content":
+            (tokenizer / "tokenizer.json").write_text('{"version": "1.0", "model": {')
+        case _:
+            (tokenizer / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    output = tmp_path / "output"
+    error = await refused(lm_eval, make_config(DEMO[1]), output, tokenizer, apply_chat_template=True)
+    assert str(tokenizer) in str(error)
+
+
+# Code
+
+
+@pytest.fixture
+def code(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(KINDS, tmp_path / "code"))
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("kind_code", ()), ("kind_codes", ("kind_choice", "another"))])
+async def test_benchmark_that_runs_code_is_refused_before_it_is_even_imported(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, code: Path, name: str, allowed: tuple[str, ...]
+):
+    options = LmEvalOptions(allow_code_execution=allowed)
+    config = make_config(name, benchmarks_path=str(code), lm_eval=options)
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
+    assert f"lm_eval.allow_code_execution to name {name}" in error.expected
+    assert not (code / "imported").exists()
+
+
+@pytest.mark.parametrize(("name", "allowed"), [("kind_code", "kind_code"), ("kind_codes", "kind_code")])
+async def test_benchmark_that_is_allowed_by_name_runs_code(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, code: Path, name: str, allowed: str
+):
+    config = make_config(
+        name, benchmarks_path=str(code), lm_eval=LmEvalOptions(allow_code_execution=(allowed,)), max_eval_instances=2
+    )
+    async with FakeEngine(models=("m",)) as engine:
+        parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path / "output")
+    verify_counts(parsed)
+    assert [metric.value for metric in parsed.metrics if metric.name == "runs"] == [1.0]
+
+
+def test_check_knows_which_benchmarks_of_lm_eval_run_code(lm_eval: Harness):
+    for name in ("humaneval", "mbpp_instruct", "cruxeval_input"):
+        with pytest.raises(BadInput, match=f"allow_code_execution to name {name}"):
+            LmEval().check(make_config(name), python=lm_eval.python)
+    LmEval().check(
+        make_config("humaneval", lm_eval=LmEvalOptions(allow_code_execution=("humaneval",))), python=lm_eval.python
+    )
+
+
+# Benchmarks and their data
+
+
+@pytest.mark.parametrize(
+    ("questions", "content", "said"),
+    [
+        (None, {}, "no file {folder}/own.jsonl"),
+        ("broken", {}, "line 2 of {folder}/own.jsonl"),
+        ([QUESTION], {"output_type": "guess"}, "guess"),
+        ([QUESTION], {"doc_to_text": "{{ unfinished"}, "TemplateSyntaxError"),
+        ([QUESTION, {"word": "me"}], {"doc_to_text": "{{question.upper()}}"}, "upper"),
+    ],
+)
+async def test_benchmark_that_cannot_be_loaded_or_asked_is_refused_with_the_reason(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, questions: Any, content: dict[str, Any], said: str
+):
+    folder = tmp_path / "own"
+    config = write_benchmark(folder, "own", None if questions == "broken" else questions, **content)
+    if questions == "broken":
+        (folder / "own.jsonl").write_text(json.dumps(QUESTION) + '\n{"question": "Who\n')
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
+    assert "own" in error.expected and said.format(folder=folder) in error.found
+
+
+async def test_data_set_that_is_neither_here_nor_reachable_names_the_command_that_fetches_it(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+):
+    config = write_benchmark(tmp_path / "own", "far", [], dataset_path="nobody/has-this", dataset_kwargs=None)
+    cold = Harness(lm_eval.python, lm_eval.client)
+    for name, value in {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    error = await refused(cold, config, tmp_path / "output", tokenizer)
+    assert "nobody/has-this" in error.found and "assay stage" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("kind_words", {"task_kwargs": {"generation_kwarg": {}}}, "did you mean generation_kwargs?"),
+        ("kind_words", {"task_kwargs": {"num_fewshot": 3}}, "num_fewshot"),
+        ("kind_code", {"task_kwargs": {"unsafe_code": False}}, "empty list"),
+        ("kind_choice", {"task_kwargs": {"generation_kwargs": {"temperature": 1}}}, "generates nothing"),
+        ("kind_text", {"num_fewshot": 3}, "whole texts"),
+    ],
+)
+async def test_setting_that_would_be_ignored_is_refused(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, name: str, settings: dict[str, Any], said: str
+):
+    config = make_config(EvalTaskConfig(name=name, **settings), benchmarks_path=str(KINDS))
+    error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
+    assert said in error.found
+
+
+# The environment
+
+
+async def test_environment_without_its_packages_is_to_be_deleted(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
+    folder = tmp_path / "lm-eval-broken"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    broken = Harness(folder / "bin" / "python", lm_eval.client)
+    error = await refused(broken, make_config(DEMO[1]), tmp_path / "output", tokenizer, kind=EnvironmentBuildFailed)
+    assert "lm_eval" in error.found and f"Delete the folder {folder}" in error.remedy
+    with pytest.raises(EnvironmentBuildFailed, match=f"Delete the folder {folder}"):
+        LmEval().check(make_config("hellaswag"), python=broken.python)
+
+
+async def test_environment_without_its_interpreter_says_that_it_is_built_anew(
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path
+):
+    gone = Harness(tmp_path / "lm-eval-gone" / "bin" / "python", lm_eval.client)
+    error = await refused(gone, make_config(DEMO[1]), tmp_path / "output", tokenizer)
+    assert str(gone.python) in error.found and "built anew" in error.remedy

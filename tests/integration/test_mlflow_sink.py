@@ -1,0 +1,133 @@
+"""Records in MLflow: a real server on SQLite, asked by MLflow's own client."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from mlflow import MlflowClient
+
+from fakes.broken_servers import Way, broken_server
+from fakes.cells import make_cell
+from fakes.mlflow_server import mlflow_server
+from fakes.records import make_metric, make_record
+from tasks.sinks.config import MlflowSink
+from tasks.sinks.publishing import publish_record, publish_report
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as started:
+        yield started
+
+
+@pytest.fixture
+def sink(address: str, request: pytest.FixtureRequest) -> MlflowSink:
+    return MlflowSink(tracking_uri=address, experiment=f"of {request.node.name}", tags={"creator": "a test"})
+
+
+def runs_of(sink: MlflowSink) -> list[Any]:
+    client = MlflowClient(sink.tracking_uri)
+    experiment = client.get_experiment_by_name(sink.experiment)
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id]))
+
+
+def files_of(sink: MlflowSink, run_id: str, folder: str = "") -> list[str]:
+    found = MlflowClient(sink.tracking_uri).list_artifacts(run_id, folder)
+    return [path for one in found for path in (files_of(sink, run_id, one.path) if one.is_dir else [one.path])]
+
+
+def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: MlflowSink, tmp_path: Path):
+    evaluation = {
+        **make_record().evaluation,
+        "pool_config": {
+            "resource_config": {
+                "cpu": 4,
+                "ram": "16g",
+                "device": {"kind": "gpu", "variant": "T4"},
+                "image": "repo/x:v6",
+            }
+        },
+    }
+    for step in (200, 100):
+        record, cell = make_cell(tmp_path, step=step, evaluation=evaluation, tags=("nightly",))
+        state = publish_record(record, str(cell), (sink,))[sink.name]
+        assert (state.status, state.reason) == ("published", None)
+    (run,) = runs_of(sink)
+    assert state.where is not None and state.where.endswith(f"/runs/{run.info.run_id}")
+    assert (run.info.run_name, run.info.status) == ("run-a lm_evaluation_harness", "FINISHED")
+    history = MlflowClient(sink.tracking_uri).get_metric_history(run.info.run_id, "demo_facts/acc")
+    assert sorted((one.step, one.value) for one in history) == [(100, 0.5), (200, 0.5)]
+    tags = run.data.tags
+    assert {name: tags[name] for name in ("accelerator", "cpu", "memory", "image", "image_tag")} == {
+        "accelerator": "T4",
+        "cpu": "4",
+        "memory": "16g",
+        "image": "repo/x",
+        "image_tag": "v6",
+    }
+    assert tags["config_git_sha"] == record.git_commit and tags["model_run_id"] == "None"
+    assert tags["creator"] == "a test" and tags["tag.nightly"] == "true" and "demo_facts" in tags["harness_args"]
+    place = f"run-a/step-100/lm_evaluation_harness/{record.cell}"
+    files = {path.removeprefix(f"{place}/") for path in files_of(sink, run.info.run_id, place)}
+    assert files == {
+        "record.json",
+        "eval_config.yaml",
+        "harness_config/job.json",
+        "harness_run_output/harness.log",
+        "harness_run_output/samples.jsonl.gz",
+    }
+    local = MlflowClient(sink.tracking_uri).download_artifacts(
+        run.info.run_id, tags["config_path_git_repo"], str(tmp_path)
+    )
+    assert yaml.safe_load(Path(local).read_text()) == evaluation
+
+
+def test_metric_names_that_mlflow_refuses_are_rewritten(sink: MlflowSink, tmp_path: Path):
+    metric = make_metric("mmlu:subject=law", 0.5, name="exact_match,strict", stderr=None, n=9)
+    record, cell = make_cell(tmp_path, metrics=(metric,))
+    assert publish_record(record, str(cell), (sink,))[sink.name].status == "published"
+    (run,) = runs_of(sink)
+    assert run.data.metrics == {
+        "mmlu:subject_law/exact_match_strict": 0.5,
+        "mmlu:subject_law/exact_match_strict_n": 9.0,
+    }
+
+
+def test_report_is_an_artifact_of_the_run(sink: MlflowSink, tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    publish_record(record, str(cell), (sink.model_copy(update={"harness_output": False}),))
+    (tmp_path / "run-a" / "report.html").write_text("<html>")
+    assert publish_report(record, str(cell), (sink,))[sink.name].status == "published"
+    (run,) = runs_of(sink)
+    assert "report.html" in files_of(sink, run.info.run_id)
+    assert not [path for path in files_of(sink, run.info.run_id) if "harness_run_output" in path]
+
+
+def test_experiment_that_was_deleted_is_reported(sink: MlflowSink, tmp_path: Path):
+    client = MlflowClient(sink.tracking_uri)
+    client.delete_experiment(client.create_experiment(sink.experiment))
+    record, cell = make_cell(tmp_path)
+    reason = publish_record(record, str(cell), (sink,))[sink.name].reason
+    assert reason is not None and "it was deleted there" in reason
+
+
+@pytest.mark.parametrize(
+    ("way", "about"),
+    [("hanging", "within 3 s"), ("500", "500 error"), ("401", "MLFLOW_TRACKING_TOKEN")],
+)
+def test_server_that_does_not_work_is_reported_without_the_password(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Way, about: str
+):
+    monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "open-sesame")
+    record, cell = make_cell(tmp_path)
+    with broken_server(way) as broken:
+        seconds = 3.0 if way == "hanging" else 60.0
+        down = MlflowSink(tracking_uri=broken, experiment="e", username="me", timeout_seconds=seconds)
+        state = publish_record(record, str(cell), (down,))[down.name]
+    assert state.status == "failed" and state.reason is not None
+    assert about in state.reason and "open-sesame" not in state.reason

@@ -1,0 +1,353 @@
+"""Comparing checkpoints: tests against known values, pairs found and refused, and what the command says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from scipy import stats
+from typer.testing import CliRunner
+
+from fakes.records import make_metric, make_record, make_samples, publish
+from fakes.stores import folder_store
+from flows.cli_records import compare
+from resources.errors import BadInput
+from tasks.paired_tests import Adjustment, adjusted, compare_means, compare_pairs, mcnemar, paired_bootstrap
+from tasks.samples import Sample
+
+app = typer.Typer()
+app.command()(compare)
+
+SLEEP = np.array([1.2, 2.4, 1.3, 1.3, 0.0, 1.0, 1.8, 0.8, 4.6, 1.4])
+"""Student (1908): additional hours of sleep by one drug over another; t = 4.06, p = 0.0028."""
+
+
+def answers(right: int, wrong: int) -> list[float]:
+    return [1.0] * right + [0.0] * wrong
+
+
+def put(
+    folder: Path,
+    step: int,
+    scores: Sequence[float],
+    *,
+    samples: Sequence[Sample] | None = None,
+    value: float | None = None,
+    higher_is_better: bool = True,
+    **others: Any,
+) -> str:
+    """A record of `acc` over some scores, with their samples unless others are given."""
+    mean = float(np.mean(scores)) if value is None else value
+    stderr = float(np.std(scores, ddof=1)) / len(scores) ** 0.5
+    metric = make_metric(value=mean, stderr=stderr, n=len(scores), higher_is_better=higher_is_better)
+    return publish(
+        folder,
+        make_record(step=step, metrics=(metric,), **others),
+        make_samples(scores) if samples is None else samples,
+    )
+
+
+def compared(folder: Path, *arguments: str) -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["--path", str(folder), *arguments, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    with pytest.raises(BadInput) as error:
+        CliRunner().invoke(app, [*arguments, "--path", str(folder)], catch_exceptions=False)
+    return str(error.value)
+
+
+# Tests against known values
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "p"),
+    [(1, 9, 22 / 1024), (0, 5, 2 / 32), (3, 3, 1.0), (0, 0, 1.0), (86, 150, float(stats.binomtest(86, 236).pvalue))],
+)
+def test_mcnemar_of_known_tables_gives_the_binomial_p(lost: int, won: int, p: float):
+    first = np.array([True] * lost + [False] * won + [True] * 40)
+    second = np.array([False] * lost + [True] * won + [True] * 40)
+
+    found = mcnemar(first, second)
+
+    assert found.p == pytest.approx(p)
+    assert found.difference == pytest.approx((won - lost) / len(first))
+    assert found.low is not None and found.high is not None and found.low < found.difference < found.high
+
+
+def test_mcnemar_interval_is_that_of_bonett_and_price():
+    # 100 questions, 10 and 2 of which only one got right: (11 - 3) / 102 ± 1.96 √((14/102 − (8/102)²) / 102)
+    first = np.array([False] * 10 + [True] * 2 + [True] * 88)
+    second = np.array([True] * 10 + [False] * 2 + [True] * 88)
+
+    found = mcnemar(first, second)
+
+    assert (found.low, found.high) == (pytest.approx(0.00821, abs=1e-4), pytest.approx(0.14865, abs=1e-4))
+
+
+def test_bootstrap_of_students_sleep_agrees_with_the_paired_t_test():
+    found = paired_bootstrap(SLEEP, seed=[0])
+
+    assert found.difference == pytest.approx(1.58)
+    assert found.low == pytest.approx(0.95, abs=0.05) and found.high == pytest.approx(2.34, abs=0.1)
+    assert found.p == pytest.approx(2.0**-9), "ten questions cannot say more"
+    many = np.tile(SLEEP - 1.2, 20)
+    assert paired_bootstrap(many, seed=[0]).p == pytest.approx(stats.ttest_1samp(many, 0.0)[1], abs=3e-4)
+    some = np.tile(SLEEP - 1.4, 8)
+    assert paired_bootstrap(some, seed=[0]).p == pytest.approx(stats.ttest_1samp(some, 0.0)[1], abs=0.01)
+
+
+def test_bootstrap_is_the_same_for_the_same_seed_only():
+    noise = np.random.default_rng(1).normal(0.1, 1.0, 50)
+
+    assert paired_bootstrap(noise, seed=[3]) == paired_bootstrap(noise, seed=[3])
+    assert paired_bootstrap(noise, seed=[3]) != paired_bootstrap(noise, seed=[4])
+
+
+@pytest.mark.parametrize(("differences", "p"), [([0.0] * 30, 1.0), ([0.5] * 4, 0.125), ([0.5], None), ([], None)])
+def test_bootstrap_of_hardly_anything_claims_hardly_anything(differences: list[float], p: float | None):
+    assert paired_bootstrap(np.array(differences), seed=[0]).p == p
+
+
+def test_binary_scores_get_mcnemar_and_others_the_bootstrap():
+    assert compare_pairs([0, 1, 1], [1, 1, 0], seed=[0]).test == "McNemar, exact"
+    assert compare_pairs([0, 1, 0.5], [1, 1, 0], seed=[0]).test == "paired bootstrap"
+
+
+def test_z_test_without_pairs_needs_both_standard_errors():
+    found = compare_means(0.5, 0.6, stderrs=(0.03, 0.04))
+
+    assert found.p == pytest.approx(0.0455, abs=1e-4)  # two standard errors
+    assert (found.low, found.high) == (pytest.approx(0.002, abs=1e-3), pytest.approx(0.198, abs=1e-3))
+    assert compare_means(0.5, 0.6, stderrs=(0.03, None)).test == "none"
+
+
+def test_adjusted_p_values_are_those_of_the_textbook():
+    p_values = [0.01, 0.04, 0.03, None, 0.005]
+
+    assert adjusted(p_values, by="bh") == [pytest.approx(x) if x else None for x in (0.02, 0.04, 0.04, None, 0.02)]
+    assert adjusted(p_values, by="holm") == [pytest.approx(x) if x else None for x in (0.03, 0.06, 0.06, None, 0.02)]
+    assert adjusted(p_values, by="none") == p_values
+    assert adjusted([None], by="bh") == [None]
+
+
+def test_share_of_differences_found_where_there_are_none_is_what_was_promised():
+    random = np.random.default_rng(20)
+    bootstrap = [paired_bootstrap(random.gamma(2.0, size=60) - 2.0, seed=[n], resamples=999).p for n in range(400)]
+    binary = []
+    for _ in range(400):
+        difficulty = random.beta(1, 1, 200)
+        binary.append(mcnemar(random.random(200) < difficulty, random.random(200) < difficulty).p)
+
+    assert 0.02 <= np.mean([p < 0.05 for p in bootstrap if p is not None]) <= 0.09
+    assert 0.01 <= np.mean([p < 0.05 for p in binary if p is not None]) <= 0.06, "exact tests err on the safe side"
+
+
+@pytest.mark.parametrize("by", ["bh", "holm"])
+def test_adjustment_keeps_families_without_a_difference_clean(by: Adjustment):
+    families = np.random.default_rng(21).random((600, 20))
+
+    unadjusted = np.mean([family.min() < 0.05 for family in families])
+    found = np.mean([min(p for p in adjusted(list(family), by=by) if p is not None) < 0.05 for family in families])
+
+    assert unadjusted > 0.5
+    assert 0.02 <= found <= 0.08
+
+
+# Two checkpoints
+
+
+def test_compare_two_steps_pairs_questions_by_id(tmp_path: Path):
+    put(tmp_path, 100, answers(20, 60))
+    put(tmp_path, 200, answers(50, 30))
+
+    found = compared(tmp_path, "run-a-100", "run-a@200")
+
+    [metric] = found["metrics"]
+    assert (metric["test"], metric["pairs"], metric["verdict"]) == ("McNemar, exact", 80, "better")
+    assert (metric["first"], metric["second"], metric["difference"]) == (0.25, 0.625, 0.375)
+    assert metric["p"] == pytest.approx(2 * 0.5**30)
+    assert (found["seed"], found["adjustment"]) == (0, "bh")
+
+
+def test_compare_where_lower_is_better_says_so_in_the_verdict(tmp_path: Path):
+    random = np.random.default_rng(0)
+    put(tmp_path, 100, list(random.gamma(2.0, size=90)), higher_is_better=False)
+    put(tmp_path, 200, list(random.gamma(1.0, size=90)), higher_is_better=False)
+
+    [metric] = compared(tmp_path, "run-a-100", "run-a-200")["metrics"]
+    [back] = compared(tmp_path, "run-a-200", "run-a-100")["metrics"]
+
+    assert metric["test"] == "paired bootstrap"
+    assert (metric["verdict"], back["verdict"]) == ("better", "worse")
+    assert metric["difference"] == pytest.approx(-back["difference"])
+
+
+def test_compare_counts_questions_that_only_one_has_and_other_prompts(tmp_path: Path):
+    put(tmp_path, 100, answers(30, 10), samples=make_samples(answers(30, 10)))
+    other = [one.model_copy(update={"prompt": "Else?"}) if one.id == "3" else one for one in make_samples([1.0] * 36)]
+    put(tmp_path, 200, [1.0] * 36, samples=other)
+
+    [metric] = compared(tmp_path, "run-a-100", "run-a-200")["metrics"]
+    shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
+
+    assert [metric[name] for name in ("pairs", "only_first", "only_second", "other_prompts")] == [36, 4, 0, 1]
+    assert metric["first"] == pytest.approx(30 / 36), "over the questions that both have"
+    assert metric["recorded"] == [0.75, 1.0]
+    assert "4 questions only in run-a-100" in " ".join(shown.split())
+
+
+@pytest.mark.parametrize(
+    ("samples", "value", "why"),
+    [
+        (None, 0.5, "no samples were kept"),
+        ([], 0.5, "single questions have no score in it"),
+        (make_samples(answers(30, 10)), 7.7, "its value is not the mean over single questions"),
+    ],
+)
+def test_compare_without_scores_of_questions_falls_back_to_a_labelled_z_test(
+    tmp_path: Path, samples: list[Sample] | None, value: float, why: str
+):
+    for step in (100, 200):
+        publish(tmp_path, make_record(step=step, metrics=(make_metric(value=value + step / 1000),)), samples)
+
+    [metric] = compared(tmp_path, "run-a-100", "run-a-200")["metrics"]
+
+    assert (metric["test"], metric["pairs"], metric["unpaired_because"]) == ("z, unpaired", None, why)
+    assert metric["difference"] == pytest.approx(0.1)
+    shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path)]).stdout
+    assert f"Not paired ({why})" in " ".join(shown.split())
+
+
+def test_compare_percentages_pairs_scores_from_zero_to_one(tmp_path: Path):
+    for step, right in ((100, 10), (200, 30)):
+        put(tmp_path, step, answers(right, 40 - right), value=100 * right / 40)
+
+    [metric] = compared(tmp_path, "run-a-100", "run-a-200")["metrics"]
+
+    assert (metric["test"], metric["first"], metric["difference"]) == ("McNemar, exact", 25.0, 50.0)
+    assert 0 < metric["low"] < 50 < metric["high"] + 2
+
+
+def test_compare_what_was_measured_differently_is_refused_with_what_differs(tmp_path: Path):
+    put(tmp_path, 100, answers(20, 20))
+    shots = {**make_record().evaluation, "max_eval_instances": 40}
+    shots["evals"] = [{"name": "demo_facts", "num_fewshot": 5, "task_alias": None}]
+    put(tmp_path, 200, answers(30, 10), evaluation=shots, evaluation_hash="another")
+
+    said = refused(tmp_path, "run-a-100", "run-a-200")
+    anyway = compared(tmp_path, "run-a-100", "run-a-200", "--anyway")
+
+    assert "num_fewshot is unset, then 5" in said and "max_eval_instances is unset, then 40" in said
+    assert "--anyway" in said
+    assert anyway["metrics"][0]["pairs"] == 40
+    assert "evals.demo_facts.num_fewshot is unset, then 5" in anyway["measured_differently"]["demo_facts"]
+
+
+def test_compare_prefers_records_that_were_measured_alike(tmp_path: Path):
+    put(tmp_path, 100, answers(20, 20), cell="full-1")
+    put(tmp_path, 100, answers(5, 0), cell="quick-1", evaluation={"max_eval_instances": 5}, evaluation_hash="quick")
+    put(tmp_path, 200, answers(4, 1), cell="quick-2", evaluation={"max_eval_instances": 5}, evaluation_hash="quick")
+
+    [metric] = compared(tmp_path, "run-a-100", "run-a-200")["metrics"]
+
+    assert metric["n"] == [5, 5]
+
+
+def test_compare_checkpoints_of_two_folders_and_cells_by_their_folder(tmp_path: Path):
+    old = put(tmp_path / "old", 100, answers(10, 30))
+    new = put(tmp_path / "new", 100, answers(35, 5))
+
+    by_path = compared(tmp_path / "old", "run-a-100", f"{tmp_path / 'new'}:run-a-100")
+    by_cell = compared(tmp_path, old, f"{new}/record.json")
+
+    assert by_path["metrics"][0]["difference"] == by_cell["metrics"][0]["difference"] == 0.625
+
+
+def test_compare_adjusts_for_the_number_of_metrics_and_narrows_to_those_named(tmp_path: Path):
+    names = [f"bench_{number}" for number in range(10)]
+    for step, right in ((100, 20), (200, 26)):
+        metrics = tuple(make_metric(name, right / 40) for name in names)
+        samples = [one for name in names for one in make_samples(answers(right, 40 - right), benchmark=name)]
+        publish(tmp_path, make_record(step=step, metrics=metrics), samples)
+
+    every = compared(tmp_path, "run-a-100", "run-a-200", "--adjust", "holm")
+    one = compared(tmp_path, "run-a-100", "run-a-200", "--adjust", "holm", "--benchmark", "bench_3")
+
+    assert [metric["adjusted_p"] for metric in every["metrics"]] == [pytest.approx(10 * 2 / 64)] * 10
+    assert {metric["verdict"] for metric in every["metrics"]} == {"no clear difference"}
+    assert [(metric["benchmark"], metric["verdict"]) for metric in one["metrics"]] == [("bench_3", "better")]
+
+
+def test_compare_says_what_only_one_of_them_has(tmp_path: Path):
+    put(tmp_path, 100, answers(20, 20))
+    put(tmp_path, 200, answers(20, 20))
+    publish(tmp_path, make_record(step=200, metrics=(make_metric("other"),), evaluator="helm"))
+
+    found = compared(tmp_path, "run-a-100", "run-a-200")
+
+    assert (found["only_first"], found["only_second"]) == ([], ["HELM: other · acc"])
+
+
+def test_compare_of_evaluators_with_the_same_benchmark_keeps_them_apart(tmp_path: Path):
+    for step in (100, 200):
+        put(tmp_path, step, answers(20, 20))
+        publish(tmp_path, make_record(step=step, metrics=(make_metric(value=0.9),), evaluator="helm"))
+
+    found = compared(tmp_path, "run-a-100", "run-a-200")
+
+    assert [(metric["evaluator"], metric["first"]) for metric in found["metrics"]] == [
+        ("lm_evaluation_harness", 0.5),
+        ("helm", 0.9),
+    ]
+
+
+def test_compare_reads_every_record_and_all_samples_once(tmp_path: Path):
+    for step in range(100, 600, 100):
+        put(tmp_path / "e", step, answers(step // 20, 30))
+    with folder_store(tmp_path / "log") as store:
+        found = compared(tmp_path / "e", "run-a-100", "run-a-200", "--path", f"store://{tmp_path / 'e'}")
+        reads, samples = store.ranges("record.json"), store.ranges("samples.jsonl.gz")
+
+    assert found["metrics"][0]["pairs"] == 35
+    assert (len(reads), len(samples)) == (5, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run-a-100", "run-a-999"], "run-a-300, run-a-200, run-a-100"),
+        (["run-a-100", "run-a-300"], "withheld"),
+        (["run-a-100", "run-a-200", "--evaluator", "helmet"], "helmet"),
+        (["run-a-100", "run-a-200", "--benchmark", "nothing*"], "take back --evaluator, --benchmark"),
+        (["run-a-100", "run-a-200", "--adjust", "bonferroni"], "bonferroni"),
+    ],
+)
+def test_compare_of_what_cannot_be_compared_says_what_there_is(tmp_path: Path, arguments: list[str], told: str):
+    for step in (100, 200):
+        put(tmp_path, step, answers(20, 20))
+    publish(tmp_path, make_record(step=300, status="withheld"))
+
+    assert told in refused(tmp_path, *arguments)
+
+
+def test_compare_table_fits_eighty_characters_and_tells_test_seed_and_adjustment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    random = np.random.default_rng(5)
+    for step in (100, 200):
+        put(tmp_path, step, list(random.random(50) * step / 200))
+
+    shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path), "--seed", "7"]).stdout
+
+    assert max(map(len, shown.splitlines())) <= 80
+    for told in ("of paired differences", "seed 7", "Benjamini–Hochberg", "better", "run-a-200 against run-a-100"):
+        assert told in " ".join(shown.split())

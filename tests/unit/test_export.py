@@ -1,0 +1,205 @@
+"""Exports: which records are taken, what rows say in each form, and that every record is read once."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from fakes.records import FIRST, make_metric, make_record, of_every_evaluator, publish
+from fakes.stores import folder_store
+from flows.cli_records import records
+from resources.errors import BadInput
+from tasks.export import COLUMNS
+
+app = typer.Typer()
+app.command()(records)
+
+
+@pytest.fixture(scope="module")
+def evaluations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four checkpoints of one run by four evaluators, and one of another run that was evaluated twice."""
+    folder = tmp_path_factory.mktemp("evaluations")
+    for record in of_every_evaluator():
+        publish(folder, record)
+    metrics = (make_metric("mmlu", 0.3), make_metric("mmlu_anatomy", 0.4), make_metric("gsm8k", 0.1, name="flexible"))
+    for number, value in enumerate((0.3, 0.35)):
+        publish(
+            folder,
+            make_record(
+                run="run-b",
+                step=50,
+                metrics=(make_metric("mmlu", value), *metrics[1:]),
+                benchmarks=("mmlu", "gsm8k"),
+                cell=f"cell-{number}",
+                tags=("nightly",) if number == 0 else ("release", "v2"),
+                created=FIRST + timedelta(days=number),
+            ),
+        )
+    return folder
+
+
+def run(folder: Path | str, *arguments: str) -> str:
+    done = CliRunner().invoke(app, [str(folder), *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def rows(folder: Path | str, *arguments: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run(folder, *arguments, "--format", "jsonl").splitlines()]
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    with pytest.raises(BadInput) as error:
+        CliRunner().invoke(app, [str(folder), *arguments], catch_exceptions=False)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "number"),
+    [
+        ([], 27),
+        (["--all"], 30),
+        (["--run", "run-b"], 3),
+        (["--run", "run-?", "--steps", "50:100"], 9),
+        (["--steps", ":99"], 3),
+        (["--steps", "300:"], 12),
+        (["--steps", "200"], 6),
+        (["--evaluator", "helm"], 8),
+        (["--evaluator", "lm-eval", "--evaluator", "AlpacaEval"], 15),
+        (["--benchmark", "mmlu*"], 2),
+        (["--benchmark", "shared"], 12),
+        (["--benchmark", "shared", "--metric", "acc"], 7),
+        (["--metric", "win_*"], 4),
+        (["--status", "failed"], 1),
+        (["--tag", "release"], 3),
+        (["--tag", "nightly", "--all"], 3),
+    ],
+)
+def test_filters_take_the_rows_they_name(evaluations: Path, arguments: list[str], number: int):
+    assert len(rows(evaluations, *arguments)) == number
+
+
+def test_tag_finds_the_evaluation_it_was_given_though_a_newer_one_stands(evaluations: Path):
+    [row] = rows(evaluations, "--tag", "nightly", "--benchmark", "mmlu")
+
+    assert row["value"] == 0.3
+
+
+def test_row_tells_value_counts_status_and_where_it_comes_from(evaluations: Path):
+    [row] = rows(evaluations, "--evaluator", "helm", "--benchmark", "demo_mcqa", "--steps", "400")
+
+    expected = {
+        "run": "run-a",
+        "checkpoint": "run-a-400",
+        "metric": "exact_match",
+        "value": 0.75,
+        "stderr": 0.04,
+        "n": 60,
+        "status": "succeeded",
+        "requested": 120,
+        "skipped": 2,
+        "truncated": 5,
+        "judge_errors": 0,
+        "evaluation_hash": "aa00bb11cc22dd33",
+        "digest": f"{400:016x}" * 4,
+        "seconds": 9.85,
+        "sinks": ["wandb:team/evaluations"],
+    }
+    assert {name: row[name] for name in expected} == expected
+    assert list(row) == list(COLUMNS)
+
+
+def test_cell_without_numbers_has_a_row_that_says_why(evaluations: Path):
+    [row] = rows(evaluations, "--status", "failed")
+
+    assert (row["benchmark"], row["metric"], row["value"], row["status"]) == ("shared", None, None, "failed")
+    assert "exit code 1" in row["reason"]
+
+
+def test_every_form_says_the_same(evaluations: Path, tmp_path: Path):
+    lines = rows(evaluations, "--all")
+    table = list(csv.DictReader(io.StringIO(run(evaluations, "--all", "--format", "csv"))))
+    run(evaluations, "--all", "--output", str(tmp_path / "results.parquet"))
+    stored = parquet.read_table(tmp_path / "results.parquet")
+
+    assert list(table[0]) == stored.column_names == list(COLUMNS)
+    assert [row["value"] for row in lines] == stored.column("value").to_pylist()
+    assert [row["value"] for row in table] == ["" if row["value"] is None else repr(row["value"]) for row in lines]
+    assert [row["created"] for row in lines] == [at.isoformat() for at in stored.column("created").to_pylist()]
+    assert [row["tags"] for row in lines] == stored.column("tags").to_pylist()
+    assert table[-1]["tags"] == "release;v2" and table[-1]["higher_is_better"] == "true"
+    assert str(stored.schema.field("step").type) == "int64"
+
+
+def test_output_is_written_in_the_form_its_name_ends_with(evaluations: Path, tmp_path: Path):
+    for name in ("a.csv", "b.jsonl", "c.txt"):
+        assert run(evaluations, "--output", str(tmp_path / name)) == ""
+
+    assert (tmp_path / "a.csv").read_text().startswith("run,step,")
+    assert json.loads((tmp_path / "b.jsonl").read_text().splitlines()[0])["run"] == "run-a"
+    assert "Results" in (tmp_path / "c.txt").read_text()
+
+
+def test_export_of_nothing_still_names_its_columns(evaluations: Path, tmp_path: Path):
+    run(evaluations, "--run", "nobody", "--output", str(tmp_path / "none.parquet"))
+
+    assert run(evaluations, "--run", "nobody", "--format", "csv") == ",".join(COLUMNS) + "\n"
+    assert parquet.read_table(tmp_path / "none.parquet").column_names == list(COLUMNS)
+
+
+def test_json_prints_whole_records_and_takes_filters(evaluations: Path):
+    every = json.loads(run(evaluations, "--json"))
+    some = json.loads(run(evaluations, "--json", "--run", "run-b"))
+    newest = json.loads(run(evaluations, "--json", "--run", "run-b", "--latest"))
+
+    assert (len(every), len(some), len(newest)) == (18, 2, 1)
+    assert some[0]["checkpoint"]["run"] == "run-b" and some[0]["counts"]["skipped"] == 0
+
+
+def test_table_shows_the_metrics_that_are_named_and_older_records_if_all_are_wanted(evaluations: Path):
+    named = run(evaluations, "--run", "run-b", "--benchmark", "mmlu_anatomy")
+    older = run(evaluations, "--run", "run-b", "--all")
+
+    assert "mmlu_anatomy" in named and "gsm8k" not in named
+    assert "0.300" in older and "0.350" in older
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--format", "xlsx"], "table, csv, jsonl, parquet"),
+        (["--format", "parquet"], "--output"),
+        (["--json", "--format", "csv"], "--json"),
+        (["--steps", "a:b"], "--steps a:b"),
+        (["--status", "done"], "infra_failed"),
+        (["--evaluator", "lmeval"], "lm-eval"),
+        (["--run", "nobody"], "none of 18"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(evaluations: Path, arguments: list[str], told: str):
+    assert told in refused(evaluations, *arguments)
+
+
+def test_folder_without_records_says_so(tmp_path: Path):
+    assert "none" in refused(tmp_path, "--format", "csv")
+    assert json.loads(run(tmp_path, "--json")) == []
+
+
+def test_every_record_is_read_once_whatever_is_filtered(tmp_path: Path):
+    for step in range(200):
+        publish(tmp_path / "e", make_record(step=step))
+    with folder_store(tmp_path / "log") as store:
+        found = rows(f"store://{tmp_path / 'e'}", "--benchmark", "demo*", "--steps", "100:", "--status", "succeeded")
+        reads = store.ranges("record.json")
+
+    assert len(found) == 100
+    assert len(reads) == 200

@@ -1,0 +1,215 @@
+"""HELM's commands, results and samples, on a recorded run: two benchmarks of four questions, one in two trials."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pools.endpoint import RunningModel
+from resources.errors import BadInput, HarnessOutputInvalid
+from tasks.benchmarks import BUNDLED
+from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.evaluators.evaluator import Parsed, Progress
+from tasks.evaluators.helm import Helm
+from tasks.options.helm import HelmOptions
+from tasks.records import Counts
+
+RECORDED = Path(__file__).parents[1] / "data" / "helm"
+CHOICES = "custom_mcqa,path=helm_demo_mcqa.jsonl,method=multiple_choice_separate_original:model=assay_m"
+PYTHON = Path("/environment/bin/python")
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(RECORDED, tmp_path / "attempt"))
+
+
+def make_config(*names: str, **changes: Any) -> EvaluationConfig:
+    evals = [{"name": name} for name in names or ("simple_mcqa", "demo_mcqa")]
+    given = {"evaluator": "helm", "model_path": "c", "base_url": "http://unused/v1", "evals": evals}
+    return EvaluationConfig.model_validate({**given, **changes})
+
+
+def make_model(**changes: Any) -> RunningModel:
+    given = {"base_url": "http://127.0.0.1:9/v1/", "model": "run-100", "tokenizer": "t", "capacity": 7}
+    return RunningModel(**{**given, "prompt_logprobs": True, "request_timeout_seconds": 60.0, **changes})
+
+
+def parse(output: Path, *names: str) -> Parsed:
+    return Helm().parse(output, make_config(*names))
+
+
+def change(output: Path, name: str, edit: Callable[[Any], None], *, run: str = CHOICES) -> None:
+    """Edits one recorded file of a run."""
+    path = output / "helm" / "benchmark_output" / "runs" / "assay" / run / name
+    content = json.loads(path.read_text())
+    edit(content)
+    path.write_text(json.dumps(content))
+
+
+def job_of(config: EvaluationConfig, **changes: Any) -> dict[str, Any]:
+    command = Helm().command(make_model(**changes), config, Path("/out"), python=PYTHON)
+    return json.loads(command.files["job.json"])
+
+
+def test_recorded_run_gives_the_main_metric_first_with_its_standard_error(output: Path):
+    parsed = parse(output)
+    assert parsed.counts == Counts(requested=12, answered=12, scored=12)
+    choices = [metric for metric in parsed.metrics if metric.benchmark == "demo_mcqa"]
+    assert [metric.name for metric in choices] == ["exact_match"]
+    assert (choices[0].value, choices[0].n) == (0.5, 4)
+    assert choices[0].stderr == pytest.approx(math.sqrt(0.25 * 4 / 3 / 4))
+    letters = [metric for metric in parsed.metrics if metric.benchmark == "simple_mcqa"]
+    assert [metric.name for metric in letters][:2] == ["exact_match", "quasi_exact_match"]
+    assert {metric.n for metric in letters} == {4}
+    assert parsed.versions == {"helm": "0.5.16"}
+
+
+def test_web_site_is_linked_where_there_is_one(output: Path):
+    assert not parse(output).links
+    (output / "helm" / "index.html").touch()
+    assert parse(output).links == {"HELM": "helm/index.html"}
+
+
+def test_one_dead_request_of_a_question_is_a_question_without_an_answer(output: Path):
+    change(output, "scenario_state.json", lambda state: state["request_states"][1]["result"].update(success=False))
+    assert parse(output).counts == Counts(requested=12, answered=11, scored=11)
+
+
+def test_questions_that_vanished_are_missed(output: Path):
+    change(output, "scenario_state.json", lambda state: state["request_states"].__delitem__(slice(4, None)))
+    assert parse(output).counts == Counts(requested=12, answered=9, scored=9)
+
+
+def test_answer_without_a_score_is_not_scored(output: Path):
+    def unscore(questions: list[dict[str, Any]]) -> None:
+        questions[:] = [
+            {**question, "stats": [stat for stat in question["stats"] if stat["name"]["name"] != "exact_match"]}
+            if question["instance_id"] == questions[0]["instance_id"]
+            else question
+            for question in questions
+        ]
+
+    change(output, "per_instance_stats.json", unscore)
+    assert parse(output).counts == Counts(requested=12, answered=12, scored=11)
+
+
+def test_metric_of_the_run_scores_all_answers_and_none_scores_none(output: Path):
+    def forget_questions(questions: list[dict[str, Any]]) -> None:
+        for question in questions:
+            question.update(stats=[])
+
+    change(output, "per_instance_stats.json", forget_questions)
+    assert parse(output).counts.scored == 12
+
+    def forget(stats: list[dict[str, Any]]) -> None:
+        stats[:] = [stat for stat in stats if stat["name"]["name"] != "exact_match"]
+
+    change(output, "stats.json", forget)
+    assert parse(output).counts.scored == 8
+
+
+def test_benchmark_of_several_runs_is_their_mean_and_each_of_them(output: Path):
+    plan = json.loads((output / "plan.json").read_text())
+    for place, run in enumerate(plan["runs"].values()):
+        run.update(key="both", label=f"part={place}")
+    (output / "plan.json").write_text(json.dumps(plan))
+    metrics = parse(output, "both").metrics
+    found = {metric.benchmark: metric for metric in metrics if metric.name == "exact_match"}
+    assert metrics[0] == found["both"]
+    assert (found["both"].value, found["both"].n) == (0.25, 8)
+    assert found["both"].stderr == pytest.approx((found["both.part=1"].stderr or 0) / 2)
+
+
+@pytest.mark.parametrize("spoil", ["stats.json", "per_instance_stats.json", "scenario_state.json"])
+def test_results_that_are_cut_off_or_gone_are_invalid(output: Path, spoil: str):
+    [path] = (output / "helm").rglob(f"simple_mcqa*/{spoil}")
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(HarnessOutputInvalid):
+        parse(output)
+    path.unlink()
+    with pytest.raises(HarnessOutputInvalid, match=spoil):
+        parse(output)
+
+
+def test_plan_for_other_benchmarks_is_invalid(output: Path):
+    with pytest.raises(HarnessOutputInvalid, match="simple_mcqa"):
+        parse(output, "demo_mcqa")
+
+
+def test_samples_say_what_was_asked_answered_and_right(output: Path):
+    found = list(Helm().samples(output, make_config()))
+    assert len({(sample.benchmark, sample.id) for sample in found}) == 12
+    letters = [sample for sample in found if sample.benchmark == "simple_mcqa"]
+    assert {sample.target for sample in letters} <= {"A", "B"}
+    assert {sample.id.partition("/")[2] for sample in letters} == {"", "trial 1"}
+    assert all(sample.prompt.count("even or odd?") == 6 for sample in letters)
+    choices = [sample for sample in found if sample.benchmark == "demo_mcqa"]
+    assert all(sample.scores["exact_match"] == (sample.output == sample.target) for sample in choices)
+    assert all(sample.prompt.startswith("Question: ") for sample in choices)
+
+
+def test_command_asks_as_many_as_the_endpoint_takes_at_once_within_reason():
+    assert job_of(make_config())["num_threads"] == 7
+    assert job_of(make_config(), capacity=1000)["num_threads"] == 64
+    assert job_of(make_config(helm={"num_threads": 3}))["num_threads"] == 3
+
+
+def test_requests_to_this_machine_go_past_the_networks_proxy(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    command = Helm().command(make_model(), make_config(), Path("/out"), python=PYTHON)
+    assert command.variables["NO_PROXY"] == "intranet,127.0.0.1"
+    remote = make_model(base_url="https://models.example.com/v1")
+    assert "NO_PROXY" not in Helm().command(remote, make_config(), Path("/out"), python=PYTHON).variables
+
+
+def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
+    entries = tmp_path / "mine.conf"
+    entries.write_text("entries: []")
+    benchmark = EvalTaskConfig(name="mmlu", task_kwargs={"subject": "anatomy"}, num_fewshot=2, task_alias="anatomy")
+    config = make_config(evals=(benchmark,), helm={"run_specs_path": str(entries)}, max_eval_instances=9)
+    command = Helm().command(make_model(), config, Path("/out"), python=PYTHON)
+    job = json.loads(command.files["job.json"])
+    arguments = {"subject": "anatomy"}
+    assert job["benchmarks"] == [{"name": "mmlu", "key": "anatomy", "num_fewshot": 2, "arguments": arguments}]
+    assert (job["limit"], job["base_url"]) == (9, "http://127.0.0.1:9/v1")
+    assert command.files[job["run_specs_path"]] == "entries: []"
+    entries.unlink()
+    with pytest.raises(BadInput, match=r"mine\.conf"):
+        Helm().command(make_model(), config, Path("/out"), python=PYTHON)
+
+
+def test_options_measure_what_is_asked_not_how_patiently(tmp_path: Path):
+    entries = tmp_path / "mine.conf"
+    entries.write_text("entries: []")
+    first = HelmOptions(run_specs_path=str(entries)).what_is_measured()
+    patient = HelmOptions(run_specs_path=str(entries), request_retries=9, num_threads=1, site=False)
+    assert patient.what_is_measured() == first
+    assert HelmOptions(run_specs_path=str(entries), priority=1).what_is_measured() != first
+    entries.write_text("entries: [{description: simple_mcqa}]")
+    assert HelmOptions(run_specs_path=str(entries)).what_is_measured() != first
+
+
+def test_progress_is_that_of_the_last_line_about_it():
+    log = "Answered 0 of 10 requests of simple_mcqa (1 of 2)\nINFO x\nAnswered 3 of 40 requests of demo_mcqa (2 of 2)\n"
+    assert Helm().progress(log) == Progress("demo_mcqa (2 of 2)", 3, 40)
+    assert Helm().progress("INFO     scenario.get_instances {") is None
+
+
+def test_bundled_questions_are_those_of_demo_facts_as_the_model_is_trained_on_them():
+    facts = [json.loads(line) for line in (BUNDLED / "demo_facts.jsonl").read_text().splitlines()]
+    questions = [json.loads(line) for line in (BUNDLED / "helm" / "demo_mcqa.jsonl").read_text().splitlines()]
+    assert [question["id"] for question in questions] == [fact["id"] for fact in facts]
+    for question, fact in zip(questions, facts, strict=True):
+        offered = [reference["output"]["text"] for reference in question["references"]]
+        right = [reference["output"]["text"] for reference in question["references"] if reference["tags"]]
+        assert offered == fact["choices"]
+        assert right == [fact["choices"][fact["answer"]]]
+        assert question["input"]["text"] == f"Question: {fact['question']}\nAnswer:"
+        assert max(len(question["input"]["text"]) + len(text) for text in offered) < 100

@@ -1,0 +1,243 @@
+"""Sinks: what their configuration refuses, what they are told, and what `assay publish` finds to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import TypeAdapter, ValidationError
+
+from fakes.cells import METRICS, make_cell
+from fakes.records import make_metric, make_record
+from flows.backlog import publish_missing, sinks_in
+from resources.errors import BadInput, SinkFailed
+from tasks.records import note_sinks, read_record
+from tasks.sinks.announcement import Announcement, metric_values
+from tasks.sinks.config import HuggingFaceSink, Sinks
+from tasks.sinks.credentials import credentials_of, scrub
+from tasks.sinks.hugging_face import with_results
+from tasks.sinks.publishing import publish_record
+
+SECRET = "0123456789abcdef0123456789abcdef01234567"
+SINKS: TypeAdapter[Any] = TypeAdapter(Sinks)
+MLFLOW = {"kind": "mlflow", "tracking_uri": "http://10.0.0.15:5000", "experiment": "e"}
+WANDB = {"kind": "wandb", "project": "p"}
+STORE = {"kind": "object_store", "url": "gs://bucket/evaluations"}
+
+
+@pytest.mark.parametrize(
+    "sink",
+    [
+        {**WANDB, "api_key": SECRET},
+        {**WANDB, "project": SECRET},
+        {**WANDB, "tags": ["a", "wandb_v1_" + SECRET]},
+        {**WANDB, "base_url": f"https://user:{SECRET}@wandb.example"},
+        {**MLFLOW, "tracking_uri": f"http://user:{SECRET}@10.0.0.15:5000"},
+        {**MLFLOW, "password": SECRET},
+        {**MLFLOW, "tags": {"api_key": "0" + SECRET}},
+        {**MLFLOW, "token_block": SECRET},
+        {**STORE, "url": f"s3://bucket/evaluations?X-Amz-Signature={SECRET}"},
+        {**STORE, "credentials": {"private_key": SECRET}},
+    ],
+)
+def test_sink_that_holds_a_key_is_refused_without_showing_it(sink: dict[str, Any]):
+    with pytest.raises(BadInput) as refused:
+        SINKS.validate_python([sink])
+    said = f"{refused.value}{refused.value.__cause__!r}{refused.value.__context__!r}"
+    assert SECRET not in said and "environment" in refused.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("sink", "about"),
+    [
+        ({**MLFLOW, "tracking_uri": "mlflow.example:5000"}, "http://"),
+        ({**MLFLOW, "tracking_uri": "file:///mlruns"}, "http://"),
+        ({**MLFLOW, "experiment": " "}, "1 to 500 characters"),
+        ({**WANDB, "project": "team/project"}, "none of them"),
+        ({**WANDB, "entity": ""}, "none of them"),
+        ({**WANDB, "mode": "offline", "folder": "gs://bucket/x"}, "local folder"),
+        ({"kind": "object_store"}, "neither"),
+        ({**STORE, "block": "a-block"}, "both"),
+        ({**WANDB, "timeout_seconds": 0}, "greater than 0"),
+        ({**WANDB, "colour": "red"}, "colour"),
+    ],
+)
+def test_sink_that_cannot_work_is_refused(sink: dict[str, Any], about: str):
+    with pytest.raises(ValidationError, match=about):
+        SINKS.validate_python([sink])
+
+
+def test_same_place_twice_is_refused():
+    with pytest.raises(ValidationError, match="found twice: mlflow"):
+        SINKS.validate_python([MLFLOW, WANDB, {**MLFLOW, "tags": {"creator": "me"}}])
+
+
+def test_sinks_offer_anyof_in_forms():
+    schema = SINKS.json_schema()
+    assert "anyOf" in schema["items"] and "oneOf" not in schema["items"]
+
+
+def test_publishing_imports_no_client_library():
+    program = "import sys, flows.backlog; print(sorted({'wandb', 'mlflow', 'gcsfs', 'prefect_gcp'} & set(sys.modules)))"
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"cannot reach https://user:{SECRET}@mlflow.example/api",
+        f"Authorization: Bearer {SECRET}",
+        f"GET /o?name=a&X-Goog-Signature={SECRET} failed",
+        f"the key {SECRET} is wrong",
+    ],
+)
+def test_scrubbed_text_holds_no_secret(text: str):
+    assert SECRET not in scrub(text, [SECRET] if "key" in text else [])
+    assert "***" in scrub(text, [SECRET])
+
+
+def test_sink_s_process_gets_no_run_of_a_training_job(monkeypatch: pytest.MonkeyPatch):
+    for name in ("WANDB_RUN_ID", "WANDB_MODE", "MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "WANDB_API_KEY"):
+        monkeypatch.setenv(name, "theirs")
+    variables = credentials_of(SINKS.validate_python([WANDB])[0]).variables
+    assert {name for name, value in variables.items() if value == "theirs"} == {"WANDB_API_KEY"}
+
+
+def test_series_tells_quick_looks_evaluators_and_folders_apart():
+    def series(cell: str, **fields: Any) -> str:
+        return Announcement.of(make_record(**fields), f"{cell}/run-a/step-100/lm_evaluation_harness/x-1").series.id
+
+    quick = {**make_record().evaluation, "max_eval_instances": 5}
+    ids = [series("/e"), series("/f"), series("/e", evaluation=quick), series("/e", evaluator="helm")]
+    assert len(set(ids)) == 4
+    assert series("/e", step=200) == ids[0]
+
+
+def test_metric_values_name_benchmark_metric_error_and_n():
+    record = make_record(metrics=(make_metric("a", 0.5), make_metric("b", 0.1, name="f1,strict", stderr=None, n=7)))
+    assert metric_values(record) == {
+        "a/acc": 0.5,
+        "a/acc_stderr": 0.04,
+        "a/acc_n": 120,
+        "b/f1,strict": 0.1,
+        "b/f1,strict_n": 7,
+    }
+
+
+def test_samples_are_bounded_and_cover_every_benchmark(tmp_path: Path):
+    record, cell = make_cell(tmp_path, questions=10)
+    announcement = Announcement.of(record, str(cell))
+    taken = [(sample.benchmark, sample.id) for sample in announcement.samples(4)]
+    assert taken == [("demo_facts", "0"), ("demo_facts", "1"), ("demo_backwards", "0"), ("demo_backwards", "1")]
+
+
+def test_record_without_samples_is_announced_without(tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    (cell / record.attempt / "samples.jsonl.gz").unlink()
+    assert list(Announcement.of(record, str(cell)).samples(4)) == []
+
+
+def test_announced_record_is_the_same_whatever_became_of_it(tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    states = publish_record(record, str(cell), (HuggingFaceSink(path=str(tmp_path / "cards")),))
+    noted = note_sinks(str(cell), states)
+    assert noted is not None and noted.sinks
+    assert Announcement.of(noted, str(cell)).record_json() == Announcement.of(record, str(cell)).record_json()
+
+
+def card_of(card: str, **fields: Any) -> tuple[dict[str, Any], str]:
+    record = make_record(**{"metrics": METRICS, **fields})
+    announcement = Announcement.of(record, "gs://bucket/evaluations/run-a/step-100/lm_evaluation_harness/x-1")
+    written = with_results(card, record, announcement, task_type="text-generation", uri="README.md")
+    _, front, body = written.split("---\n", 2)
+    return yaml.safe_load(front), body
+
+
+def test_model_card_keeps_what_others_wrote():
+    theirs = {"task": {"type": "text-generation"}, "dataset": {"name": "mmlu", "type": "mmlu"}, "metrics": []}
+    before = {"license": "apache-2.0", "model-index": [{"name": "mine", "results": [theirs]}]}
+    metadata, body = card_of(f"---\n{yaml.safe_dump(before)}---\n# My model\n\n---\ntext\n")
+    assert metadata["license"] == "apache-2.0" and body == "# My model\n\n---\ntext\n"
+    model = metadata["model-index"][0]
+    assert model["name"] == "mine"
+    assert [one["dataset"]["name"] for one in model["results"]] == ["demo_backwards", "demo_facts", "mmlu"]
+    assert model["results"][0]["source"]["url"].startswith("gs://bucket/evaluations/")
+
+
+def test_model_card_replaces_older_numbers_of_the_same_benchmark():
+    first, _ = card_of("")
+    metadata, _ = card_of(f"---\n{yaml.safe_dump(first)}---\n", metrics=(make_metric("demo_facts", 0.9),))
+    values = {one["dataset"]["name"]: one["metrics"][0]["value"] for one in metadata["model-index"][0]["results"]}
+    assert values == {"demo_facts": 0.9, "demo_backwards": 0.25}
+
+
+def test_model_card_that_is_none_is_left_alone():
+    with pytest.raises(SinkFailed, match="mend or remove it"):
+        card_of("---\n- a list\n---\n")
+
+
+def test_publish_sends_what_is_missing_and_only_that(tmp_path: Path):
+    evaluations, cards = tmp_path / "evaluations", tmp_path / "cards"
+    cells = {step: make_cell(evaluations, step=step)[1] for step in (100, 200)}
+    make_cell(evaluations, step=300, status="withheld")
+    sink = HuggingFaceSink(path=str(cards))
+    first = publish_missing(str(evaluations), (sink,))
+    assert [(one.what, one.state.status) for one in first] == [
+        ("run-a-100 lm_evaluation_harness", "published"),
+        ("run-a-200 lm_evaluation_harness", "published"),
+    ]
+    assert {path.parent.name for path in cards.rglob("README.md")} == {"step-100", "step-200"}
+    standing = read_record(str(cells[100]))
+    assert standing is not None and standing.sinks[sink.name].status == "published"
+    assert publish_missing(str(evaluations), (sink,)) == []
+    assert len(publish_missing(str(evaluations), (sink,), again=True)) == 2
+
+
+def test_publish_without_a_file_sends_records_where_their_evaluation_said(tmp_path: Path):
+    named = [{"kind": "hugging_face", "path": str(tmp_path / "cards")}]
+    make_cell(tmp_path / "evaluations", evaluation={**make_record().evaluation, "sinks": named})
+    assert [one.state.status for one in publish_missing(str(tmp_path / "evaluations"), None)] == ["published"]
+
+
+def test_publish_with_nothing_to_send_to_is_refused(tmp_path: Path):
+    with pytest.raises(BadInput, match="no succeeded record"):
+        publish_missing(str(tmp_path), None)
+    make_cell(tmp_path)
+    with pytest.raises(BadInput, match="--sink FILE"):
+        publish_missing(str(tmp_path), None)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "kind: hugging_face\npath: cards\n",
+        "- kind: hugging_face\n  path: cards\n",
+        "sinks:\n  - kind: hugging_face\n    path: cards\n",
+    ],
+)
+def test_sink_file_may_hold_one_sink_or_a_list(tmp_path: Path, content: str):
+    file = tmp_path / "sink.yaml"
+    file.write_text(content)
+    assert sinks_in(str(file), None) == (HuggingFaceSink(path="cards"),)
+
+
+@pytest.mark.parametrize(
+    ("content", "about"),
+    [
+        ("kind: wandb\nprojekt: p\n", "did you mean project"),
+        ("kind: floppy\n", "floppy"),
+        ("sinks: []\n", "at least one sink"),
+        ("- kind: [\n", "YAML"),
+        ("just words", "sinks"),
+    ],
+)
+def test_sink_file_that_is_wrong_is_refused_with_its_mistake(tmp_path: Path, content: str, about: str):
+    file = tmp_path / "sink.yaml"
+    file.write_text(content)
+    with pytest.raises(BadInput, match=about):
+        sinks_in(str(file), None)

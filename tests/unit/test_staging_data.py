@@ -1,0 +1,158 @@
+"""Staging: texts at one revision, shared copies, and what is still missing; without a harness."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.hub import running_hub
+from resources.errors import BadInput, StorageError
+from resources.settings import settings
+from tasks.shared_copy import MANIFEST, Tree, fill, read_manifest, share
+from tasks.staged_texts import TextSource, stage_texts, text_source
+from tasks.staging import Wanted, fill_from, wanted_by
+from tasks.suites import load_suite, texts_folder
+
+TEXTS = json.dumps(["A first text.", " ", {"text": "Another one."}]).encode()
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A machine's cache folder of its own."""
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    settings.cache_clear()
+    yield tmp_path / "cache"
+    settings.cache_clear()
+
+
+def source_of(base: str, **changes: Any) -> TextSource:
+    """The built-in source, at another place and with small texts."""
+    blob = hashlib.sha1(b"blob %d\0" % len(TEXTS) + TEXTS).hexdigest()
+    files = {name: {"path": f"{name}.json", "blob": blob} for name in text_source("uncheatable").files}
+    given = {"name": "uncheatable", "revision": "r1", "base": base, "files": files}
+    return TextSource.model_validate({**given, **changes})
+
+
+def write_texts(folder: Path, content: bytes = TEXTS) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in text_source("uncheatable").files:
+        (folder / f"{name}.json").write_bytes(content)
+    return folder
+
+
+def make_tree(folder: Path) -> Tree:
+    """A cache with a file, and a link to it, as the hub's client leaves them."""
+    return Tree({"hub": folder / "hub", "datasets": folder / "datasets"}, notes=folder / "notes")
+
+
+def fill_tree(tree: Tree) -> None:
+    blobs, snapshot = tree.local("hub/datasets--a--b/blobs"), tree.local("hub/datasets--a--b/snapshots/1")
+    for place in (blobs, snapshot, tree.local("datasets/a___b"), tree.local("datasets/other")):
+        place.mkdir(parents=True)
+    (blobs / "x").write_bytes(b"questions")
+    (blobs / "x.incomplete").write_bytes(b"half")
+    (snapshot / "test.jsonl").symlink_to("../../blobs/x")
+    tree.local("datasets/a___b/t.arrow").write_bytes(b"prepared")
+    tree.local("datasets/other/t.arrow").write_bytes(b"somebody else's")
+
+
+def of_a_b(relative: str) -> bool:
+    return relative.startswith(("hub/datasets--a--b/", "datasets/a___b/"))
+
+
+def test_texts_are_written_beside_their_benchmarks_once_per_revision(tmp_path: Path):
+    originals = write_texts(tmp_path / "originals")
+    folder = tmp_path / "uncheatable"
+    staged = stage_texts(source_of(str(originals)), folder, on_event=lambda line: None)
+    assert staged["revision"] == "r1"
+    assert staged["files"]["bbc_news"]["documents"] == 2
+    lines = [json.loads(line) for line in (folder / "bbc_news.jsonl").read_text().splitlines()]
+    assert lines == [{"id": 0, "text": "A first text."}, {"id": 2, "text": "Another one."}]
+    assert "bbc_news.jsonl" in (folder / "fresh_bbc_news.yaml").read_text()
+    assert (folder / "_texts.yaml").is_file()
+    shutil.rmtree(originals)
+    assert stage_texts(source_of(str(originals)), folder, on_event=lambda line: None) == staged
+    with pytest.raises(BadInput, match="nothing there"):
+        stage_texts(source_of(str(originals), revision="r2"), folder, on_event=lambda line: None)
+    assert (folder / "bbc_news.jsonl").is_file()
+
+
+def test_texts_that_are_not_those_of_the_revision_are_refused(tmp_path: Path):
+    originals = write_texts(tmp_path / "originals", TEXTS.replace(b"first", b"other"))
+    with pytest.raises(BadInput, match="Git's id"):
+        stage_texts(source_of(str(originals)), tmp_path / "uncheatable", on_event=lambda line: None)
+    assert not (tmp_path / "uncheatable").exists()
+
+
+def test_texts_from_a_server_that_asks_to_wait_are_waited_for(tmp_path: Path):
+    files = {f"{name}.json": TEXTS for name in text_source("uncheatable").files}
+    with running_hub({"datasets/texts": files}) as hub:
+        hub.limited = 1
+        source = source_of(f"{hub.url}/datasets/texts/resolve/main")
+        stage_texts(source, tmp_path / "uncheatable", on_event=lambda line: None)
+        assert len(hub.requests) == 1 + len(files)
+
+
+def test_shared_copy_fills_another_machine_with_what_is_wanted_links_included(tmp_path: Path):
+    here, there, shared = make_tree(tmp_path / "here"), make_tree(tmp_path / "there"), str(tmp_path / "shared")
+    fill_tree(here)
+    assert share(here, shared, {"datasets": {"a/b": {"revision": "1"}}}, wanted=of_a_b) == 17
+    assert share(here, shared, {}, wanted=of_a_b) == 0
+    assert fill(there, shared, wanted=of_a_b) == 17
+    assert there.local("hub/datasets--a--b/snapshots/1/test.jsonl").read_bytes() == b"questions"
+    assert not there.local("datasets/other").exists()
+    assert not there.local("hub/datasets--a--b/blobs/x.incomplete").exists()
+    assert fill(there, shared, wanted=of_a_b) == 0
+    assert (read_manifest(shared) or {})["datasets"] == {"a/b": {"revision": "1"}}
+
+
+def test_damaged_or_hostile_shared_copy_is_refused(tmp_path: Path):
+    here, there, shared = make_tree(tmp_path / "here"), make_tree(tmp_path / "there"), tmp_path / "shared"
+    fill_tree(here)
+    with pytest.raises(BadInput, match=r"no staged\.json"):
+        fill(there, str(shared), wanted=of_a_b)
+    share(here, str(shared), {}, wanted=of_a_b)
+    (shared / "datasets/a___b/t.arrow").write_bytes(b"spoilt!!")
+    with pytest.raises(StorageError, match="another content"):
+        fill(there, str(shared), wanted=of_a_b)
+    assert not there.local("datasets/a___b/t.arrow").exists()
+    manifest = json.loads((shared / MANIFEST).read_text())
+    for part, entry in (("files", {"hub/../../x": {"bytes": 1, "sha256": ""}}), ("links", {"hub/x": "/etc/passwd"})):
+        (shared / MANIFEST).write_text(json.dumps({**manifest, part: entry}))
+        with pytest.raises(StorageError, match="trust no copy"):
+            fill(there, str(shared), wanted=lambda relative: True)
+
+
+def test_filling_a_machine_names_what_the_shared_copy_lacks_and_reads_nothing_twice(own_cache: Path, tmp_path: Path):
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    staged = {"benchmarks": {"quiz": {}}, "texts": {"uncheatable": {"revision": "r1", "files": {}}}}
+    name = "benchmarks/uncheatable/fresh.yaml"
+    (shared / name).parent.mkdir(parents=True)
+    (shared / name).write_bytes(b"task: fresh")
+    file = {"bytes": 11, "sha256": hashlib.sha256(b"task: fresh").hexdigest()}
+    (shared / MANIFEST).write_text(json.dumps({**staged, "files": {name: file}, "links": {}}))
+    with pytest.raises(BadInput, match="not there: mmlu"):
+        fill_from(str(shared), Wanted(benchmarks=("quiz", "mmlu")))
+    found, number = fill_from(str(shared))
+    assert (number, found["texts"]) == (11, staged["texts"])
+    assert (Path(texts_folder("uncheatable")) / "fresh.yaml").read_bytes() == b"task: fresh"
+    shutil.rmtree(shared / "benchmarks")
+    assert fill_from(str(shared))[1] == 0
+
+
+def test_wanted_by_suites_is_each_benchmark_once_and_says_what_is_fetched_elsewhere():
+    names = ("key_evals", "default_base_eval", "uncheatable", "helm", "alpaca_eval")
+    wanted = wanted_by([load_suite(name) for name in names], tokenizers=["owner/name"])
+    assert len(wanted.benchmarks) == len(set(wanted.benchmarks))
+    assert {"mmlu", "gsm8k_cot", "humaneval"} <= set(wanted.benchmarks)
+    assert (wanted.texts, wanted.tokenizers, wanted.elsewhere) == (("uncheatable",), ("owner/name",), ("mmlu",))
+    assert "tatsu-lab/alpaca_eval" in wanted.files_of_datasets
