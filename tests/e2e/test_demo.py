@@ -18,9 +18,11 @@ from pathlib import Path
 import openai
 import pytest
 
+from fakes import engine as engine_program
 from fakes.demo import Demo
 from fakes.launcher import StaleVllmLauncher
 from fakes.polling import eventually
+from fakes.processes import running_program
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine_client import EngineClient
@@ -46,29 +48,47 @@ def demo(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Demo:
     return Demo(first.folder, session_cache, done.stdout)
 
 
-def records_of(demo: Demo) -> dict[int, Record]:
-    return {record.checkpoint.step: record for record in read_records(str(demo.folder / "evaluations"))}
+QUESTIONS = {"lm_evaluation_harness": 220, "helm": 120, "alpaca_eval": 24}
+"""What the demo asks each checkpoint, by evaluator."""
 
 
-def test_demo_evaluates_every_checkpoint_and_scores_improve(demo: Demo) -> None:
+def records_of(demo: Demo) -> dict[tuple[int, str], Record]:
+    records = read_records(str(demo.folder / "evaluations"))
+    return {(record.checkpoint.step, record.evaluator): record for record in records}
+
+
+def test_demo_evaluates_every_checkpoint_by_every_evaluator(demo: Demo) -> None:
     records = records_of(demo)
     steps = sorted(int(folder.name.removeprefix("step-")) for folder in (demo.folder / "checkpoints" / "hf").iterdir())
-    assert sorted(records) == steps
+    assert set(records) == {(step, evaluator) for step in steps for evaluator in QUESTIONS}
     assert len(steps) >= 5
-    for record in records.values():
+    for (_, evaluator), record in records.items():
         assert record.succeeded
-        assert record.counts is not None
-        assert record.counts.requested == record.counts.answered == record.counts.scored == 220
-        assert record.requests["answered"] == record.requests["upstream"] > 220 / 8
+        counts = record.counts
+        assert counts is not None
+        assert (counts.requested, counts.answered, counts.scored) == (QUESTIONS[evaluator],) * 3
+        assert (counts.skipped, counts.truncated, counts.judge_errors) == (0, 0, 0)
+        assert record.samples == QUESTIONS[evaluator]
+        assert record.requests["answered"] >= record.requests["upstream"] > 0
         assert record.requests["prompt_tokens"] > 0
         assert record.requests["server_errors"] == 0
-    ways = [records[step].served["how"] for step in steps]
+    by_lm_eval = [records[step, "lm_evaluation_harness"] for step in steps]
+    ways = [record.served["how"] for record in by_lm_eval]
     assert ways == ["cold start", "restart", *["reload"] * (len(steps) - 2)]
-    assert "compared with a cold start: they agree" in records[steps[1]].served["reason"]
-    for first, last in zip(records[steps[0]].metrics, records[steps[-1]].metrics, strict=True):
-        assert (first.benchmark, first.name) == (last.benchmark, last.name)
-        assert last.stderr is not None
-        assert last.value > first.value + 3 * last.stderr, f"{last.benchmark} {last.name} did not improve"
+    assert "compared with a cold start: they agree" in by_lm_eval[1].served["reason"]
+
+
+def test_scores_of_every_evaluator_improve_over_the_checkpoints(demo: Demo) -> None:
+    records = records_of(demo)
+    first, last = min(step for step, _ in records), max(step for step, _ in records)
+    wanted = {"lm_evaluation_harness": {"acc", "exact_match"}, "helm": {"exact_match"}, "alpaca_eval": {"win_rate"}}
+    for evaluator, names in wanted.items():
+        before = {(one.benchmark, one.name): one for one in records[first, evaluator].metrics if one.name in names}
+        after = {(one.benchmark, one.name): one for one in records[last, evaluator].metrics if one.name in names}
+        assert set(before) == set(after)
+        assert {name for _, name in after} == names
+        for key, metric in after.items():
+            assert metric.value > before[key].value, f"{key} did not improve"
 
 
 def test_demo_shows_a_table_and_writes_a_page_that_needs_nothing_else(demo: Demo) -> None:
@@ -90,17 +110,75 @@ def test_demo_again_evaluates_nothing_and_says_so(demo: Demo) -> None:
 
 def test_deleted_record_is_the_only_one_evaluated_again(demo: Demo) -> None:
     before = records_of(demo)
-    deleted = sorted(before)[2]
-    [path] = (demo.folder / "evaluations").glob(f"**/step-{deleted}/**/record.json")
+    step, evaluator = deleted = sorted(cell for cell in before if cell[1] == "lm_evaluation_harness")[2]
+    [path] = (demo.folder / "evaluations").glob(f"**/step-{step}/{evaluator}/**/record.json")
     path.unlink()
     done = demo.run("demo", "--folder", str(demo.folder), "--json")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["evaluated"], told["already_recorded"]) == (1, len(before) - 1)
     after = records_of(demo)
-    assert [step for step in after if after[step] != before[step]] == [deleted]
-    assert (before[deleted].served["how"], after[deleted].served["how"]) == ("reload", "cold start")
+    assert [cell for cell in after if after[cell] != before[cell]] == [deleted]
     assert after[deleted].metrics == before[deleted].metrics
+    assert (before[deleted].served["how"], after[deleted].served["how"]) == ("reload", "cold start")
+
+
+def log_probabilities(record: Record, folder: Path) -> dict[tuple[int, int], float]:
+    """Of every choice of every question of `demo_facts`, as the harness was told."""
+    [samples] = (folder / record.attempt).glob("lm_eval/*/samples_demo_facts_*.jsonl")
+    lines = [json.loads(line) for line in samples.read_text().splitlines()]
+    return {(line["doc_id"], n): float(one[0][0]) for line in lines for n, one in enumerate(line["resps"])}
+
+
+def cells_of(demo: Demo, evaluator: str, step: int) -> list[Path]:
+    return [path.parent for path in (demo.folder / "evaluations").glob(f"*/step-{step}/{evaluator}/*/record.json")]
+
+
+def test_levanter_agrees_with_the_engine_to_a_thousandth_of_log_probability(demo: Demo) -> None:
+    last = max(step for step, _ in records_of(demo))
+    served = log_probabilities(
+        records_of(demo)[last, "lm_evaluation_harness"], *cells_of(demo, "lm_evaluation_harness", last)
+    )
+    given = ["--model", str(demo.folder / "checkpoints"), "--output", str(demo.folder / "evaluations"), "--name"]
+    given += ["tiny-llama", "--which", "latest", "--evaluator", "levanter", "--eval", "demo_facts"]
+    done = demo.run("evaluate", *given)
+    assert done.returncode == 0, done.stdout + done.stderr
+    native = records_of(demo)[last, "levanter_lm_evaluation_harness"]
+    [folder] = cells_of(demo, native.evaluator, last)
+    loaded = log_probabilities(native, folder)
+    shutil.rmtree(folder)  # other tests count the demo's own records
+    assert loaded.keys() == served.keys()
+    assert max(abs(loaded[key] - served[key]) for key in loaded) < 1e-3
+    assert native.served == {"by": "the evaluator itself"}
+
+
+def test_log_likelihoods_go_to_levanter_where_the_engine_has_none(demo: Demo, tmp_path: Path) -> None:
+    address, last = tmp_path / "engine.json", max(step for step, _ in records_of(demo))
+    program = [str(engine_program.__file__), "--address-file", str(address), "--model", f"tiny-llama-{last}"]
+    with running_program(*program, "--faults", json.dumps({"no_echo": True})):
+        eventually(address.is_file)
+        content = {
+            "model_path": str(demo.folder / "checkpoints" / "hf" / f"step-{last}"),
+            "model_name": "tiny-llama",
+            "evaluation_path": str(tmp_path / "evaluations"),
+            "base_url": f"{json.loads(address.read_text())['url']}/v1",
+            "evals": [{"name": "demo_facts"}],
+            "max_eval_instances": 8,
+        }
+        config = tmp_path / "evaluation.json"
+        config.write_text(json.dumps(content))
+        refused = demo.run("evaluate", "--config", str(config))
+        assert refused.returncode == 2
+        assert "log-probabilities of the prompt" in refused.stderr
+        config.write_text(json.dumps({**content, "without_prompt_logprobs": "levanter"}))
+        done = demo.run("evaluate", "--config", str(config))
+        assert done.returncode == 0, done.stdout + done.stderr
+        again = demo.run("evaluate", "--config", str(config))
+    succeeded = [record for record in read_records(str(tmp_path / "evaluations")) if record.succeeded]
+    assert [record.evaluator for record in succeeded] == ["levanter_lm_evaluation_harness"]
+    assert succeeded[0].counts is not None
+    assert succeeded[0].counts.scored == 8
+    assert "Nothing to evaluate: all 1 cells have succeeded records." in again.stdout
 
 
 def test_everything_the_demo_makes_lies_in_its_folder(demo: Demo) -> None:

@@ -78,6 +78,8 @@ class Faults:
     """`reload_weights` takes over only a part of the weights, as an engine with a stale packed layer does."""
     fail_reload: bool = False
     """`reload_weights` answers 500."""
+    no_echo: bool = False
+    """Prompts are not echoed, as with engines that have no log-probabilities of them."""
     no_reload: bool = False
     """There is no `collective_rpc`, as where the development endpoints are off."""
 
@@ -231,6 +233,8 @@ class FakeEngine:
             return _error(400, f"This model's maximum context length is {self.max_model_len} tokens.")
         if self.faults.fresh_samples and fields.get("temperature") and fields.get("seed") is None:
             fields["seed"] = secrets.randbits(32)
+        if self.faults.no_echo:
+            fields["echo"] = False
         completions = completions_of(self.label, prompts, fields, chat=chat)
         if fields.get("stream"):
             return await self._stream(request, fields, completions)
