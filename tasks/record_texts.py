@@ -13,6 +13,8 @@ from resources import storage
 from tasks.records import Counts, Record
 from tasks.results import NOTHING, title_of
 
+_JUDGED = ("judge", "annotator")  # shown by themselves
+
 
 def judge_of(record: Record) -> str | None:
     """Who compared the answers, and how it was asked; None where nobody judges."""
@@ -92,7 +94,7 @@ PROVENANCE: dict[str, Callable[[Record], Any]] = {
     "Judge": judge_of,
     "Evaluation hash": lambda record: record.evaluation_hash,
     "Code": _code,
-    "Versions": lambda record: record.versions,
+    "Versions": lambda record: {name: one for name, one in record.versions.items() if name not in _JUDGED},
     "Engine": engine_of,
     "Hardware": lambda record: record.hardware,
     "Tags": lambda record: list(record.tags),

@@ -14,8 +14,9 @@ from tasks.results import Column, Results, evaluator_place, title_of
 
 _NOTES = {
     "lm_evaluation_harness": "Asks the served model, and scores its answers and log-likelihoods.",
-    "helm": "Asks the served model. Its own pages show every question and answer.",
-    "alpaca_eval": "A judge compares each answer with a reference's. The win rate is the share that it prefers, in %.",
+    "helm": "Asks the served model. Its own pages show every question and answer; browsers show them only where a web "
+    "server gives them out, such as `python -m http.server` in the folder of the records.",
+    "alpaca_eval": "A judge compares each answer with a reference's. The win rate is the share that it prefers.",
     "levanter_lm_evaluation_harness": (
         "Loads each checkpoint itself: no engine and no proxy in between. Log-likelihoods only."
     ),
