@@ -84,7 +84,7 @@ def results_table(
             lines = [evaluator, column.benchmark, column.metric, questions(results.metrics(column))]
             table.add_column(Text("\n".join(filter(None, lines))), justify="right", overflow="fold")
     else:
-        for heading in (*(["evaluator"] if several else []), "benchmark", "metric"):
+        for heading in (*(["evaluator"] if several else []), "benchmark · metric"):
             table.add_column(heading, overflow="fold")
         table.add_column("value", justify="right", no_wrap=True)
         table.add_column("n", justify="right", no_wrap=True)
@@ -100,7 +100,7 @@ def results_table(
         for number, (column, outcome) in enumerate(zip(columns, outcomes, strict=True)):
             lead = start if number == 0 else [Text("")] * len(start)
             n = f"{outcome.metric.n:,}" if outcome and outcome.metric else ""
-            names = ([title_of(column.evaluator)] if several else []) + [column.benchmark, column.metric]
+            names = ([title_of(column.evaluator)] if several else []) + [column.label]
             last = number == len(columns) - 1
             table.add_row(*lead, *map(Text, names), _styled(outcome), n, end_section=last)
     return table

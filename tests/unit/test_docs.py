@@ -26,8 +26,10 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from flows.backlog import sinks_in
 from flows.cli import app
 from flows.loading import load_config
+from flows.staging import StagingRequest
 from pools.config import InferencePoolConfig, ModelConfig
 from resources import errors
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
@@ -35,7 +37,14 @@ from resources.environments import ENVIRONMENTS
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
-from tasks.records import CheckpointReference, Counts, Metric, Record
+from tasks.options.alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
+from tasks.options.helm import HelmOptions
+from tasks.options.levanter import LevanterOptions
+from tasks.options.lm_eval import LmEvalOptions
+from tasks.records import CheckpointReference, Counts, Metric, Record, SinkState
+from tasks.samples import Sample
+from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
+from tasks.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -60,8 +69,12 @@ TREE = re.compile(r"<!-- tree -->\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GENERATED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- /generated -->)", re.DOTALL)
 
 MODELS: tuple[type[BaseModel], ...] = (
-    *(EvaluationConfig, EvalTaskConfig, CheckpointSelection, InferencePoolConfig, ModelConfig, ResourceConfig),
-    *(CpuConfig, GpuConfig, TpuConfig, Record, CheckpointReference, Metric, Counts),
+    *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
+    *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterOptions),
+    *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
+    *(WeightsAndBiasesSink, MlflowSink, ObjectStoreSink, HuggingFaceSink),
+    *(InferencePoolConfig, ModelConfig, ResourceConfig, CpuConfig, GpuConfig, TpuConfig),
+    *(Record, CheckpointReference, Metric, Counts, SinkState, Sample),
 )
 DEFAULTS_IN_WORDS = {("Settings", "cache_dir"): "`$XDG_CACHE_HOME/assay`, else `~/.cache/assay`"}
 
@@ -106,7 +119,14 @@ def fields_table(model: type[BaseModel], *, prefix: str = "") -> str:
 
 
 def docstrings_of(model: type[BaseModel]) -> dict[str, str]:
-    """The string behind each field of a class, as one line."""
+    """The string behind each field of a class, as one line; of fields that it inherits, too."""
+    inherited = [base for base in model.__mro__[::-1] if issubclass(base, BaseModel) and base is not BaseModel]
+    return {name: text for one in inherited for name, text in _own_docstrings(one).items()}
+
+
+def _own_docstrings(model: type[BaseModel]) -> dict[str, str]:
+    if model.__module__.partition(".")[0] not in PACKAGES:
+        return {}
     tree = ast.parse(textwrap.dedent(inspect.getsource(model)))
     assert isinstance(tree.body[0], ast.ClassDef)
     body = tree.body[0].body
@@ -153,7 +173,9 @@ def default_in_words(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
     if isinstance(field.default, BaseModel):
-        return f"{type_in_words(type(field.default))} with its defaults"
+        kind = type(field.default)
+        changed = field.default.model_dump(mode="json", exclude_defaults=True)
+        return f"{type_in_words(kind)} with {f'`{json.dumps(changed)}`' if changed else 'its defaults'}"
     return "none" if field.default in (None, {}, ()) else f"`{json.dumps(field.default)}`"
 
 
@@ -163,7 +185,7 @@ def command_tables() -> str:
     for name, command in commands().items():
         rows = [
             (
-                f"`{', '.join(option.opts)}`",
+                f"`{', '.join([*option.opts, *option.secondary_opts])}`",
                 "required" if option.required else option_default(option),
                 str(getattr(option, "help", "")),
             )
@@ -191,8 +213,8 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
 
 
 def option_default(option: Any) -> str:
-    if getattr(option, "is_flag", False):
-        return "off"
+    if getattr(option, "is_flag", False) and option.default is not None:
+        return "on" if option.default else "off"
     return "none" if option.default is None else f"`{option.default}`"
 
 
@@ -315,7 +337,10 @@ def test_assay_commands_in_sentences_name_options_that_exist():
             named = [commands()[name]] if name else []
             assert named or text.startswith("--") or text in vars(COMMAND)["commands"], f"{path.name}: assay {text}"
             known = {
-                option for command in (COMMAND, *named) for parameter in command.params for option in parameter.opts
+                option
+                for command in (COMMAND, *named)
+                for parameter in command.params
+                for option in (*parameter.opts, *parameter.secondary_opts)
             }
             assert used <= known, f"{path.name}: assay {text}"
 
@@ -329,8 +354,29 @@ def test_evaluation_examples_in_yaml_are_valid_configurations(tmp_path: Path):
         load_config(str(file), EvaluationConfig)
 
 
-def test_other_yaml_and_json_examples_can_be_read():
+def test_suite_examples_in_yaml_are_valid_suites(tmp_path: Path):
+    examples = [fence for fence in FENCES if fence.language == "yaml" and fence.text.startswith("# A suite")]
+    assert examples
+    for fence in examples:
+        file = tmp_path / "suite.yaml"
+        file.write_text(fence.text)
+        load_suite(str(file))
+
+
+def test_sink_examples_in_yaml_are_valid_sinks(tmp_path: Path):
+    contents = [(fence, yaml.safe_load(fence.text)) for fence in FENCES if fence.language == "yaml"]
+    examples = [fence for fence, content in contents if "kind" in content or set(content) == {"sinks"}]
+    assert examples
+    for fence in examples:
+        file = tmp_path / "sinks.yaml"
+        file.write_text(fence.text)
+        sinks_in(str(file), None)
+
+
+def test_other_yaml_json_and_python_examples_can_be_read():
     for fence in FENCES:
+        if fence.language == "python":
+            ast.parse(fence.text)
         if fence.language == "yaml":
             assert isinstance(yaml.safe_load(fence.text), dict), fence
         if fence.language in ("json", "jsonl"):
