@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 def suites(
     name: Annotated[str | None, typer.Argument(help="A suite by its name, or a YAML file, to be shown whole.")] = None,
     sets: Annotated[bool, typer.Option("--sets", help="Show the named sets of benchmarks instead.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Look every benchmark up in lm-eval's own index.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Look every benchmark up, as its harness would.")] = False,
+    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own, for --check.")] = None,
     as_json: Json = False,
 ) -> None:
     """Show the suites there are, what they ask, and what they need."""
@@ -28,8 +29,10 @@ def suites(
         return
     shown = [load_suite(name)] if name is not None else list(built_in_suites().values())
     if check:
-        checked = _check(shown)
-        ERR.print(f"{checked} benchmarks are known to lm-eval.", highlight=False)
+        checked = _check(shown, benchmarks)
+        ERR.print(f"{checked} benchmarks are known to their harnesses.", highlight=False)
+    elif benchmarks is not None:
+        raise BadInput(expected="--check beside --benchmarks", found="none", remedy="add it, or leave --benchmarks out")
     if as_json:
         contents = [_suite_content(suite) for suite in shown]
         print_json(contents if name is None else contents[0])
@@ -47,7 +50,8 @@ def stage(
         list[str] | None, typer.Option("--model", help="Tokenizer on the hub, owner/name[@revision]; repeatable.")
     ] = None,
     revision: Annotated[
-        list[str] | None, typer.Option("--revision", help="Data set and commit, owner/name=commit; repeatable.")
+        list[str] | None,
+        typer.Option("--revision", help="Data set and commit, owner/name=commit, or address=SHA-256; repeatable."),
     ] = None,
     benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None,
     texts: Annotated[str | None, typer.Option(help="Folder or address to read texts from, such as a mirror.")] = None,
@@ -85,34 +89,65 @@ def stage(
         OUT.print(_staged_table(staged))
 
 
-def _check(shown: list[Suite]) -> int:
+def _check(shown: list[Suite], benchmarks: str | None) -> int:
     """How many benchmarks were looked up, all of them found.
 
     Raises:
-        UnknownBenchmark: lm-eval does not know one of them; each is named, with the suite it is in.
+        UnknownBenchmark: a harness does not know one of them; of lm-eval's, all are named, with the suite they are in.
+        BadInput: there is no such folder, or arguments of a benchmark cannot be right.
     """
+    from resources.environments import ENVIRONMENTS, ensure_environment
+    from tasks.config import EvaluationConfig
+    from tasks.evaluators.registry import EVALUATORS
+
+    evaluations = [(suite, one) for suite in shown for one in suite.evaluations]
+    _check_lm_eval([(suite, one) for suite, one in evaluations if not _checks_itself(one)], benchmarks)
+    for one in (one for _, one in evaluations if _checks_itself(one)):
+        config = EvaluationConfig(
+            model_path="unasked",
+            base_url="http://unasked/v1",
+            evaluator=one.evaluator,
+            evals=one.evals,
+            benchmarks_path=benchmarks,
+            helm=one.helm,
+            alpaca_eval=one.alpaca_eval,
+        )
+        evaluator = EVALUATORS[one.evaluator]
+        evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
+    return len({(one.evaluator, task.name) for _, one in evaluations for task in one.evals})
+
+
+def _checks_itself(one: SuiteEvaluation) -> bool:
+    return one.evaluator in ("helm", "alpaca_eval")
+
+
+def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks: str | None) -> None:
     import difflib
 
     from resources.environments import ENVIRONMENTS, ensure_environment
     from tasks.benchmark_sets import bundled_names
-    from tasks.evaluators.lm_eval_index import listed_benchmarks
+    from tasks.config import EvaluationConfig
+    from tasks.evaluators.lm_eval_index import listed_benchmarks, own_benchmarks
 
-    known = set(listed_benchmarks(ensure_environment(ENVIRONMENTS["lm-eval"]).python)) | bundled_names()
-    evaluations = [
-        (suite, one) for suite in shown for one in suite.evaluations if one.evaluator not in ("helm", "alpaca_eval")
-    ]
+    if not evaluations:
+        return
+    known = set(listed_benchmarks(ensure_environment(ENVIRONMENTS["lm-eval"]).python))
+    if benchmarks is None:
+        known |= bundled_names()
+    else:
+        asked = {"model_path": "unasked", "base_url": "http://unasked/v1", "evals": evaluations[0][1].evals}
+        known |= own_benchmarks(EvaluationConfig(**asked, benchmarks_path=benchmarks)).names
     missing = {task.name: suite.name for suite, one in evaluations for task in one.evals if task.name not in known}
     if missing:
         near = {name: difflib.get_close_matches(name, known, n=2) for name in missing}
         raise UnknownBenchmark(
-            expected="benchmarks that lm-eval knows",
+            expected="benchmarks that lm-eval knows" + (f", or in {benchmarks}" if benchmarks else ""),
             found="; ".join(
                 f"{name} of {suite}" + (f", did you mean {' or '.join(near[name])}?" if near[name] else "")
                 for name, suite in missing.items()
             ),
             remedy="correct the names in the suite; one that is gone from lm-eval has to be left out",
         )
-    return len({task.name for _, one in evaluations for task in one.evals})
 
 
 def _data_of(one: SuiteEvaluation) -> str:
@@ -162,7 +197,8 @@ def _words(needs: dict[str, Any]) -> str:
 
 
 def _suites_table(shown: list[Suite]) -> Table:
-    table = Table("Suite", "For", "Evaluations", "Benchmarks", "Needs")
+    table = Table("Suite", "For", "Parts", "Asks", "Needs")
+    table.columns[0].no_wrap = True  # a name is copied from here
     for suite in shown:
         needs = dict.fromkeys(word for one in suite.evaluations for word in _words(_needs(one)).split(", ") if word)
         number = sum(len(one.evals) for one in suite.evaluations)
@@ -171,14 +207,17 @@ def _suites_table(shown: list[Suite]) -> Table:
 
 
 def _evaluations_table(suite: Suite) -> Table:
+    from tasks.config import EVALUATOR_TITLES
+
     table = Table("Label", "Evaluator", "Benchmarks", "Needs", "Data")
+    table.columns[0].no_wrap = True
     for one in suite.evaluations:
         benchmarks = ", ".join(
             task.metric_key if task.num_fewshot is None else f"{task.metric_key} ({task.num_fewshot})"
             for task in one.evals
         )
         needs = _needs(one)
-        table.add_row(one.label, one.evaluator, benchmarks, _words(needs), needs["data"])
+        table.add_row(one.label, EVALUATOR_TITLES[one.evaluator], benchmarks, _words(needs), needs["data"])
     return table
 
 
@@ -208,11 +247,15 @@ def _staged_table(staged: dict[str, Any]) -> Table:
             table.add_row(name, one["revision"][:12], f"{one['bytes']:,}")
     for name, one in staged.get("texts", {}).items():
         table.add_row(name, one["revision"][:12], f"{sum(file['bytes'] for file in one['files'].values()):,}")
+    for name, one in staged.get("scenarios", {}).items():
+        table.add_row(
+            f"HELM's {name}", ", ".join(a["sha256"][:12] for a in one["addresses"].values()), f"{one['bytes']:,}"
+        )
     return table
 
 
 def _pair(text: str) -> tuple[str, str]:
-    name, separator, commit = text.partition("=")
+    name, separator, commit = text.rpartition("=")  # an address may have one of its own
     if not (separator and name and commit):
         raise BadInput(
             expected="--revision owner/name=commit",

@@ -9,8 +9,9 @@ from prefect.logging import get_run_logger
 from pydantic import model_validator
 
 from resources.config import Config
-from tasks.staging import Wanted, fill_from, share_staged, stage, wanted_by
+from tasks.staging import fill_from, share_staged, stage
 from tasks.suites import load_suite
+from tasks.wanted_data import Wanted, wanted_by
 
 
 class StagingRequest(Config):
@@ -21,7 +22,7 @@ class StagingRequest(Config):
     tokenizers: tuple[str, ...] = ()
     """Tokenizers on the hub, as owner/name or owner/name@revision."""
     revisions: dict[str, str] = {}
-    """Branch, tag or commit by data set; as the suites say, or the newest, when unset."""
+    """Branch, tag or commit by data set, SHA-256 by address; as the suites say, or the newest, when unset."""
     benchmarks_path: str | None = None
     """Local folder with benchmarks of one's own, as YAML files of the harness."""
     texts_from: str | None = None
@@ -69,8 +70,6 @@ def staged_by(request: StagingRequest, *, on_event: Any) -> dict[str, Any]:
         on_event(f"{number} bytes copied from {request.fill_from}")
         return staged
     pinned = {path: commit for name in request.suites for path, commit in load_suite(name).revisions.items()}
-    if wanted.elsewhere:
-        on_event(f"not staged: the data of {', '.join(wanted.elsewhere)}, which HELM fetches itself when it first runs")
     try:
         staged = stage(
             wanted,

@@ -150,7 +150,11 @@ class PoolSession:
             for one in self.status().replicas
         }
         self.want(name)
-        running = self._running_model(name, self._abilities_of(name), prefix=f"/cells/{cell}/{attempt}")
+        try:
+            running = self._running_model(name, self._abilities_of(name), prefix=f"/cells/{cell}/{attempt}")
+        except BaseException:
+            self.unwant(name)
+            raise
         return OpenCell(cell, attempt, running, self.replica_seconds(name), loads_before)
 
     def has_prompt_logprobs(self, name: str) -> bool:

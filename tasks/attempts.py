@@ -6,9 +6,10 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from prefect import task
@@ -26,7 +27,7 @@ from tasks.progress import CellDone, CellProgress, report, report_event
 from tasks.provenance import git_state, hardware, versions
 from tasks.provisioning import judge_of
 from tasks.records import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, now, write_record
-from tasks.serving import ServedCell, Serving
+from tasks.serving import Interruption, ServedCell, Serving
 from tasks.sinks.publishing import publish_record
 
 
@@ -46,8 +47,12 @@ class Turn:
     position: int
     cells: int
     harness_of: Callable[[Cell], Harness]
+    one_loads: Lock
+    """Held by the one cell whose evaluator loads a checkpoint itself."""
     on_open: Callable[[], None] = lambda: None
     """Called once the cell's checkpoint has been asked for."""
+    interruption: Interruption = field(default_factory=Interruption)
+    """Ends cells that nobody serves; for the others, whoever serves them is told."""
 
 
 @dataclass
@@ -113,12 +118,19 @@ def evaluate_cell(cell: Cell, serving: Serving | None, turn: Turn) -> Record:
                 outcome.status = "succeeded"
         except AssayError as error:
             failure = error
+        try:
+            with outcome.timed("publish"):
+                if not local and output.is_dir():
+                    storage.copy_from_local(output, storage.join(cell.uri, attempt))
+        except AssayError as error:
+            failure = failure or error
         if failure is not None:
             outcome.status, outcome.reason = failure.record_status, str(failure)
-        with outcome.timed("publish"):
-            if not local and output.is_dir():
-                storage.copy_from_local(output, storage.join(cell.uri, attempt))
-        record = write_record(cell.uri, _record(outcome, attempt))
+        try:
+            record = write_record(cell.uri, _record(outcome, attempt))
+        except AssayError:
+            _close(outcome, finished=False)
+            raise
     _close(outcome, finished=record.succeeded)
     if cell.config.sinks:
         note_sinks(cell.uri, publish_record(record, cell.uri, cell.config.sinks))
@@ -140,15 +152,14 @@ def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path
     cell = outcome.cell
     place = (turn.position, turn.cells)
     harness = turn.harness_of(cell)
-    model, judge = _model(outcome, serving, turn, output)
-    opened = outcome.opened
 
     def on_progress(progress: Progress) -> None:
-        counts = opened.counts() if opened else {}
+        counts = outcome.opened.counts() if outcome.opened else {}
         report(CellProgress(cell.title, *place, progress.stage, progress.done, progress.total, counts))
 
-    report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
-    try:
+    with turn.one_loads if cell.config.native else nullcontext(), _asking(outcome):
+        model, judge = _model(outcome, serving, turn, output)
+        report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
         with outcome.timed("evaluate"):
             return run_harness(
                 harness.evaluator,
@@ -160,11 +171,18 @@ def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path
                 client=current_client(),
                 judge=judge,
                 on_progress=on_progress,
-                check_endpoint=opened.check if opened else lambda: None,
+                check_endpoint=outcome.opened.check if outcome.opened else turn.interruption.raise_if_interrupted,
             )
+
+
+@contextmanager
+def _asking(outcome: _Outcome) -> Iterator[None]:
+    """Lets the checkpoint go at the end, whatever happened, and notes how it was served."""
+    try:
+        yield
     finally:
-        if opened is not None:
-            outcome.requests, outcome.served = opened.counts(), opened.asked_all()
+        if outcome.opened is not None:
+            outcome.requests, outcome.served = outcome.opened.counts(), outcome.opened.asked_all()
 
 
 def _model(
@@ -173,6 +191,7 @@ def _model(
     """What the evaluator is given: an endpoint, and a judge where it needs one; or the checkpoint itself."""
     cell = outcome.cell
     if cell.config.native:
+        turn.interruption.raise_if_interrupted()
         turn.on_open()
         outcome.served = {"by": "the evaluator itself"}
         folder, tokenizer = cell.folder, cell.folder.reference

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from resources import storage
 from tasks.config import EvaluationConfig, digest_of
 
 BUNDLED = Path(__file__).parent / "bundled"
-"""Benchmarks as lm-eval reads them, one YAML and one JSONL file each."""
+"""Benchmarks as lm-eval reads them, one YAML and one JSONL file each; other harnesses' in folders of their own."""
+_FOLDERS = ("helm", "alpaca_eval")
 
 
 def benchmarks_uri(config: EvaluationConfig) -> str:
@@ -17,7 +21,30 @@ def benchmarks_uri(config: EvaluationConfig) -> str:
 
 
 def benchmarks_digest(config: EvaluationConfig) -> str:
-    """Digest over the files of the benchmarks folder, so that changed questions are another evaluation."""
-    root = benchmarks_uri(config)
+    """Digest over the benchmarks folder and files that task_kwargs name: changed questions are another evaluation."""
+    root = benchmarks_uri(config).rstrip("/")
     files = [file for file in storage.list_files(root) if "__pycache__" not in file.uri]
-    return digest_of([[file.uri.removeprefix(root), storage.read_bytes(file.uri).hex()] for file in files])
+    if config.benchmarks_path is None:
+        files = [file for file in files if _is_asked_by(config.evaluator, file.uri.removeprefix(f"{root}/"))]
+    named = sorted({path for task in config.evals for path in _files_in(task.task_kwargs)})
+    return digest_of(
+        [
+            *([file.uri.removeprefix(root), storage.read_bytes(file.uri).hex()] for file in files),
+            *([str(path), hashlib.sha256(storage.read_bytes(str(path))).hexdigest()] for path in named),
+        ]
+    )
+
+
+def _is_asked_by(evaluator: str, name: str) -> bool:
+    """Whether a bundled file is an evaluator's: HELM's and AlpacaEval's have folders of their own."""
+    folder = name.partition("/")[0] if "/" in name else ""
+    return folder == evaluator if evaluator in _FOLDERS else folder not in _FOLDERS
+
+
+def _files_in(value: Any) -> Iterator[Path]:
+    """Files on this machine that are named by their whole path, however deep; those of the folder have short names."""
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _files_in(part)
+    elif isinstance(value, str) and value.startswith("/") and Path(value).is_file():
+        yield Path(value)

@@ -21,7 +21,7 @@ from tasks.results import evaluator_place, title_of
 
 SIGNIFICANT = 0.05
 """Adjusted p below which a difference is called one."""
-Verdict = Literal["better", "worse", "no clear difference", "not tested"]
+Verdict = Literal["better", "worse", "different", "no clear difference", "not tested"]
 _PLACES = ("model_path", "model_name", "evaluation_path", "benchmarks_path", "timeout_seconds", "wandb_tags", "sinks")
 _SHOWN_DIFFERENCES = 12
 
@@ -43,7 +43,7 @@ class ComparedMetric:
     evaluator: str
     benchmark: str
     metric: str
-    higher_is_better: bool
+    higher_is_better: bool | None
     first: float
     second: float
     recorded: tuple[float, float]
@@ -60,6 +60,8 @@ class ComparedMetric:
             return "not tested"
         if self.adjusted_p >= SIGNIFICANT:
             return "no clear difference"
+        if self.higher_is_better is None:
+            return "different"
         return "better" if (self.finding.difference > 0) == self.higher_is_better else "worse"
 
 

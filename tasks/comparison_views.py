@@ -13,11 +13,12 @@ from rich.text import Text
 
 from tasks.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
 from tasks.paired_tests import CONFIDENCE, RESAMPLES, Adjustment, TestName
-from tasks.results import NOTHING, measured, title_of
+from tasks.results import NOTHING, arrow, measured, title_of
 
 _VERDICTS: dict[Verdict, tuple[str, str]] = {
     "better": ("better", "green"),
     "worse": ("worse", "red"),
+    "different": ("different", ""),
     "no clear difference": ("not clear", ""),
     "not tested": ("not tested", ""),
 }
@@ -50,7 +51,7 @@ def comparison_table(comparison: Comparison) -> Table:
         table.add_column(Text(heading), justify="right", no_wrap=True)
     for metric in comparison.metrics:
         names = [title_of(metric.evaluator)] if several else []
-        names += [metric.benchmark, metric.metric + (" ↑" if metric.higher_is_better else " ↓")]
+        names += [metric.benchmark, metric.metric + arrow(metric.higher_is_better)]
         table.add_row(
             Text("\n".join(names)),
             f"{measured(metric.first, None)}\n{measured(metric.second, None)}",

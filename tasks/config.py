@@ -202,15 +202,23 @@ class EvaluationConfig(Config):
         }
         if self.evaluator == _NATIVE:
             resources = self.resource_config or ResourceConfig()
-            native = {"lm_eval": self.lm_eval.what_is_measured(), "apply_chat_template": self.asks_in_chat}
+            native = {"long_prompts": self.lm_eval.long_prompts, "apply_chat_template": self.asks_in_chat}
             return {**asked, **native, "device": f"{_NATIVE} on {resources.device.kind}"}
         return {
             **asked,
             "engine_kwargs": model.engine_kwargs if model else None,
             "generation_params": model.generation_params if model else None,
             "apply_chat_template": self.asks_in_chat,
-            "device": self.pool_config.device if self.pool_config else self.base_url,
+            "device": self.pool_config.device if self.pool_config else self._endpoint,
         }
+
+    @property
+    def _endpoint(self) -> str | None:
+        """The endpoint, however its address is written, and the name that is asked for where it is another."""
+        if self.base_url is None:
+            return None
+        name = f" {self.served_model_name}" if self.served_model_name else ""
+        return self.base_url.rstrip("/") + name
 
     @property
     def _options(self) -> LmEvalOptions | HelmOptions | AlpacaEvalOptions | LevanterOptions | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
-from threading import Event
+from threading import Event, Lock
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -21,7 +21,7 @@ from tasks.config import EvaluationConfig, EvaluatorName
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.registry import EVALUATORS
 from tasks.progress import report_event
-from tasks.serving import Serving
+from tasks.serving import Interruption, Serving
 
 _INTERRUPTED_SECONDS = 30.0
 _TURN_SECONDS = 0.05
@@ -98,7 +98,7 @@ def evaluate_cells(cells: Sequence[Cell], serving: Serving | None) -> None:
         cells: ordered by checkpoint, so that a pool is asked for few checkpoints at once.
         serving: answers for those that need an endpoint.
     """
-    evaluations = len({id(cell.config) for cell in cells})
+    evaluations = len({id(cell.config) for cell in cells if not cell.config.native})
     at_once = evaluations + (serving.checkpoints_at_once if serving else 0)
     with _harnesses(cells) as harnesses:
         _evaluate_side_by_side(cells, serving, harnesses.of, at_once=at_once)
@@ -107,27 +107,34 @@ def evaluate_cells(cells: Sequence[Cell], serving: Serving | None) -> None:
 def _evaluate_side_by_side(
     cells: Sequence[Cell], serving: Serving | None, harness_of: Callable[[Cell], Harness], *, at_once: int
 ) -> None:
-    threads = ThreadPoolExecutor(at_once, thread_name_prefix="cell")
+    threads = ThreadPoolExecutor(max(1, at_once), thread_name_prefix="cell")
+    # What loads a checkpoint itself has the machine's accelerators for itself, and keeps no pool waiting.
+    alone = ThreadPoolExecutor(1, thread_name_prefix="native-cell")
+    one_loads, interruption = Lock(), Interruption()
     running = []
     try:
         for position, cell in enumerate(cells, start=1):
             asked = Event()
             context = copy_context()  # carries the Prefect run and whoever listens to progress
-            turn = Turn(position, len(cells), harness_of, on_open=asked.set)
-            future = threads.submit(context.run, _evaluate_one, cell, serving, turn)
+            turn = Turn(position, len(cells), harness_of, one_loads, on_open=asked.set, interruption=interruption)
+            executor = alone if cell.config.native else threads
+            future = executor.submit(context.run, _evaluate_one, cell, serving, turn)
             running.append(future)
-            while not (asked.wait(_TURN_SECONDS) or future.done()):
+            while not (cell.config.native or asked.wait(_TURN_SECONDS) or future.done()):
                 pass  # checkpoints are asked for in order, though evaluated side by side
         for future in running:
             future.result()
     except BaseException:  # a signal, or Prefect itself: what has begun is ended, the rest is not begun
+        interruption.interrupt()
         if serving is not None:
             serving.interrupt()
-        threads.shutdown(wait=False, cancel_futures=True)
+        for executor in (threads, alone):
+            executor.shutdown(wait=False, cancel_futures=True)
         wait([future for future in running if not future.cancelled()], timeout=_INTERRUPTED_SECONDS)
         raise
     finally:
         threads.shutdown(wait=False)
+        alone.shutdown(wait=False)
 
 
 def _evaluate_one(cell: Cell, serving: Serving | None, turn: Turn) -> None:

@@ -23,7 +23,8 @@ from resources.errors import RecordStatus
 RECORD_NAME = "record.json"
 JOURNAL_FOLDER = "journal"
 """Folder in a cell's with a copy of its answers, while it has no record."""
-_SCOPE_NAME = "unfinished.json"
+SCOPE_NAME = "unfinished.json"
+"""File in a cell's folder that stands there from the first attempt at an evaluation of it to the success."""
 _READ_AT_ONCE = 16  # from an object store; each read waits for the network
 
 
@@ -44,8 +45,8 @@ class Metric(_Part):
     """Standard error of the value, where the harness gives one."""
     n: int
     """Questions it was taken over."""
-    higher_is_better: bool = True
-    """Direction of improvement."""
+    higher_is_better: bool | None = True
+    """Direction of improvement; empty where neither is better, or the harness does not say."""
 
 
 class Counts(_Part):
@@ -216,7 +217,7 @@ def begin_scope(cell_uri: str) -> str:
     Raises:
         StorageError: the cell's folder cannot be written.
     """
-    uri = storage.join(cell_uri, _SCOPE_NAME)
+    uri = storage.join(cell_uri, SCOPE_NAME)
     name = f"{storage.basename(cell_uri)[-40:].lstrip('._+=@-')}-{secrets.token_hex(6)}"
     if storage.create_bytes(uri, json.dumps({"scope": name}).encode()):
         return name
@@ -228,7 +229,7 @@ def begin_scope(cell_uri: str) -> str:
 
 def end_scope(cell_uri: str) -> None:
     """Ends the present evaluation of a cell, which has its record."""
-    storage.delete(storage.join(cell_uri, _SCOPE_NAME))
+    storage.delete(storage.join(cell_uri, SCOPE_NAME))
 
 
 @dataclass(frozen=True)

@@ -127,11 +127,12 @@ def _styled(outcome: Outcome | None) -> Text:
 
 
 def curves_svg(records: Sequence[Record]) -> str:
-    """All curves over training steps as one picture that stands alone, with 95 % intervals."""
+    """Curves over training steps as one picture that stands alone, with 95 % intervals; none for parts."""
     from tasks import plots
 
     results = Results(records)
-    return plots.charts_svg([results.chart(column, title=results.named(column)) for column in results.columns])
+    columns = [column for column in results.columns if not column.part]
+    return plots.charts_svg([results.chart(column, title=results.named(column)) for column in columns])
 
 
 def render_report(

@@ -39,11 +39,16 @@ class Column:
     evaluator: str
     benchmark: str
     metric: str
-    higher_is_better: bool
+    higher_is_better: bool | None
     part: bool
     """Whether it is a subset that its harness reports beside the benchmark that was asked for."""
     cells: frozenset[tuple[str, ...]]
     """Benchmark sets of the cells that have it."""
+
+    @property
+    def arrow(self) -> str:
+        """Which direction is better, as a sign; empty where none is."""
+        return arrow(self.higher_is_better)
 
     @property
     def label(self) -> str:
@@ -97,6 +102,8 @@ class Change:
             return "no standard error"
         if abs(self.difference) <= plots.Z_95 * self.stderr:
             return "no clear change"
+        if self.last.higher_is_better is None:
+            return "changed"
         return "better" if (self.difference > 0) == self.last.higher_is_better else "worse"
 
 
@@ -165,7 +172,8 @@ class Results:
         bars = "bars: 95 % interval (± 1.96 standard errors)"
         if not any(metric.stderr is not None for metric in metrics):
             bars = "no standard errors given, so no bars"
-        note = f"{'higher' if column.higher_is_better else 'lower'} is better · {questions(metrics)}\n{bars}"
+        direction = {True: "higher is better · ", False: "lower is better · ", None: ""}[column.higher_is_better]
+        note = f"{direction}{questions(metrics)}\n{bars}"
         changes = "; ".join(described(change) for change in self.changes(column))
         description = f"{self.named(column)} over training steps. {changes or 'No change to show yet'}."
         return plots.Chart(title or column.label, note if metrics else "", description, tuple(curves))
@@ -189,7 +197,7 @@ class Results:
 def _columns(records: Sequence[Record]) -> list[Column]:
     """Evaluator by evaluator, in the order in which cells name their benchmarks, and harnesses their metrics."""
     asked = {(record.evaluator, benchmark): None for record in records for benchmark in record.benchmarks}
-    found: dict[tuple[str, str, str], tuple[bool, set[tuple[str, ...]]]] = {}
+    found: dict[tuple[str, str, str], tuple[bool | None, set[tuple[str, ...]]]] = {}
     for record in records:
         for metric in record.metrics:
             key = (record.evaluator, metric.benchmark, metric.name)
@@ -202,6 +210,11 @@ def _columns(records: Sequence[Record]) -> list[Column]:
     order = {key: place for place, key in enumerate(asked)}
     ranked = sorted(found, key=lambda key: (evaluator_place(key[0]), order.get(key[:2], len(order))))
     return [Column(*key, found[key][0], key[:2] not in asked, frozenset(found[key][1])) for key in ranked]
+
+
+def arrow(higher_is_better: bool | None) -> str:
+    """The sign for a direction of improvement."""
+    return {True: " ↑", False: " ↓", None: ""}[higher_is_better]
 
 
 def measured(value: float, stderr: float | None) -> str:

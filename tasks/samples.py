@@ -10,14 +10,23 @@ import gzip
 import io
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
 from resources import storage
 from resources.errors import StorageError
 
 SAMPLES_NAME = "samples.jsonl.gz"
 """Name of the file in an attempt's folder."""
+
+
+def _encodable(text: str) -> str:
+    """Half of a surrogate pair, which JSON can carry from an endpoint and no file can hold, becomes a question mark."""
+    return text.encode(errors="replace").decode()
+
+
+_Text = Annotated[str, AfterValidator(_encodable)]
 
 
 class Sample(BaseModel):
@@ -29,11 +38,11 @@ class Sample(BaseModel):
     """Name its metrics are published under."""
     id: str
     """The same for the same question in every run of the benchmark."""
-    prompt: str
+    prompt: _Text
     """What was asked, as far as the harness tells."""
-    output: str
+    output: _Text
     """What the model answered; for a choice, the one it found likeliest."""
-    target: str | None
+    target: _Text | None
     """The right answer, or the output it was compared with, where there is one."""
     scores: dict[str, float]
     """By metric, named as in the record; empty for a question that was left out."""

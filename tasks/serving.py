@@ -73,16 +73,18 @@ class Serving(Protocol):
         ...
 
 
-class _Interruptible:
-    """Can be told that the run is being ended."""
+class Interruption:
+    """Whether a run has been told to end."""
 
     def __init__(self) -> None:
         self._interrupted = threading.Event()
 
     def interrupt(self) -> None:
+        """Tells it to end."""
         self._interrupted.set()
 
     def raise_if_interrupted(self) -> None:
+        """Raises EvaluationInterrupted once it has been."""
         if self._interrupted.is_set():
             raise EvaluationInterrupted(
                 expected="the run to go on until the cell has its record",
@@ -91,7 +93,7 @@ class _Interruptible:
             )
 
 
-class PoolServing(_Interruptible):
+class PoolServing(Interruption):
     """A pool, through a session of ours."""
 
     def __init__(self, session: PoolSession) -> None:
@@ -149,7 +151,7 @@ class _PoolCell:
         self._session.close_cell(self._opened, finished=finished)
 
 
-class EndpointServing(_Interruptible):
+class EndpointServing(Interruption):
     """Somebody else's endpoint, of which nothing is known but its address; it serves what it serves."""
 
     checkpoints_at_once = 0

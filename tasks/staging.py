@@ -10,9 +10,9 @@ import fcntl
 import json
 import os
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, JobTimeout, StagingIncomplete
 from resources.jobs import Command, JobRequest, JobStatus, create_environment, current_client
 from resources.settings import process_environment, settings
-from tasks.benchmark_sets import bundled_names
 from tasks.benchmarks import BUNDLED
 from tasks.evaluators.harness import cache_variables
 from tasks.shared_copy import MANIFEST, Tree, fill, read_manifest, share
 from tasks.staged_texts import stage_texts, text_source
-from tasks.suites import Suite, texts_folder
+from tasks.suites import texts_folder
+from tasks.wanted_data import PARTS, Wanted, chosen_of, missing_of
 
-_PROGRAM = Path(__file__).parent / "programs" / "stage_data.py"
+_PROGRAMS = Path(__file__).parent / "programs"
 _JOB_FILE = "job.json"
 _PROBLEMS = "problems.json"
 _FETCH = {
@@ -40,43 +40,23 @@ _FETCH = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }
-_WITHOUT_NETWORK = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-_ALPACA_EVAL = ("tatsu-lab/alpaca_eval", ("alpaca_eval_gpt4_baseline.json", "df_gamed.csv"))
-_PARTS = ("benchmarks", "datasets", "tokenizers", "texts", "files_of_datasets")
+_PROVE = {**_FETCH, "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
 _ALL_LINES = 1_000_000
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """What is to be there: benchmarks by name, tokenizers as `owner/name` or `owner/name@revision`, texts."""
+class _Stager:
+    """A program that fetches some parts of what is wanted, and the environment it runs in."""
 
-    benchmarks: tuple[str, ...] = ()
-    tokenizers: tuple[str, ...] = ()
-    texts: tuple[str, ...] = ()
-    files_of_datasets: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Single files of data sets on the hub."""
-    elsewhere: tuple[str, ...] = ()
-    """Evaluations whose harness fetches its data by itself."""
+    program: Path
+    environment: str
+    parts: tuple[str, ...]
 
 
-def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wanted:
-    """What some suites need on a machine without a network."""
-    evaluations = [one for suite in suites for one in suite.evaluations]
-    lm_eval = [
-        one for one in evaluations if one.evaluator in ("lm_evaluation_harness", "levanter_lm_evaluation_harness")
-    ]
-    alpaca = any(task.name == "alpaca_eval" for one in evaluations for task in one.evals)
-    return Wanted(
-        benchmarks=tuple(dict.fromkeys(task.name for one in lm_eval if one.texts is None for task in one.evals)),
-        tokenizers=tuple(tokenizers),
-        texts=tuple(dict.fromkeys(one.texts for one in lm_eval if one.texts is not None)),
-        files_of_datasets=dict([_ALPACA_EVAL]) if alpaca else {},
-        elsewhere=tuple(
-            one.label
-            for one in evaluations
-            if one.evaluator == "helm" and not bundled_names().issuperset(task.name for task in one.evals)
-        ),
-    )
+_STAGERS = (
+    _Stager(_PROGRAMS / "stage_data.py", "lm-eval", ("benchmarks", "tokenizers", "files_of_datasets")),
+    _Stager(_PROGRAMS / "stage_helm.py", "helm", ("helm",)),
+)
 
 
 def stage(
@@ -94,7 +74,7 @@ def stage(
     Args:
         wanted: what is to be there.
         benchmarks_path: local folder of benchmarks of one's own.
-        revisions: branch, tag or commit by data set; the newest when unset.
+        revisions: branch, tag or commit by data set, and SHA-256 by address; the newest when unset.
         texts_from: where texts are read instead: a folder or address that holds their files.
         refresh: fetch the newest revision of what is there already, too.
         prove: load everything once more without a network.
@@ -107,27 +87,30 @@ def stage(
     with _alone(on_event):
         manifest = settings().cache_dir / MANIFEST
         staged = read_manifest(str(manifest.parent)) or {}
-        missing = _missing(wanted, staged, refresh=refresh)
+        missing = missing_of(wanted, staged, refresh=refresh)
         problems: dict[str, str] = {}
-        if missing.benchmarks or missing.tokenizers or missing.files_of_datasets:
-            job = {
-                "benchmarks": missing.benchmarks,
-                "benchmarks_path": str(storage.local_path(benchmarks_path or str(BUNDLED)).absolute()),
-                "tokenizers": missing.tokenizers,
-                "files_of_datasets": missing.files_of_datasets,
-                "revisions": revisions or {},
-                "refresh": refresh,
-                "manifest": str(manifest.absolute()),
-            }
-            problems = _run("fetch", job, variables=_FETCH, on_event=on_event)
+        job = {
+            "benchmarks_path": str(storage.local_path(benchmarks_path or str(BUNDLED)).absolute()),
+            "scenarios_path": str(_scenarios()),
+            "revisions": revisions or {},
+            "refresh": refresh,
+            "manifest": str(manifest.absolute()),
+        }
+        for stager in _STAGERS:
+            asked = {part: getattr(missing, part) for part in stager.parts}
+            if not any(asked.values()):
+                continue
+            found = _run(stager, "fetch", {**job, **asked}, variables=_FETCH, on_event=on_event)
             staged = read_manifest(str(manifest.parent)) or {}
             if prove:
-                fetched = {**job, "benchmarks": [name for name in missing.benchmarks if name not in problems]}
                 on_event("loading everything without a network")
-                unproved = _run("prove", fetched, variables={**_FETCH, **_WITHOUT_NETWORK}, on_event=on_event)
-                for part in ("benchmarks", "tokenizers"):
-                    staged[part] = {name: one for name, one in staged[part].items() if name not in unproved}
-                problems |= unproved
+                there = {part: _without(names, found) for part, names in asked.items()}
+                unproved = _run(stager, "prove", {**job, **there}, variables=_PROVE, on_event=on_event)
+                for part in stager.parts:
+                    staged[part] = _without(staged.get(part, {}), unproved)
+                _write(manifest, staged)
+                found |= unproved
+            problems |= found
         for name in wanted.texts:
             source = text_source(name)
             if texts_from is not None:
@@ -165,67 +148,33 @@ def fill_from(
         here = settings().cache_dir
         staged = read_manifest(str(here)) or {}
         copy = read_manifest(uri) or {}
-        lacking = _missing(wanted or Wanted(), copy, refresh=False)
-        absent = [*lacking.benchmarks, *lacking.tokenizers, *lacking.files_of_datasets, *lacking.texts]
-        if copy and absent:
+        lacking = missing_of(wanted or Wanted(), copy, refresh=False)
+        if copy and lacking.names:
             raise BadInput(
                 expected=f"the shared copy at {uri} to hold what is asked for",
-                found=f"not there: {', '.join(absent)}",
+                found=f"not there: {', '.join(lacking.names)}",
                 remedy="add it with `assay stage … --target` on a machine that reaches the hub",
             )
-        parts = {part: copy.get(part, {}) if wanted is None else _chosen(part, copy, wanted) for part in _PARTS}
+        parts = {part: copy.get(part, {}) if wanted is None else chosen_of(part, copy, wanted) for part in PARTS}
         if copy and all(
             staged.get(part, {}).get(name) == one for part, all_ in parts.items() for name, one in all_.items()
         ):
             return staged, 0
         number = fill(_tree(), uri, wanted=_files_of(parts))
-        merged = {part: {**staged.get(part, {}), **parts[part]} for part in _PARTS}
+        merged = {part: {**staged.get(part, {}), **parts[part]} for part in PARTS}
         _write(here / MANIFEST, {**staged, **merged})
         return {**staged, **merged}, number
 
 
-def _missing(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wanted:
-    """What is wanted and not staged; of tokenizers, those of another revision too."""
-    if refresh:
-        return wanted
-    tokenizers = staged.get("tokenizers", {})
-
-    def is_there(asked: str) -> bool:
-        name, _, revision = asked.partition("@")
-        return name in tokenizers and revision in ("", tokenizers[name]["asked"], tokenizers[name]["revision"])
-
-    return Wanted(
-        benchmarks=tuple(name for name in wanted.benchmarks if name not in staged.get("benchmarks", {})),
-        tokenizers=tuple(asked for asked in wanted.tokenizers if not is_there(asked)),
-        texts=tuple(name for name in wanted.texts if name not in staged.get("texts", {})),
-        files_of_datasets={
-            name: files
-            for name, files in wanted.files_of_datasets.items()
-            if name not in staged.get("files_of_datasets", {})
-        },
-    )
-
-
-def _chosen(part: str, copy: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
-    content: dict[str, Any] = copy.get(part, {})
-    names = {
-        "benchmarks": set(wanted.benchmarks),
-        "datasets": {path for name in wanted.benchmarks for path in copy["benchmarks"].get(name, {})},
-        "tokenizers": {asked.partition("@")[0] for asked in wanted.tokenizers},
-        "texts": set(wanted.texts),
-        "files_of_datasets": set(wanted.files_of_datasets),
-    }[part]
-    return {name: one for name, one in content.items() if name in names}
-
-
 def _files_of(staged: dict[str, Any]) -> Callable[[str], bool]:
     """Which files of a copy belong to what is staged; modules are few, and shared by all."""
-    prefixes = ["modules/", "evaluate/"]
+    prefixes = ["modules/", "evaluate/", "nltk/"]
     for path, one in {**staged.get("datasets", {}), **staged.get("files_of_datasets", {})}.items():
         prefixes += [f"hub/datasets--{path.replace('/', '--')}/"]
         prefixes += [f"datasets/{one['folder']}/"] if one.get("folder") else []
     prefixes += [f"hub/models--{name.replace('/', '--')}/" for name in staged.get("tokenizers", {})]
     prefixes += [f"benchmarks/{name}/" for name in staged.get("texts", {})]
+    prefixes += [f"scenarios/{name}/" for name in staged.get("scenarios", {})]
     return lambda relative: relative.startswith(tuple(prefixes))
 
 
@@ -240,20 +189,39 @@ def _tree() -> Tree:
             "modules": home / "modules",
             "evaluate": home / "evaluate",
             "benchmarks": Path(texts_folder("any")).parent,
+            "scenarios": _scenarios(),
+            "nltk": _scenarios().with_name("nltk"),
         },
         notes=settings().cache_dir / "filling",
     )
 
 
+def _scenarios() -> Path:
+    """Where HELM's scenarios keep their data, see `run_helm.py`."""
+    return (settings().cache_dir / "helm" / "scenarios").absolute()
+
+
+def _without(names: Any, left_out: Mapping[str, str]) -> Any:
+    """Some names, or what is known by them, without those that are in the way; a tokenizer's has no revision there."""
+    if isinstance(names, Mapping):
+        return {name: one for name, one in names.items() if name not in left_out}
+    return [name for name in names if name.partition("@")[0] not in left_out]
+
+
 def _run(
-    what: str, job: dict[str, Any], *, variables: dict[str, str], on_event: Callable[[str], None]
+    stager: _Stager,
+    what: str,
+    job: dict[str, Any],
+    *,
+    variables: dict[str, str],
+    on_event: Callable[[str], None],
 ) -> dict[str, str]:
-    """Runs our program in lm-eval's environment; what could not be done, by name.
+    """Runs a program that stages; what could not be done, by name.
 
     Raises:
         StagingIncomplete: it ended without saying.
     """
-    python = ensure_environment(ENVIRONMENTS["lm-eval"], on_progress=on_event).python
+    python = ensure_environment(ENVIRONMENTS[stager.environment], on_progress=on_event).python
     name = f"stage-{secrets.token_hex(4)}"
     folder = settings().cache_dir / "staging" / name
     folder.mkdir(parents=True)
@@ -261,7 +229,7 @@ def _run(
     (folder / _JOB_FILE).write_text(json.dumps({**job, "problems": str(problems.absolute())}, indent=2))
     request = JobRequest(
         name,
-        Command(str(python), ("-I", "-u", str(_PROGRAM), what, str((folder / _JOB_FILE).absolute()))),
+        Command(str(python), ("-I", "-u", str(stager.program), what, str((folder / _JOB_FILE).absolute()))),
         resources=ResourceConfig(),
         environment=create_environment(workspace=folder, python=python, env_vars={**cache_variables(), **variables}),
         max_retries_preemption=0,

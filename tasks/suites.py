@@ -96,7 +96,7 @@ class Suite(Config):
     resources: ResourceConfig | None = None
     """What engines run on where the request does not say; its device, where the request names no accelerator."""
     revisions: dict[str, str] = {}
-    """Branch, tag or commit by data set, for `assay stage`; the newest where it does not say."""
+    """Branch, tag or commit by data set, SHA-256 by address, for `assay stage`; the newest where it does not say."""
 
     @model_validator(mode="before")
     @classmethod

@@ -72,6 +72,13 @@ def check_instructions(config: EvaluationConfig) -> None:
             found=", ".join(remote),
             remedy="Copy them here; or put instructions with outputs into benchmarks_path, which may lie in a store",
         )
+    controlled = options.length_control_path
+    if controlled is not None and not storage.local_path(controlled).is_file():
+        raise BadInput(
+            expected="AlpacaEval's df_gamed.csv as length_control_path",
+            found=f"{controlled}, where there is no file",
+            remedy="Correct the path, or leave it out: the plain win rate needs none",
+        )
     if options.instructions_path is not None and len(config.evals) > 1:
         raise BadInput(
             expected="one name in evals, since instructions_path is one set",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ RESULTS_NAME = "results.json"
 OUTPUTS_NAME = "model_outputs.json"
 REFERENCES_NAME = "reference_outputs.json"
 ANNOTATIONS_NAME = "annotations.json"
+_LENGTH = "avg_length"
 WIN_RATE = "win_rate"
 
 _Content = TypeVar("_Content", bound=BaseModel)
@@ -122,7 +123,8 @@ def _metrics(key: str, numbers: dict[str, float | None], *, judged: int, answere
             name=name,
             value=value,
             stderr=error if error is not None and math.isfinite(error) else None,
-            n=answered if name == "avg_length" else judged,
+            n=answered if name == _LENGTH else judged,
+            higher_is_better=None if name == _LENGTH else True,
         )
 
 
@@ -132,26 +134,37 @@ def _has_win_rates(plan: _Plan, metrics: list[Metric]) -> bool:
 
 def _judged(folder: Path) -> list[_Judged]:
     """Every instruction of a set; one whose line is lost is one without an output."""
-    references = {row["instruction"]: row.get("output") for row in _rows(folder / REFERENCES_NAME)}
-    preferences: dict[tuple[str, str], float] = {}
+    references: dict[str, list[Any]] = defaultdict(list)
+    for row in _rows(folder / REFERENCES_NAME):
+        references[row["instruction"]].append(row.get("output"))
+    preferences: dict[tuple[str, Any], dict[Any, float | None]] = defaultdict(dict)
     for row in _rows(folder / ANNOTATIONS_NAME):
-        preference, output = row.get("preference"), row.get("output_2")
-        if isinstance(preference, int | float) and 1 <= preference <= 2 and isinstance(output, str):
-            preferences[row["instruction"], output] = preference - 1
+        preference = row.get("preference")
+        share = preference - 1 if isinstance(preference, int | float) and 1 <= preference <= 2 else None
+        preferences[row["instruction"], str(row.get("output_2"))][str(row.get("output_1"))] = share
     judged = []
     for row in _rows(folder / OUTPUTS_NAME):
-        instruction, output = row["instruction"], row.get("output")
-        reference, prompt = references.get(instruction), row.get("prompt")
+        instruction, output, prompt = row["instruction"], row.get("output"), row.get("prompt")
+        # An instruction may stand there twice, with another output to compare with each time.
+        left = references[instruction]
+        reference = left.pop(0) if left else None
         judged.append(
             _Judged(
                 instruction=instruction,
                 output=output if isinstance(output, str) else None,
                 reference=reference if isinstance(reference, str) else None,
                 prompt=prompt if isinstance(prompt, str) else instruction,
-                preference=preferences.get((instruction, output)) if isinstance(output, str) else None,
+                preference=_verdict(preferences[instruction, output], reference) if isinstance(output, str) else None,
             )
         )
     return judged
+
+
+def _verdict(by_reference: dict[Any, float | None], reference: Any) -> float | None:
+    """The preference over one reference; over the only one where it is not known which that was."""
+    if isinstance(reference, str):
+        return by_reference.get(reference)
+    return next(iter(by_reference.values())) if len(by_reference) == 1 else None
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:

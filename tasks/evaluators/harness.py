@@ -120,6 +120,9 @@ def run_harness(
         log = _without_keys(job.logs(_KEPT_LOG_LINES), command)
         with suppress(OSError):  # a full disk must not hide how the harness ended
             (output / LOG_NAME).write_text(log + "\n")
+        with suppress(OSError):  # there is none, as a rule
+            refusal = output / REFUSAL_NAME
+            refusal.write_text(_without_keys(refusal.read_text(), command))  # may quote what an endpoint said
     if job.status() is not JobStatus.SUCCEEDED:
         by_hand = _by_hand(command, working_folder)
         raise _failure(

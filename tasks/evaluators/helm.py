@@ -17,6 +17,7 @@ from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.helm_entries import check_entries, read_entries_file
 from tasks.evaluators.helm_results import RESULTS_FOLDER, read_results, read_samples
+from tasks.records import SCOPE_NAME
 from tasks.samples import Sample
 
 _PROGRAM = Path(__file__).parents[1] / "programs" / "run_helm.py"
@@ -82,6 +83,7 @@ class Helm:
             "request_retries": options.request_retries,
             "exit_on_error": options.exit_on_error,
             "skip_completed_runs": options.skip_completed_runs,
+            "begun_with": str(output.parent / SCOPE_NAME),
             "site": options.site,
             "limit": config.max_eval_instances,
             "model": model.model,

@@ -6,10 +6,13 @@ scenario state, one by one, and scores in the statistics of each question. Nothi
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple, TypeVar
@@ -27,6 +30,8 @@ RESULTS_FOLDER = "helm"
 SITE = f"{RESULTS_FOLDER}/index.html"
 _CORRECT = "correct"
 _TRUNCATED = "prompt_truncated"
+_CHOSEN = "predicted_index"
+_HASH_DIGITS = 12
 
 _Content = TypeVar("_Content")
 
@@ -133,15 +138,38 @@ class _Run:
     stats: list[_Stat]
     by_question: Mapping[tuple[str, int, str], dict[str, float]]
     """Finite statistics of each question: instance, trial, perturbation."""
+    splits: Mapping[str, str | None]
+    """The split that an instance belongs to."""
 
     @property
     def benchmark(self) -> str:
         return f"{self.plan.key}.{self.plan.label}" if self.plan.label else self.plan.key
 
+    def statistics(self, key: _Key) -> Mapping[str, float]:
+        """Of one question, all that HELM has."""
+        return self.by_question.get((key.instance, key.trial, key.perturbation), {})
+
     def scores(self, key: _Key) -> dict[str, float]:
         """Of one question, in the metrics that count."""
-        found = self.by_question.get((key.instance, key.trial, key.perturbation), {})
+        found = self.statistics(key)
         return {name: found[name] for name in self.plan.metrics if name in found}
+
+    @cached_property
+    def published(self) -> dict[str, _Stat]:
+        """The metrics that count, as HELM has them: on the main split, without perturbations, over all trials."""
+        chosen: dict[str, _Stat] = {}
+        for name in self.plan.metrics:
+            found = {one.name.split: one for one in self.stats if one.name.name == name and not one.name.perturbation}
+            preferred = [split for split in (self.plan.split, "test", "valid", *found) if split in found]
+            if preferred:
+                chosen[name] = found[preferred[0]]
+        return chosen
+
+    def shares(self, key: _Key) -> dict[str, float]:
+        """The scores of one question that are part of published metrics; perturbed ones and other splits have none."""
+        split = self.splits.get(key.instance)
+        of_split = {name for name, stat in self.published.items() if stat.name.split == split and not key.perturbation}
+        return {name: score for name, score in self.scores(key).items() if name in of_split}
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
@@ -185,11 +213,11 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
             further = (f"trial {key.trial}" if key.trial else "", key.perturbation, key.random or "")
             yield Sample(
                 benchmark=run.benchmark,
-                id="/".join([key.instance, *(part for part in further if part)]),
+                id="/".join([_id(states[0].instance), *(part for part in further if part)]),
                 prompt=_prompt(states),
-                output=_output(states),
+                output=_output(states, run.statistics(key)),
                 target=_target(states[0]),
-                scores=run.scores(key),
+                scores=run.shares(key),
             )
 
 
@@ -203,17 +231,26 @@ def _runs(output: Path, plan: _Plan, config: EvaluationConfig) -> Iterator[_Run]
         for state in _read(folder / "scenario_state.json", _ScenarioState).request_states:
             states[_key(state)].append(state)
         by_question: dict[tuple[str, int, str], dict[str, float]] = defaultdict(dict)
+        splits: dict[str, str | None] = {}
         for question in _read(folder / "per_instance_stats.json", list[_QuestionStats]):
             place = (question.instance_id, question.train_trial_index, _named(question.perturbation))
             for stat in question.stats:
                 if stat.mean is not None and math.isfinite(stat.mean):
                     by_question[place][stat.name.name] = stat.mean
-        yield _Run(planned_run, states, _read(folder / "stats.json", list[_Stat]), by_question)
+                    splits[question.instance_id] = stat.name.split
+        yield _Run(planned_run, states, _read(folder / "stats.json", list[_Stat]), by_question, splits)
 
 
 def _key(state: _RequestState) -> _Key:
     instance = state.instance
     return _Key(instance.id, state.train_trial_index, _named(instance.perturbation), state.request.random)
+
+
+def _id(instance: _Instance) -> str:
+    """Name and content of a question: most names are places in the data, where another question may come to stand."""
+    offered = [[one.output.text, _CORRECT in one.tags] for one in instance.references]
+    content = json.dumps([instance.input.text, offered])
+    return f"{instance.id}-{hashlib.sha256(content.encode()).hexdigest()[:_HASH_DIGITS]}"
 
 
 def _named(perturbation: _Perturbation | None) -> str:
@@ -239,22 +276,19 @@ def _scored(run: _Run, whole: set[_Key], metrics: list[Metric]) -> int:
 
 
 def _metrics(run: _Run, lower_is_better: list[str]) -> Iterator[Metric]:
-    """The metrics that count, as HELM has them: on the main split, without perturbations, over all trials."""
-    for name in run.plan.metrics:
-        found = {stat.name.split: stat for stat in run.stats if stat.name.name == name and not stat.name.perturbation}
-        preferred = [split for split in (run.plan.split, "test", "valid", *found) if split in found]
-        value = found[preferred[0]].mean if preferred else None
-        if value is None or not math.isfinite(value):
+    """The metrics that count, with the questions that each is taken over."""
+    for name, stat in run.published.items():
+        if stat.mean is None or not math.isfinite(stat.mean):
             continue
         of_question: dict[str, list[float]] = defaultdict(list)
         for (instance, _, perturbation), stats in run.by_question.items():
-            if name in stats and not perturbation:
+            if name in stats and not perturbation and run.splits[instance] == stat.name.split:
                 of_question[instance].append(stats[name])
         values = [fmean(trials) for trials in of_question.values()]
         yield Metric(
             benchmark=run.benchmark,
             name=name,
-            value=value,
+            value=stat.mean,
             stderr=stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None,
             n=len(values) or len({key.instance for key in run.states}),
             higher_is_better=name not in lower_is_better,
@@ -289,8 +323,8 @@ def _prompt(states: list[_RequestState]) -> str:
     return "\n".join(str(message.get("content")) for message in messages) if messages else states[0].request.prompt
 
 
-def _output(states: list[_RequestState]) -> str:
-    """The answer, or the likeliest choice."""
+def _output(states: list[_RequestState], statistics: Mapping[str, float]) -> str:
+    """The answer, or the likeliest choice: the one that HELM scores, which may weigh choices by their length."""
     if len(states) == 1:
         result = states[0].result
         return result.completions[0].text if result and result.completions else ""
@@ -299,7 +333,8 @@ def _output(states: list[_RequestState]) -> str:
         return ""
     likeliest = max(offered, key=lambda state: state.result.completions[0].logprob if state.result else -math.inf)
     references = likeliest.instance.references
-    return references[likeliest.reference_index or 0].output.text if references else ""
+    chosen = int(statistics.get(_CHOSEN, likeliest.reference_index or 0))
+    return references[chosen].output.text if 0 <= chosen < len(references) else ""
 
 
 def _target(state: _RequestState) -> str | None:

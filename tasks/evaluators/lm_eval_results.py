@@ -134,7 +134,7 @@ def _metrics(results: Results) -> Iterator[Metric]:
                 value=value,
                 stderr=stderr if is_number(stderr) and is_finite(stderr) else None,
                 n=n if isinstance(n, int) else 0,
-                higher_is_better=directions.get(name) is not False,
+                higher_is_better=directions.get(name, True),
             )
 
 

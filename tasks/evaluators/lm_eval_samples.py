@@ -140,10 +140,10 @@ def _score(metric: str, value: Any) -> float | None:
         if isinstance(value, bool):
             return float(value)
         if metric == "perplexity" and is_number(value):
-            return math.exp(-value)
+            value = math.exp(-value)
         if metric in ("word_perplexity", "byte_perplexity", "bits_per_byte") and isinstance(value, list):
             per_unit = -value[0] / value[1]
-            return per_unit / math.log(2) if metric == "bits_per_byte" else math.exp(per_unit)
+            value = per_unit / math.log(2) if metric == "bits_per_byte" else math.exp(per_unit)
     except (ArithmeticError, TypeError, IndexError):
         return None
     return float(value) if is_number(value) and is_finite(value) else None

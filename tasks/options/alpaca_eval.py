@@ -9,6 +9,7 @@ from pydantic import Field, field_validator, model_validator
 
 from resources import storage
 from resources.config import Config
+from resources.errors import AssayError
 
 DEFAULT_PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n"
 _FILES = ("instructions_path", "reference_outputs_path", "length_control_path")
@@ -113,12 +114,15 @@ class AlpacaEvalOptions(Config):
         return {name: value for layer in layers for name, value in layer.items() if value is not None}
 
     def what_is_measured(self) -> dict[str, Any]:
-        """What of this can change a score: files by their content, wherever they lie.
-
-        Raises:
-            FileNotFoundError: a file is not there.
-            StorageError: it cannot be read.
-        """
+        """What of this can change a score: files by their content, wherever they lie."""
         paths = {name: path for name in _FILES if (path := getattr(self, name)) is not None}
-        contents = {name: hashlib.sha256(storage.read_bytes(path)).hexdigest() for name, path in paths.items()}
+        contents = {name: _digest(path) for name, path in paths.items()}
         return {**self.model_dump(mode="json", exclude=set(_FILES)), **contents}
+
+
+def _digest(uri: str) -> str | None:
+    """Of the file's content; None where there is no such file, which is refused before anything is asked."""
+    try:
+        return hashlib.sha256(storage.read_bytes(uri)).hexdigest()
+    except (OSError, AssayError):
+        return None

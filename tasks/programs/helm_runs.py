@@ -103,11 +103,15 @@ class Harness:
         unfinished.replace(self._output / PLAN_NAME)
 
     def _take_over(self, run: Run) -> None:
-        """Copies a run that is finished in the folder of an earlier attempt, with every answer."""
+        """Copies a run that is finished in the folder of an earlier attempt, with every answer.
+
+        Attempts at an evaluation that has ended do not count: it is done afresh since its record was deleted.
+        """
+        began = modified(Path(self._job["begun_with"]))
         target = self._folder / "runs" / SUITE / run.spec.name
         for earlier in sorted(self._output.parent.glob("attempt-*")):
             source = earlier / self._job["results_folder"] / OUTPUT_FOLDER / "runs" / SUITE / run.spec.name
-            if earlier == self._output or not source.is_dir():
+            if earlier == self._output or not source.is_dir() or modified(earlier / PLAN_NAME) < began:
                 continue
             try:
                 texts = {name: (source / name).read_text() for name in RUN_FILES}
@@ -137,6 +141,14 @@ class Harness:
         )
         results = [state["result"] for state in content["scenario_state.json"]["request_states"]]
         return before["questions"] if same and all(result["success"] for result in results) else 0
+
+
+def modified(path: Path) -> int:
+    """When a file was written, in nanoseconds; 0 where there is none."""
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0
 
 
 class PlannedSummarizer(Summarizer):

@@ -7,18 +7,22 @@ import difflib
 import json
 import logging
 import os
+import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.config.task import TaskConfig
+from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._factory import TaskFactory
 from lm_eval.tasks._index import Entry, Kind
+from lm_eval.utils import set_torch_seed
 from lm_eval_index import code_runners, is_complete
 from lm_eval_refusal import refuse
 
@@ -133,8 +137,15 @@ def check_code(job: dict[str, Any], name: str, runners: set[str], output: Path) 
 
 
 def load(job: dict[str, Any], item: dict[str, Any], manager: TaskManager, output: Path) -> list[Task | Group]:
-    """One benchmark; refuses one that does not load."""
+    """One benchmark; refuses one that does not load.
+
+    Some, such as gpqa, shuffle choices when they are loaded, so lm-eval seeds before. Here each benchmark gets the
+    seeds that it has as lm-eval's only one: its questions are the same whichever others are loaded before it.
+    """
     name, key = item["name"], item["key"]
+    random.seed(DEFAULT_RANDOM_SEED)
+    np.random.seed(DEFAULT_OTHER_SEED)
+    set_torch_seed(DEFAULT_OTHER_SEED)
     manager._factory = Overriding(item.get("task_kwargs", {}), metadata=manager.metadata or {})
     with contextlib.chdir(folder_of(name, manager)):  # data files are named relative to it
         try:

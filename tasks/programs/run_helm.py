@@ -95,6 +95,11 @@ def put_downloads_off() -> None:
         nltk.download = lambda *args, **kwargs: False
 
 
+def keep_words(job: dict[str, Any]) -> None:
+    """NLTK's data lie beside those of scenarios, once per machine."""
+    nltk.data.path.insert(0, str(Path(job["scenarios_path"]).parent / "nltk"))
+
+
 def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
     """Evaluates a run, and once more where its metrics turn out to need what NLTK has to download."""
     try:
@@ -103,7 +108,7 @@ def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
         if "nltk" not in str(error).lower() or os.environ.get("HF_HUB_OFFLINE") == "1":
             raise
         socket.setdefaulttimeout(WORDS_SECONDS)
-        if not nltk.download_now(WORDS):
+        if not nltk.download_now(WORDS, download_dir=nltk.data.path[0]):
             raise
         socket.setdefaulttimeout(None)
         harness.evaluate(run)
@@ -112,6 +117,7 @@ def with_words(harness: helm_runs.Harness, run: helm_asking.Run) -> None:
 def evaluate(job: dict[str, Any]) -> None:
     """Asks, scores, summarises, and writes everything below `job["output"]`."""
     output = Path(job["output"])
+    keep_words(job)
     write_deployment(job, output)
     register_configs_from_directory(DEPLOYMENT_FOLDER)
     runs = plan_runs(job, output)

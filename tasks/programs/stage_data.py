@@ -5,37 +5,41 @@
 
 Each benchmark is loaded as a worker loads it, so whatever lm-eval fetches for it, by whichever code, is in the cache
 afterwards. Only `datasets.load_dataset` is wrapped, to fetch one revision of a data set and to note which. A benchmark
-that the manifest has already is not asked for again. A hub that answers 429 is waited for.
+that the manifest has already is not asked for again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import re
 import sys
-import time
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 
-import datasets
-from datasets.packaged_modules import _PACKAGED_DATASETS_MODULES
-from huggingface_hub import HfApi, constants, hf_hub_download, snapshot_download
+from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from lm_eval.tasks import TaskManager
 from lm_eval_index import use_remembered_index
 from lm_eval_loading import folder_of
+from stage_hub import (
+    Pinned,
+    begun,
+    call_it_main,
+    describe_datasets,
+    patiently,
+    repository_folder,
+    shown,
+    size_of,
+    tell,
+    write,
+)
 from transformers import AutoTokenizer
 
 PARTS = ("benchmarks", "datasets", "tokenizers", "files_of_datasets")
 """Of the manifest; other parts are not ours, and are left as they are."""
-ATTEMPTS = 20
-UNTOLD_WAIT_SECONDS = 60.0  # where a hub that answers 429 does not say how long
-LONGEST_WAIT_SECONDS = 900.0
-SHOWN_CHARACTERS = 300
 TOKENIZER_FILES = (
     "tokenizer*",
     "*.model",
@@ -48,29 +52,6 @@ TOKENIZER_FILES = (
     "generation_config.json",
     "tekken.json",
 )
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
-
-Result = TypeVar("Result")
-
-
-class Pinned:
-    """`datasets.load_dataset` at one revision of each data set, which is noted."""
-
-    def __init__(self, revisions: dict[str, str]) -> None:
-        self.revisions = dict(revisions)
-        self.used: dict[str, str] = {}
-        self._load = datasets.load_dataset
-        datasets.load_dataset = datasets.load.load_dataset = self
-
-    def __call__(self, path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
-        """Loads one configuration of one data set."""
-        if is_on_hub(path):
-            if path not in self.revisions or not is_commit(self.revisions[path]):
-                wanted = options.get("revision") or self.revisions.get(path)
-                self.revisions[path] = str(patiently(lambda: HfApi().dataset_info(path, revision=wanted).sha))
-            self.used[path] = self.revisions[path]
-            options["revision"] = self.revisions[path]
-        return patiently(lambda: self._load(path, name, *args, **options))
 
 
 def main(arguments: list[str]) -> None:
@@ -82,13 +63,11 @@ def main(arguments: list[str]) -> None:
 
 def fetch(job: dict[str, Any]) -> None:
     """Fetches what the manifest lacks; the manifest is written last."""
-    manifest, unfinished = Path(job["manifest"]), Path(job["manifest"] + ".unfinished")
-    before, begun = read(manifest) or {}, read(unfinished) or {}
-    staged = {**before, **{part: {**before.get(part, {}), **begun.get(part, {})} for part in PARTS}}
+    staged, done, unfinished = begun(job, PARTS)
     problems: dict[str, str] = {}
     known = {} if job["refresh"] else {path: one["revision"] for path, one in staged["datasets"].items()}
     pinned = Pinned({**known, **job["revisions"]})
-    wanted = [name for name in job["benchmarks"] if job["refresh"] or name not in begun.get("benchmarks", {})]
+    wanted = [name for name in job["benchmarks"] if job["refresh"] or name not in done.get("benchmarks", {})]
     load = loader(job) if wanted else None
     for number, name in enumerate(wanted, 1):
         pinned.used = {}
@@ -124,21 +103,20 @@ def fetch(job: dict[str, Any]) -> None:
         size = size_of(repository_folder("datasets", path))
         staged["files_of_datasets"][path] = {"revision": commit, "files": files, "bytes": size}
         tell(f"{path}@{commit[:10]}")
-    for path, one in staged["datasets"].items():
-        folders = dataset_folders(path)
-        one.update(folder=folders[1].name, bytes=size_of(*folders))
+    describe_datasets(staged)
     staged["libraries"] = {name: metadata.version(name) for name in ("datasets", "huggingface_hub", "lm_eval")}
     write(Path(job["problems"]), problems)
     write(unfinished, staged)
-    unfinished.replace(manifest)
+    unfinished.replace(job["manifest"])
 
 
 def prove(job: dict[str, Any]) -> None:
     """Loads everything as an offline worker does; writes what cannot be loaded, by name."""
     problems: dict[str, str] = {}
-    load = loader(job)
+    load = loader(job) if job["benchmarks"] else None
     for name in job["benchmarks"]:
         try:
+            assert load is not None
             load(name)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             problems[name] = shown(error)
@@ -148,6 +126,12 @@ def prove(job: dict[str, Any]) -> None:
             AutoTokenizer.from_pretrained(name)
         except Exception as error:  # noqa: BLE001 - as above
             problems[name] = shown(error)
+    for path, files in job["files_of_datasets"].items():
+        try:
+            for file in files:
+                hf_hub_download(path, file, repo_type="dataset")
+        except Exception as error:  # noqa: BLE001 - as above
+            problems[path] = shown(error)
     write(Path(job["problems"]), problems)
 
 
@@ -181,92 +165,6 @@ def fetch_files(path: str, files: list[str], revision: str | None) -> str:
         patiently(lambda file=file: hf_hub_download(path, file, repo_type="dataset", revision=commit))
     call_it_main(repository_folder("datasets", path), commit)
     return commit
-
-
-def call_it_main(folder: Path, commit: str) -> None:
-    """Lets offline workers find a commit who ask for none."""
-    reference = folder / "refs" / "main"
-    reference.parent.mkdir(parents=True, exist_ok=True)
-    reference.write_text(commit)
-
-
-def tell(line: str) -> None:
-    """A line for whoever reads our output."""
-    print(f"staging: {line}", flush=True)
-
-
-def patiently(call: Callable[[], Result]) -> Result:
-    """The result of a call to the hub, which is made again after the time that a 429 asks for."""
-    for _ in range(ATTEMPTS - 1):
-        try:
-            return call()
-        except Exception as error:
-            seconds = seconds_to_wait(error)
-            if seconds is None:
-                raise
-            tell(f"the hub asks to wait for {seconds:g} s")
-            time.sleep(seconds)
-    return call()
-
-
-def seconds_to_wait(error: BaseException | None) -> float | None:
-    """How long a 429 somewhere behind an error asks to wait; None where there is none."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if getattr(response, "status_code", None) == 429:
-            told = str(response.headers.get("Retry-After", ""))
-            return min(float(told), LONGEST_WAIT_SECONDS) if told.isdigit() else UNTOLD_WAIT_SECONDS
-        error = error.__cause__ or error.__context__
-    return None
-
-
-def is_on_hub(path: str) -> bool:
-    """Whether a data set's path is a name on the hub: neither a folder nor a kind of file."""
-    return bool(HUB_ID.fullmatch(path)) and path not in _PACKAGED_DATASETS_MODULES and not Path(path).exists()
-
-
-def is_commit(revision: str) -> bool:
-    """Whether a revision can never mean something else."""
-    return re.fullmatch("[0-9a-f]{40}", revision) is not None
-
-
-def repository_folder(kind: str, name: str) -> Path:
-    """Where the hub's client keeps a repository."""
-    return Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}"
-
-
-def dataset_folders(path: str) -> tuple[Path, Path]:
-    """Where a data set's files are kept, and what `datasets` made of them."""
-    owner, _, name = path.rpartition("/")
-    prepared = f"{owner}___" if owner else ""
-    prepared += datasets.naming.camelcase_to_snakecase(name)
-    return repository_folder("datasets", path), Path(datasets.config.HF_DATASETS_CACHE) / prepared
-
-
-def size_of(*folders: Path) -> int:
-    """Bytes of the files in some folders, a link counted as nothing."""
-    files = (file for folder in folders for file in folder.rglob("*"))
-    return sum(file.stat().st_size for file in files if file.is_file() and not file.is_symlink())
-
-
-def shown(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:SHOWN_CHARACTERS]
-
-
-def read(path: Path) -> dict[str, Any] | None:
-    """A JSON file; None where there is none, or a damaged one."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def write(path: Path, content: dict[str, Any]) -> None:
-    """Writes a JSON file; a reader sees the old one or the new one."""
-    aside = path.with_name(f".{path.name}.partial")
-    aside.write_text(json.dumps(content, indent=2, sort_keys=True))
-    aside.replace(path)
 
 
 if __name__ == "__main__":

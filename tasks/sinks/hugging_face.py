@@ -78,7 +78,8 @@ def _result(record: Record, announcement: Announcement, benchmark: str, task_typ
     metrics = []
     for metric in record.metrics:
         if metric.benchmark == benchmark:
-            details: dict[str, Any] = {"n": metric.n, "higher_is_better": metric.higher_is_better}
+            details: dict[str, Any] = {"n": metric.n}
+            details |= {"higher_is_better": metric.higher_is_better} if metric.higher_is_better is not None else {}
             details |= {"stderr": metric.stderr} if metric.stderr is not None else {}
             metrics.append({"name": metric.name, "type": metric.name, "value": metric.value, "args": details})
     result: dict[str, Any] = {

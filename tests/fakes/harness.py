@@ -26,7 +26,8 @@ def main(behaviour: str, output: Path) -> int:
             print("the reason it gives", file=sys.stderr)
             return 3
         case "refuse":
-            texts = {"expected": "something else", "found": "this", "remedy": "ask differently"}
+            found = f"no right to ask with {os.environ.get('OPENAI_API_KEY')}"
+            texts = {"expected": "something else", "found": found, "remedy": "ask differently"}
             (output / "refused.json").write_text(json.dumps({"kind": "UnknownBenchmark", **texts}))
             return 1
         case "print_garbage":

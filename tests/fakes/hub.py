@@ -20,6 +20,8 @@ class FakeHub:
     repositories: dict[str, dict[str, bytes]]
     url: str = ""
     requests: list[str] = field(default_factory=list)
+    addresses: dict[str, bytes] = field(default_factory=dict)
+    """What lies elsewhere, by address: to be had where this hub is named as the network's proxy."""
     limited: int = 0
     """How many of the next requests get 429, with `Retry-After: 1`."""
 
@@ -32,6 +34,8 @@ class FakeHub:
         if self.limited > 0:
             self.limited -= 1
             return 429, {"Retry-After": "1"}, b"{}"
+        if path in self.addresses:
+            return 200, {}, self.addresses[path]
         path = unquote(urlsplit(path).path).strip("/")
         if path.startswith("api/"):
             return self._api(path.removeprefix("api/"), body)

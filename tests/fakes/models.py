@@ -68,3 +68,36 @@ def write_run(run: Path, steps: Sequence[int]) -> Path:
     for step in steps:
         write_checkpoint(run / "hf" / f"step-{step}", seed=step)
     return run
+
+
+def write_nano_llama(folder: Path, *, seed: int = 0) -> Path:
+    """A complete Llama of one layer with random weights, small enough for any library, for a byte tokenizer."""
+    hidden, vocabulary = 16, 260
+    config = {
+        **CONFIG,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500.0,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    square = (hidden, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        **{f"self_attn.{name}_proj.weight": square for name in "qkvo"},
+        "mlp.gate_proj.weight": (2 * hidden, hidden),
+        "mlp.up_proj.weight": (2 * hidden, hidden),
+        "mlp.down_proj.weight": (hidden, 2 * hidden),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    parameters = {
+        **{f"model.layers.0.{name}": shape for name, shape in layer.items()},
+        **dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocabulary, hidden)),
+        "model.norm.weight": (hidden,),
+    }
+    return write_checkpoint(folder, seed=seed, config=config, parameters=parameters)

@@ -36,7 +36,7 @@ def make_metric(
     name: str = "acc",
     stderr: float | None = 0.04,
     n: int = 120,
-    higher_is_better: bool = True,
+    higher_is_better: bool | None = True,
 ) -> Metric:
     """One number."""
     return Metric(benchmark=benchmark, name=name, value=value, stderr=stderr, n=n, higher_is_better=higher_is_better)

@@ -29,6 +29,7 @@ from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import LOG_NAME, run_harness, verify_counts, warmed
 from tasks.evaluators.helm import Helm
+from tasks.records import begin_scope, end_scope
 from tasks.samples import SAMPLES_NAME, read_samples
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
@@ -140,15 +141,18 @@ async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path:
     first = {metric.benchmark: metric.name for metric in reversed(parsed.metrics)}
     natural = {"synthetic_reasoning_natural": "f1_set_match"}
     assert first == {"simple_mcqa": "exact_match", "demo_mcqa": "exact_match", **natural}
-    assert all(metric.n == 5 and metric.stderr is not None for metric in parsed.metrics)
+    asked = {"simple_mcqa": 5, "demo_mcqa": 5, "synthetic_reasoning_natural": 2}  # its others are of another split
+    assert all(metric.n == asked[metric.benchmark] and metric.stderr is not None for metric in parsed.metrics)
     assert parsed.versions == {"helm": "0.5.16"}
     assert (seen[-1].stage, seen[-1].done) == ("synthetic_reasoning_natural (3 of 3)", 5)
 
     found = list(read_samples(str(output / SAMPLES_NAME)))
     assert found[-1].prompt.count("Rules:") == 2
     for metric in (metric for metric in parsed.metrics if metric.name in ("exact_match", "f1_set_match")):
-        scores = [sample.scores[metric.name] for sample in found if sample.benchmark == metric.benchmark]
-        assert sum(scores) / 5 == pytest.approx(metric.value)
+        shares = [sample.scores.get(metric.name) for sample in found if sample.benchmark == metric.benchmark]
+        scores = [share for share in shares if share is not None]
+        assert (len(shares), len(scores)) == (5, metric.n)
+        assert sum(scores) / metric.n == pytest.approx(metric.value)
 
     [page] = parsed.links.values()
     assert (output / page).is_file()
@@ -237,6 +241,16 @@ async def test_dead_requests_withhold_the_score_and_only_their_runs_are_asked_ag
         assert engine.stats.requests == 8 + 5 + 8
     both = [list(read_samples(str(tmp_path / attempt / SAMPLES_NAME))) for attempt in ("attempt-2", "attempt-3")]
     assert both[0] == both[1]
+
+
+async def test_evaluation_that_is_done_afresh_takes_nothing_over(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        for attempt in range(2):  # whose record was deleted, say
+            begin_scope(str(tmp_path))
+            verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / f"attempt-{attempt}"))
+            end_scope(str(tmp_path))
+        assert engine.stats.requests == 5 + 5
 
 
 async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, evaluate: Evaluate):

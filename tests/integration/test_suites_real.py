@@ -1,4 +1,4 @@
-"""Suites and staging with lm-eval itself: every name looked up, every runner run, and a hub that counts requests.
+"""Suites for real: every name looked up, and every runner run, with a server that answers as a model would.
 
 The benchmarks of a suite are replaced by tiny ones of the same names, in a folder of one's own.
 """
@@ -6,39 +6,38 @@ The benchmarks of a suite are replaced by tiny ones of the same names, in a fold
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prefect import Flow
+from typer.testing import CliRunner
 
-from fakes import engine as engine_program
-from fakes.hub import FakeHub, running_hub
-from fakes.models import CONFIG, write_checkpoint
-from fakes.polling import eventually
+from fakes.hub import running_hub
+from fakes.models import write_nano_llama
+from fakes.suites import endpoint, in_lm_eval, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
 from flows import suites as flows
+from flows.cli import app
 from resources.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import StagingIncomplete
+from resources.errors import UnknownBenchmark
 from resources.settings import process_environment, settings
 from tasks.benchmark_sets import benchmark_sets, needs_of
 from tasks.config import EvalTaskConfig
 from tasks.evaluators.lm_eval_index import listed_benchmarks
+from tasks.options.alpaca_eval import Judge
 from tasks.records import Record
 from tasks.staged_texts import stage_texts, text_source
-from tasks.staging import Wanted, fill_from, share_staged, stage
 from tasks.suites import SuiteRequest, load_suite
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 
-PROGRAMS = Path(flows.__file__).parents[1] / "tasks" / "programs"
 QUESTIONS = 2
-WORKERS = 100
 FRESH = "fresh_"
 KINDS = """
 import json, sys
@@ -65,48 +64,11 @@ def kinds(part):
 
 print(json.dumps({name: sorted(kinds(name)) for name in json.load(sys.stdin)}))
 """
-WORK = """
-import json, os, sys
-from contextlib import chdir
-from lm_eval.tasks import TaskManager
-from transformers import AutoTokenizer
-from lm_eval_index import use_remembered_index
-
-names, folder, workers = json.loads(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-use_remembered_index()
-children = []
-for _ in range(workers):
-    if (child := os.fork()) == 0:
-        manager = TaskManager(include_defaults=False, include_path=folder)
-        loaded = manager.load(names)
-        questions = [len(task.eval_docs) for task in loaded["tasks"].values()]
-        AutoTokenizer.from_pretrained("acme/tok")
-        os._exit(0 if questions and all(questions) else 1)
-    children.append(child)
-    if len(children) == 4:
-        assert os.waitpid(children.pop(0), 0)[1] == 0
-assert all(os.waitpid(child, 0)[1] == 0 for child in children)
-"""
 
 
 @pytest.fixture(scope="session")
 def python() -> Path:
     return ensure_environment(ENVIRONMENTS["lm-eval"]).python
-
-
-def in_lm_eval(python: Path, code: str, *arguments: str, given: Any = None, **variables: str) -> str:
-    """What a piece of code prints that runs in lm-eval's environment, beside our programs."""
-    code = f"import sys; sys.path.append({str(PROGRAMS)!r})\n{code}"
-    done = subprocess.run(
-        [str(python), "-I", "-c", code, *arguments],
-        input=json.dumps(given),
-        capture_output=True,
-        text=True,
-        env=process_environment(variables),
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def test_every_benchmark_of_every_set_is_there_and_asks_for_what_the_data_say(python: Path):
@@ -126,6 +88,27 @@ def test_every_benchmark_of_every_set_is_there_and_asks_for_what_the_data_say(py
     assert runners == {"humaneval"}
 
 
+def test_check_looks_into_a_folder_of_ones_own_for_every_harness(tmp_path: Path, tiny: Callable[[str], Path]):
+    folder = tiny("on_gpu")
+    (folder / "copa.yaml").rename(folder / "mine.yaml")
+    (folder / "mine.yaml").write_text((folder / "mine.yaml").read_text().replace('"copa"', '"mine"'))
+    (folder / "helm").mkdir()
+    entry = {"run_entry": "custom_mcqa", "arguments": {"path": "shapes.jsonl"}}
+    (folder / "helm" / "shapes.json").write_text(json.dumps(entry))
+    (folder / "wishes.json").write_text(json.dumps([{"instruction": "Sing.", "output": "La."}]))
+    asked = {"lm_evaluation_harness": "mine", "helm": "shapes", "alpaca_eval": "wishes"}
+    evaluations = [{"label": name, "evaluator": evaluator, "evals": [name]} for evaluator, name in asked.items()]
+    suite = tmp_path / "own.yaml"
+    for missing in (None, *asked.values()):
+        changed = [{**one, "evals": ["gone"]} if one["label"] == missing else one for one in evaluations]
+        suite.write_text(json.dumps({"name": "own", "description": "One's own.", "evaluations": changed}))
+        done = CliRunner().invoke(app, ["suites", str(suite), "--check", "--benchmarks", str(folder)])
+        assert isinstance(done.exception, UnknownBenchmark) is (missing is not None), done.output
+        assert missing is None or "gone" in str(done.exception)
+    without = CliRunner().invoke(app, ["suites", str(suite), "--check"])
+    assert "mine of own" in str(without.exception)
+
+
 # Runners
 
 
@@ -137,53 +120,13 @@ class Served:
     run: Path
 
 
-@contextmanager
-def endpoint(folder: Path, *models: str) -> Iterator[str]:
-    address = folder / "engine.json"
-    command = [sys.executable, str(engine_program.__file__), "--address-file", str(address), "--faults", "{}"]
-    process = subprocess.Popen(command + [part for name in models for part in ("--model", name)])
-    try:
-        eventually(address.is_file)
-        yield f"{json.loads(address.read_text())['url']}/v1"
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("served")
     for step in (1, 2):
-        config = {**CONFIG, "num_attention_heads": 1}
-        write_byte_tokenizer(write_checkpoint(folder / "run" / "hf" / f"step-{step}", seed=step, config=config))
+        write_byte_tokenizer(write_nano_llama(folder / "run" / "hf" / f"step-{step}", seed=step))
     with endpoint(folder, "run-1", "run-2") as base_url:
         yield Served(base_url, folder / "run")
-
-
-def write_benchmark(folder: Path, name: str) -> None:
-    """A tiny benchmark of that name, which asks for what the real one asks for."""
-    writes = needs_of([EvalTaskConfig(name=name)]).generates
-    way = (
-        {
-            "output_type": "generate_until",
-            "doc_to_target": "{{answer}}",
-            "generation_kwargs": {"until": ["\n"], "max_gen_toks": 4},
-        }
-        if writes
-        else {"output_type": "multiple_choice", "doc_to_target": 0, "doc_to_choice": ["yes", "no"]}
-    )
-    content = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": "questions.jsonl"}},
-        "test_split": "test",
-        "fewshot_split": "test",
-        "doc_to_text": "{{question}}",
-        **way,
-        "metric_list": [{"metric": "exact_match" if writes else "acc"}],
-        "metadata": {"version": 1},
-    }
-    (folder / f"{name}.yaml").write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -224,10 +167,13 @@ def assert_succeeded(records: list[Record], *, cells: int, published: set[str]) 
 @pytest.mark.parametrize(
     ("runner", "suite", "changes", "cells"),
     [
-        (flows.run_key_evals, "key_evals", {"allow_code_execution": ["humaneval"]}, 2),
+        (flows.default_key_evals, "default_key_evals", {"allow_code_execution": ["humaneval"]}, 2),
+        (flows.default_base_eval, "default_base_eval", {}, 5),
+        (flows.default_sft_eval, "default_sft_eval", {"allow_code_execution": ["humaneval"]}, 5),
+        (flows.run_key_evals, "key_evals", {"only": ["multiple_choice"]}, 1),
         (flows.run_base_model_evals, "base_model", {}, 3),
-        (flows.run_sft_model_evals, "sft_model", {"only": ["mmlu_5shot", "leaderboard_gen"]}, 2),
-        (flows.run_on_gpu, "on_gpu", {"only": ["mmlu_0shot"]}, 1),
+        (flows.run_sft_model_evals, "sft_model", {"only": ["leaderboard_gen"]}, 1),
+        (flows.run_on_gpu, "on_gpu", {}, 2),
         (flows.run_lm_eval_harness, "lm_eval_harness", {"only": ["truthfulness"]}, 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -242,22 +188,103 @@ def test_runner_evaluates_its_suite_and_publishes_every_benchmark(
     cells: int,
 ):
     request = request_for(served, tiny(suite), tmp_path / "evaluations", **changes)
-    records = runner(request, flows.CheckpointSelection(steps=(1,)))
+    selects = "selection" in runner.parameters.properties
+    records = runner(request, flows.CheckpointSelection(steps=(1,))) if selects else runner(request)
+    assert {record.checkpoint.step for record in records} == {1 if selects else 2}
     wanted = [one for one in load_suite(suite).evaluations if not request.only or one.label in request.only]
     assert_succeeded(records, cells=cells, published={task.metric_key for one in wanted for task in one.evals})
     assert all(f"suite={suite}" in record.tags for record in records)
 
 
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine of its own, which has the environments and no data yet; its cache folder."""
+    environments, cache = settings().environments_dir, tmp_path / "cache"
+    cache.mkdir()
+    (cache / "environments").symlink_to(environments)
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(cache))
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    settings.cache_clear()
+    return cache
+
+
 @pytest.mark.usefixtures("prefect_api")
-def test_default_eval_and_a_step_named_by_number_evaluate_one_checkpoint(
-    tmp_path: Path, served: Served, tiny: Callable[[str], Path]
+def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_path: Path, served: Served, machine: Path):
+    entries = load_suite("helm").evaluations[0].helm.run_specs_path
+    subjects = re.findall("subject=([a-z_]+)", Path(str(entries)).read_text())
+    for split in ("dev", "val", "test"):  # as `assay stage` leaves them
+        folder = machine / "helm" / "scenarios" / "mmlu" / "data" / split
+        folder.mkdir(parents=True)
+        for subject in subjects:
+            (folder / f"{subject}_{split}.csv").write_text(
+                "".join(f"Is it {n}?,no,yes,never,who knows,B\n" for n in "12")
+            )
+    request = SuiteRequest(
+        model_path=str(served.run),
+        evaluation_path=str(tmp_path / "evaluations"),
+        base_url=served.base_url,
+        max_eval_instances=1,
+    )
+    [record] = flows.run_helm(request, flows.CheckpointSelection(steps=(1,)))
+    assert record.status == "succeeded" and record.counts is not None
+    assert record.counts.scored == len(subjects) == 57
+    assert {"mmlu", "mmlu.subject=anatomy"} <= {metric.benchmark for metric in record.metrics}
+
+
+@pytest.mark.usefixtures("prefect_api", "machine")
+def test_alpaca_runner_compares_with_the_official_outputs_as_the_named_judge_says(
+    tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ):
+    rows = [{"instruction": f"Say {n}.", "output": f"{n}", "generator": "baseline", "dataset": "a"} for n in range(4)]
+    official = {"alpaca_eval_gpt4_baseline.json": json.dumps(rows).encode()}
+    judge = Judge(annotator="demo_verdict", constrained=True)
+    with running_hub({"datasets/tatsu-lab/alpaca_eval": official}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        request = SuiteRequest(
+            model_path=str(served.run),
+            evaluation_path=str(tmp_path / "evaluations"),
+            base_url=served.base_url,
+            max_eval_instances=QUESTIONS,
+            judge=judge,
+        )
+        [record] = flows.run_alpaca_eval(request, flows.CheckpointSelection(steps=(1,)))
+    assert record.status == "succeeded" and record.counts is not None
+    assert record.counts.scored == QUESTIONS
+    assert {(metric.benchmark, metric.name) for metric in record.metrics} >= {("alpaca_eval", "win_rate")}
+
+
+@pytest.mark.usefixtures("prefect_api")
+@pytest.mark.parametrize(
+    ("runner", "evaluator", "benchmark"),
+    [
+        (flows.evaluate_lm_evaluation_harness_on_step, "lm_evaluation_harness", "demo_facts"),
+        (flows.evaluate_helm_on_step, "helm", "demo_mcqa"),
+        (flows.evaluate_alpaca_eval_on_step, "alpaca_eval", "demo_instructions"),
+        (flows.evaluate_levanter_lm_evaluation_harness_on_step, "levanter_lm_evaluation_harness", "demo_facts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_step_of_a_run_is_evaluated_by_its_number(
+    tmp_path: Path, served: Served, runner: Flow[Any, list[Record]], evaluator: str, benchmark: str
+):
+    request = SuiteRequest(
+        model_path=str(served.run),
+        evaluation_path=str(tmp_path / "evaluations"),
+        base_url=served.base_url,
+        max_eval_instances=QUESTIONS,
+        judge=Judge(annotator="demo_verdict", constrained=True),
+    )
+    [record] = runner(request, (EvalTaskConfig(name=benchmark),), step=1)
+    assert (record.checkpoint.step, record.evaluator, record.status) == (1, evaluator, "succeeded")
+    assert {metric.benchmark for metric in record.metrics} == {benchmark}
+
+
+@pytest.mark.usefixtures("prefect_api")
+def test_default_eval_asks_the_latest_checkpoint_one_set(tmp_path: Path, served: Served, tiny: Callable[[str], Path]):
     request = request_for(served, tiny("base_model"), tmp_path / "evaluations")
     [latest] = flows.default_eval(request, evals="MMLU_0_SHOT")
     assert (latest.checkpoint.step, latest.status) == (2, "succeeded")
-    evals = (EvalTaskConfig(name="copa"),)
-    [first] = flows.evaluate_lm_evaluation_harness_on_step(request, evals, step=1)
-    assert (first.checkpoint.step, {metric.benchmark for metric in first.metrics}) == (1, {"copa"})
 
 
 @pytest.mark.usefixtures("prefect_api")
@@ -308,133 +335,3 @@ def test_suite_file_on_the_command_line_runs_several_evaluators_on_one_endpoint(
     assert done.returncode == 0, done.stderr
     found = {record["evaluator"]: record["status"] for record in json.loads(done.stdout)["records"]}
     assert found == {"lm_evaluation_harness": "succeeded", "helm": "succeeded"}
-
-
-# Staging
-
-
-@dataclass(frozen=True)
-class Region:
-    """A hub that counts, and benchmarks whose data lie there."""
-
-    hub: FakeHub
-    benchmarks: Path
-    names: tuple[str, ...] = ("both", "plain")
-
-    @property
-    def wanted(self) -> Wanted:
-        return Wanted(benchmarks=self.names, tokenizers=("acme/tok",))
-
-    def stage(self, **options: Any) -> dict[str, Any]:
-        wanted = options.pop("wanted", self.wanted)
-        return stage(wanted, benchmarks_path=str(self.benchmarks), **options)
-
-
-def questions(kind: str) -> bytes:
-    rows = [{"question": f"{kind} {number}?", "answer": "yes"} for number in range(5)]
-    return "\n".join(json.dumps(row) for row in rows).encode()
-
-
-def card(*parts: str) -> bytes:
-    entries = "".join(f"- config_name: {p}\n  data_files:\n  - split: test\n    path: {p}.jsonl\n" for p in parts)
-    return f"---\nconfigs:\n{entries}---\n".encode()
-
-
-@pytest.fixture
-def region(tmp_path: Path) -> Iterator[Region]:
-    folder = tmp_path / "own"
-    folder.mkdir()
-    datasets = {"quiz_a": ("acme/quiz", "a"), "quiz_b": ("acme/quiz", "b"), "plain": ("acme/plain", None)}
-    for name, (path, part) in datasets.items():
-        write_benchmark(folder, name)
-        content = json.loads((folder / f"{name}.yaml").read_text())
-        data = {"dataset_path": path, "dataset_name": part, "dataset_kwargs": {}}
-        (folder / f"{name}.yaml").write_text(json.dumps({**content, **data}))
-    (folder / "both.yaml").write_text(json.dumps({"group": "both", "task": ["quiz_a", "quiz_b"]}))
-    tokenizer = write_byte_tokenizer(tmp_path / "tok")
-    repositories = {
-        "datasets/acme/quiz": {"README.md": card("a", "b"), "a.jsonl": questions("a"), "b.jsonl": questions("b")},
-        "datasets/acme/plain": {"test.jsonl": questions("p")},
-        "models/acme/tok": {file.name: file.read_bytes() for file in tokenizer.iterdir()},
-    }
-    with running_hub(repositories) as hub:
-        yield Region(hub, folder)
-
-
-@pytest.fixture
-def machine(tmp_path: Path, region: Region, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], dict[str, str]]:
-    """Goes to another machine: an empty cache, with the environments that are built; the variables of its workers."""
-    environments = settings().environments_dir
-    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-
-    def go(name: str) -> dict[str, str]:
-        cache = tmp_path / name
-        cache.mkdir()
-        (cache / "environments").symlink_to(environments)
-        monkeypatch.setenv("ASSAY_CACHE_DIR", str(cache))
-        monkeypatch.setenv("HF_ENDPOINT", region.hub.url)
-        settings.cache_clear()
-        offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-        return {"HF_HOME": str(cache / "hub"), "HF_ENDPOINT": region.hub.url, **offline}
-
-    return go
-
-
-def test_staged_data_serve_a_hundred_offline_workers_and_another_machine_without_one_request(
-    tmp_path: Path, region: Region, machine: Callable[[str], dict[str, str]], python: Path
-):
-    workers = machine("here")
-    region.hub.limited = 2
-    events: list[str] = []
-    staged = region.stage(on_event=events.append)
-    assert [event for event in events if "asks to wait" in event]
-    for path in ("acme/quiz", "acme/plain"):
-        assert staged["datasets"][path]["revision"] == region.hub.commit(f"datasets/{path}")
-        assert staged["datasets"][path]["bytes"] > 0
-    assert staged["tokenizers"]["acme/tok"]["revision"] == region.hub.commit("models/acme/tok")
-
-    region.hub.requests.clear()
-    assert region.stage() == staged
-    names = json.dumps(["quiz_a", "quiz_b", "plain"])
-    in_lm_eval(python, WORK, names, str(region.benchmarks), str(WORKERS), **workers)
-    shared = str(tmp_path / "shared")
-    assert share_staged(shared) > 0
-    assert share_staged(shared) == 0
-
-    elsewhere = machine("elsewhere")
-    found, number = fill_from(shared, region.wanted)
-    assert number > 0 and found["datasets"] == staged["datasets"]
-    in_lm_eval(python, WORK, names, str(region.benchmarks), "1", **elsewhere)
-    assert region.hub.requests == []
-
-
-def test_staging_goes_on_with_what_is_missing_and_keeps_revisions_until_a_refresh(
-    region: Region, machine: Callable[[str], dict[str, str]]
-):
-    machine("here")
-    gone = region.hub.repositories.pop("datasets/acme/plain")
-    with pytest.raises(StagingIncomplete, match="plain: "):
-        region.stage(prove=False)
-    region.hub.repositories["datasets/acme/plain"] = gone
-    region.hub.repositories["datasets/acme/quiz"]["a.jsonl"] += b"\n" + questions("c")
-    region.hub.requests.clear()
-    staged = region.stage(prove=False)
-    assert set(staged["benchmarks"]) == set(region.names)
-    assert region.hub.requests and not [one for one in region.hub.requests if "acme/quiz" in one or "acme/tok" in one]
-    assert staged["datasets"]["acme/quiz"]["revision"] != region.hub.commit("datasets/acme/quiz")
-    newer = region.stage(prove=False, refresh=True)
-    assert newer["datasets"]["acme/quiz"]["revision"] == region.hub.commit("datasets/acme/quiz")
-
-
-def test_benchmark_whose_data_cannot_be_had_without_a_network_is_named(
-    region: Region, machine: Callable[[str], dict[str, str]]
-):
-    machine("here")
-    content = json.loads((region.benchmarks / "plain.yaml").read_text())
-    address = f"{region.hub.url}/datasets/acme/plain/resolve/main/test.jsonl"
-    data = {"task": "linked", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": address}}}
-    (region.benchmarks / "linked.yaml").write_text(json.dumps({**content, **data}))
-    with pytest.raises(StagingIncomplete, match=r"linked: .*offline mode"):
-        region.stage(wanted=Wanted(benchmarks=("linked", "plain")))
-    assert set(json.loads((settings().cache_dir / "staged.json").read_text())["benchmarks"]) == {"plain"}

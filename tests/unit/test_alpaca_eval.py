@@ -144,6 +144,14 @@ def test_what_is_measured_follows_content_and_judge_and_not_paths(tmp_path: Path
     assert measured(judge=Judge(annotator="short_verdict")) != measured()
 
 
+@pytest.mark.parametrize("name", ["instructions_path", "reference_outputs_path", "length_control_path"])
+def test_file_that_is_not_there_is_refused_with_its_path_and_breaks_no_hash(name: str, tmp_path: Path) -> None:
+    config = make_config(options={name: str(tmp_path / "nowhere.json")})
+    assert config.what_is_measured() != make_config().what_is_measured()
+    with pytest.raises(BadInput, match=r"nowhere\.json"):
+        AlpacaEval().check(config, python=PYTHON)
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -289,6 +297,29 @@ def test_damaged_outputs_are_counted_as_missing(tmp_path: Path, name: str, conte
     counts = parse(run).counts
     assert counts.requested == 4
     assert (counts.answered == 0, counts.scored == 0) == (name == "model_outputs.json", "reference" not in name)
+
+
+def test_instruction_that_stands_there_twice_has_two_verdicts(tmp_path: Path) -> None:
+    def judged(*preferences: float | None) -> list[float | None]:
+        run = write_run(tmp_path, preferences=[1.0] * 4, requested=2)
+        compared = {"instruction": "Say 0.", "output_2": "0"}
+        files: dict[str, list[dict[str, Any]]] = {
+            "model_outputs.json": [{"instruction": "Say 0.", "output": "0"}] * 2,
+            "reference_outputs.json": [{"instruction": "Say 0.", "output": output} for output in "ab"],
+            "annotations.json": [
+                {**compared, "output_1": output, "preference": preference}
+                for output, preference in zip("ab", preferences, strict=True)
+            ],
+        }
+        for name, rows in files.items():
+            write_set(run / name, *rows)
+        samples = list(AlpacaEval().samples(run, make_config()))
+        assert [sample.target for sample in samples] == ["a", "b"]
+        assert parse(run).counts.scored == sum(preference is not None for preference in preferences)
+        return [sample.scores.get("win_rate") for sample in samples]
+
+    assert judged(1.0, 2.0) == [0.0, 1.0]
+    assert judged(None, 2.0) == [None, 1.0]
 
 
 def test_progress_counts_outputs_then_verdicts() -> None:

@@ -12,6 +12,7 @@ from flows.loading import load_config
 from pools.config import InferencePoolConfig, ModelConfig
 from resources.config import ResourceConfig
 from resources.errors import BadInput
+from tasks.benchmarks import benchmarks_digest
 from tasks.config import EvaluationConfig, digest_of
 
 MINIMAL = {"model_path": "/runs/run-a", "evals": [{"name": "demo_facts"}]}
@@ -175,3 +176,20 @@ def test_file_loads_and_broken_files_are_refused(tmp_path: Path) -> None:
         load_config(write_yaml(tmp_path, "a: [1"), EvaluationConfig)
     with pytest.raises(BadInput, match="Expected: keys and values in"):
         load_config(write_yaml(tmp_path, "- 1"), EvaluationConfig)
+
+
+def test_benchmarks_digest_follows_named_files_and_not_how_the_folder_is_written(tmp_path: Path) -> None:
+    folder, elsewhere = tmp_path / "benchmarks", tmp_path / "questions.jsonl"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("task: mine")
+    elsewhere.write_text("{}")
+
+    def digest(place: str = str(folder)) -> str:
+        named = {"path": "mine.yaml", "deep": [{"data_files": str(elsewhere)}]}
+        evals = [{"name": "custom_mcqa", "task_kwargs": named}]
+        return benchmarks_digest(EvaluationConfig.model_validate({**MINIMAL, "evals": evals, "benchmarks_path": place}))
+
+    first = digest()
+    assert digest(f"{folder}/") == digest(f"file://{folder}") == first
+    elsewhere.write_text("{} ")
+    assert digest() != first

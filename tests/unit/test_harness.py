@@ -174,6 +174,8 @@ def test_harness_that_refuses_raises_what_it_refused_with(tmp_path: Path, client
     with pytest.raises(UnknownBenchmark) as caught:
         run("refuse", tmp_path / "output", client)
     assert caught.value.remedy == "ask differently"
+    assert caught.value.found == "no right to ask with ***"
+    assert KEY not in (tmp_path / "output" / "refused.json").read_text()
 
 
 def test_harness_printing_garbage_gives_invalid_output(tmp_path: Path, client: LocalClient):

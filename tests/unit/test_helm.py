@@ -155,6 +155,48 @@ def test_samples_say_what_was_asked_answered_and_right(output: Path):
     assert all(sample.prompt.startswith("Question: ") for sample in choices)
 
 
+def test_questions_of_another_split_are_no_part_of_the_main_ones_error(output: Path):
+    def move_last(questions: list[dict[str, Any]]) -> None:
+        for stat in questions[-1]["stats"]:
+            stat["name"]["split"] = "valid"
+
+    change(output, "per_instance_stats.json", move_last)
+    [choices] = [metric for metric in parse(output).metrics if metric.benchmark == "demo_mcqa"]
+    assert choices.n == 3
+    assert parse(output).counts == Counts(requested=12, answered=12, scored=12)
+    scores = [sample.scores for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
+    assert [len(of_one) for of_one in scores] == [1, 1, 1, 0]
+
+
+def test_sample_of_a_changed_question_is_another_one(output: Path):
+    def ids() -> set[str]:
+        return {sample.id for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"}
+
+    def turn_answers(state: dict[str, Any]) -> None:
+        for asked in state["request_states"][:4]:
+            for reference in asked["instance"]["references"]:
+                reference["tags"] = [] if reference["tags"] else ["correct"]
+
+    before = ids()
+    change(output, "scenario_state.json", turn_answers)
+    assert len(before - ids()) == 1
+
+
+def test_sample_of_a_choice_tells_the_one_that_was_scored(output: Path):
+    """HELM weighs choices by their length, so it is not always the one with the highest log-probability."""
+
+    def choose(questions: list[dict[str, Any]]) -> None:
+        for stat in (stat for question in questions for stat in question["stats"]):
+            if stat["name"]["name"] == "predicted_index":
+                stat["mean"] = 3.0
+
+    change(output, "per_instance_stats.json", choose)
+    states = json.loads(next(output.rglob("custom_mcqa*/scenario_state.json")).read_text())["request_states"]
+    last = [state["instance"]["references"][3]["output"]["text"] for state in states[::4]]
+    found = [sample.output for sample in Helm().samples(output, make_config()) if sample.benchmark == "demo_mcqa"]
+    assert found == last
+
+
 def test_command_asks_as_many_as_the_endpoint_takes_at_once_within_reason():
     assert job_of(make_config())["num_threads"] == 7
     assert job_of(make_config(), capacity=1000)["num_threads"] == 64

@@ -8,6 +8,7 @@ with two filters.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -218,8 +219,8 @@ def test_parse_direction_comes_from_the_results(recorded: Path):
     edit_results(recorded, lambda content: content["higher_is_better"].update(shapes_few={"acc": False}))
     edit_results(recorded, lambda content: content["higher_is_better"].update(shapes_many={"acc": None}))
     directions = {metric.benchmark: metric.higher_is_better for metric in parse(recorded).metrics}
-    assert not directions["shapes_few"]
-    assert directions["shapes_many"]
+    assert directions["shapes_few"] is False
+    assert directions["shapes_many"] is None
 
 
 # Samples
@@ -262,6 +263,13 @@ def test_samples_of_a_damaged_line_are_told_as_far_as_they_go(recorded: Path, da
 
 
 # Withheld
+
+
+def test_samples_perplexity_beyond_all_numbers_is_no_score(recorded: Path):
+    weighed = {"metrics": ["perplexity", "acc"], "perplexity": -math.inf, "acc": 1.0, "doc_id": 0}
+    edit_sample(recorded, "shapes_few", lambda sample: sample.update(weighed))
+    question = next(sample for sample in LmEval().samples(recorded, make_config()) if sample.benchmark == "shapes_few")
+    assert question.scores == {"acc": 1.0}
 
 
 def withheld(folder: Path) -> tuple[int, int, int]:

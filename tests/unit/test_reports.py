@@ -134,12 +134,13 @@ def test_parts_of_a_benchmark_stay_out_of_the_terminal_but_not_out_of_the_page()
         (0.2, 0.6, 0.03, True, "better"),
         (0.6, 0.2, 0.03, True, "worse"),
         (9.0, 3.0, 0.03, False, "better"),
+        (9.0, 3.0, 0.03, None, "changed"),
         (0.50, 0.55, 0.03, True, "no clear change"),
         (0.2, 0.6, None, True, "no standard error"),
     ],
 )
 def test_change_over_training_is_judged_by_its_uncertainty(
-    first: float, last: float, stderr: float | None, higher_is_better: bool, verdict: str
+    first: float, last: float, stderr: float | None, higher_is_better: bool | None, verdict: str
 ) -> None:
     records = [
         make_record(step=step, metrics=(make_metric(value=value, stderr=stderr, higher_is_better=higher_is_better),))

@@ -16,8 +16,9 @@ from resources.errors import BadInput, StorageError
 from resources.settings import settings
 from tasks.shared_copy import MANIFEST, Tree, fill, read_manifest, share
 from tasks.staged_texts import TextSource, stage_texts, text_source
-from tasks.staging import Wanted, fill_from, wanted_by
+from tasks.staging import fill_from
 from tasks.suites import load_suite, texts_folder
+from tasks.wanted_data import Wanted, wanted_by
 
 TEXTS = json.dumps(["A first text.", " ", {"text": "Another one."}]).encode()
 
@@ -149,10 +150,12 @@ def test_filling_a_machine_names_what_the_shared_copy_lacks_and_reads_nothing_tw
     assert fill_from(str(shared))[1] == 0
 
 
-def test_wanted_by_suites_is_each_benchmark_once_and_says_what_is_fetched_elsewhere():
-    names = ("key_evals", "default_base_eval", "uncheatable", "helm", "alpaca_eval")
+def test_wanted_by_suites_is_each_thing_once_whatever_harness_asks_for_it():
+    names = ("key_evals", "default_base_eval", "uncheatable", "helm", "alpaca_eval", "demo")
     wanted = wanted_by([load_suite(name) for name in names], tokenizers=["owner/name"])
     assert len(wanted.benchmarks) == len(set(wanted.benchmarks))
     assert {"mmlu", "gsm8k_cot", "humaneval"} <= set(wanted.benchmarks)
-    assert (wanted.texts, wanted.tokenizers, wanted.elsewhere) == (("uncheatable",), ("owner/name",), ("mmlu",))
+    assert (wanted.texts, wanted.tokenizers) == (("uncheatable",), ("owner/name",))
     assert "tatsu-lab/alpaca_eval" in wanted.files_of_datasets
+    [(name, entries)] = wanted.helm.items()  # those of the demo come with Assay
+    assert name.startswith("mmlu-") and entries["run_specs"].count("mmlu:subject=") == 57

@@ -1,0 +1,268 @@
+"""Fetches what HELM's run entries ask about, and proves it offline. Executed in the HELM environment.
+
+    python stage_helm.py fetch <job file>     writes the manifest that the job names
+    python stage_helm.py prove <job file>     tries everything again without a network; writes what fails
+
+Each run is tried whole with one question, by the program that evaluates: HELM's own stand-in for a client, which only
+turns words round, takes the place of a model. So whatever scenarios and metrics fetch, from the hub or by address, lies
+where a worker finds it. What a stand-in's answer makes of a metric is no matter here: only missing data are.
+
+What lies at an address has no revision. Its SHA-256 is noted, and another content is refused from then on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+import socket
+import sys
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+
+import helm.benchmark.runner as helm_runner
+import helm_asking
+import helm_runs
+import run_helm
+from helm.benchmark.model_deployment_registry import ClientSpec, ModelDeployment, register_model_deployment
+from helm.benchmark.model_metadata_registry import (
+    FULL_FUNCTIONALITY_TEXT_MODEL_TAG,
+    TEXT_MODEL_TAG,
+    ModelMetadata,
+    register_model_metadata,
+)
+from helm.common import general
+from stage_hub import Pinned, begun, describe_datasets, patiently, shown, size_of, tell, write
+
+PARTS = ("helm", "scenarios", "datasets")
+"""Of the manifest; other parts are not ours, and are left as they are."""
+STAND_IN = "stand-in"
+
+
+class Downloads:
+    """HELM's way to fetch an address, with the content pinned: its SHA-256 by address."""
+
+    def __init__(self, pinned: dict[str, str], *, refresh: bool) -> None:
+        self._pinned, self._refresh = pinned, refresh
+        self.used: dict[tuple[str, str], dict[str, Any]] = {}
+        """By address and path: its bytes and its SHA-256."""
+        self._fetch = general.ensure_file_downloaded
+        for module in list(sys.modules.values()):  # those of some scenarios have it by name already
+            if getattr(module, "ensure_file_downloaded", None) is self._fetch:
+                module.ensure_file_downloaded = self
+
+    def __call__(self, source_url: str, target_path: str, *args: Any, **options: Any) -> None:
+        """Fetches an address unless it was fetched before."""
+        if (source_url, target_path) in self.used:
+            return
+        target = Path(target_path)
+        if self._refresh:
+            remove(target)
+        patiently(lambda: self._fetch(source_url, target_path, *args, **options))
+        digest, pinned = digest_of(target), self._pinned.get(source_url)
+        if pinned not in (None, digest):
+            remove(target)
+            raise ValueError(f"{source_url} holds {digest}, and not {pinned} as pinned; it was not kept")
+        size = target.stat().st_size if target.is_file() else size_of(target)
+        self.used[source_url, target_path] = {"bytes": size, "sha256": digest}
+
+
+class CannotBeHadError(Exception):
+    """Some data of a run are not to be had."""
+
+
+def main(arguments: list[str]) -> None:
+    """Fetches, or proves."""
+    what, path = arguments
+    job = json.loads(Path(path).read_text())
+    run_helm.setup_default_logging()
+    run_helm.put_downloads_off()
+    run_helm.built_in()
+    helm_asking.bound_retries()
+    helm_asking.leave_prompts_out_of_the_log()
+    register_stand_in()
+    {"fetch": fetch, "prove": prove}[what](job)
+
+
+def fetch(job: dict[str, Any]) -> None:
+    """Fetches what the manifest lacks; the manifest is written last."""
+    staged, done, unfinished = begun(job, PARTS)
+    problems: dict[str, str] = {}
+    known: dict[str, str] = {}
+    if not job["refresh"]:
+        known = {path: one["revision"] for path, one in staged["datasets"].items()}
+        known |= {url: one["sha256"] for one in staged["scenarios"].values() for url, one in one["addresses"].items()}
+    pinned = Pinned({**known, **job["revisions"]})
+    downloads = Downloads({**known, **job["revisions"]}, refresh=job["refresh"])
+    for key, wanted in job["helm"].items():
+        if not job["refresh"] and key in done.get("helm", {}):
+            continue
+        pinned.used = {}
+        try:
+            runs, scenarios = tried(key, wanted, job)
+        except CannotBeHadError as error:
+            problems[key] = str(error)
+            continue
+        staged["helm"][key] = {"runs": runs, "scenarios": scenarios, "datasets": dict(pinned.used)}
+        staged["helm"][key]["versions"] = {name: metadata.version(name) for name in ("crfm-helm", "datasets")}
+        for path, revision in pinned.used.items():
+            staged["datasets"].setdefault(path, {})["revision"] = revision
+        for name in scenarios:
+            staged["scenarios"][name] = described(
+                Path(job["scenarios_path"]) / name, staged["scenarios"].get(name), downloads
+            )
+        write(unfinished, staged)
+    describe_datasets(staged)
+    write(Path(job["problems"]), problems)
+    write(unfinished, staged)
+    unfinished.replace(job["manifest"])
+
+
+def prove(job: dict[str, Any]) -> None:
+    """Tries everything as an offline worker does; writes what fails, by name."""
+    socket.socket.connect = general.shell = unreachable
+    problems: dict[str, str] = {}
+    for key, wanted in job["helm"].items():
+        try:
+            tried(key, wanted, job)
+        except CannotBeHadError as error:
+            problems[key] = str(error)
+    write(Path(job["problems"]), problems)
+
+
+def tried(key: str, wanted: dict[str, Any], job: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """The runs that some benchmarks stand for, and the scenarios they ask about, each tried with one question.
+
+    Raises:
+        CannotBeHadError: data are missing, or there is no such run.
+    """
+    output = Path("trials", key).absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    given = {**STAND_IN_JOB, **wanted, "output": str(output)}
+    given |= {name: job[name] for name in ("benchmarks_path", "scenarios_path")}
+    if wanted["run_specs"] is not None:
+        given["run_specs_path"] = str(output / "run_specs.conf")
+        Path(given["run_specs_path"]).write_text(wanted["run_specs"])
+    run_helm.keep_words(given)
+    try:
+        runs = run_helm.plan_runs(given, output)
+    except SystemExit as refused:
+        raise CannotBeHadError(str(refused)) from refused
+    harness = helm_runs.Harness(given, runs, local_path=str(output))
+    seen = Seen(Path(job["scenarios_path"]))
+    for number, run in enumerate(runs, 1):
+        name = name_of(run)
+        tell(f"{number} of {len(runs)} {name}")
+        seen.last = None
+        try:
+            run_helm.with_words(harness, run)
+        except Exception as error:  # the boundary to HELM's scenarios and metrics, which raise anything
+            reason = helm_asking.missing_data(error, run)
+            if seen.last is None or reason:
+                raise CannotBeHadError(f"{name}: {reason['found'] if reason else shown(error)}") from error
+            tell(f"{name}: its data are there; what the stand-in answered cannot be scored ({type(error).__name__})")
+    return [name_of(run) for run in runs], sorted(seen.scenarios)
+
+
+def name_of(run: helm_asking.Run) -> str:
+    """A run's name without the model's."""
+    return re.sub(f"[:,]model=assay_{STAND_IN}", "", run.spec.name)
+
+
+STAND_IN_JOB: dict[str, Any] = {
+    "apply_chat_template": False,
+    "exit_on_error": False,
+    "limit": 1,
+    "model": STAND_IN,
+    "num_threads": 1,
+    "num_train_trials": 1,
+    "prompt_logprobs": True,
+    "results_folder": "helm",
+    "run_specs_path": None,
+    "site": False,
+    "skip_completed_runs": False,
+}
+"""As the program that evaluates is told, less what differs from one evaluation to the next."""
+
+
+class Seen:
+    """Which scenarios have given their questions."""
+
+    def __init__(self, folder: Path) -> None:
+        self.scenarios: set[str] = set()
+        self._folder = folder
+        self.last: str | None = None
+        self._create: Callable[[Any], Any] = helm_runner.create_scenario
+        helm_runner.create_scenario = self.create
+
+    def create(self, spec: Any) -> Any:
+        """A scenario that says when it has."""
+        scenario = self._create(spec)
+        get_instances = scenario.get_instances
+
+        def noted(output_path: str) -> Any:
+            found = get_instances(output_path)
+            self.last = Path(output_path).relative_to(self._folder).as_posix()
+            self.scenarios.add(self.last)
+            return found
+
+        scenario.get_instances = noted
+        return scenario
+
+
+def register_stand_in() -> None:
+    """HELM's client that asks nobody, as a model of ours."""
+    name = f"assay/{STAND_IN}"
+    tags = [TEXT_MODEL_TAG, FULL_FUNCTIONALITY_TEXT_MODEL_TAG]
+    register_model_metadata(ModelMetadata(name, "Assay", name, "Asks nobody.", "open", None, tags))
+    client = ClientSpec("helm.clients.simple_client.SimpleClient")
+    register_model_deployment(
+        ModelDeployment(name, client, tokenizer_name="simple/tokenizer1", max_sequence_length=1_000_000)
+    )
+
+
+def described(folder: Path, before: dict[str, Any] | None, downloads: Downloads) -> dict[str, Any]:
+    """The size of a scenario's folder, and what of it lies at which address."""
+    addresses = dict((before or {}).get("addresses", {}))
+    for (url, path), one in downloads.used.items():
+        if Path(path).is_relative_to(folder):
+            addresses[url] = {**one, "path": str(Path(path).relative_to(folder))}
+    return {"bytes": size_of(folder), "addresses": addresses}
+
+
+def digest_of(path: Path) -> str:
+    """SHA-256 of a file; of a folder, over names and contents of its files."""
+    if path.is_file():
+        return file_digest(path)
+    whole = hashlib.sha256()
+    for file in sorted(one for one in path.rglob("*") if one.is_file()):
+        whole.update(f"{file.relative_to(path).as_posix()} {file_digest(file)}\n".encode())
+    return whole.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """SHA-256 of one file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def unreachable(*_: Any, **__: Any) -> NoReturn:
+    """Stands in for every way out of this machine."""
+    raise ConnectionError("no network while staged data are proved")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,122 @@
+"""What suites need staged for machines without a network, and what of it a manifest lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tasks.benchmark_sets import bundled_names
+from tasks.config import digest_of
+from tasks.evaluators.helm_entries import read_entries_file
+from tasks.suites import Suite, SuiteEvaluation
+
+PARTS = ("benchmarks", "datasets", "tokenizers", "texts", "files_of_datasets", "helm", "scenarios")
+"""Of a manifest: what was asked for and what it consists of, each by name."""
+_ALPACA_EVAL = ("tatsu-lab/alpaca_eval", ("alpaca_eval_gpt4_baseline.json", "df_gamed.csv"))
+_LM_EVAL = ("lm_evaluation_harness", "levanter_lm_evaluation_harness")
+_DIGITS = 10
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be there: benchmarks by name, tokenizers as `owner/name` or `owner/name@revision`, texts."""
+
+    benchmarks: tuple[str, ...] = ()
+    tokenizers: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
+    files_of_datasets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Single files of data sets on the hub."""
+    helm: Mapping[str, dict[str, Any]] = field(default_factory=dict)
+    """HELM's run entries as its program is told of them, by a name that follows from their content."""
+
+    @property
+    def names(self) -> list[str]:
+        """All of it."""
+        return [*self.benchmarks, *self.tokenizers, *self.texts, *self.files_of_datasets, *self.helm]
+
+
+def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wanted:
+    """What some suites need on a machine without a network.
+
+    Raises:
+        BadInput: a file of run entries is not there.
+    """
+    evaluations = [one for suite in suites for one in suite.evaluations]
+    lm_eval = [one for one in evaluations if one.evaluator in _LM_EVAL]
+    official = any(_asks_official_set(one) for one in evaluations)
+    return Wanted(
+        benchmarks=tuple(dict.fromkeys(task.name for one in lm_eval if one.texts is None for task in one.evals)),
+        tokenizers=tuple(tokenizers),
+        texts=tuple(dict.fromkeys(one.texts for one in lm_eval if one.texts is not None)),
+        files_of_datasets=dict([_ALPACA_EVAL]) if official else {},
+        helm=dict(_run_entries(one) for one in evaluations if one.evaluator == "helm" and _is_fetched(one)),
+    )
+
+
+def missing_of(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wanted:
+    """What is wanted and not staged; of tokenizers, those of another revision too."""
+    if refresh:
+        return wanted
+    tokenizers = staged.get("tokenizers", {})
+
+    def is_there(asked: str) -> bool:
+        name, _, revision = asked.partition("@")
+        return name in tokenizers and revision in ("", tokenizers[name]["asked"], tokenizers[name]["revision"])
+
+    def lacking(part: str, names: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: one for name, one in names.items() if name not in staged.get(part, {})}
+
+    return Wanted(
+        benchmarks=tuple(name for name in wanted.benchmarks if name not in staged.get("benchmarks", {})),
+        tokenizers=tuple(asked for asked in wanted.tokenizers if not is_there(asked)),
+        texts=tuple(name for name in wanted.texts if name not in staged.get("texts", {})),
+        files_of_datasets=lacking("files_of_datasets", wanted.files_of_datasets),
+        helm=lacking("helm", wanted.helm),
+    )
+
+
+def chosen_of(part: str, copy: dict[str, Any], wanted: Wanted) -> dict[str, Any]:
+    """The entries of one part of a manifest that are wanted, or that what is wanted consists of."""
+    content: dict[str, Any] = copy.get(part, {})
+    entries = [copy.get("helm", {}).get(name, {}) for name in wanted.helm]
+    used = [copy.get("benchmarks", {}).get(name, {}) for name in wanted.benchmarks]
+    names = {
+        "benchmarks": set(wanted.benchmarks),
+        "datasets": {path for one in (*used, *(entry.get("datasets", {}) for entry in entries)) for path in one},
+        "tokenizers": {asked.partition("@")[0] for asked in wanted.tokenizers},
+        "texts": set(wanted.texts),
+        "files_of_datasets": set(wanted.files_of_datasets),
+        "helm": set(wanted.helm),
+        "scenarios": {name for entry in entries for name in entry.get("scenarios", ())},
+    }[part]
+    return {name: one for name, one in content.items() if name in names}
+
+
+def _asks_official_set(one: SuiteEvaluation) -> bool:
+    is_given = one.alpaca_eval.instructions_path is not None
+    return one.evaluator == "alpaca_eval" and not is_given and any(task.name == "alpaca_eval" for task in one.evals)
+
+
+def _is_fetched(one: SuiteEvaluation) -> bool:
+    return not bundled_names().issuperset(task.name for task in one.evals)
+
+
+def _run_entries(one: SuiteEvaluation) -> tuple[str, dict[str, Any]]:
+    """Run entries as `run_helm.py` is told of them, under a name that another content would not have."""
+    path = one.helm.run_specs_path
+    content = {
+        "benchmarks": [
+            {
+                "name": task.name,
+                "key": task.metric_key,
+                "num_fewshot": task.num_fewshot,
+                "arguments": task.task_kwargs,
+            }
+            for task in one.evals
+        ],
+        "run_specs": read_entries_file(path).decode() if path is not None else None,
+        "priority": one.helm.priority,
+        "groups": list(one.helm.groups),
+    }
+    return f"{one.label}-{digest_of(content)[:_DIGITS]}", content
