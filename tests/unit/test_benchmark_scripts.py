@@ -252,6 +252,17 @@ def test_series_with_their_scores_says_how_many_were_compared(script: Callable[[
         script("series").check_scores(ours, {}, [3])
 
 
+@pytest.mark.parametrize("theirs", [("Dunmar", 1.0), ("Fairhop", 2.0), None])
+def test_evaluators_with_another_output_or_preference_than_theirs_are_no_result(
+    theirs: tuple[str, float] | None, script: Callable[[str], ModuleType]
+):
+    ours = {(1, "Where?"): ("Dunmar", 2.0), (2, "Where?"): ("Holm", 1.0)}
+    check = script("evaluators").check_outputs
+    assert check(ours, {(1, "Where?"): ("Dunmar", 2.0)}, [1]) == 1
+    with pytest.raises(SystemExit, match="disagree"):
+        check(ours, {(1, "Where?"): theirs} if theirs else {}, [1])
+
+
 REFERENCES = {1: ("ab", (-1.0, -2.0)), 2: ("ab", (-1.0, -2.5))}
 
 
