@@ -40,6 +40,7 @@ def evaluate(
     judge_url: Annotated[str | None, typer.Option(help="Endpoint of a judge; its own pool when left out.")] = None,
     judge_pool: Annotated[str | None, typer.Option(help="A pool that is kept up, as the judge.")] = None,
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None,
+    judge_annotator: Annotated[str | None, typer.Option(help="How it is asked: AlpacaEval's configuration.")] = None,
     sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -78,6 +79,7 @@ def evaluate(
         judge_url=judge_url,
         judge_pool=judge_pool,
         judge_model=judge_model,
+        judge_annotator=judge_annotator,
         sinks=sinks,
     )
     selection = build_config(

@@ -166,7 +166,14 @@ def _form(given: str | None, *, output: str | None, as_json: bool) -> _Format:
             found="both",
             remedy="--format jsonl exports one line of JSON for each metric",
         )
-    form: _Format = form_of(output) or "table" if output else "table"
+    by_name = form_of(output) if output else None
+    if output is not None and by_name is None and given is None and not output.endswith(".txt"):
+        raise BadInput(
+            expected="--output that ends in .csv, .jsonl, .parquet or .txt, or a --format",
+            found=output,
+            remedy="--format table writes the table as text",
+        )
+    form: _Format = by_name or "table"
     if given is not None:
         known = next((one for one in get_args(_Format) if one == given), None)
         if known is None:

@@ -47,6 +47,7 @@ class EvaluationOptions:
     judge_url: str | None = None
     judge_pool: str | None = None
     judge_model: str | None = None
+    judge_annotator: str | None = None
     sinks: str | None = None
 
     def given(self, *names: str) -> list[str]:
@@ -142,7 +143,7 @@ def pool_content(options: EvaluationOptions) -> dict[str, Any]:
     }
 
 
-_JUDGE = ("judge_url", "judge_pool", "judge_model")
+_JUDGE = ("judge_url", "judge_pool", "judge_model", "judge_annotator")
 
 
 def _content(options: EvaluationOptions) -> dict[str, Any]:
@@ -191,7 +192,8 @@ def _evaluator(name: str | None) -> EvaluatorName:
 def _judge(options: EvaluationOptions) -> dict[str, Any] | None:
     if not options.given(*_JUDGE):
         return None
-    return {"base_url": options.judge_url, "pool_name": options.judge_pool, "model": options.judge_model}
+    asked = {"annotator": options.judge_annotator} if options.judge_annotator else {}
+    return {"base_url": options.judge_url, "pool_name": options.judge_pool, "model": options.judge_model, **asked}
 
 
 def _resources(options: EvaluationOptions) -> dict[str, Any]:

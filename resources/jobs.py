@@ -227,6 +227,14 @@ class Client(Protocol):
         """
         ...
 
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """Says before anything is built or copied what `submit` would say later.
+
+        Raises:
+            UnsatisfiableResources: this backend can never give what is asked for.
+        """
+        ...
+
     def shutdown(self) -> None:
         """Terminates all jobs of this client that do not outlive their parent."""
         ...

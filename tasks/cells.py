@@ -14,6 +14,7 @@ from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources import storage
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
+from resources.jobs import current_client
 from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoints import Checkpoint
 from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
@@ -138,6 +139,7 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
             remedy="name one of them as model_path",
         )
     places = [getattr(sink, name, None) for sink in config.sinks for name in ("url", "path", "folder")]
+    _check_resources(config, checkpoints)
     paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
     relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
     if relative and deployment.id:
@@ -146,6 +148,27 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
             found=", ".join(relative),
             remedy="write the whole path",
         )
+
+
+def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
+    """What the machine, or a model, can never give."""
+    pool = config.pool_config if config.pool_name is None else None
+    wanted = config.resource_config if config.native else pool.resource_config if pool else None
+    if wanted is not None:
+        current_client().check_resources(wanted)
+    asked = pool.model.engine_kwargs.get("max_model_len") if pool else None
+    if not isinstance(asked, int):
+        return
+    for checkpoint in checkpoints:
+        described = checkpoint.folder.config if checkpoint.folder else {}
+        held = described.get("max_position_embeddings")
+        scaled = described.get("rope_scaling") or described.get("rope_parameters")
+        if isinstance(held, int) and not scaled and asked > held:
+            raise BadInput(
+                expected=f"at most max_model_len={held}, which is what {checkpoint.name} holds",
+                found=f"max_model_len={asked} in engine_kwargs, or from the suite",
+                remedy=f"set it: --engine max_model_len={held}",
+            )
 
 
 def _name(config: EvaluationConfig, checkpoint: Checkpoint) -> str:

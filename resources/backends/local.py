@@ -25,7 +25,7 @@ from typing import Any
 import cloudpickle
 
 from resources.backends.local_job import LocalJob, write_json, write_text
-from resources.config import CpuConfig, Device, GpuConfig, TpuConfig
+from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs import (
@@ -71,7 +71,7 @@ class LocalClient:
         """
         if running := self._running(request.name, adopt_existing=adopt_existing):
             return running
-        _check_device(request.resources.device, device_root=self._device_root)
+        self.check_resources(request.resources)
         environment = request.environment or create_environment()
         workspace = _workspace(environment)
         working_directory = _folder(request.working_directory or workspace)
@@ -115,6 +115,10 @@ class LocalClient:
                 remedy="Choose one of the folders there; those of old jobs are removed.",
             )
         return LocalJob(folder)
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """See `Client.check_resources`."""
+        _check_device(resources.device, device_root=self._device_root)
 
     def shutdown(self) -> None:
         """Terminates all jobs of this client that do not outlive their parent."""

@@ -169,8 +169,8 @@ def _check_code(config: EvaluationConfig, run_code: set[str]) -> None:
                 expected=f"lm_eval.allow_code_execution to name {task.name}, which runs code that the model writes on "
                 "this machine",
                 found="an empty list",
-                remedy=f"Add {task.name} to lm_eval.allow_code_execution if the machine may be put at risk, or leave "
-                "it out",
+                remedy=f"Add {task.name} to lm_eval.allow_code_execution (--allow-code {task.name}) if the machine may "
+                "be put at risk, or leave it out",
             )
 
 

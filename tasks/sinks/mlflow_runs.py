@@ -86,7 +86,7 @@ def _add_record(client: MlflowClient, run: str, announcement: Announcement, sink
     # The server keeps one of several metrics with the same name, value, step and time.
     at = int(record.created.timestamp() * 1000)
     metrics = [Metric(name, value, at, record.checkpoint.step) for name, value in _named(metric_values(record)).items()]
-    tags = {**run_tags(announcement), **{f"tag.{tag}": "true" for tag in record.tags}, **sink.tags}
+    tags = {**run_tags(announcement), **{_allowed(f"tag.{tag}"): "true" for tag in record.tags}, **sink.tags}
     cut = [RunTag(key, value[:_TAG_CHARACTERS]) for key, value in tags.items()]
     for start in range(0, len(metrics), 1000):  # the most that a server takes at once
         client.log_batch(run, metrics=metrics[start : start + 1000])
@@ -149,13 +149,14 @@ def _harness_arguments(record: Record) -> dict[str, Any]:
 
 
 def _named(values: dict[str, float]) -> dict[str, float]:
-    """The same numbers under names that MLflow takes, which has no commas and equals signs, and no empty folders."""
-    named: dict[str, float] = {}
-    for name, value in values.items():
-        allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
-        parts = [part if part not in ("", ".", "..") else "_" for part in allowed.split("/")]
-        named["/".join(parts)] = value
-    return named
+    """The same numbers under names that MLflow takes."""
+    return {_allowed(name): value for name, value in values.items()}
+
+
+def _allowed(name: str) -> str:
+    """A name that MLflow takes, which has no commas and equals signs, and no empty folders."""
+    allowed = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+    return "/".join(part if part not in ("", ".", "..") else "_" for part in allowed.split("/"))
 
 
 @contextmanager

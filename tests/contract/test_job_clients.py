@@ -244,6 +244,9 @@ def test_name_of_a_running_job_is_refused_or_adopted_and_free_again_afterwards(c
 
 def test_resources_that_no_machine_here_has_are_refused_at_submission(client: Client) -> None:
     with pytest.raises(UnsatisfiableResources, match="v5litepod-8"):
+        client.check_resources(ResourceConfig.with_tpu("v5litepod-8"))
+    client.check_resources(ResourceConfig())
+    with pytest.raises(UnsatisfiableResources, match="v5litepod-8"):
         client.submit(job(shell("true"), resources=ResourceConfig.with_tpu("v5litepod-8")))
 
 

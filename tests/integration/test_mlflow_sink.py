@@ -54,7 +54,7 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: Mlfl
         },
     }
     for step in (200, 100):
-        record, cell = make_cell(tmp_path, step=step, evaluation=evaluation, tags=("nightly",))
+        record, cell = make_cell(tmp_path, step=step, evaluation=evaluation, tags=("nightly", "suite=demo"))
         state = publish_record(record, str(cell), (sink,))[sink.name]
         assert (state.status, state.reason) == ("published", None)
     (run,) = runs_of(sink)
@@ -71,7 +71,8 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: Mlfl
         "image_tag": "v6",
     }
     assert tags["config_git_sha"] == record.git_commit and tags["model_run_id"] == "None"
-    assert tags["creator"] == "a test" and tags["tag.nightly"] == "true" and "demo_facts" in tags["harness_args"]
+    assert tags["creator"] == "a test" and "demo_facts" in tags["harness_args"]
+    assert tags["tag.nightly"] == tags["tag.suite_demo"] == "true"
     place = f"run-a/step-100/lm_evaluation_harness/{record.cell}"
     files = {path.removeprefix(f"{place}/") for path in files_of(sink, run.info.run_id, place)}
     assert files == {

@@ -11,11 +11,11 @@ import pytest
 from pydantic import ValidationError
 
 from fakes.engine import FakeEngine
-from fakes.models import write_checkpoint, write_run
+from fakes.models import CONFIG, write_checkpoint, write_run
 from flows.options import EvaluationOptions, evaluation_from_file, evaluation_from_options
 from pools.endpoint import RunningModel
 from pools.launch import Servable
-from resources.errors import BadInput, EndpointUnusable, NoCheckpoints
+from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
 from tasks.cells import plan_cells
 from tasks.checkpoints import find_checkpoints, select
 from tasks.config import CheckpointSelection, EvaluationConfig
@@ -43,6 +43,17 @@ def test_one_served_name_for_several_checkpoints_is_refused(tmp_path: Path) -> N
     wanted = config(run, tmp_path / "out", base_url="http://127.0.0.1:9/v1", served_model_name="m")
     with pytest.raises(BadInput, match="one checkpoint for served_model_name"):
         plan_cells.fn([wanted], find_checkpoints(str(run)))
+
+
+def test_what_machine_or_model_cannot_give_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "run-a" / "hf" / "step-1", seed=1, config={**CONFIG, "max_position_embeddings": 64})
+    found = find_checkpoints(str(tmp_path / "run-a"))
+    pool: dict[str, Any] = {"model": {"name": "run-a", "engine_kwargs": {"max_model_len": 65}}}
+    with pytest.raises(BadInput, match="at most max_model_len=64"):
+        plan_cells.fn([config(tmp_path / "run-a", tmp_path / "out", pool_config=pool)], found)
+    pool = {"model": {"name": "run-a"}, "resource_config": {"device": {"kind": "tpu", "variant": "v5litepod-8"}}}
+    with pytest.raises(UnsatisfiableResources, match="v5litepod-8"):
+        plan_cells.fn([config(tmp_path / "run-a", tmp_path / "out", pool_config=pool)], found)
 
 
 def test_relative_path_in_a_deployed_flow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

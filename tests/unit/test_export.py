@@ -178,6 +178,7 @@ def test_table_shows_the_metrics_that_are_named_and_older_records_if_all_are_wan
     [
         (["--format", "xlsx"], "table, csv, jsonl, parquet"),
         (["--format", "parquet"], "--output"),
+        (["--output", "results.xlsx"], "results.xlsx"),
         (["--json", "--format", "csv"], "--json"),
         (["--steps", "a:b"], "--steps a:b"),
         (["--status", "done"], "infra_failed"),
