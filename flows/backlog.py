@@ -13,7 +13,7 @@ from resources import storage
 from resources.config import Config
 from resources.errors import BadInput
 from tasks.config import EvaluationConfig
-from tasks.records import RECORD_NAME, Record, SinkState, note_sinks, read_record
+from tasks.records import RECORD_NAME, Record, SinkState, find_records, note_sinks
 from tasks.sinks.config import Sink, Sinks
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
 
@@ -120,12 +120,7 @@ def publish_missing(
 
 
 def _succeeded(path: str) -> Iterator[tuple[str, Record]]:
-    for file in storage.list_files(path):
-        if storage.basename(file.uri) == RECORD_NAME:
-            cell = storage.parent(file.uri)
-            record = read_record(cell)
-            if record is not None and record.succeeded:
-                yield cell, record
+    return ((one.cell_uri, one.record) for one in find_records(path) if one.record.succeeded)
 
 
 def _own_sinks(record: Record, cell: str) -> tuple[Sink, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import errno
+import hashlib
 import os
 import posixpath
 import re
@@ -25,7 +26,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from resources.errors import BadInput, StorageError
+from resources.errors import AssayError, BadInput, StorageError
 
 _MEMORY_CREATE = threading.Lock()
 
@@ -226,6 +227,14 @@ def check_writable(uri: str) -> None:
             found=error.found if isinstance(error, StorageError) else str(error),
             remedy="choose another folder, or make this one writable",
         ) from error
+
+
+def content_digest(uri: str, *, length: int = 64) -> str | None:
+    """The first hex digits of the SHA-256 of a file; None where it cannot be read, which others refuse."""
+    try:
+        return hashlib.sha256(read_bytes(uri)).hexdigest()[:length]
+    except (OSError, AssayError):
+        return None
 
 
 def list_files(uri: str) -> list[FileInfo]:

@@ -12,12 +12,25 @@ from tasks.config import EvaluationConfig, digest_of
 
 BUNDLED = Path(__file__).parent / "bundled"
 """Benchmarks as lm-eval reads them, one YAML and one JSONL file each; other harnesses' in folders of their own."""
+COPIED = "benchmarks"
+"""What a folder from a store is called in a harness's working folder."""
 _FOLDERS = ("helm", "alpaca_eval")
 
 
 def benchmarks_uri(config: EvaluationConfig) -> str:
     """The folder with an evaluation's own benchmarks; the bundled ones where it names none."""
     return config.benchmarks_path or str(BUNDLED)
+
+
+def copied_benchmarks(config: EvaluationConfig) -> dict[str, str]:
+    """The folder to copy into a harness's working folder, by its name there; none where it is on this machine."""
+    path = config.benchmarks_path
+    return {} if path is None or storage.is_local(path) else {COPIED: path}
+
+
+def benchmarks_here(config: EvaluationConfig) -> str:
+    """Where a harness finds an evaluation's own benchmarks: on this machine, or copied into its working folder."""
+    return COPIED if copied_benchmarks(config) else str(storage.local_path(benchmarks_uri(config)).absolute())
 
 
 def benchmarks_digest(config: EvaluationConfig) -> str:

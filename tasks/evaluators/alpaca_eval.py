@@ -16,6 +16,7 @@ from pathlib import Path
 from pools.endpoint import RunningModel
 from resources import storage
 from resources.errors import BadInput
+from tasks.benchmarks import COPIED, benchmarks_here, copied_benchmarks
 from tasks.config import EvaluationConfig
 from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS, check_instructions, instruction_sets
 from tasks.evaluators.alpaca_eval_results import folder_of, read_results, read_samples
@@ -24,7 +25,6 @@ from tasks.samples import Sample
 
 _PROGRAM = Path(__file__).parents[1] / "programs" / "run_alpaca_eval.py"
 _JOB_FILE = "job.json"
-_COPIED_BENCHMARKS = "benchmarks"
 _BUNDLED_ANNOTATORS = BUNDLED_SETS / "annotators"
 _DEFAULT_NEW_TOKENS = 2048
 """AlpacaEval's own default; half of what the model holds where that is less, so that prompts have room."""
@@ -60,7 +60,7 @@ class AlpacaEval:
         """Our program with a job file that holds all but the keys; the model judges itself where there is no judge."""
         assert isinstance(model, RunningModel), "AlpacaEval asks an endpoint"
         options = config.alpaca_eval
-        remote = config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path)
+        remote = bool(copied_benchmarks(config))
         judged_by = judge or model
         same_endpoint = (judged_by.base_url, judged_by.api_key) == (model.base_url, model.api_key)
         model_params = config.pool_config.model.generation_params if config.pool_config else None
@@ -88,7 +88,7 @@ class AlpacaEval:
                 "key_variable": "OPENAI_API_KEY" if same_endpoint else "ASSAY_JUDGE_API_KEY",
                 "elsewhere": options.judge.base_url is not None,
                 "annotator": options.judge.annotator,
-                "annotator_folders": _annotator_folders(config, remote=remote),
+                "annotator_folders": _annotator_folders(config),
                 "constrained": options.judge.constrained,
             },
             "length_control": _absolute(options.length_control_path),
@@ -101,7 +101,7 @@ class AlpacaEval:
             variables={**keys, **self.import_variables},
             arguments=(_JOB_FILE,),
             files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
-            copies={_COPIED_BENCHMARKS: config.benchmarks_path} if remote and config.benchmarks_path else {},
+            copies=copied_benchmarks(config),
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
@@ -165,16 +165,15 @@ def _absolute(path: str | None) -> str | None:
 def _path_here(uri: str | None, config: EvaluationConfig, *, remote: bool) -> str | None:
     """Where the program finds a set; a benchmarks folder in a store is copied into its working folder."""
     if remote and uri is not None and config.alpaca_eval.instructions_path is None:
-        return f"{_COPIED_BENCHMARKS}/{storage.basename(uri)}"
+        return f"{COPIED}/{storage.basename(uri)}"
     return _absolute(uri)
 
 
-def _annotator_folders(config: EvaluationConfig, *, remote: bool) -> list[str]:
+def _annotator_folders(config: EvaluationConfig) -> list[str]:
     """Where configurations of judges are looked for, before those that come with AlpacaEval."""
     if config.benchmarks_path is None:
         return [str(_BUNDLED_ANNOTATORS)]
-    own = _COPIED_BENCHMARKS if remote else str(storage.local_path(config.benchmarks_path).absolute())
-    return [own, str(_BUNDLED_ANNOTATORS)]
+    return [benchmarks_here(config), str(_BUNDLED_ANNOTATORS)]
 
 
 def _check_annotator(config: EvaluationConfig, python: Path) -> None:

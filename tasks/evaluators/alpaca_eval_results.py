@@ -13,15 +13,17 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from resources.errors import HarnessOutputInvalid
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import Parsed
+from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records import Counts, Metric
 from tasks.samples import Sample
+
+_HARNESS = "AlpacaEval"
 
 PLAN_NAME = "plan.json"
 RESULTS_NAME = "results.json"
@@ -30,8 +32,6 @@ REFERENCES_NAME = "reference_outputs.json"
 ANNOTATIONS_NAME = "annotations.json"
 _LENGTH = "avg_length"
 WIN_RATE = "win_rate"
-
-_Content = TypeVar("_Content", bound=BaseModel)
 
 
 class _Plan(BaseModel):
@@ -84,7 +84,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
             left_out += without
         metrics += _metrics(key, numbers, judged=usable, answered=answers)
     if requested == answered and scored + left_out == requested and not _has_win_rates(plan, metrics):
-        raise _invalid(output, "no usable win rate")
+        raise invalid_results(_HARNESS, output, "no usable win rate")
     # Where the win rate may be that over the judged ones alone, the others are not among those requested.
     counts = Counts(requested=requested - left_out, answered=answered - left_out, scored=scored, judge_errors=errors)
     return Parsed(metrics=tuple(metrics), counts=counts, versions=results.versions)
@@ -178,26 +178,10 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_both(output: Path, config: EvaluationConfig) -> tuple[_Plan, _Results]:
-    plan = _read(output / PLAN_NAME, _Plan)
+    plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
     wanted = {task.metric_key for task in config.evals}
     if set(plan.sets) != wanted:
-        raise _invalid(output, f"a plan for {', '.join(sorted(plan.sets))}, not {', '.join(sorted(wanted))}")
-    return plan, _read(output / RESULTS_NAME, _Results)
-
-
-def _read(path: Path, kind: type[_Content]) -> _Content:
-    try:
-        return kind.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise _invalid(path.parent, f"no readable {path.name} ({error})") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _invalid(path, f"not what it writes: {'.'.join(map(str, first['loc']))} {first['msg']}") from error
-
-
-def _invalid(place: Path, found: str) -> HarnessOutputInvalid:
-    return HarnessOutputInvalid(
-        expected=f"results of AlpacaEval in {place}",
-        found=found,
-        remedy="Look into harness.log beside the record, then evaluate again",
-    )
+        raise invalid_results(
+            _HARNESS, output, f"a plan for {', '.join(sorted(plan.sets))}, not {', '.join(sorted(wanted))}"
+        )
+    return plan, read_result(_HARNESS, output / RESULTS_NAME, _Results)

@@ -10,9 +10,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pools.endpoint import RunningModel
-from resources import storage
 from resources.settings import process_environment, settings
-from tasks.benchmarks import benchmarks_uri
+from tasks.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.helm_entries import check_entries, read_entries_file
@@ -22,7 +21,6 @@ from tasks.samples import Sample
 
 _PROGRAM = Path(__file__).parents[1] / "programs" / "run_helm.py"
 _JOB_FILE = "job.json"
-_COPIED_BENCHMARKS = "benchmarks"
 _ENTRIES_FILE = "run_specs.conf"
 _MOST_THREADS = 64
 """HELM asks with one thread a request; more than this many get in each other's way."""
@@ -58,9 +56,6 @@ class Helm:
         """Our program with a job file that holds all but the key."""
         assert isinstance(model, RunningModel), "HELM asks an endpoint"
         options = config.helm
-        copies = {}
-        if config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path):
-            copies[_COPIED_BENCHMARKS] = config.benchmarks_path
         files = {}
         if options.run_specs_path is not None:
             files[_ENTRIES_FILE] = read_entries_file(options.run_specs_path).decode()
@@ -74,7 +69,7 @@ class Helm:
                 }
                 for task in config.evals
             ],
-            "benchmarks_path": _COPIED_BENCHMARKS if _COPIED_BENCHMARKS in copies else _local(benchmarks_uri(config)),
+            "benchmarks_path": benchmarks_here(config),
             "run_specs_path": _ENTRIES_FILE if files else None,
             "priority": options.priority,
             "groups": list(options.groups),
@@ -102,7 +97,7 @@ class Helm:
             variables={"OPENAI_API_KEY": model.api_key, **self.import_variables, **_without_proxy(model.base_url)},
             arguments=(_JOB_FILE,),
             files={**files, _JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
-            copies=copies,
+            copies=copied_benchmarks(config),
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
@@ -147,7 +142,3 @@ def _without_proxy(base_url: str) -> dict[str, str]:
         return {}
     present = process_environment()
     return {name: ",".join(filter(None, (present.get(name), host))) for name in ("NO_PROXY", "no_proxy")}
-
-
-def _local(uri: str) -> str:
-    return str(storage.local_path(uri).absolute())

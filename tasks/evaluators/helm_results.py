@@ -15,15 +15,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean, stdev
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 
-from resources.errors import HarnessOutputInvalid
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import Parsed
+from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records import Counts, Metric
 from tasks.samples import Sample
+
+_HARNESS = "HELM"
 
 PLAN_NAME = "plan.json"
 RESULTS_FOLDER = "helm"
@@ -32,8 +34,6 @@ _CORRECT = "correct"
 _TRUNCATED = "prompt_truncated"
 _CHOSEN = "predicted_index"
 _HASH_DIGITS = 12
-
-_Content = TypeVar("_Content")
 
 
 class _PlannedRun(BaseModel):
@@ -178,7 +178,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     Raises:
         HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
     """
-    plan = _read(output / PLAN_NAME, _Plan)
+    plan = read_result(_HARNESS, output / PLAN_NAME, _Plan)
     metrics: dict[str, list[list[Metric]]] = defaultdict(list)
     requested = answered = scored = truncated = 0
     for run in _runs(output, plan, config):
@@ -193,7 +193,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     if requested == answered == scored:
         for key, runs in metrics.items():
             if not all(runs):
-                raise _invalid(output, f"no usable number for {key}")
+                raise invalid_results(_HARNESS, output, f"no usable number for {key}")
     return Parsed(
         metrics=tuple(metric for key, runs in metrics.items() for metric in _together(key, runs)),
         counts=counts,
@@ -208,7 +208,7 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
     Raises:
         HarnessOutputInvalid: plan or results are missing or cannot be read.
     """
-    for run in _runs(output, _read(output / PLAN_NAME, _Plan), config):
+    for run in _runs(output, read_result(_HARNESS, output / PLAN_NAME, _Plan), config):
         for key, states in run.states.items():
             further = (f"trial {key.trial}" if key.trial else "", key.perturbation, key.random or "")
             yield Sample(
@@ -224,21 +224,23 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
 def _runs(output: Path, plan: _Plan, config: EvaluationConfig) -> Iterator[_Run]:
     wanted, planned = {task.metric_key for task in config.evals}, {run.key for run in plan.runs.values()}
     if wanted != planned:
-        raise _invalid(output, f"a plan for {', '.join(sorted(planned))}, not {', '.join(sorted(wanted))}")
+        raise invalid_results(
+            _HARNESS, output, f"a plan for {', '.join(sorted(planned))}, not {', '.join(sorted(wanted))}"
+        )
     for name, planned_run in plan.runs.items():
         folder = output / RESULTS_FOLDER / "benchmark_output" / "runs" / plan.suite / name
         states: dict[_Key, list[_RequestState]] = defaultdict(list)
-        for state in _read(folder / "scenario_state.json", _ScenarioState).request_states:
+        for state in read_result(_HARNESS, folder / "scenario_state.json", _ScenarioState).request_states:
             states[_key(state)].append(state)
         by_question: dict[tuple[str, int, str], dict[str, float]] = defaultdict(dict)
         splits: dict[str, str | None] = {}
-        for question in _read(folder / "per_instance_stats.json", list[_QuestionStats]):
+        for question in read_result(_HARNESS, folder / "per_instance_stats.json", list[_QuestionStats]):
             place = (question.instance_id, question.train_trial_index, _named(question.perturbation))
             for stat in question.stats:
                 if stat.mean is not None and math.isfinite(stat.mean):
                     by_question[place][stat.name.name] = stat.mean
                     splits[question.instance_id] = stat.name.split
-        yield _Run(planned_run, states, _read(folder / "stats.json", list[_Stat]), by_question, splits)
+        yield _Run(planned_run, states, read_result(_HARNESS, folder / "stats.json", list[_Stat]), by_question, splits)
 
 
 def _key(state: _RequestState) -> _Key:
@@ -346,21 +348,3 @@ def _target(state: _RequestState) -> str | None:
         if text == right[0]:
             return letter
     return right[0]
-
-
-def _read(path: Path, kind: type[_Content]) -> _Content:
-    try:
-        return TypeAdapter(kind).validate_json(path.read_bytes())
-    except OSError as error:
-        raise _invalid(path.parent, f"no readable {path.name} ({error})") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _invalid(path, f"not what HELM writes: {'.'.join(map(str, first['loc']))} {first['msg']}") from error
-
-
-def _invalid(place: Path, found: str) -> HarnessOutputInvalid:
-    return HarnessOutputInvalid(
-        expected=f"results of HELM in {place}",
-        found=found,
-        remedy="Look into harness.log beside the record, then evaluate again",
-    )

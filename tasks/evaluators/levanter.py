@@ -18,6 +18,7 @@ from resources import storage
 from resources.config import ResourceConfig
 from resources.errors import BadInput, HarnessOutputInvalid
 from resources.settings import settings
+from tasks.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.lm_eval import LmEval
@@ -29,7 +30,6 @@ from tasks.samples import Sample
 _PROGRAM = Path(__file__).parents[1] / "programs" / "run_levanter.py"
 _JOB_FILE = "job.json"
 _FACTS_NAME = "levanter.json"
-_COPIED_BENCHMARKS = "benchmarks"
 _LM_EVAL = LmEval()
 _SCORING = re.compile(r"^Scoring \((?P<stage>.*)\): (?P<done>\d+)/(?P<total>\d+)$", re.MULTILINE)
 
@@ -69,7 +69,6 @@ class Levanter:
     ) -> HarnessCommand:
         """Our program with a job file."""
         assert isinstance(model, LocalCheckpoint), "Levanter is given a checkpoint"
-        remote = config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path)
         options = config.levanter
         resources = config.resource_config or ResourceConfig()
         job = {
@@ -82,7 +81,7 @@ class Levanter:
                 }
                 for task in config.evals
             ],
-            "benchmarks_path": _COPIED_BENCHMARKS if remote else str(local_benchmarks(config)),
+            "benchmarks_path": benchmarks_here(config),
             "limit": config.max_eval_instances,
             "apply_chat_template": config.asks_in_chat,
             "prompt_logprobs": True,
@@ -108,7 +107,7 @@ class Levanter:
             variables=self.import_variables,
             arguments=(_JOB_FILE,),
             files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
-            copies={_COPIED_BENCHMARKS: config.benchmarks_path} if remote and config.benchmarks_path else {},
+            copies=copied_benchmarks(config),
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:

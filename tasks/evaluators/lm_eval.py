@@ -10,18 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pools.endpoint import RunningModel
-from resources import storage
 from resources.errors import BadInput, UnknownBenchmark
-from tasks.benchmarks import benchmarks_uri
+from tasks.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.evaluators.lm_eval_index import PROGRAM, OwnBenchmarks, listing, local_benchmarks, own_benchmarks
+from tasks.evaluators.lm_eval_index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
 from tasks.evaluators.lm_eval_results import NO_ANSWER, RESULTS_FOLDER, read_results
 from tasks.evaluators.lm_eval_samples import read_samples
 from tasks.samples import Sample
 
 _JOB_FILE = "job.json"
-_COPIED_BENCHMARKS = "benchmarks"
 _PROMPTS_PER_REQUEST = 8
 """More would save little, and lose more in flight where something is killed: 580 prompts took 1.4 s instead of 2.3."""
 
@@ -65,7 +63,6 @@ class LmEval:
     ) -> HarnessCommand:
         """Our program with a job file that holds all but the key."""
         assert isinstance(model, RunningModel), "lm-eval asks an endpoint"
-        remote = config.benchmarks_path is not None and not storage.is_local(config.benchmarks_path)
         options = config.lm_eval
         job = {
             "benchmarks": [
@@ -77,7 +74,7 @@ class LmEval:
                 }
                 for task in config.evals
             ],
-            "benchmarks_path": _COPIED_BENCHMARKS if remote else str(local_benchmarks(config)),
+            "benchmarks_path": benchmarks_here(config),
             "prompts_per_request": _PROMPTS_PER_REQUEST,
             "limit": config.max_eval_instances,
             "apply_chat_template": model.apply_chat_template,
@@ -110,7 +107,7 @@ class LmEval:
             variables={"OPENAI_API_KEY": model.api_key, **self.import_variables},
             arguments=(_JOB_FILE,),
             files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
-            copies={_COPIED_BENCHMARKS: config.benchmarks_path} if remote and config.benchmarks_path else {},
+            copies=copied_benchmarks(config),
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:

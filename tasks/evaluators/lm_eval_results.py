@@ -11,22 +11,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
-from resources.errors import HarnessOutputInvalid
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import Parsed
+from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records import Counts, Metric
+
+_HARNESS = "lm-eval"
 
 PLAN_NAME = "plan.json"
 RESULTS_FOLDER = "lm_eval"
 NO_ANSWER = "[[no answer came back]]"
 """What the harness is told to put where an endpoint answered with no text at all; its default scores as empty."""
-
-
-_Content = TypeVar("_Content", bound=BaseModel)
 
 
 class PlannedTask(BaseModel):
@@ -78,7 +77,9 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     plan, results, stamped = read_files(output)
     wanted = {task.metric_key for task in config.evals}
     if set(plan.benchmarks) != wanted:
-        raise _invalid(output, f"a plan for {', '.join(sorted(plan.benchmarks))}, not {', '.join(sorted(wanted))}")
+        raise invalid_results(
+            _HARNESS, output, f"a plan for {', '.join(sorted(plan.benchmarks))}, not {', '.join(sorted(wanted))}"
+        )
     answered = scored = 0
     for name, task in plan.tasks.items():
         filters = {split(key)[1] for key in results.results[name] if "," in key}
@@ -95,7 +96,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     metrics = list(_metrics(results))
     unusable = [f"{metric.benchmark} {metric.name}" for metric in metrics if not is_finite(metric.value)]
     if counts.requested == answered == scored and (unusable or not metrics):
-        raise _invalid(output, f"no usable number for {', '.join(unusable) or 'anything'}")
+        raise invalid_results(_HARNESS, output, f"no usable number for {', '.join(unusable) or 'anything'}")
     return Parsed(
         metrics=tuple(metric for metric in metrics if is_finite(metric.value)),
         counts=counts,
@@ -109,12 +110,12 @@ def read_files(output: Path) -> tuple[Plan, Results, Callable[[str], Path]]:
     Raises:
         HarnessOutputInvalid: one of them is missing or cannot be read, or results do not cover the plan.
     """
-    plan = _read(output / PLAN_NAME, Plan)
+    plan = read_result(_HARNESS, output / PLAN_NAME, Plan)
     path = _newest_results(output)
-    results = _read(path, Results)
+    results = read_result(_HARNESS, path, Results)
     missing = [name for name in plan.tasks if name not in results.results]
     if missing:
-        raise _invalid(output, f"results without {', '.join(missing)}, which was asked")
+        raise invalid_results(_HARNESS, output, f"results without {', '.join(missing)}, which was asked")
     stamp = path.stem.removeprefix("results_")
     return plan, results, lambda name: path.with_name(f"samples_{name}_{stamp}.jsonl")
 
@@ -228,23 +229,5 @@ def _is_score(value: Any) -> bool:
 def _newest_results(output: Path) -> Path:
     found = sorted((output / RESULTS_FOLDER).glob("*/results_*.json"), key=lambda path: path.name)
     if not found:
-        raise _invalid(output, f"no {RESULTS_FOLDER}/*/results_*.json")
+        raise invalid_results(_HARNESS, output, f"no {RESULTS_FOLDER}/*/results_*.json")
     return found[-1]
-
-
-def _read(path: Path, kind: type[_Content]) -> _Content:
-    try:
-        return kind.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise _invalid(path.parent, f"no readable {path.name} ({error})") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise _invalid(path, f"not what lm-eval writes: {'.'.join(map(str, first['loc']))} {first['msg']}") from error
-
-
-def _invalid(place: Path, found: str) -> HarnessOutputInvalid:
-    return HarnessOutputInvalid(
-        expected=f"results of lm-eval in {place}",
-        found=found,
-        remedy="Look into harness.log beside the record, then evaluate again",
-    )

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
-from resources import storage
 from resources.config import Config
-from resources.errors import AssayError
+from resources.storage import content_digest
 
 DEFAULT_PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n"
 _FILES = ("instructions_path", "reference_outputs_path", "length_control_path")
@@ -116,13 +114,5 @@ class AlpacaEvalOptions(Config):
     def what_is_measured(self) -> dict[str, Any]:
         """What of this can change a score: files by their content, wherever they lie."""
         paths = {name: path for name in _FILES if (path := getattr(self, name)) is not None}
-        contents = {name: _digest(path) for name, path in paths.items()}
+        contents = {name: content_digest(path) for name, path in paths.items()}
         return {**self.model_dump(mode="json", exclude=set(_FILES)), **contents}
-
-
-def _digest(uri: str) -> str | None:
-    """Of the file's content; None where there is no such file, which is refused before anything is asked."""
-    try:
-        return hashlib.sha256(storage.read_bytes(uri)).hexdigest()
-    except (OSError, AssayError):
-        return None

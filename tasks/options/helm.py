@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 from pydantic import Field
 
-from resources import storage
 from resources.config import Config
-from resources.errors import AssayError
+from resources.storage import content_digest
 
 
 class HelmOptions(Config):
@@ -38,16 +36,8 @@ class HelmOptions(Config):
     def what_is_measured(self) -> dict[str, Any]:
         """What of this can change a score: not how fast, how often or how patiently it is asked."""
         return {
-            "run_specs": _digest(self.run_specs_path) if self.run_specs_path is not None else None,
+            "run_specs": content_digest(self.run_specs_path, length=16) if self.run_specs_path is not None else None,
             "priority": self.priority,
             "groups": list(self.groups),
             "num_train_trials": self.num_train_trials,
         }
-
-
-def _digest(uri: str) -> str | None:
-    """Of the file's content; None where there is no such file, which is refused before anything is asked."""
-    try:
-        return hashlib.sha256(storage.read_bytes(uri)).hexdigest()[:16]
-    except (OSError, AssayError):
-        return None

@@ -1,0 +1,37 @@
+"""Reading a file that a harness or our program left behind: whole and of the expected form, or refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from resources.errors import HarnessOutputInvalid
+
+_Content = TypeVar("_Content")
+
+
+def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:
+    """A file of JSON as a value of some type.
+
+    Raises:
+        HarnessOutputInvalid: it cannot be read, or is of another form.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(path.read_bytes())
+    except OSError as error:
+        raise invalid_results(harness, path.parent, f"no readable {path.name} ({error})") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        found = f"not what {harness} writes: {'.'.join(map(str, first['loc']))} {first['msg']}"
+        raise invalid_results(harness, path, found) from error
+
+
+def invalid_results(harness: str, place: Path, found: str) -> HarnessOutputInvalid:
+    """The error for results of a harness that cannot be used."""
+    return HarnessOutputInvalid(
+        expected=f"results of {harness} in {place}",
+        found=found,
+        remedy="Look into harness.log beside the record, then evaluate again",
+    )
