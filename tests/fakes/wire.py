@@ -89,7 +89,9 @@ async def scripted_engine(script: Script) -> AsyncIterator[str]:
     finally:
         server.close()
         for writer in writers:
-            writer.transport.abort()
+            # One that is closed already has no loop to abort on; one that is closing with bytes to send has.
+            if not writer.transport.is_closing() or writer.transport.get_write_buffer_size():
+                writer.transport.abort()
 
 
 async def read_request(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
