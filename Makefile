@@ -24,7 +24,7 @@ bench: .venv/.development
 	$(PYTHON) deployments/bootstrap.py
 	@touch $@
 
-.venv/.development: .venv/.complete $(LISTS)/development.txt
+.venv/.development: .venv/.complete $(LISTS)/development.txt $(LISTS)/backends.txt
 	$(PYTHON) deployments/bootstrap.py --development
 	@touch $@
 
@@ -33,6 +33,7 @@ UV_COMPILE = uv pip compile --quiet --no-header --no-annotate --no-emit-index-ur
 lists:
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 orchestrator.in -o orchestrator.txt
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 development.in -o development.txt
+	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 backends.in -o backends.txt
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 lm-eval.in -o lm-eval.txt
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 alpaca-eval.in -o alpaca-eval.txt
 	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 --override helm-overrides.in helm.in -o helm.txt

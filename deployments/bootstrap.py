@@ -50,7 +50,7 @@ def main() -> None:
         subprocess.run(
             [uv, "venv", "--quiet", "--allow-existing", "--python", sys.executable, str(VENV)], check=True, cwd=ROOT
         )
-    lists = ["orchestrator.txt", *(["development.txt"] if "--development" in sys.argv else [])]
+    lists = ["orchestrator.txt", *(["development.txt", "backends.txt"] if "--development" in sys.argv else [])]
     install = [uv, "pip", "install", "--quiet", "--python", str(python)]
     print(f"installing {', '.join(lists)} into .venv", flush=True)
     requirements = [part for name in lists for part in ("-r", str(LISTS / name))]

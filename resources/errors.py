@@ -76,6 +76,10 @@ class EnvironmentBuildFailed(AssayError):
     """uv could not build an environment from its pinned list."""
 
 
+class BackendUnavailable(AssayError):
+    """The cluster that runs the jobs does not answer, or does not let us in."""
+
+
 class JobFailed(AssayError):
     """A job ended, and not as it should."""
 

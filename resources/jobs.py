@@ -1,7 +1,7 @@
 """Jobs, whoever runs them: what to run, in which environment, on what, and a handle on the running thing.
 
 Backends implement `Client` and `JobHandle`; they live in `resources/backends/` and honour every field of
-`JobRequest`. `current_client()` says which one is meant.
+`JobRequest`. `current_client()` says which one is meant; `resources/actors.py` builds named actors on jobs.
 """
 
 from __future__ import annotations
@@ -184,12 +184,35 @@ class JobRequest:
         return self.resources.replicas if self.replicas is None else self.replicas
 
 
+@dataclass(frozen=True, kw_only=True)
+class JobDetails:
+    """What a backend knows of one job."""
+
+    job_id: str
+    name: str
+    status: JobStatus
+    reason: str | None = None
+    """Why it ended as it did or, while it is pending, what it waits for."""
+    attempts: int = 0
+    """How often all replicas were started, the present time included."""
+    failures: int = 0
+    """How many attempts ended by the job's own doing."""
+    preemptions: int = 0
+    """How many attempts were ended from outside."""
+    submitted_at: float | None = None
+    """Seconds since the epoch."""
+
+
 class JobHandle(Protocol):
     """A submitted job."""
 
     @property
     def job_id(self) -> str:
         """Unique on its backend, for ever."""
+        ...
+
+    def details(self) -> JobDetails:
+        """Where the job stands now, and why."""
         ...
 
     def status(self) -> JobStatus:
@@ -206,7 +229,15 @@ class JobHandle(Protocol):
         ...
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """The last lines written so far by one replica, or by each of them."""
+        """The last lines, a megabyte at most, written so far by one replica, or by each of them under a heading.
+
+        Raises:
+            BadInput: there is no such replica.
+        """
+        ...
+
+    def announced(self, replica: int = 0) -> str | None:
+        """What a process of this replica said last in its present attempt by `announce`; None if nothing yet."""
         ...
 
     def terminate(self) -> None:
@@ -215,7 +246,12 @@ class JobHandle(Protocol):
 
 
 class Client(Protocol):
-    """Runs jobs."""
+    """Runs jobs. Jobs that are submitted inside its jobs go to the same backend."""
+
+    @property
+    def url(self) -> str:
+        """The setting under which a process of a job finds this backend, such as `local` or `ray://auto`."""
+        ...
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:
         """Starts a job.
@@ -225,6 +261,18 @@ class Client(Protocol):
             UnsatisfiableResources: this backend can never give what was asked for.
             BadInput: the entrypoint cannot be sent to another process.
         """
+        ...
+
+    def attach(self, job_id: str) -> JobHandle:
+        """A handle on a job that any process has submitted to this backend.
+
+        Raises:
+            BadInput: there is no such job, or nothing is known of it any more.
+        """
+        ...
+
+    def jobs(self) -> list[JobDetails]:
+        """The jobs of this backend that are running or are still remembered, the newest first."""
         ...
 
     def check_resources(self, resources: ResourceConfig) -> None:
@@ -280,12 +328,17 @@ _current_client: ContextVar[Client | None] = ContextVar("current_client", defaul
 
 
 def current_client() -> Client:
-    """The client set for this context, else the local one of this process."""
+    """The client set for this context; else the one of the job this process belongs to, as `ASSAY_JOBS` says, which
+    a person may set too; else that of an Iris job; else an initialized Ray; else the local one of this process.
+
+    Raises:
+        BadInput: `ASSAY_JOBS` names no backend, or one whose package is missing.
+    """
     if (client := _current_client.get()) is not None:
         return client
-    from resources.backends.local import local_client  # importing it here keeps this module free of backends
+    from resources.backends.choice import client_of_process  # importing it here keeps this module free of backends
 
-    return local_client()
+    return client_of_process()
 
 
 class set_current_client(AbstractContextManager[Client]):  # called like a function

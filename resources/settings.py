@@ -38,6 +38,10 @@ class Settings(BaseSettings):
     python: Path | None = None
     """Interpreter that engine and evaluator environments are built on; the running one when unset."""
 
+    jobs: str | None = None
+    """Where jobs run: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`, `kubernetes://context/namespace`.
+    Set in every job, so that jobs submitted inside it go to the same backend."""
+
     endpoint_api_key: SecretStr | None = None
     """Key for an already running endpoint given with `--base-url`."""
 
@@ -197,6 +201,18 @@ def join_token() -> str:
     return token
 
 
+def iris_job() -> str | None:
+    """The address, as `iris://host:port`, of the controller whose job this process belongs to; None outside of one."""
+    address = os.environ.get("IRIS_CONTROLLER_ADDRESS") or os.environ.get("IRIS_CONTROLLER_URL")
+    return f"iris://{address.split('://')[-1]}" if address and os.environ.get("IRIS_JOB_ID") else None
+
+
+def announcement_path() -> Path | None:
+    """The file whose content the backend passes to holders of this job's handle; None outside of jobs."""
+    name = os.environ.get("ASSAY_ANNOUNCEMENT")
+    return Path(name) if name else None
+
+
 def job_id() -> str:
-    """The local job that this process belongs to, empty where it belongs to none."""
+    """The job that this process belongs to, empty where it belongs to none."""
     return os.environ.get("ASSAY_JOB_ID", "")

@@ -118,7 +118,7 @@ def _run_and_kill(recipe: Recipe, work: _Work) -> list[int]:
     job = _submit(recipe, work, "first")
     pid: int | None = None
     while not job.status().finished and len(work.answers_of("first")) < work.plan.requests // 2:
-        pid = job.details()["replicas"][0]["pid"] if job.details()["replicas"] else None
+        pid = job.process_details()["replicas"][0]["pid"] if job.process_details()["replicas"] else None
         time.sleep(_POLL_SECONDS)
     if pid is None:
         return []

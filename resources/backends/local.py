@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
@@ -22,17 +23,18 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
-
-from resources.backends.local_job import LocalJob, write_json, write_text
+from resources.backends.calls import pickled
+from resources.backends.local_job import LocalJob
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput, UnsatisfiableResources
+from resources.files import replace_json, replace_text
 from resources.jobs import (
     Call,
     Command,
     EnvironmentConfig,
     JobAlreadyExists,
+    JobDetails,
     JobRequest,
     create_environment,
 )
@@ -60,6 +62,11 @@ class LocalClient:
         self._jobs: dict[str, LocalJob] = {}
         self._lock = threading.Lock()
 
+    @property
+    def url(self) -> str:
+        """See `Client.url`."""
+        return "local"
+
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> LocalJob:
         """Starts a job, after building its environment where it wants one of its own.
 
@@ -75,7 +82,7 @@ class LocalClient:
         environment = request.environment or create_environment()
         workspace = _workspace(environment)
         working_directory = _folder(request.working_directory or workspace)
-        payload = _pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
+        payload = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
         python = _interpreter(environment, workspace=workspace)
         with self._lock:
             if running := self._running(request.name, adopt_existing=adopt_existing):
@@ -87,6 +94,8 @@ class LocalClient:
             if payload is not None:
                 (folder / "call.pickle").write_bytes(payload)
             specification = {
+                "name": request.name,
+                "submitted_at": time.time(),
                 "argv": _argv(request.entrypoint, folder=folder, python=python, workspace=workspace),
                 "working_directory": str(working_directory),
                 "replicas": request.replica_count,
@@ -115,6 +124,14 @@ class LocalClient:
                 remedy="Choose one of the folders there; those of old jobs are removed.",
             )
         return LocalJob(folder)
+
+    def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`; those of every process of this machine."""
+        found: list[JobDetails] = []
+        for status in self._jobs_dir.glob("*/status.json"):
+            with suppress(OSError):  # another process prunes them
+                found.append(LocalJob(status.parent).details())
+        return sorted(found, key=lambda one: one.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """See `Client.check_resources`."""
@@ -165,7 +182,7 @@ def _client_of_process(process_id: int) -> LocalClient:
 def _start(folder: Path, specification: dict[str, Any], *, env: dict[str, str]) -> LocalJob:
     (folder / "specification.json").write_text(json.dumps(specification))
     pending = {"status": "pending", "reason": None, "attempts": 0, "failures": 0, "preemptions": 0}
-    write_json(folder / "status.json", {**pending, "supervisor_pid": None, "replicas": []})
+    replace_json(folder / "status.json", {**pending, "supervisor_pid": None, "replicas": []})
     with (folder / "supervisor.log").open("wb") as log:
         supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_PROGRAMS / "supervise.py"), str(folder)],
@@ -196,7 +213,9 @@ def _import_folders() -> list[str]:
 
 
 def _variables(environment: EnvironmentConfig, *, python: Path, job_id: str) -> dict[str, str]:
-    variables = process_environment({"PYTHONUNBUFFERED": "1", **environment.env_vars, "ASSAY_JOB_ID": job_id})
+    variables = process_environment(
+        {"PYTHONUNBUFFERED": "1", **environment.env_vars, "ASSAY_JOB_ID": job_id, "ASSAY_JOBS": "local"}
+    )
     return {**variables, "PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}
 
 
@@ -231,19 +250,8 @@ def _build(requirements: Sequence[str]) -> Path:
     lists = settings().environments_dir / "lists"
     lists.mkdir(parents=True, exist_ok=True)
     path = lists / f"job-{hashlib.sha256(content.encode()).hexdigest()[:12]}.txt"
-    write_text(path, content)
+    replace_text(path, content)
     return ensure_environment(EnvironmentSpec(name="job", requirements=path, smoke_import="cloudpickle")).python
-
-
-def _pickled(call: Call) -> bytes:
-    try:
-        return cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
-    except Exception as error:  # whatever the objects' own pickling code raises
-        raise BadInput(
-            expected="a callable and arguments that can be pickled, since they are sent to another process",
-            found=f"{getattr(call.function, '__qualname__', call.function)}: {type(error).__name__}: {error}",
-            remedy="Pass paths, names and numbers; open files, locks and connections inside the callable.",
-        ) from error
 
 
 def _workspace(environment: EnvironmentConfig) -> Path:

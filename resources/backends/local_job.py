@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import signal
 import subprocess
 import time
 from pathlib import Path
 from typing import Any
 
-from resources.errors import BadInput, JobFailed, JobTimeout
-from resources.jobs import JobStatus
+from resources.backends.waiting import wait_until_finished
+from resources.errors import BadInput
+from resources.files import replace_json
+from resources.jobs import JobDetails, JobStatus
 
 _TAIL_BYTES = 1 << 20
 _SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine
@@ -37,8 +38,22 @@ class LocalJob:
         """Whether it goes on when the process that submitted it ends."""
         return self._specification["outlives_parent"]
 
-    def details(self) -> dict[str, Any]:
-        """Status with its reason, attempts, failures, preemptions, and process id and exit code by replica."""
+    def details(self) -> JobDetails:
+        """Where the job stands now, and why; failed when its supervisor was killed."""
+        now = self.process_details()
+        return JobDetails(
+            job_id=self.job_id,
+            name=self._specification["name"],
+            status=JobStatus(now["status"]),
+            reason=now["reason"],
+            attempts=now["attempts"],
+            failures=now["failures"],
+            preemptions=now["preemptions"],
+            submitted_at=self._specification["submitted_at"],
+        )
+
+    def process_details(self) -> dict[str, Any]:
+        """Its `status.json`, which also has the supervisor's process id, and id and exit code of each replica's."""
         details = self._read()
         if JobStatus(details["status"]).finished or self._is_supervised(details):
             return details
@@ -46,38 +61,21 @@ class LocalJob:
         return details if JobStatus(details["status"]).finished else self._bury(details)
 
     def status(self) -> JobStatus:
-        """Where the job stands now; failed when its supervisor was killed."""
-        return JobStatus(self.details()["status"])
+        """Where the job stands now."""
+        return JobStatus(self.process_details()["status"])
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-        """Blocks until the job has finished, for at most `timeout` seconds.
-
-        Raises:
-            JobTimeout: the job was still running by then; it goes on.
-            JobFailed: the job failed or was stopped, unless `raise_on_failure` is False.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        poll_seconds = 0.01
-        while not (status := self.status()).finished:
-            remaining = poll_seconds if deadline is None else deadline - time.monotonic()
-            if remaining <= 0:
-                raise JobTimeout(
-                    expected=f"job {self.job_id} to have finished after {timeout:g} s",
-                    found=f"it is {status}",
-                    remedy=f"Wait longer, terminate it, or see what it does in {self._folder}/replica-*.log",
-                )
-            time.sleep(min(poll_seconds, remaining))
-            poll_seconds = min(poll_seconds * 1.5, 0.25)
-        if raise_on_failure and status is not JobStatus.SUCCEEDED:
-            raise self._failure()
-        return status
+        """See `JobHandle.wait`."""
+        return wait_until_finished(
+            self,
+            timeout,
+            raise_on_failure=raise_on_failure,
+            where=f"read {self._folder}/replica-*.log",
+            last_poll_seconds=0.25,
+        )
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """The last lines, a megabyte at most, written so far by one replica, or by each of them under a heading.
-
-        Raises:
-            BadInput: there is no such replica.
-        """
+        """See `JobHandle.logs`."""
         count: int = self._specification["replicas"]
         if replica is None and count > 1:
             return "\n".join(
@@ -88,6 +86,13 @@ class LocalJob:
                 expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those."
             )
         return _tail(self._folder / f"replica-{index}.log", max_lines)
+
+    def announced(self, replica: int = 0) -> str | None:
+        """See `JobHandle.announced`."""
+        try:
+            return (self._folder / f"announced-{replica}").read_text()
+        except FileNotFoundError:
+            return None
 
     def terminate(self) -> None:
         """Ends the job with everything it started, and returns when nothing of it is left.
@@ -101,7 +106,7 @@ class LocalJob:
 
     def request_stop(self) -> None:
         """Asks the supervisor to end the job, and returns at once."""
-        details = self.details()
+        details = self.process_details()
         if not JobStatus(details["status"]).finished and details["supervisor_pid"] is not None:
             _send(details["supervisor_pid"], signal.SIGTERM)
 
@@ -109,7 +114,7 @@ class LocalJob:
         """Blocks until the supervisor has taken over, so that whoever attaches finds it."""
         deadline = time.monotonic() + _SUPERVISOR_START_SECONDS
         while time.monotonic() < deadline:
-            details = self.details()
+            details = self.process_details()
             if details["supervisor_pid"] is not None or JobStatus(details["status"]).finished:
                 return
             time.sleep(0.005)
@@ -142,19 +147,8 @@ class LocalJob:
             except OSError:
                 continue
         details = {**details, "status": JobStatus.FAILED, "reason": "its supervisor was killed"}
-        write_json(self._folder / "status.json", details)
+        replace_json(self._folder / "status.json", details)
         return details
-
-    def _failure(self) -> JobFailed:
-        details = self.details()
-        codes = ", ".join(str(replica["exit_code"]) for replica in details["replicas"])
-        reason = f": {details['reason']}" if details["reason"] else ""
-        return JobFailed(
-            expected=f"job {self.job_id} to succeed",
-            found=f"it {'was ' if details['status'] == JobStatus.STOPPED else ''}{details['status']}{reason} "
-            f"(exit codes: {codes or 'none'})\n{self.logs(20)}".rstrip(),
-            remedy=f"Read {self._folder}/replica-*.log",
-        )
 
 
 def _tail(path: Path, max_lines: int) -> str:
@@ -166,18 +160,6 @@ def _tail(path: Path, max_lines: int) -> str:
     except FileNotFoundError:  # nothing has started yet
         return ""
     return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Replaces a file at once, so that no reader sees half of it."""
-    write_text(path, json.dumps(content))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file at once, so that no reader sees half of it."""
-    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    unfinished.write_text(text)
-    unfinished.replace(path)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -124,7 +124,9 @@ class Supervisor:
             **os.environ,
             "ASSAY_REPLICA_INDEX": str(index),
             "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
+            "ASSAY_ANNOUNCEMENT": str(self._folder / f"announced-{index}"),
         }
+        (self._folder / f"announced-{index}").unlink(missing_ok=True)  # what the last attempt said
         with (self._folder / f"replica-{index}.log").open("ab", buffering=0) as log:
             if self._attempts > 1:
                 log.write(f"--- attempt {self._attempts} ---\n".encode())

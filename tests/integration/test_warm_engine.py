@@ -138,6 +138,6 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
             assert json.dumps(answers(port)) == json.dumps(expected)
             assert len(processes_of(server)) >= 4  # the server, a keeper, the API and the engine
             job.terminate()
-            assert (job.status(), job.details()["replicas"][0]["exit_code"]) == (JobStatus.STOPPED, 0)
+            assert (job.status(), job.process_details()["replicas"][0]["exit_code"]) == (JobStatus.STOPPED, 0)
             assert len(processes_of(server)) == 1
         assert "threads run after preloading" not in server.logs()

@@ -187,7 +187,7 @@ def test_terminated_job_passes_its_signal_on_and_leaves_nothing(
     job = submit(client, server.command("wait", str(tmp_path / "pids"), "politely"), cwd=tmp_path)
     processes = pids(tmp_path / "pids")
     job.terminate()
-    assert job.details()["replicas"][0]["exit_code"] == 7  # type: ignore[attr-defined]
+    assert job.process_details()["replicas"][0]["exit_code"] == 7  # type: ignore[attr-defined]
     assert not [pid for pid in processes if is_alive(pid)]
 
 

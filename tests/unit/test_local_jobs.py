@@ -129,7 +129,7 @@ def test_job_dies_with_a_parent_that_was_killed(tmp_path: Path) -> None:
         assert job.wait(20, raise_on_failure=False) is JobStatus.STOPPED
         os.kill(forked_pid, signal.SIGKILL)
     assert not is_alive(pid)
-    assert "submitted it has ended" in job.details()["reason"]
+    assert "submitted it has ended" in (job.details().reason or "")
 
 
 def test_job_that_outlives_its_parent_can_be_attached_to_and_terminated(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_ctrl_c_and_hangup_do_not_end_a_supervisor_before_its_job(client: LocalC
         )
     )
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGINT):
-        os.kill(job.details()["supervisor_pid"], number)
+        os.kill(job.process_details()["supervisor_pid"], number)
     assert job.status() is JobStatus.RUNNING
     (tmp_path / "go").touch()
     assert job.wait(30) is JobStatus.SUCCEEDED
@@ -182,9 +182,9 @@ def test_killed_supervisor_is_reported_and_leaves_nothing_behind(client: LocalCl
     script = f"(setsid sh -c 'echo $$ > {tmp_path}/daemon; {FOR_EVER}' &); echo $$ > {tmp_path}/main; {FOR_EVER}"
     job = client.submit(JobRequest("job", shell(script), resources=ON_CPU))
     pids = [eventual_pid(tmp_path / name) for name in ("main", "daemon")]
-    os.kill(job.details()["supervisor_pid"], signal.SIGKILL)
+    os.kill(job.process_details()["supervisor_pid"], signal.SIGKILL)
     assert job.wait(20, raise_on_failure=False) is JobStatus.FAILED
-    assert "supervisor was killed" in job.details()["reason"]
+    assert "supervisor was killed" in (job.details().reason or "")
     eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
@@ -195,14 +195,14 @@ def test_attempts_failures_and_preemptions_are_counted_apart(client: LocalClient
     job = client.submit(JobRequest("job", shell(script), resources=ON_CPU, max_retries_failure=1))
     job.wait(30)
     details = job.details()
-    assert (details["attempts"], details["failures"], details["preemptions"]) == (3, 1, 1)
-    assert [replica["exit_code"] for replica in details["replicas"]] == [0]
+    assert (details.attempts, details.failures, details.preemptions) == (3, 1, 1)
+    assert [replica["exit_code"] for replica in job.process_details()["replicas"]] == [0]
     assert job.logs() == "--- attempt 2 ---\n--- attempt 3 ---"
 
 
 def test_terminate_while_waiting_for_the_next_attempt_stops_the_job(client: LocalClient) -> None:
     job = client.submit(JobRequest("job", shell("exit 1"), resources=ON_CPU, max_retries_failure=1000))
-    eventually(lambda: job.details()["failures"] >= 3)
+    eventually(lambda: job.details().failures >= 3)
     job.terminate()
     assert job.status() is JobStatus.STOPPED
 

@@ -1,0 +1,25 @@
+"""What a process of a job tells whoever holds the job's handle: one short text, such as the address it listens on."""
+
+from __future__ import annotations
+
+from resources.errors import BadInput
+from resources.files import replace_text
+from resources.settings import announcement_path
+
+MAX_BYTES = 4096
+
+
+def announce(text: str) -> None:
+    """Makes `text` what `JobHandle.announced()` returns for this replica until it says something else.
+
+    Raises:
+        BadInput: this process belongs to no job, or the text is longer than 4 KiB.
+    """
+    path = announcement_path()
+    if path is None or len(text.encode()) > MAX_BYTES:
+        raise BadInput(
+            expected=f"a text of at most {MAX_BYTES} bytes, announced by a process of a job",
+            found="no job" if path is None else f"{len(text.encode())} bytes",
+            remedy="Submit it with a job client, and announce an address rather than content.",
+        )
+    replace_text(path, text)
