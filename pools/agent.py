@@ -14,16 +14,21 @@ import sys
 import threading
 import time
 from collections import deque
+from urllib.parse import urlsplit
 
 from pools.config import InferencePoolConfig
+from pools.entrance import Entrance
 from pools.failures import as_failure
-from pools.launch import Launcher, ServedCheckpoint, digests_of, staging
+from pools.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
 from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.proxy.state import Announcement, LoadReport, Orders, ServedModel
 from pools.replica import Loading, Replica
 from pools.staging import StagedFolder
+from resources.addresses import is_loopback, own_address
+from resources.backends.local import local_client
+from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, ProxyFailed
-from resources.jobs import Client, current_client
+from resources.jobs import Client
 from resources.settings import join_token
 
 _WATCH_SECONDS = 0.25
@@ -35,19 +40,22 @@ _ORPHANED_SECONDS = 120.0  # time for a proxy to be started again on the same ad
 _log = logging.getLogger("assay.agent")
 
 
-def run_agent(name: str, config: InferencePoolConfig, launcher: Launcher, address: ProxyAddress) -> None:
+def run_agent(name: str, config: InferencePoolConfig, launcher: Launcher | None, address: ProxyAddress) -> None:
     """Runs a replica until the pool does not want it any more, or has been gone for two minutes.
 
     Args:
         name: of the replica, unique in its pool.
         config: how the pool serves.
-        launcher: how an engine is started.
+        launcher: how an engine is started; vLLM, from an environment that is built on this machine, when None.
         address: of the pool's proxy; the join token is read from the environment.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     threading.excepthook = _end_process
-    client = current_client()
+    if launcher is None:
+        environment = ensure_environment(ENVIRONMENTS[environment_name(config)], on_progress=_log.info)
+        launcher = VllmLauncher(config, environment)
+    client = local_client()  # wherever the agent was sent: its engine belongs beside it
     with launcher.warmed(client) as warm:
         Agent(name, config, launcher=warm, client=client, address=address, token=join_token()).run()
 
@@ -97,6 +105,8 @@ class Agent:
         self._replica = Replica(
             name, config, launcher=launcher, client=client, on_change=self._changed, drain=self._drain
         )
+        proxy = (address.host, address.port)
+        self._entrance = None if is_loopback(address.host) else Entrance(own_address(proxy), self._engine_port)
         self._staging = staging()
         self._held: StagedFolder | None = None
         self._failed: tuple[str, str] | None = None
@@ -221,6 +231,9 @@ class Agent:
                     replica.revive(why, still=lambda: not replica.healthy(timeout_seconds=1))
                 looked_at = time.monotonic()
 
+    def _engine_port(self) -> int | None:
+        return urlsplit(self._replica.url).port if self._replica.url else None
+
     @property
     def _hangs(self) -> bool:
         """Whether an engine that should answer has not done so for as long as a lease lasts."""
@@ -235,7 +248,8 @@ class Agent:
             said = Announcement(
                 instance=self._instance,
                 sequence=self._sequence,
-                url=replica.url,
+                url=self._entrance.url if self._entrance and replica.url else replica.url,
+                entrance_key=self._entrance.key if self._entrance else None,
                 capacity=replica.capacity,
                 state="dead" if replica.engine_ended or self._hangs else replica.state,
                 model=checkpoint.name if checkpoint else None,

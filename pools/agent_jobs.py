@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from pools.proxy.state import ReplicaStatus
-from resources.jobs import JobHandle
+from resources.jobs import JobHandle, JobStatus
 
 _SILENT_LEASES = 4.0  # an agent that is silent for so many leases is started again
+_LOOK_SECONDS = 0.2
 _FORGIVEN_AFTER_SECONDS = 600.0
 
 
@@ -23,6 +24,26 @@ class _Agent:
         self.restarts = 0
         self.given_up: str | None = None
         self.restarting: threading.Thread | None = None
+        self.details = job.details()
+        self._looked_at = self.started_at
+
+    def look(self) -> bool:
+        """Looks at the job every now and then; whether that was now.
+
+        One that waits for a machine, or was moved to another one, has all the time of a new one.
+        """
+        now = time.monotonic()
+        if now - self._looked_at < _LOOK_SECONDS:
+            return False
+        self._looked_at = now
+        before, self.details = self.details, self.job.details()
+        if self.details.status is JobStatus.PENDING or self.details.preemptions > before.preemptions:
+            self.started_at = now
+        return True
+
+    def take(self, job: JobHandle) -> None:
+        """Goes on with another job."""
+        self.job, self.details, self.started_at = job, job.details(), time.monotonic()
 
     @property
     def is_restarting(self) -> bool:
@@ -77,7 +98,7 @@ class AgentJobs:
         """Starts agents again that ended or are silent for too long."""
         heard = {one.name: one for one in replicas}
         for name, agent in self._agents.items():
-            if agent.given_up is not None or agent.is_restarting:
+            if agent.given_up is not None or agent.is_restarting or not agent.look():
                 continue
             replica = heard.get(name)
             # A new agent needs a moment until it speaks; what was heard last is of the one before.
@@ -85,7 +106,7 @@ class AgentJobs:
             silent = replica is not None and replica.silent_seconds > self._patience_seconds and not is_new
             if replica is not None and replica.said.failure and replica.said.failure.kind == "EngineDied":
                 agent.given_up = replica.said.failure.found
-            elif agent.job.status().finished or silent:
+            elif agent.details.status.finished or silent:
                 self._start_again(name, agent, why="was silent" if silent else "ended")
 
     def _start_again(self, name: str, agent: _Agent, *, why: str) -> None:
@@ -104,7 +125,7 @@ class AgentJobs:
     def _replace(self, name: str, agent: _Agent) -> None:
         agent.job.terminate()
         if not self._closing.is_set():
-            agent.job, agent.started_at = self._submit(name), time.monotonic()
+            agent.take(self._submit(name))
 
     def stop(self) -> None:
         """Ends every agent, with its engine; safe to call twice."""

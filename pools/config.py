@@ -92,8 +92,8 @@ class InferencePoolConfig(Config):
     """What each replica runs on, and how many replicas there are."""
     model: ModelConfig = Field(validation_alias=AliasChoices("model", "model_config"))
     """The model to serve. In Python, YAML and JSON `model_config` is accepted too."""
-    proxy_host: str = "127.0.0.1"
-    """Address the proxy listens on; loopback unless replicas or evaluators run elsewhere."""
+    proxy_host: str = "auto"
+    """Address the proxy listens on; auto is loopback where jobs run on this machine, else the proxy's own machine's."""
     proxy_port: int = Field(default=0, ge=0, le=65535)
     """Port of the proxy; 0 takes a free one."""
     startup_timeout_seconds: float = Field(default=1800, gt=0)

@@ -20,13 +20,14 @@ from pools.config import InferencePoolConfig
 from pools.director import Patience, assign
 from pools.endpoint import RunningModel
 from pools.launch import Launcher, Servable, VllmLauncher, environment_name
+from pools.pool_jobs import is_local, pool_environment
 from pools.proxy.client import ProxyClient
 from pools.proxy.process import ProxyProcess
 from pools.proxy.state import DesiredState, Failure, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
 from pools.session import PoolSession
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments import ENVIRONMENTS, ensure_environment, planned_identity
 from resources.errors import EngineStartFailed, ProxyFailed
-from resources.jobs import Call, Client, JobHandle, JobRequest, create_environment, current_client
+from resources.jobs import Call, Client, JobHandle, JobRequest, current_client
 from resources.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 
 _log = logging.getLogger("assay.pool")
@@ -35,6 +36,7 @@ _BUSY_WAIT_SECONDS = 0.05
 _SHORTEST_LINGER_SECONDS = 0.25
 _LONGEST_LINGER_SECONDS = 5.0
 _SILENT_PROXY_SECONDS = 30.0
+_PREEMPTIONS = 100
 
 
 class InferencePool:
@@ -84,6 +86,7 @@ class InferencePool:
         self._ordered_at: dict[str, float] = {}
         self._models: dict[str, ServedModel] = {}
         self._told = DesiredState()
+        self._engine_build = ""
         self._unusable: dict[str, Failure] = {}
         self._failed: str | None = None
         self._has_answered = False
@@ -114,16 +117,14 @@ class InferencePool:
         self.close()
 
     def _start(self) -> None:
-        if self._launcher is None:
-            spec = ENVIRONMENTS[environment_name(self.config)]
-            self._launcher = VllmLauncher(self.config, ensure_environment(spec, on_progress=self._on_event))
+        self._engine_build = self._build_engine()
         address = self._proxy_process.start()
         self.access = PoolAccess(
             address=address,
             key=self._keys.client,
             admin_key=self._keys.admin,
             config=self.config,
-            engine_build=self._launcher.identity,
+            engine_build=self._engine_build,
         )
         self._proxy = self.access.proxy()
         names = [f"replica-{index}" for index in range(self.config.resource_config.replicas)]
@@ -136,16 +137,26 @@ class InferencePool:
                 self.access, self._checkpoints, holder="the pool's owner", on_event=self._on_event
             ).__enter__()
 
+    def _build_engine(self) -> str:
+        """Names the build of the engine; where agents run on this machine it is built now, else by each of them."""
+        if self._launcher is not None:
+            return self._launcher.identity
+        spec = ENVIRONMENTS[environment_name(self.config)]
+        if not is_local(self._client):
+            return planned_identity(spec)
+        self._launcher = VllmLauncher(self.config, ensure_environment(spec, on_progress=self._on_event))
+        return self._launcher.identity
+
     def _submit_agent(self, name: str) -> JobHandle:
-        assert self._launcher is not None and self.access is not None
         token = {POOL_JOIN_TOKEN_VARIABLE: self._keys.join.get_secret_value()}
         return self._client.submit(
             JobRequest(
                 name=f"{name}-{secrets.token_hex(3)}",
                 entrypoint=Call(run_agent, (name, self.config, self._launcher, self.access.address)),
                 resources=self.config.resource_config.model_copy(update={"replicas": 1}),
-                environment=create_environment(env_vars=token),
-                max_retries_preemption=0,  # the director starts it again, and counts
+                environment=pool_environment(self.config, env_vars=token),
+                # Here the director starts it again, and counts; elsewhere a machine that is taken away is replaced.
+                max_retries_preemption=0 if is_local(self._client) else _PREEMPTIONS,
             )
         )
 
@@ -342,7 +353,7 @@ class InferencePool:
         """Tells the proxy what is so, if that is news."""
         desired = DesiredState(
             models=dict(self._models),
-            engine=engine_digest(self.config, self._launcher.identity if self._launcher else ""),
+            engine=engine_digest(self.config, self._engine_build),
             orders=orders,
             next=tuple(later),
             unusable=dict(self._refused()),

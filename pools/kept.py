@@ -20,10 +20,11 @@ from pools.config import InferencePoolConfig, check_name
 from pools.inference import InferencePool
 from pools.launch import Launcher, Servable
 from pools.proxy.state import ProxyStatus
+from resources.backends.choice import client_from_url
 from resources.backends.local import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BadInput, ProxyFailed
-from resources.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment
+from resources.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment, current_client
 from resources.settings import job_id, settings
 
 _POLL_SECONDS = 0.1
@@ -87,11 +88,12 @@ def keep_up(
             found=f"one that is up at {standing.access.address.base_url}",
             remedy=f"use it, choose another name, or end it: assay pool down {name}",
         )
+    backend = current_client().url  # the job that keeps it up is of this machine; its replicas may not be
     try:
         job = LocalClient().submit(
             JobRequest(
                 name=f"pool-{name}"[:90],
-                entrypoint=Call(_keep, (name, config, tuple(checkpoints), idle_seconds, launcher)),
+                entrypoint=Call(_keep, (name, config, tuple(checkpoints), idle_seconds, launcher, backend)),
                 resources=ResourceConfig(preemptible=False),
                 environment=create_environment(),
                 max_retries_preemption=0,
@@ -126,11 +128,19 @@ def _keep(
     checkpoints: tuple[Servable, ...],
     idle_seconds: float,
     launcher: Launcher | None,
+    backend: str,
 ) -> None:
     """What the pool's own job does: serves until nobody uses the pool any more."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     file = _file_of(name)
-    with InferencePool(config, checkpoints, launcher=launcher, on_event=_log.info, own_session=False) as pool:
+    with InferencePool(
+        config,
+        checkpoints,
+        client=client_from_url(backend),
+        launcher=launcher,
+        on_event=_log.info,
+        own_session=False,
+    ) as pool:
         kept = KeptPool(
             name=name, access=pool.access, job_id=job_id(), created=datetime.now(UTC), idle_seconds=idle_seconds
         )

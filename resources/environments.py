@@ -177,6 +177,11 @@ def is_built(spec: EnvironmentSpec) -> bool:
     return _is_complete(_planned(spec, _interpreter(spec), settings().environments_dir))
 
 
+def planned_identity(spec: EnvironmentSpec) -> str:
+    """Names the environment that `ensure_environment` would build with the interpreter of this machine."""
+    return _planned(spec, _interpreter(spec), settings().environments_dir).identity
+
+
 def _interpreter(spec: EnvironmentSpec) -> str:
     return spec.python or str(settings().python or sys.executable)
 

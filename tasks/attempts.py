@@ -17,6 +17,7 @@ from prefect.cache_policies import NO_CACHE
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources import storage
+from resources.backends.local import local_client
 from resources.errors import AssayError, EvaluationInterrupted, RecordStatus
 from resources.fork_server import ForkServer
 from resources.jobs import current_client
@@ -168,7 +169,7 @@ def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path
                 output=output,
                 python=harness.python,
                 server=harness.server,
-                client=current_client(),
+                client=current_client() if cell.config.native else local_client(),
                 judge=judge,
                 on_progress=on_progress,
                 check_endpoint=outcome.opened.check if outcome.opened else turn.interruption.raise_if_interrupted,

@@ -13,8 +13,10 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pools.launch import Servable
+from pools.pool_jobs import is_local
+from resources.backends.local import local_client
 from resources.environments import ENVIRONMENTS, ensure_environment
-from resources.jobs import Client, current_client
+from resources.jobs import current_client
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
 from tasks.config import EvaluationConfig, EvaluatorName
@@ -53,8 +55,7 @@ def stage_tokenizer(cell: Cell) -> Servable:
 class Harnesses:
     """The evaluators of some cells: interpreters, and what keeps those imported that can be."""
 
-    def __init__(self, client: Client, stack: ExitStack) -> None:
-        self._client = client
+    def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
         self._prepared: dict[tuple[EvaluatorName, str], Harness] = {}
         self._preparing = threading.Lock()
@@ -64,7 +65,11 @@ class Harnesses:
         evaluator = EVALUATORS[configs[0].evaluator]
         name = evaluator.environment(configs[0])
         environment = ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
-        server = self._stack.enter_context(warmed(evaluator, configs, python=environment.python, client=self._client))
+        server = None
+        if is_local(current_client()) or not configs[0].native:  # a fork server is of use on its own machine
+            server = self._stack.enter_context(
+                warmed(evaluator, configs, python=environment.python, client=local_client())
+            )
         self._prepared[configs[0].evaluator, name] = Harness(evaluator, environment.python, server)
 
     def of(self, cell: Cell) -> Harness:
@@ -79,7 +84,7 @@ class Harnesses:
 @contextmanager
 def _harnesses(cells: Sequence[Cell]) -> Iterator[Harnesses]:
     with ExitStack() as stack:
-        harnesses = Harnesses(current_client(), stack)
+        harnesses = Harnesses(stack)
         configs = list({id(cell.config): cell.config for cell in cells}.values())
         for kind in dict.fromkeys(map(_kind, configs)):
             harnesses.prepare([config for config in configs if _kind(config) == kind])

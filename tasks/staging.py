@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from resources import storage
+from resources.backends.local import local_client
 from resources.config import ResourceConfig
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, JobTimeout, StagingIncomplete
-from resources.jobs import Command, JobRequest, JobStatus, create_environment, current_client
+from resources.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from tasks.benchmarks import BUNDLED
 from tasks.evaluators.harness import cache_variables
@@ -234,7 +235,7 @@ def _run(
         environment=create_environment(workspace=folder, python=python, env_vars={**cache_variables(), **variables}),
         max_retries_preemption=0,
     )
-    handle = current_client().submit(request)
+    handle = local_client().submit(request)
     shown = 0
     try:
         while True:

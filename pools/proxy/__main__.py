@@ -1,7 +1,7 @@
 """The pool's proxy, a process of its own: one OpenAI-compatible address in front of every replica.
 
-Started as `python -m pools.proxy --address-file PATH …`, with its keys in the environment. It writes its address to
-that file once it listens; the pool then tells it what replicas there are (`PUT /admin/state`).
+Started as `python -m pools.proxy …`, with its keys in the environment. Once it listens it announces its address, or
+writes it to the file named by `--address-file`; the pool then tells it what replicas there are (`PUT /admin/state`).
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from pools.proxy.routing import RoutingTable
 from pools.proxy.server import ProxyServer
 from pools.proxy.state import ProxyLimits
 from pools.proxy.upstream import Upstream
+from resources.addresses import own_address
+from resources.announcements import announce
 from resources.errors import ProxyFailed
-from resources.settings import ProxyKeys, proxy_keys
+from resources.files import replace_text
+from resources.settings import ProxyKeys, proxy_keys, settings
 
 SHUTDOWN_GRACE_SECONDS = 0.5
 _JOURNAL_BYTES = 4 * 2**30
@@ -48,7 +51,7 @@ async def serve(
     *,
     limits: ProxyLimits,
     keys: ProxyKeys,
-    announce: Callable[[str, int], None],
+    tell: Callable[[str, int], None],
     journal: JournalFlags | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then answers what it can at once and ends.
@@ -58,7 +61,7 @@ async def serve(
         port: port to listen on; 0 takes a free one.
         limits: bounds and time-outs.
         keys: of clients, of the pool and of its replicas.
-        announce: called with the bound address once connections are accepted.
+        tell: called with the bound address once connections are accepted.
         journal: the journal to keep; none keeps none.
 
     Raises:
@@ -76,7 +79,10 @@ async def serve(
         kept = None
         if journal is not None:
             kept = Journal.open(
-                journal.path, max_bytes=journal.max_bytes, keep_prompts=journal.prompts, warn=_log.warning
+                journal.path or settings().journal_path,
+                max_bytes=journal.max_bytes,
+                keep_prompts=journal.prompts,
+                warn=_log.warning,
             )
         table, tally, cells = RoutingTable(), Tally(), Cells(kept)
         forwarder = Forwarder(upstream, table=table, tally=tally, limits=limits, journal=kept)
@@ -93,7 +99,7 @@ async def serve(
                 found=str(error),
                 remedy="set the proxy's port to 0 for a free one, or its host to an address of this machine",
             ) from error
-        announce(*bound)
+        tell(*bound)
         gc.freeze()
         gc.set_threshold(_GARBAGE_THRESHOLD)
         await stop.wait()
@@ -108,13 +114,15 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     return uvloop.new_event_loop()
 
 
-def _announce_in(path: Path) -> Callable[[str, int], None]:
-    def announce(host: str, port: int) -> None:
-        unfinished = path.with_name(f"{path.name}.{os.getpid()}.part")
-        unfinished.write_text(json.dumps({"host": host, "port": port, "pid": os.getpid()}), encoding="utf-8")
-        unfinished.replace(path)
+def _telling(address_file: Path | None) -> Callable[[str, int], None]:
+    def tell(host: str, port: int) -> None:
+        address = json.dumps({"host": host, "port": port, "pid": os.getpid()})
+        if address_file is None:
+            announce(address)
+        else:
+            replace_text(address_file, address)
 
-    return announce
+    return tell
 
 
 def _allow_open_files() -> None:
@@ -128,13 +136,13 @@ def _allow_open_files() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the proxy; returns the exit code of the process."""
     parser = argparse.ArgumentParser(prog="python -m pools.proxy", description="The proxy of an Assay pool.")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; auto is this machine's")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--address-file", type=Path, required=True, help="where to write the bound address")
+    parser.add_argument("--address-file", type=Path, help="where to write the bound address")
     for name, limit in ProxyLimits.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
         parser.add_argument(flag, default=limit.default, help=limit.description)
-    parser.add_argument("--journal", type=Path, help="file of the journal; without it none is kept")
+    parser.add_argument("--journal", nargs="?", const="", help="keep a journal, in this file or in the usual one")
     parser.add_argument("--journal-max-bytes", type=int, default=_JOURNAL_BYTES, help="size of the journal at most")
     parser.add_argument("--journal-prompts", action="store_true", help="store prompts and answers readably")
     given = vars(parser.parse_args(arguments))
@@ -142,17 +150,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _allow_open_files()
     try:
         limits = ProxyLimits(**{name: given[name] for name in ProxyLimits.model_fields})
-        announce = _announce_in(given["address_file"])
+        host = own_address() if given["host"] == "auto" else given["host"]
+        tell = _telling(given["address_file"])
         journal = None
         if given["journal"] is not None:
             size, prompts = given["journal_max_bytes"], given["journal_prompts"]
-            journal = JournalFlags(path=given["journal"], max_bytes=size, prompts=prompts)
+            file = Path(given["journal"]) if given["journal"] else None
+            journal = JournalFlags(path=file, max_bytes=size, prompts=prompts)
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(
-                serve(
-                    given["host"], given["port"], limits=limits, keys=proxy_keys(), announce=announce, journal=journal
-                )
-            )
+            runner.run(serve(host, given["port"], limits=limits, keys=proxy_keys(), tell=tell, journal=journal))
     except ValidationError as error:
         parser.error(str(error))
     except ProxyFailed as error:

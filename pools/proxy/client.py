@@ -50,8 +50,8 @@ class ProxyAddress(Config):
 class JournalFlags(Config):
     """The journal a proxy is to keep."""
 
-    path: Path
-    """Its file on this machine; several proxies may share it."""
+    path: Path | None
+    """Its file, which several proxies may share; the usual one of the machine the proxy runs on when None."""
     max_bytes: int
     """Bound on its size."""
     prompts: bool = False
@@ -59,32 +59,36 @@ class JournalFlags(Config):
 
 
 def proxy_command(
-    address_file: Path, *, host: str, port: int, limits: ProxyLimits, journal: JournalFlags | None = None
+    address_file: Path | None, *, host: str, port: int, limits: ProxyLimits, journal: JournalFlags | None = None
 ) -> tuple[str, ...]:
     """The command that starts a proxy with this interpreter; its keys belong into its environment.
 
     Args:
-        address_file: where it is to write its address; must not exist from an earlier start.
-        host: address to listen on.
+        address_file: where it is to write its address; must not exist from an earlier start. When None it announces
+            its address as a job.
+        host: address to listen on; auto is that of the machine it runs on.
         port: port to listen on; 0 takes a free one.
         limits: its bounds and time-outs.
         journal: the journal it is to keep; none if it is to keep none.
     """
     command = [sys.executable, "-m", "pools.proxy", "--host", host, "--port", str(port)]
-    command += ["--address-file", str(address_file)]
+    command += ["--address-file", str(address_file)] if address_file else []
     for name, value in limits.model_dump().items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     if journal is not None:
-        command += ["--journal", str(journal.path), "--journal-max-bytes", str(journal.max_bytes)]
+        command += ["--journal", *([str(journal.path)] if journal.path else [])]
+        command += ["--journal-max-bytes", str(journal.max_bytes)]
         command += ["--journal-prompts"] if journal.prompts else []
     return tuple(command)
 
 
-def wait_for_address(address_file: Path, *, timeout_seconds: float, is_running: Callable[[], bool]) -> ProxyAddress:
+def wait_for_address(
+    said: Callable[[], str | None], *, timeout_seconds: float, is_running: Callable[[], bool]
+) -> ProxyAddress:
     """The address of a proxy that was just started, once it listens.
 
     Args:
-        address_file: the file its command names.
+        said: what it has written or announced so far, None if nothing.
         timeout_seconds: how long it may take.
         is_running: whether its process is still there.
 
@@ -94,10 +98,8 @@ def wait_for_address(address_file: Path, *, timeout_seconds: float, is_running: 
     deadline = time.monotonic() + timeout_seconds
     while True:
         was_running = is_running()
-        try:
-            return ProxyAddress.model_validate_json(address_file.read_bytes())
-        except FileNotFoundError:
-            pass
+        if (address := said()) is not None:
+            return ProxyAddress.model_validate_json(address)
         if not was_running:
             raise ProxyFailed(
                 expected="the proxy to listen",
@@ -107,7 +109,7 @@ def wait_for_address(address_file: Path, *, timeout_seconds: float, is_running: 
         if time.monotonic() > deadline:
             raise ProxyFailed(
                 expected=f"the proxy to listen within {timeout_seconds:g} s",
-                found="it runs, but has not written its address",
+                found="it has not said its address",
                 remedy="look at its log and at the load of this machine",
             )
         time.sleep(_POLL_SECONDS)

@@ -48,15 +48,18 @@ class Receiver(Protocol):
 
 
 class Origin:
-    """One address, and the open connections to it."""
+    """One address, and the open connections to it; where an entrance is before it, with the key for that."""
 
-    def __init__(self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float) -> None:
+    def __init__(
+        self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float, entrance_key: str | None = None
+    ) -> None:
         parts = urlsplit(url)
         self.loop = loop
         self.host = parts.hostname or ""
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.host_line = b"Host: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
+        self.first_line = f"{entrance_key}\n".encode() if entrance_key else b""
         self.idle: list[EngineConnection] = []
         self.connections: set[EngineConnection] = set()
         self._idle_seconds = idle_seconds
@@ -131,6 +134,8 @@ class EngineConnection(asyncio.Protocol):
         """Takes the socket."""
         self._transport = cast(asyncio.Transport, transport)
         self._origin.connections.add(self)
+        if self._origin.first_line:
+            self._transport.write(self._origin.first_line)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends the answer that was under way: whole if its end was to be the connection's."""

@@ -199,7 +199,11 @@ class Forwarder:
 
     async def _attempt(self, replica: Replica, asked: Asked, responder: Responder) -> Attempt:
         outcome: Outcome | None = None
-        call = self._upstream.call(replica.url, patience_seconds=self._limits.engine_timeout_seconds)
+        call = self._upstream.call(
+            replica.url,
+            patience_seconds=self._limits.engine_timeout_seconds,
+            entrance_key=replica.said.entrance_key,
+        )
         self._running[call] = replica
         self._table.begin(replica, asked.model)
         try:

@@ -52,7 +52,11 @@ class Probes:
         self._on_recovery()
 
     async def _answers(self, replica: Replica) -> bool:
-        call = self._upstream.call(replica.url, patience_seconds=self._limits.probe_timeout_seconds)
+        call = self._upstream.call(
+            replica.url,
+            patience_seconds=self._limits.probe_timeout_seconds,
+            entrance_key=replica.said.entrance_key,
+        )
         try:
             await call.ask(b"GET", b"/health")
             return call.status == 200

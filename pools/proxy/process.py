@@ -5,11 +5,12 @@ from __future__ import annotations
 import secrets
 
 from pools.config import InferencePoolConfig
+from pools.pool_jobs import is_local, placed_with, pool_environment
 from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
 from pools.proxy.state import ProxyLimits
 from resources.config import ResourceConfig
 from resources.errors import ProxyFailed
-from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment
+from resources.jobs import Client, Command, JobHandle, JobRequest
 from resources.settings import ProxyKeys, settings
 
 _START_SECONDS = 60.0
@@ -47,15 +48,15 @@ class ProxyProcess:
             ProxyFailed: it does not listen.
         """
         config = self._config
-        folder = settings().cache_dir / "proxies" / secrets.token_hex(6)
-        folder.mkdir(parents=True, mode=0o700)
-        address_file = folder / "address.json"
+        local = is_local(self._client)
         journal = JournalFlags(
-            path=settings().journal_path, max_bytes=config.journal_max_bytes, prompts=config.journal_prompts
+            path=settings().journal_path if local else None,
+            max_bytes=config.journal_max_bytes,
+            prompts=config.journal_prompts,
         )
-        command, *arguments = proxy_command(
-            address_file,
-            host=config.proxy_host,
+        _, *arguments = proxy_command(
+            None,
+            host="127.0.0.1" if local and config.proxy_host == "auto" else config.proxy_host,
             port=self._address.port if self._address else config.proxy_port,
             limits=ProxyLimits(
                 max_held=config.max_pending_requests,
@@ -68,15 +69,17 @@ class ProxyProcess:
         try:
             job = self._job = self._client.submit(
                 JobRequest(
-                    name=f"proxy-{folder.name}",
-                    entrypoint=Command(command, tuple(arguments)),
-                    resources=ResourceConfig(preemptible=False),
-                    environment=create_environment(env_vars=self._keys.as_environment()),
+                    name=f"proxy-{secrets.token_hex(6)}",
+                    entrypoint=Command("python", tuple(arguments)),
+                    resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
+                    environment=pool_environment(config, env_vars=self._keys.as_environment()),
                     max_retries_preemption=0,  # it is started again by who knows its address
                 )
             )
             self._address = wait_for_address(
-                address_file, timeout_seconds=_START_SECONDS, is_running=lambda: not job.status().finished
+                job.announced,
+                timeout_seconds=_START_SECONDS if local else config.startup_timeout_seconds,
+                is_running=lambda: not job.status().finished,
             )
             return self._address
         except ProxyFailed as error:
@@ -86,9 +89,6 @@ class ProxyProcess:
                 found=f"{error.found}. Last lines of its log:\n{log}",
                 remedy="choose another proxy_port, or 0 for a free one",
             ) from error
-        finally:
-            address_file.unlink(missing_ok=True)
-            folder.rmdir()
 
     def restart_if_ended(self) -> bool:
         """Starts it again if its process has ended; whether it had.

@@ -277,7 +277,7 @@ class RoutingTable:
             ReplicaStatus(
                 name=one.name,
                 ordered=one.ordered,
-                said=one.said,
+                said=one.said.model_copy(update={"entrance_key": None}),  # for the proxy alone
                 lost=one.lost,
                 silent_seconds=max(0.0, now - one.announced),
                 suspect=one.suspect,

@@ -97,6 +97,8 @@ class Announcement(Config):
     """Grows with every announcement of an instance: an older one that arrives late changes nothing."""
     url: str | None = Field(default=None, pattern=_URL_PATTERN)
     """Address of its engine, without a path, such as http://127.0.0.1:8001."""
+    entrance_key: str | None = Field(default=None, pattern=r"^[\w-]{16,128}$", repr=False)
+    """First line of each connection to that address, where the engine is behind an entrance."""
     capacity: int = Field(default=1, ge=1)
     """Requests it works on at once; load is measured against it."""
     state: ReplicaState = "starting"

@@ -243,19 +243,21 @@ class Upstream:
         self._loop = asyncio.get_running_loop()
         self._idle_seconds = idle_seconds
         self._look_seconds = look_seconds
-        self._origins: dict[str, Origin] = {}
+        self._origins: dict[tuple[str, str | None], Origin] = {}
         self._timer = self._loop.call_later(look_seconds, self._look_around)
 
-    def call(self, url: str, *, patience_seconds: float) -> Call:
+    def call(self, url: str, *, patience_seconds: float, entrance_key: str | None = None) -> Call:
         """A call to the replica at an address such as http://127.0.0.1:8001.
 
         Args:
             url: the address, without a path.
             patience_seconds: how long the answer may take, or the next piece of it if it is a stream.
+            entrance_key: first line of each connection, where an entrance is before the engine.
         """
-        origin = self._origins.get(url)
+        origin = self._origins.get((url, entrance_key))
         if origin is None:
-            origin = self._origins[url] = Origin(url, self._loop, self._idle_seconds)
+            origin = Origin(url, self._loop, self._idle_seconds, entrance_key)
+            self._origins[url, entrance_key] = origin
         return Call(self, origin, patience_seconds)
 
     def close(self) -> None:
@@ -270,8 +272,8 @@ class Upstream:
         now = self._loop.time()
         for call in tuple(self.calls):
             call.look_at(now)
-        for url, origin in tuple(self._origins.items()):
+        for where, origin in tuple(self._origins.items()):
             origin.close_idle(now)
             if not origin.connections:
-                del self._origins[url]
+                del self._origins[where]
         self._timer = self._loop.call_later(self._look_seconds, self._look_around)

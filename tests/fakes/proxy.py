@@ -77,6 +77,11 @@ class RunningProxy:
         self.client.announce(replica.name, replica.said, join_token=JOIN_TOKEN)
 
 
+def text_of(file: Path) -> Callable[[], str | None]:
+    """What a file holds by now, None while there is none."""
+    return lambda: file.read_text() if file.exists() else None
+
+
 @contextmanager
 def running_proxy(folder: Path, *arguments: str, port: int = 0, **limits: Any) -> Iterator[RunningProxy]:
     """A proxy with these limits, and other arguments of its command line; ends with the block."""
@@ -92,7 +97,7 @@ def running_proxy(folder: Path, *arguments: str, port: int = 0, **limits: Any) -
             stderr=subprocess.STDOUT,
         )
     try:
-        address = wait_for_address(address_file, timeout_seconds=30, is_running=lambda: process.poll() is None)
+        address = wait_for_address(text_of(address_file), timeout_seconds=30, is_running=lambda: process.poll() is None)
         yield RunningProxy(process, address, ProxyClient(address, admin_key=ADMIN_KEY), log_file)
     finally:
         process.terminate()

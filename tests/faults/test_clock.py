@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from fakes.engine import FakeEngine
-from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, replica_of, state_of, until
+from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, replica_of, state_of, text_of, until
 from pools.proxy.client import JournalFlags, ProxyClient, proxy_command, wait_for_address
 from pools.proxy.state import Lease, ProxyLimits
 from resources.settings import process_environment
@@ -40,7 +40,7 @@ def jumpy_proxy(tmp_path: Path) -> Iterator[RunningProxy]:
     with log_file.open("wb") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
     try:
-        address = wait_for_address(address_file, timeout_seconds=30, is_running=lambda: process.poll() is None)
+        address = wait_for_address(text_of(address_file), timeout_seconds=30, is_running=lambda: process.poll() is None)
         yield RunningProxy(process, address, ProxyClient(address, admin_key=ADMIN_KEY), log_file)
     finally:
         process.terminate()

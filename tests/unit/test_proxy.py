@@ -827,14 +827,14 @@ def test_start_that_cannot_work_says_why_and_ends(
     assert not address_file.exists()
 
 
-def test_wait_for_address_of_a_process_that_ended_raises(tmp_path: Path) -> None:
+def test_wait_for_address_of_a_process_that_ended_raises() -> None:
     with pytest.raises(ProxyFailed, match="ended"):
-        wait_for_address(tmp_path / "proxy.json", timeout_seconds=5, is_running=lambda: False)
+        wait_for_address(lambda: None, timeout_seconds=5, is_running=lambda: False)
 
 
-def test_wait_for_address_that_never_comes_raises(tmp_path: Path) -> None:
-    with pytest.raises(ProxyFailed, match="has not written"):
-        wait_for_address(tmp_path / "proxy.json", timeout_seconds=0.05, is_running=lambda: True)
+def test_wait_for_address_that_never_comes_raises() -> None:
+    with pytest.raises(ProxyFailed, match="has not said"):
+        wait_for_address(lambda: None, timeout_seconds=0.05, is_running=lambda: True)
 
 
 def test_client_with_the_wrong_key_raises_the_proxys_reason(shared_proxy: RunningProxy) -> None:

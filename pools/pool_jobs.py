@@ -1,0 +1,33 @@
+"""What the jobs of a pool have in common: where they run, and in which environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pools.config import InferencePoolConfig
+from resources.config import ResourceConfig
+from resources.jobs import Client, EnvironmentConfig, create_environment
+from resources.settings import settings
+
+
+def is_local(client: Client) -> bool:
+    """Whether jobs of this client run on this machine."""
+    return client.url == "local"
+
+
+def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]) -> EnvironmentConfig:
+    """The environment of the proxy or of a replica's agent: Assay as it is installed where they run.
+
+    The workspace is an empty folder: nothing of the folder where a pool was asked for is sent along.
+    """
+    if config.resource_config.image is not None:
+        return create_environment(docker_image=config.resource_config.image, env_vars=dict(env_vars))
+    workspace = settings().cache_dir / "empty"
+    workspace.mkdir(parents=True, exist_ok=True)
+    return create_environment(workspace=workspace, env_vars=dict(env_vars))
+
+
+def placed_with(resources: ResourceConfig) -> dict[str, Any]:
+    """Region, zone and image of the replicas, for a job that is to run near them."""
+    return resources.model_dump(include={"regions", "zone", "image"})

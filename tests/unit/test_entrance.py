@@ -1,0 +1,109 @@
+"""The entrance to an engine for a proxy elsewhere: the key opens it, bytes pass as they are, both ends end together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from fakes.polling import eventually
+from fakes.wire import read_request, scripted_engine
+from pools.entrance import Entrance
+from pools.proxy.upstream import Lost, Upstream
+
+BODY = bytes(range(256)) * 4096
+
+
+@asynccontextmanager
+async def entrance_to(url: str | None) -> AsyncIterator[Entrance]:
+    port = int(url.rpartition(":")[2]) if url else None
+    entrance = await asyncio.to_thread(Entrance, "127.0.0.1", lambda: port)
+    try:
+        yield entrance
+    finally:
+        await asyncio.to_thread(entrance.close)
+
+
+@asynccontextmanager
+async def upstream() -> AsyncIterator[Upstream]:
+    upstream = Upstream(connect_timeout_seconds=5)
+    try:
+        yield upstream
+    finally:
+        upstream.close()
+
+
+async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while True:
+        _, body = await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+
+
+async def ask(upstream: Upstream, entrance: Entrance, key: str | None) -> bytes:
+    call = upstream.call(entrance.url, patience_seconds=10, entrance_key=key)
+    try:
+        await call.ask(b"POST", b"/v1/completions", body=BODY)
+        return call.body
+    finally:
+        call.close()
+
+
+async def test_request_with_the_key_passes_byte_for_byte_also_on_a_kept_connection() -> None:
+    async with scripted_engine(echo) as url, entrance_to(url) as entrance, upstream() as proxy:
+        assert [await ask(proxy, entrance, entrance.key) for _ in range(3)] == [BODY] * 3
+
+
+@pytest.mark.parametrize("key", [None, "another-key-of-the-same-kind"])
+async def test_connection_without_the_key_never_reaches_the_engine(key: str | None) -> None:
+    reached: list[bytes] = []
+
+    async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reached.append(await reader.read(1))
+
+    async with scripted_engine(note) as url, entrance_to(url) as entrance, upstream() as proxy:
+        with pytest.raises(Lost):
+            await ask(proxy, entrance, key)
+    assert reached == []
+
+
+async def test_engine_hears_when_the_client_leaves(tmp_path: Path) -> None:
+    left = asyncio.Event()
+
+    async def work(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        await reader.read(1)
+        left.set()
+
+    async with scripted_engine(work) as url, entrance_to(url) as entrance, upstream() as proxy:
+        asking = asyncio.create_task(ask(proxy, entrance, entrance.key))
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asking, 1)
+        await asyncio.wait_for(left.wait(), 10)
+
+
+async def test_entrance_without_an_engine_closes_connections() -> None:
+    async with entrance_to(None) as entrance, upstream() as proxy:
+        with pytest.raises(Lost):
+            await ask(proxy, entrance, entrance.key)
+
+
+def test_closed_entrance_listens_no_more() -> None:
+    entrance = Entrance("127.0.0.1", lambda: None)
+    host, _, port = entrance.url.removeprefix("http://").partition(":")
+    entrance.close()
+    entrance.close()
+
+    async def connects() -> bool:
+        try:
+            _, writer = await asyncio.open_connection(host, int(port))
+        except OSError:
+            return False
+        writer.close()
+        return True
+
+    eventually(lambda: not asyncio.run(connects()))
