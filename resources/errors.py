@@ -68,6 +68,26 @@ class UnsatisfiableResources(BadInput):
     """No machine of this backend can ever give what was asked for."""
 
 
+class NoMatchingRegion(UnsatisfiableResources):
+    """No region that is described offers what was asked for."""
+
+
+class WrongRegion(BadInput):
+    """A job would read, or write, data of another region."""
+
+
+class PrefectUnavailable(AssayError):
+    """The Prefect server does not answer."""
+
+
+class DeploymentFailed(AssayError):
+    """Prefect did not take a deployment."""
+
+
+class NoUsableWorkPool(AssayError):
+    """Every work pool that could run a flow run is paused, full, without a worker, or too far away."""
+
+
 class StorageError(AssayError):
     """A file could not be read or written where it belongs."""
 
@@ -86,6 +106,22 @@ class JobFailed(AssayError):
 
 class JobTimeout(AssayError):
     """A job did not end in the time its waiter was ready to give it."""
+
+
+class ActorDied(AssayError):
+    """An actor's process is gone for good, and what it knew with it."""
+
+
+class ActorCallLost(AssayError):
+    """The connection to an actor broke during a call, which may have had its effect or not."""
+
+
+class ActorRestarted(ActorCallLost):
+    """An actor was ended from outside during a call, and begins anew, without what it knew."""
+
+
+class ActorMethodFailed(AssayError):
+    """An actor's method raised something that cannot be sent to another process."""
 
 
 class EngineStartFailed(AssayError):
@@ -166,3 +202,7 @@ class StagingIncomplete(AssayError):
 
 class EvaluationInterrupted(AssayError):
     """Some wanted cells have no succeeded record, and running again may well give them one."""
+
+
+class ClaimLost(EvaluationInterrupted):
+    """Somebody else has the cell by now, or was told that nobody is to have it: what was found out is not published."""

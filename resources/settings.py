@@ -10,17 +10,20 @@ import configparser
 import os
 import secrets
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from resources.errors import ProxyFailed
+from resources.errors import ProxyFailed, StorageError
 
 POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
 POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
 POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
+ACTOR_KEY_VARIABLE = "ASSAY_ACTOR_KEY"
 
 
 def _user_cache() -> Path:
@@ -41,6 +44,19 @@ class Settings(BaseSettings):
     jobs: str | None = None
     """Where jobs run: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`, `kubernetes://context/namespace`.
     Set in every job, so that jobs submitted inside it go to the same backend."""
+
+    job_image: str | None = None
+    """Container image of jobs on Kubernetes that name none themselves."""
+
+    job_lease_seconds: float = Field(default=300.0, gt=0)
+    """How long pods on Kubernetes go on without a sign of the process that submitted their job."""
+
+    regions: Path | None = None
+    """File that describes regions, buckets and prices, in place of `deployments/regions.yaml`."""
+
+    prefix: str | None = None
+    """Where this machine keeps its data, such as `gs://marin-us-central2`: says its region where nothing else does.
+    `MARIN_PREFIX` is read where it is unset."""
 
     endpoint_api_key: SecretStr | None = None
     """Key for an already running endpoint given with `--base-url`."""
@@ -106,7 +122,7 @@ def process_environment(overrides: dict[str, str] | None = None) -> dict[str, st
 
 
 def set_process_environment_defaults(defaults: dict[str, str]) -> None:
-    """Sets variables for this process that nobody has set yet (used once, by the command line)."""
+    """Sets variables for this process that nobody has set yet (used by the command line, and before Ray connects)."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
 
@@ -136,9 +152,54 @@ def pip_find_links() -> list[str]:
     return found
 
 
+def data_prefix() -> str | None:
+    """Where this machine keeps its data: `ASSAY_PREFIX`, else `MARIN_PREFIX`."""
+    return settings().prefix or os.environ.get("MARIN_PREFIX") or None
+
+
+def variable(name: str) -> str | None:
+    """A variable of this process that its user passes on to a job by name."""
+    return os.environ.get(name)
+
+
 def forwarded_secrets() -> dict[str, str]:
     """Credentials that jobs need wherever they run, as far as they are set here."""
     names = ("HF_TOKEN", "WANDB_API_KEY")
+    found = {name: value for name in names if (value := os.environ.get(name))}
+    with suppress(StorageError):  # only who uses actors needs it
+        found[ACTOR_KEY_VARIABLE] = actor_key().decode()
+    return found
+
+
+def actor_key() -> bytes:
+    """What actors and their callers know: `ASSAY_ACTOR_KEY`, which jobs get, else a secret in the cache's folder.
+
+    Raises:
+        StorageError: the secret can neither be read nor made.
+    """
+    if key := os.environ.get(ACTOR_KEY_VARIABLE):
+        return key.encode()
+    path = settings().cache_dir / "actor.key"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, prefix="actor.key.") as fresh:  # others cannot read it
+                fresh.write(secrets.token_urlsafe(32).encode())
+                fresh.flush()
+                with suppress(FileExistsError):  # another process was first: its key holds
+                    os.link(fresh.name, path)
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(
+            expected=f"the key of actors in {path}",
+            found=f"{type(error).__name__}: {error}",
+            remedy=f"Make the folder writable, or set {ACTOR_KEY_VARIABLE} to a secret.",
+        ) from error
+
+
+def training_variables() -> dict[str, str]:
+    """What this process was told about a training that it submits, as far as it is set here."""
+    names = ("RUN_ID", "WANDB_API_KEY", "WANDB_MODE")
     return {name: value for name in names if (value := os.environ.get(name))}
 
 
@@ -204,7 +265,12 @@ def join_token() -> str:
 def iris_job() -> str | None:
     """The address, as `iris://host:port`, of the controller whose job this process belongs to; None outside of one."""
     address = os.environ.get("IRIS_CONTROLLER_ADDRESS") or os.environ.get("IRIS_CONTROLLER_URL")
-    return f"iris://{address.split('://')[-1]}" if address and os.environ.get("IRIS_JOB_ID") else None
+    return f"iris://{address.split('://')[-1]}" if address and os.environ.get("IRIS_TASK_ID") else None
+
+
+def iris_task() -> str | None:
+    """The task of Iris, as `/user/job/0`, that this process belongs to; None outside of one."""
+    return os.environ.get("IRIS_TASK_ID", "").partition(":")[0] or None
 
 
 def announcement_path() -> Path | None:

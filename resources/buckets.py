@@ -1,0 +1,54 @@
+"""What Google Cloud Storage says of a bucket: where it is, and how large a folder of it is."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import fsspec
+
+_LOCATION_SECONDS = 15.0
+_PAGE = 1000  # objects, the most that one answer lists
+_DUAL_REGIONS = {
+    "NAM4": ("us-central1", "us-east1"),
+    "EUR4": ("europe-north1", "europe-west4"),
+    "ASIA1": ("asia-northeast1", "asia-northeast2"),
+}
+
+
+@cache
+def bucket_location(bucket: str) -> tuple[str, ...]:
+    """The regions a bucket lies in, in lower case; a multi-region is `us`, `eu` or `asia`.
+
+    Raises:
+        PermissionError: it may not be looked at from here, or nobody could be asked.
+        FileNotFoundError: there is no such bucket.
+    """
+    found = _asked(f"b/{bucket}", _LOCATION_SECONDS)
+    location = str(found.get("location", "")).upper()
+    custom = (found.get("customPlacementConfig") or {}).get("dataLocations") or []
+    places = tuple(str(place).lower() for place in custom) or _DUAL_REGIONS.get(location, (location.lower(),))
+    if not any(places):
+        raise PermissionError("the bucket does not say where it is")
+    return places
+
+
+def size_of(uri: str, timeout_seconds: float) -> tuple[int, bool]:
+    """Bytes of what one page of a listing shows below a path, and whether that is all; 0 if it cannot be listed."""
+    bucket, _, prefix = uri.removeprefix("gs://").partition("/")
+    try:
+        fields = "items/size,nextPageToken"
+        page = _asked(f"b/{bucket}/o", timeout_seconds, prefix=prefix, maxResults=_PAGE, fields=fields)
+    except OSError:
+        return 0, False
+    return sum(int(item.get("size", 0)) for item in page.get("items") or ()), "nextPageToken" not in page
+
+
+def _asked(path: str, timeout_seconds: float, **parameters: Any) -> dict[str, Any]:
+    try:
+        # gcsfs tries six times, 40 s where no name is resolved.
+        return fsspec.filesystem("gs").call("GET", path, json_out=True, timeout=timeout_seconds, **parameters)
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # gcsfs has an error class of its own, google-auth and aiohttp theirs
+        raise PermissionError(f"{type(error).__name__}: {error}".splitlines()[0]) from error

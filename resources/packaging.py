@@ -1,0 +1,185 @@
+"""A folder's code on its way to another machine: one zip, named after its content.
+
+What git ignores stays behind. The same files give the same bytes, so a machine that has a package needs no second copy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import secrets
+import shutil
+import stat
+import subprocess
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from resources.errors import BadInput, StorageError
+from resources.settings import process_environment
+
+LEFT_OUT = frozenset({".git", ".venv", "__pycache__"})
+"""Files and folders of these names stay behind, whatever git says."""
+
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # a zip knows no time before; times would make equal folders differ
+_NAMED_FILES = 5
+_OF_ANOTHER_REPOSITORY = frozenset({"GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE", "GIT_PREFIX"})  # set in git's hooks
+
+
+@dataclass(frozen=True)
+class Package:
+    """A packed folder."""
+
+    digest: str
+    """SHA-256 of `content`, as 64 hexadecimal digits."""
+    content: bytes = field(repr=False)
+    """A zip."""
+
+
+def package_workspace(folder: Path, *, max_bytes: int = 200 * 2**20) -> Package:
+    """Packs what git would commit of a folder, or all of it outside of a work tree; symlinks stay symlinks.
+
+    Args:
+        folder: a folder inside a git work tree or not.
+        max_bytes: bound on the files' sizes together, before compression.
+
+    Raises:
+        BadInput: there is no such folder, it is too large, or a file in it cannot be read.
+    """
+    if not folder.is_dir():
+        raise BadInput(expected="a folder that exists", found=str(folder), remedy="Correct the path, or create it.")
+    found = {name: folder / name for name in _names(folder)}
+    sizes = {name: path.lstat().st_size for name, path in found.items()}
+    if sum(sizes.values()) > max_bytes:
+        largest = sorted(sizes, key=sizes.__getitem__, reverse=True)[:_NAMED_FILES]
+        listed = "\n".join(f"  {sizes[name] / 2**20:8.1f} MiB  {name}" for name in largest)
+        raise BadInput(
+            expected=f"at most {max_bytes / 2**20:g} MiB to send with the job from {folder}",
+            found=f"{sum(sizes.values()) / 2**20:.1f} MiB in {len(sizes)} files; the largest are\n{listed}",
+            remedy="Name in .gitignore what the job does not need, or keep it in an object store.",
+        )
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in sorted(found):
+            archive.writestr(*_entry(name, found[name]))
+    packed = content.getvalue()
+    return Package(digest=hashlib.sha256(packed).hexdigest(), content=packed)
+
+
+def unpack(package: Package, into: Path) -> Path:
+    """Makes the folder `into/<digest>`; does nothing where it is there. Any number of processes may do so at once.
+
+    Raises:
+        StorageError: the content is not what its digest says, or would lie outside of the folder.
+    """
+    target = into / package.digest
+    if target.is_dir():
+        return target
+    if hashlib.sha256(package.content).hexdigest() != package.digest:
+        raise StorageError(
+            expected=f"a package with the digest {package.digest}",
+            found=f"{len(package.content)} bytes that have another one",
+            remedy="Submit the job again; the package was damaged on its way.",
+        )
+    unfinished = into / f".{package.digest}.{secrets.token_hex(4)}"
+    unfinished.mkdir(parents=True)
+    try:
+        _extract(package.content, unfinished)
+        try:
+            unfinished.rename(target)
+        except OSError:
+            if not target.is_dir():  # another process was faster otherwise
+                raise
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return target
+
+
+def _names(folder: Path) -> Iterator[str]:
+    """Paths below the folder of files and symlinks, with slashes."""
+    listed = _listed_by_git(folder)
+    for name in _walked(folder) if listed is None else listed:
+        path = folder / name
+        if LEFT_OUT.intersection(PurePosixPath(name).parts):
+            continue
+        if path.is_dir() and not path.is_symlink():  # a repository inside this one: git names only its folder
+            yield from (f"{name.rstrip('/')}/{inner}" for inner in _names(path))
+        elif path.is_symlink() or path.is_file():  # neither what was deleted but not committed, nor sockets
+            yield name
+
+
+def _walked(folder: Path) -> Iterator[str]:
+    for parent, folders, files in os.walk(folder):
+        below = Path(parent).relative_to(folder)
+        yield from ((below / name).as_posix() for name in files)
+        yield from ((below / name).as_posix() for name in folders if (Path(parent) / name).is_symlink())
+        folders[:] = [name for name in folders if name not in LEFT_OUT]
+
+
+def _listed_by_git(folder: Path) -> list[str] | None:
+    """What git would take of this folder; None where git is not in charge of it, or not there."""
+    if shutil.which("git") is None:
+        return None
+    listing = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard", "-z")
+    if listing.returncode:
+        words = listing.stderr.decode(errors="replace").strip()
+        if "not a git repository" in words:
+            return None
+        raise BadInput(
+            expected=f"git to say which files of {folder} are ignored",
+            found=words.splitlines()[-1] if words else f"git ended with {listing.returncode}",
+            remedy="Run git status there, and mend what it complains of.",
+        )
+    if not listing.stdout and _git(folder, "check-ignore", "-q", ".").returncode == 0:
+        return None  # the whole folder is ignored by a repository around it, and was still asked for
+    # During a merge a file is listed once for each side.
+    return sorted({os.fsdecode(name) for name in listing.stdout.split(b"\0") if name})
+
+
+def _git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    inherited = {name: value for name, value in process_environment().items() if name not in _OF_ANOTHER_REPOSITORY}
+    return subprocess.run(
+        ["git", *arguments], cwd=folder, env={**inherited, "LC_ALL": "C"}, capture_output=True, check=False
+    )
+
+
+def _entry(name: str, path: Path) -> tuple[zipfile.ZipInfo, bytes]:
+    try:
+        name.encode()
+        mode = path.lstat().st_mode
+        content = os.fsencode(path.readlink()) if stat.S_ISLNK(mode) else path.read_bytes()
+    except (OSError, UnicodeEncodeError) as error:
+        raise BadInput(
+            expected="files that can be read, with names in UTF-8",
+            found=f"{name!r}: {error}",
+            remedy="Rename it, mend its permissions, or name it in .gitignore.",
+        ) from error
+    entry = zipfile.ZipInfo(name, date_time=_EARLIEST)
+    entry.create_system = 3  # Unix, whose modes the upper half of the attributes holds
+    permissions = 0o755 if mode & 0o100 else 0o644
+    entry.external_attr = (stat.S_IFLNK | 0o777 if stat.S_ISLNK(mode) else stat.S_IFREG | permissions) << 16
+    entry.compress_type = zipfile.ZIP_DEFLATED
+    return entry, content
+
+
+def _extract(content: bytes, folder: Path) -> None:
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        # Symlinks last: a file is never written through one.
+        for entry in sorted(archive.infolist(), key=lambda one: stat.S_ISLNK(one.external_attr >> 16)):
+            name = PurePosixPath(entry.filename)
+            if name.is_absolute() or ".." in name.parts:
+                raise StorageError(
+                    expected="a package whose files lie inside its folder",
+                    found=repr(entry.filename),
+                    remedy="Make packages with package_workspace.",
+                )
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            mode = entry.external_attr >> 16
+            if stat.S_ISLNK(mode):
+                path.symlink_to(os.fsdecode(archive.read(entry)))
+            else:
+                path.write_bytes(archive.read(entry))
+                path.chmod(stat.S_IMODE(mode))

@@ -1,0 +1,203 @@
+"""What a regions file says: which devices and buckets each region has, where its jobs run, and what things cost."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from datetime import date
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from resources.config import Config, CpuConfig, Device, GpuConfig, TpuConfig
+from resources.errors import BadInput
+
+WorkPoolType = Literal["process", "kubernetes", "cloud-run-v2", "vertex-ai"]
+"""The types of Prefect work pools that there are templates for."""
+_GPU_NAMES = {"A100-40GB": "A100", "H100-80GB": "H100", "H100-MEGA-80GB": "H100"}
+
+
+class Price(Config):
+    """USD for one unit."""
+
+    on_demand: Decimal = Field(gt=0)
+    """Price of what stays until it is given back."""
+    preemptible: Decimal | None = Field(default=None, gt=0)
+    """Price of what can be taken away; unknown when unset."""
+
+
+class EgressPrice(Config):
+    """USD for a GB, 10^9 bytes, that is read from another region."""
+
+    same_continent: Decimal = Field(ge=0)
+    """Between two regions of one continent."""
+    other_continent: Decimal = Field(ge=0)
+    """Between continents."""
+
+
+class Prices(Config):
+    """What things cost where a region says nothing else, in USD."""
+
+    as_of: date
+    """When the prices were true."""
+    note: str = ""
+    """Where they come from."""
+    chip_hour: dict[str, Price] = {}
+    """By TPU generation or GPU model; a TPU's price includes its VM."""
+    vcpu_hour: Price
+    """One CPU core for an hour."""
+    memory_gb_hour: Price
+    """A GB of memory for an hour."""
+    egress_gb: EgressPrice
+    """A GB read from another region."""
+
+
+class RayCluster(Config):
+    """The Ray cluster of a region, as Ray's cluster launcher describes one."""
+
+    file: Path
+    """Its cluster file, from the folder of the regions file."""
+    zone: str
+    """The zone that all its machines are in."""
+    project: str | None = None
+    """The Google Cloud project that pays for it."""
+
+
+class Region(Config):
+    """A place with compute and buckets."""
+
+    name: str
+    """Its name at the cloud, such as us-central2."""
+    aliases: tuple[str, ...] = ()
+    """Other names that people use for it."""
+    cloud: str = "gcp"
+    """Whose it is."""
+    continent: str
+    """What decides the price of reading from elsewhere."""
+    zones: tuple[str, ...] = ()
+    """Its zones; machines without accelerators are in any of them."""
+    tpus: dict[str, tuple[str, ...]] = {}
+    """TPU generations, such as v5litepod, each with the zones that have them."""
+    gpus: dict[str, tuple[str, ...]] = {}
+    """GPU models, such as H100, each with the zones that have them."""
+    buckets: tuple[str, ...] = ()
+    """Buckets that lie here, without gs://."""
+    work_pool: str | None = None
+    """The Prefect work pool whose workers are here."""
+    work_pool_type: WorkPoolType = "kubernetes"
+    """Where that work pool runs flow runs."""
+    work_pool_variables: dict[str, Any] = {}
+    """Defaults of its job variables, such as image, namespace and service_account_name."""
+    ray_address: str | None = None
+    """Where its Ray listens, such as ray://10.0.0.2:10001."""
+    ray_cluster: RayCluster | None = None
+    """The Ray cluster that `assay cluster up` starts."""
+    iris_address: str | None = None
+    """Where its Iris controller listens, such as iris://10.0.0.2:10000."""
+    chip_hour: dict[str, Price] = {}
+    """Prices that differ here, by TPU generation or GPU model; once read, those of all."""
+    vcpu_hour: Price | None = None
+    """One CPU core for an hour, where it differs here."""
+    memory_gb_hour: Price | None = None
+    """A GB of memory for an hour, where it differs here."""
+
+    def zones_for(self, device: Device) -> tuple[str, ...]:
+        """The zones that offer a device; none if the region does not."""
+        match device:
+            case TpuConfig(variant=variant):
+                return self.tpus.get(tpu_generation(variant), ())
+            case GpuConfig(variant="auto"):
+                return tuple(dict.fromkeys(zone for zones in self.gpus.values() for zone in zones))
+            case GpuConfig(variant=variant):
+                return self.gpus.get(gpu_model(variant), ())
+            case CpuConfig():
+                return self.zones
+
+    @property
+    def backend_url(self) -> str | None:
+        """Where jobs for this region go, as `ASSAY_JOBS` names it; None where nothing is known of it."""
+        return self.ray_address or self.iris_address
+
+
+class Regions(Config):
+    """Every region, and the prices that hold where one names no other."""
+
+    prices: Prices
+    """What things cost."""
+    regions: tuple[Region, ...] = Field(min_length=1)
+    """In the order in which they are tried."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _prices_for_each(cls, values: Any) -> Any:
+        match values:
+            case {"prices": {"chip_hour": Mapping() as chips, **shared}, "regions": list() as regions}:
+                common = {key: shared[key] for key in ("vcpu_hour", "memory_gb_hour") if key in shared}
+                filled = [
+                    {**common, **region, "chip_hour": {**chips, **(region.get("chip_hour") or {})}}
+                    if isinstance(region, dict)
+                    else region
+                    for region in regions
+                ]
+                return {**values, "regions": filled}
+            case _:
+                return values
+
+    @model_validator(mode="after")
+    def _names_mean_one_region(self) -> Regions:
+        names = [name for region in self.regions for name in (region.name, *region.aliases)]
+        buckets = [bucket for region in self.regions for bucket in region.buckets]
+        for kind, listed in (("name", names), ("bucket", buckets)):
+            twice = sorted({one for one in listed if listed.count(one) > 1})
+            if twice:
+                raise ValueError(f"the {kind} {twice[0]} stands for two regions")
+        return self
+
+    def named(self, name: str) -> Region:
+        """The region of a name or alias.
+
+        Raises:
+            BadInput: none has it; the message offers the nearest ones.
+        """
+        known = {alias: region for region in self.regions for alias in (region.name, *region.aliases)}
+        if name in known:
+            return known[name]
+        near = difflib.get_close_matches(name, known, n=3, cutoff=0.6) or [region.name for region in self.regions]
+        raise BadInput(
+            expected="a region that deployments/regions.yaml describes, or the file in ASSAY_REGIONS",
+            found=repr(name),
+            remedy=f"Use one of {', '.join(near)}, or add it there.",
+        )
+
+    def of_bucket(self, bucket: str) -> Region | None:
+        """The region that lists a bucket."""
+        return next((region for region in self.regions if bucket in region.buckets), None)
+
+    def continent_of(self, region: str) -> str | None:
+        """The continent of a region or of one that nobody described, by how Google Cloud begins its name."""
+        for known in self.regions:
+            if region in (known.name, *known.aliases):
+                return known.continent
+        beginnings = {"us": "north-america", "northamerica": "north-america", "europe": "europe", "asia": "asia"}
+        return beginnings.get(region.partition("-")[0])
+
+    def egress_price(self, one: str, other: str) -> Decimal:
+        """USD for a GB, 10^9 bytes, between two regions; the higher price where a continent is unknown."""
+        if one == other:
+            return Decimal(0)
+        continents = {self.continent_of(one), self.continent_of(other)}
+        known = None not in continents and len(continents) == 1
+        return self.prices.egress_gb.same_continent if known else self.prices.egress_gb.other_continent
+
+
+def tpu_generation(variant: str) -> str:
+    """What of a slice's name its chips have in common: v5litepod for v5litepod-16."""
+    return variant.partition("-")[0]
+
+
+def gpu_model(name: str) -> str:
+    """The name of a GPU in the regions file: H100 for h100, T4 for nvidia-tesla-t4."""
+    model = name.upper().removeprefix("NVIDIA-").removeprefix("TESLA-")
+    return _GPU_NAMES.get(model, model)

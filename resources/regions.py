@@ -1,0 +1,141 @@
+"""Which region to use: where a device is offered, and what an hour of it costs there.
+
+Read from `deployments/regions.yaml`, or from the file that `ASSAY_REGIONS` names. All decisions are pure functions of
+its content.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from decimal import Decimal
+from functools import cache
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
+from resources.errors import BadInput, NoMatchingRegion
+from resources.region_table import Price, Region, Regions, gpu_model, tpu_generation
+from resources.settings import settings
+
+_GB = 10**9
+
+
+def load_regions(path: Path) -> Regions:
+    """Reads a regions file.
+
+    Raises:
+        BadInput: it is not there, or says something that it cannot.
+    """
+    try:
+        return Regions.model_validate(yaml.safe_load(path.read_text()))
+    except (OSError, yaml.YAMLError, ValidationError) as error:
+        raise BadInput(
+            expected=f"regions and prices in {path}",
+            found=str(error),
+            remedy="Correct the file; deployments/regions.yaml of Assay shows how it is written.",
+        ) from error
+
+
+def regions_file() -> Path:
+    """The file that describes the regions: the one in the settings, else Assay's own."""
+    if named := settings().regions:
+        return named
+    root = Path(__file__).parent
+    checkout = root.parent / "deployments" / "regions.yaml"
+    return checkout if checkout.is_file() else root / "deployments" / "regions.yaml"  # the latter in a wheel
+
+
+def known_regions() -> Regions:
+    """The regions of this machine's settings, read once."""
+    return _loaded(regions_file())
+
+
+@cache
+def _loaded(path: Path) -> Regions:
+    return load_regions(path)
+
+
+def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> list[Region]:
+    """The regions that offer what is asked for: in the order of `resources.regions`, else in the file's.
+
+    Args:
+        resources: what is asked for; its `zone` must offer the device too.
+        regions: where to look; `known_regions()` when None.
+
+    Raises:
+        NoMatchingRegion: none does; the message names what comes nearest.
+        BadInput: `resources.regions` names one that nobody described.
+    """
+    known = regions or known_regions()
+    searched = [known.named(name) for name in resources.regions] if resources.regions else list(known.regions)
+    if found := [region for region in {one.name: one for one in searched}.values() if _offers(region, resources)]:
+        return found
+    raise NoMatchingRegion(
+        expected=f"a region that offers {_described(resources)}",
+        found=f"no region does. Regions searched: {', '.join(region.name for region in searched)}",
+        remedy=f"{_nearest(resources, searched=searched, known=known)}Add one to deployments/regions.yaml or change "
+        "resources.device.",
+    )
+
+
+def price_per_hour(region: Region, resources: ResourceConfig) -> Decimal | None:
+    """USD for an hour of all replicas in a region; None where the price of a part is not known there."""
+
+    def rate(price: Price | None) -> Decimal | None:
+        return None if price is None else price.preemptible if resources.preemptible else price.on_demand
+
+    def host() -> Decimal | None:
+        cores, memory = rate(region.vcpu_hour), rate(region.memory_gb_hour)
+        if cores is None or memory is None:
+            return None
+        return cores * resources.cpu + memory * Decimal(size_in_bytes(resources.ram)) / _GB
+
+    match resources.device:
+        case TpuConfig(variant=variant):
+            chip = rate(region.chip_hour.get(tpu_generation(variant)))
+            return None if chip is None else chip * resources.chip_count()
+        case GpuConfig(variant=variant, count=count):
+            chip, machine = rate(region.chip_hour.get(gpu_model(variant))), host()
+            return None if chip is None or machine is None else (chip * count + machine) * resources.replicas
+        case CpuConfig():
+            machine = host()
+            return None if machine is None else machine * resources.replicas
+
+
+def _offers(region: Region, resources: ResourceConfig) -> bool:
+    zones = region.zones_for(resources.device)
+    return resources.zone in zones if resources.zone else bool(zones)
+
+
+def _described(resources: ResourceConfig) -> str:
+    match resources.device:
+        case CpuConfig():
+            device = "machines without accelerators"
+        case GpuConfig(variant=variant):
+            device = f"{variant} GPUs" if variant != "auto" else "GPUs"
+        case TpuConfig(variant=variant):
+            device = variant
+    return device + (f" in zone {resources.zone}" if resources.zone else "")
+
+
+def _nearest(resources: ResourceConfig, *, searched: Sequence[Region], known: Regions) -> str:
+    """What would have to change least: the zone, else the region, else the device; a sentence, or nothing."""
+    anywhere = resources.model_copy(update={"zone": None})
+    zones = [zone for region in searched for zone in region.zones_for(resources.device)]
+    if resources.zone and zones:
+        return f"The zones {', '.join(dict.fromkeys(zones))} do. "
+    elsewhere = [region.name for region in known.regions if _offers(region, anywhere)]
+    if elsewhere:
+        return f"Elsewhere {', '.join(elsewhere)} would. "
+    match resources.device:
+        case TpuConfig(variant=variant):
+            wanted, offered = tpu_generation(variant), [name for region in searched for name in region.tpus]
+        case GpuConfig(variant=variant):
+            wanted, offered = gpu_model(variant), [name for region in searched for name in region.gpus]
+        case CpuConfig():
+            return ""
+    near = difflib.get_close_matches(wanted, dict.fromkeys(offered), n=2, cutoff=0.4) or list(dict.fromkeys(offered))
+    return f"What comes nearest there: {', '.join(near)}. " if near else ""
