@@ -15,11 +15,15 @@ from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout
 from resources.settings import forwarded_secrets
+
+if TYPE_CHECKING:  # they are built on this module
+    from resources.actor_group import ActorGroup
+    from resources.actor_handle import ActorHandle
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FIRST_POLL_SECONDS = 0.05
@@ -281,6 +285,20 @@ class Client(Protocol):
         Raises:
             UnsatisfiableResources: this backend can never give what is asked for.
         """
+        ...
+
+    def create_actor(self, actor_class: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
+        """See `resources.actors.create_actor`; `ActorsOnJobs` there gives it to every client."""
+        ...
+
+    def create_actor_group(
+        self, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
+    ) -> ActorGroup:
+        """See `resources.actors.create_actor_group`."""
+        ...
+
+    def get_actor(self, name: str) -> ActorHandle:
+        """See `resources.actors.get_actor`."""
         ...
 
     def shutdown(self) -> None:

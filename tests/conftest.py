@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fakes import ray_variables  # noqa: F401 before any test imports ray
 from resources.settings import settings
 
 

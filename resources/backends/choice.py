@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from urllib.parse import urlsplit
 
@@ -53,6 +54,10 @@ def _client_of(url: str, process_id: int) -> Client:  # a forked child gets its 
             from resources.backends.local import local_client
 
             return local_client()
+        case "local" if not parts.netloc:  # how the jobs of a client with a folder of its own find it
+            from resources.backends.local import LocalClient
+
+            return LocalClient(Path(parts.path))
         case "ray":
             return _backend("ray").client_from_address(parts.netloc or "auto")
         case "iris" if parts.netloc:

@@ -6,7 +6,6 @@ process can attach to a job by its id. Variables of a job travel in the supervis
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -16,19 +15,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from resources.actors import ActorsOnJobs
 from resources.backends.calls import pickled
 from resources.backends.local_job import LocalJob
+from resources.backends.processes import (
+    PROGRAMS,
+    argv_of,
+    existing_folder,
+    import_folders,
+    interpreter_of,
+    variables_of,
+)
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
-from resources.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.files import replace_json, replace_text
+from resources.files import replace_json
 from resources.jobs import (
     Call,
     Command,
@@ -38,13 +43,12 @@ from resources.jobs import (
     JobRequest,
     create_environment,
 )
-from resources.settings import process_environment, settings
+from resources.settings import settings
 
-_PROGRAMS = Path(__file__).parents[1] / "programs"
 _KEPT_JOBS = 200
 
 
-class LocalClient:
+class LocalClient(ActorsOnJobs):
     """Runs jobs as processes of this machine. A job ends when its client and its handle are gone.
 
     Args:
@@ -52,6 +56,8 @@ class LocalClient:
         grace_seconds: what processes get between SIGTERM and SIGKILL.
         device_root: where `dev` and `proc` show the devices of this machine.
     """
+
+    actors_listen_on_loopback = True
 
     def __init__(
         self, jobs_dir: Path | None = None, *, grace_seconds: float = 10.0, device_root: Path = Path("/")
@@ -64,8 +70,8 @@ class LocalClient:
 
     @property
     def url(self) -> str:
-        """See `Client.url`."""
-        return "local"
+        """See `Client.url`; names the folder of its jobs where that is not the usual one."""
+        return "local" if self._jobs_dir == settings().jobs_dir else f"local://{self._jobs_dir.absolute()}"
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> LocalJob:
         """Starts a job, after building its environment where it wants one of its own.
@@ -81,9 +87,9 @@ class LocalClient:
         self.check_resources(request.resources)
         environment = request.environment or create_environment()
         workspace = _workspace(environment)
-        working_directory = _folder(request.working_directory or workspace)
+        working_directory = existing_folder(request.working_directory or workspace)
         payload = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
-        python = _interpreter(environment, workspace=workspace)
+        python = interpreter_of(environment, workspace=workspace)
         with self._lock:
             if running := self._running(request.name, adopt_existing=adopt_existing):
                 return running
@@ -96,7 +102,11 @@ class LocalClient:
             specification = {
                 "name": request.name,
                 "submitted_at": time.time(),
-                "argv": _argv(request.entrypoint, folder=folder, python=python, workspace=workspace),
+                "argv": argv_of(
+                    request.entrypoint if isinstance(request.entrypoint, Command) else folder / "call.pickle",
+                    python=python,
+                    imports=[str(workspace), *import_folders()],
+                ),
                 "working_directory": str(working_directory),
                 "replicas": request.replica_count,
                 "max_retries_failure": request.max_retries_failure,
@@ -105,7 +115,8 @@ class LocalClient:
                 "grace_seconds": self._grace_seconds,
                 "parent_pid": os.getpid(),
             }
-            job = _start(folder, specification, env=_variables(environment, python=python, job_id=folder.name))
+            given = {"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url}
+            job = _start(folder, specification, env=variables_of(environment, python=python, given=given))
             self._jobs[request.name] = job
         job.wait_until_started()
         return job
@@ -183,9 +194,10 @@ def _start(folder: Path, specification: dict[str, Any], *, env: dict[str, str]) 
     (folder / "specification.json").write_text(json.dumps(specification))
     pending = {"status": "pending", "reason": None, "attempts": 0, "failures": 0, "preemptions": 0}
     replace_json(folder / "status.json", {**pending, "supervisor_pid": None, "replicas": []})
+    marks = ["--outlives-parent"] if specification["outlives_parent"] else []
     with (folder / "supervisor.log").open("wb") as log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(_PROGRAMS / "supervise.py"), str(folder)],
+            [sys.executable, "-I", "-S", str(PROGRAMS / "supervise.py"), str(folder), *marks],
             env=env,
             cwd=folder,
             stdin=subprocess.DEVNULL if specification["outlives_parent"] else subprocess.PIPE,
@@ -196,64 +208,6 @@ def _start(folder: Path, specification: dict[str, Any], *, env: dict[str, str]) 
     return LocalJob(folder, supervisor=supervisor)
 
 
-def _argv(entrypoint: Command | Call, *, folder: Path, python: Path, workspace: Path) -> list[str]:
-    match entrypoint:
-        case Command(command=command, args=args):
-            return [command, *args]
-        case Call():
-            imports = [str(workspace), *_import_folders()]
-            return [str(python), str(_PROGRAMS / "run_call.py"), str(folder / "call.pickle"), *imports]
-
-
-def _import_folders() -> list[str]:
-    """Where our own modules come from: all of `sys.path` that does not belong to an interpreter."""
-    interpreters = (Path(sys.prefix), Path(sys.base_prefix))
-    folders = [Path(entry).absolute() for entry in sys.path]
-    return [str(folder) for folder in folders if not any(folder.is_relative_to(root) for root in interpreters)]
-
-
-def _variables(environment: EnvironmentConfig, *, python: Path, job_id: str) -> dict[str, str]:
-    variables = process_environment(
-        {"PYTHONUNBUFFERED": "1", **environment.env_vars, "ASSAY_JOB_ID": job_id, "ASSAY_JOBS": "local"}
-    )
-    return {**variables, "PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}
-
-
-def _interpreter(environment: EnvironmentConfig, *, workspace: Path) -> Path:
-    """The interpreter of the job's environment, built first where packages are asked for."""
-    if environment.python is not None:
-        if not environment.python.exists():
-            raise BadInput(
-                expected="the interpreter of a finished environment",
-                found=f"{environment.python} does not exist",
-                remedy="Correct its path; an environment of Assay's own is built anew at the next run",
-            )
-        return environment.python.absolute()
-    requirements = list(environment.pip_packages)
-    if environment.extras:
-        project = _folder(workspace) / "pyproject.toml"
-        if not project.is_file():
-            raise BadInput(
-                expected=f"a project with extras {', '.join(environment.extras)} in {workspace}",
-                found="no pyproject.toml there",
-                remedy="Correct the workspace, or name the packages in pip_packages.",
-            )
-        requirements += [f"# project {hashlib.sha256(project.read_bytes()).hexdigest()}"]  # a change means a new one
-        requirements += [f"-e {workspace}[{','.join(environment.extras)}]"]
-    if not requirements:
-        return Path(sys.executable)
-    return _build(requirements)
-
-
-def _build(requirements: Sequence[str]) -> Path:
-    content = "\n".join([*requirements, f"cloudpickle=={version('cloudpickle')}", ""])
-    lists = settings().environments_dir / "lists"
-    lists.mkdir(parents=True, exist_ok=True)
-    path = lists / f"job-{hashlib.sha256(content.encode()).hexdigest()[:12]}.txt"
-    replace_text(path, content)
-    return ensure_environment(EnvironmentSpec(name="job", requirements=path, smoke_import="cloudpickle")).python
-
-
 def _workspace(environment: EnvironmentConfig) -> Path:
     if environment.workspace is None:
         raise UnsatisfiableResources(
@@ -261,13 +215,7 @@ def _workspace(environment: EnvironmentConfig) -> Path:
             found=f"docker_image={environment.docker_image!r}",
             remedy="Give a workspace and pip_packages, or submit to a backend that runs containers.",
         )
-    return _folder(environment.workspace)
-
-
-def _folder(path: Path) -> Path:
-    if not path.is_dir():
-        raise BadInput(expected="a folder that exists", found=str(path), remedy="Correct the path, or create it.")
-    return path.absolute()
+    return existing_folder(environment.workspace)
 
 
 def _check_device(device: Device, *, device_root: Path) -> None:

@@ -105,7 +105,8 @@ class LocalJob:
         self.wait(grace_seconds + _TERMINATE_MARGIN_SECONDS, raise_on_failure=False)
 
     def request_stop(self) -> None:
-        """Asks the supervisor to end the job, and returns at once."""
+        """Asks the supervisor to end the job, and returns as soon as it has heard."""
+        self.wait_until_started()  # before it listens, a signal would kill it
         details = self.process_details()
         if not JobStatus(details["status"]).finished and details["supervisor_pid"] is not None:
             _send(details["supervisor_pid"], signal.SIGTERM)
@@ -126,8 +127,8 @@ class LocalJob:
         if self._supervisor is not None:
             return self._supervisor.poll() is None
         pid = details["supervisor_pid"]
-        if pid is None:
-            return True  # another process is submitting it just now
+        if pid is None:  # another process is submitting it just now, or has died of it
+            return time.time() - self._specification["submitted_at"] < _SUPERVISOR_START_SECONDS
         try:
             if not Path("/proc/self").exists():
                 os.kill(pid, 0)
@@ -146,7 +147,8 @@ class LocalJob:
                     _send(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue
-        details = {**details, "status": JobStatus.FAILED, "reason": "its supervisor was killed"}
+        reason = "its supervisor never started" if details["supervisor_pid"] is None else "its supervisor was killed"
+        details = {**details, "status": JobStatus.FAILED, "reason": reason}
         replace_json(self._folder / "status.json", details)
         return details
 

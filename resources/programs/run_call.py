@@ -9,6 +9,8 @@ import pickle
 import sys
 from pathlib import Path
 
+_OURS = {"cloudpickle", "pydantic", "pydantic_settings"}  # for callables sent whole, and for the processes of actors
+
 
 def main(arguments: list[str]) -> None:
     """Unpickles and calls; exceptions of the call pass through, so its traceback ends the log."""
@@ -17,8 +19,9 @@ def main(arguments: list[str]) -> None:
     try:
         function, args, kwargs = pickle.loads(Path(call_file).read_bytes())
     except ModuleNotFoundError as error:
-        if error.name and error.name.partition(".")[0] == "cloudpickle":
-            sys.exit(f"{sys.executable} lacks cloudpickle, which this callable needs. Add it to that environment.")
+        missing = (error.name or "").partition(".")[0]
+        if missing in _OURS:
+            sys.exit(f"{sys.executable} lacks {missing}, which this callable needs. Add it to that environment.")
         raise
     function(*args, **kwargs)
 

@@ -1,10 +1,11 @@
 """Runs one local job: starts its replicas, retries them, and leaves no process behind.
 
-    python -I -S supervise.py <job folder>
+    python -I -S supervise.py <job folder> [--outlives-parent]
 
 Needs the standard library only. Reads `specification.json`, gets the job's environment as its own (so that no
 credential is written to disk), and keeps `status.json` and `replica-<i>.log` up to date. Ends the job on SIGTERM,
-and, unless it is to outlive its parent, when standard input, held open by the submitting process, is closed.
+and, unless it is to outlive its parent, when standard input, held open by the submitting process, is closed. The
+option only marks the process, for the supervisor of a job inside which this one was submitted.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ _WATCH_SECONDS = 0.5  # how often the parent is looked for; signals and a closed
 _SWEEP_SECONDS = 0.02
 _KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIGKILL until that returns
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
+OUTLIVES = "--outlives-parent"
 _NOT_STARTED = 127  # what shells report for a command that cannot be executed
 
 _FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
@@ -57,6 +59,7 @@ class Supervisor:
         self._attempts = self._failures = self._preemptions = 0
         self._stop_reason: str | None = None
         self._watches_parent = not self._specification["outlives_parent"]
+        self._parent_pid = os.getppid() if self._specification.get("shielded") else self._specification["parent_pid"]
         self._wake_fd, wake_write_fd = os.pipe()
         os.set_blocking(self._wake_fd, False)
         os.set_blocking(wake_write_fd, False)
@@ -125,6 +128,7 @@ class Supervisor:
             "ASSAY_REPLICA_INDEX": str(index),
             "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
             "ASSAY_ANNOUNCEMENT": str(self._folder / f"announced-{index}"),
+            **specification.get("variables", {}),  # which replica it is among those of other machines
         }
         (self._folder / f"announced-{index}").unlink(missing_ok=True)  # what the last attempt said
         with (self._folder / f"replica-{index}.log").open("ab", buffering=0) as log:
@@ -177,15 +181,21 @@ class Supervisor:
             self._pause(_SWEEP_SECONDS)
 
     def _left(self) -> set[int]:
-        """Living descendants; as child subreaper, this process is the ancestor of daemonised ones too."""
+        """Living descendants; as child subreaper, this process is the ancestor of daemonised ones too.
+
+        Less jobs that were submitted inside this one and outlive it.
+        """
         self._reap()
         table = _process_table()
         family = {os.getpid()}
-        while (
-            grown := {pid for pid, (parent, group) in table.items() if parent in family or group in self._groups}
+        independent: set[int] = set()
+        while grown := (
+            {pid for pid, (parent, group) in table.items() if parent in family or group in self._groups}
             - family
+            - independent
         ):
-            family |= grown
+            independent |= {pid for pid in grown if _supervises_for_itself(pid)}
+            family |= grown - independent
         return family - {os.getpid()}
 
     def _pause(self, seconds: float) -> None:
@@ -195,7 +205,7 @@ class Supervisor:
         if self._wake_fd in ready:
             os.read(self._wake_fd, 4096)
         # A forked sibling of ours may hold the pipe open after the parent's death; then our parent has changed.
-        if self._watches_parent and (0 in ready or os.getppid() != self._specification["parent_pid"]):
+        if self._watches_parent and (0 in ready or os.getppid() != self._parent_pid):
             self._watches_parent = False
             self._stop("the process that submitted it has ended")
 
@@ -248,6 +258,15 @@ def _process_table() -> dict[int, tuple[int, int]]:
     return table
 
 
+def _supervises_for_itself(pid: int) -> bool:
+    """Whether the process supervises a job that outlives whoever submitted it; such a one ends by its own rules."""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return os.fsencode(__file__) in arguments and OUTLIVES.encode() in arguments
+
+
 def _process_table_of_ps() -> dict[int, tuple[int, int]]:
     with subprocess.Popen(["ps", "-A", "-o", "pid=,ppid=,pgid=,stat="], stdout=subprocess.PIPE, text=True) as ps:
         output, _ = ps.communicate()
@@ -276,9 +295,25 @@ def _load_libc() -> Any:
         return None
 
 
+def _step_aside(libc: Any) -> None:
+    """Goes on in a child, and leaves the parent waiting for it.
+
+    Workers of Ray kill their children, though not grandchildren, when they exit; killed ourselves, we could end nothing.
+    """
+    child = os.fork()
+    if child == 0:
+        return
+    signal.signal(signal.SIGTERM, lambda *_: _send(child, signal.SIGTERM))
+    _prctl(libc, _PR_SET_PDEATHSIG, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    os._exit(max(0, os.waitstatus_to_exitcode(status)))
+
+
 def main(arguments: list[str]) -> None:
     """Supervises the job in the folder named by the first argument."""
     libc = _load_libc()
+    if json.loads((Path(arguments[0]) / "specification.json").read_text()).get("shielded"):
+        _step_aside(libc)
     _prctl(libc, _PR_SET_CHILD_SUBREAPER, 1)
     Supervisor(Path(arguments[0]), libc).run()
 

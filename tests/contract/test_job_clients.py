@@ -1,19 +1,22 @@
-"""What every job client does, whatever runs the jobs. A backend is added by one entry in `CLIENTS`."""
+"""What every job client does, whatever runs the jobs. A backend is added by one entry in `fakes.clients.CLIENTS`."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fakes.clients import CLIENTS
 from fakes.polling import eventual_pid, eventually, is_alive
-from resources.backends.local import LocalClient
+from resources.announcements import announce
 from resources.config import ResourceConfig
 from resources.errors import BadInput, JobFailed, JobTimeout, UnsatisfiableResources
 from resources.jobs import (
@@ -32,9 +35,6 @@ from resources.jobs import (
 
 pytestmark = pytest.mark.timeout(60)
 
-CLIENTS: dict[str, Callable[[Path], Client]] = {
-    "local": lambda folder: LocalClient(folder / "jobs", grace_seconds=0.5),
-}
 ON_CPU = ResourceConfig.with_cpu()
 FOR_EVER = "while :; do sleep 1; done"
 
@@ -116,7 +116,7 @@ def test_command_that_does_not_exist_fails_and_says_so(client: Client) -> None:
 def test_logs_can_be_read_while_the_job_runs_and_are_bounded(client: Client) -> None:
     handle = client.submit(job(shell(f"seq 1 5000; {FOR_EVER}")))
     eventually(lambda: handle.logs(1) == "5000")
-    assert handle.status() is JobStatus.RUNNING
+    eventually(lambda: handle.status() is JobStatus.RUNNING)
     assert handle.logs(3) == "4998\n4999\n5000"
     assert len(handle.logs().splitlines()) <= 200
 
@@ -213,7 +213,7 @@ def test_wait_gives_up_in_time_and_the_job_goes_on(client: Client) -> None:
     handle = client.submit(job(shell(FOR_EVER)))
     with pytest.raises(JobTimeout):
         handle.wait(0.1)
-    assert handle.status() is JobStatus.RUNNING
+    eventually(lambda: handle.status() is JobStatus.RUNNING)
 
 
 def test_wait_all_fails_as_soon_as_one_job_does_and_ends_nothing(client: Client) -> None:
@@ -263,3 +263,135 @@ def test_current_client_is_the_one_set_for_the_context(client: Client) -> None:
     with set_current_client(client):
         assert current_client() is client
     assert current_client() is default
+
+
+def test_details_count_attempts_failures_and_preemptions_apart_and_say_why_it_ended(
+    client: Client, tmp_path: Path
+) -> None:
+    script = f"echo x >> {tmp_path}/tries; case $(wc -l < {tmp_path}/tries) in 1) kill -KILL $$;; *) exit 5;; esac"
+    before = time.time()
+    handle = client.submit(job(shell(script), max_retries_failure=1))
+    handle.wait(30, raise_on_failure=False)
+    details = handle.details()
+    assert (details.job_id, details.name, details.status) == (handle.job_id, "job", JobStatus.FAILED)
+    assert (details.attempts, details.failures, details.preemptions) == (3, 2, 1)
+    assert details.reason
+    assert before - 2 <= (details.submitted_at or 0) <= time.time() + 2
+
+
+def test_jobs_are_listed_the_newest_first_while_they_run_and_afterwards(client: Client) -> None:
+    old = client.submit(job(shell("true"), "old"))
+    old.wait(30)
+    new = client.submit(job(shell(FOR_EVER), "new"))
+    listed = [details for details in client.jobs() if details.job_id in {old.job_id, new.job_id}]
+    assert [(details.job_id, details.name) for details in listed] == [(new.job_id, "new"), (old.job_id, "old")]
+    assert [details.status.finished for details in listed] == [False, True]
+
+
+def test_job_can_be_attached_to_by_its_id(client: Client) -> None:
+    handle = client.submit(job(shell(f"echo hello; {FOR_EVER}")))
+    attached = client.attach(handle.job_id)
+    eventually(lambda: attached.logs() == "hello")
+    assert attached.details().name == "job"
+    attached.terminate()
+    assert handle.status() is JobStatus.STOPPED
+    assert client.attach(handle.job_id).status() is JobStatus.STOPPED
+
+
+@pytest.mark.parametrize("job_id", ["unknown-1", "../jobs", ""])
+def test_attaching_to_no_job_is_refused(client: Client, job_id: str) -> None:
+    with pytest.raises(BadInput, match="id of a job"):
+        client.attach(job_id)
+
+
+def test_announcement_of_each_replica_reaches_the_handle_and_can_change(client: Client, tmp_path: Path) -> None:
+    def say(folder: Path) -> None:
+        announce(f"first of {os.environ['ASSAY_REPLICA_INDEX']}")
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+        announce("second")
+        time.sleep(60)
+
+    handle = client.submit(job(Entrypoint.from_callable(say, [tmp_path]), replicas=2))
+    eventually(lambda: [handle.announced(index) for index in range(2)] == ["first of 0", "first of 1"])
+    (tmp_path / "go").touch()
+    eventually(lambda: client.attach(handle.job_id).announced(1) == "second")
+
+
+def test_announcement_of_an_earlier_attempt_is_forgotten(client: Client, tmp_path: Path) -> None:
+    script = (
+        f"if [ -e {tmp_path}/second ]; then touch {tmp_path}/silent; {FOR_EVER}; fi; "
+        f"printf first > $ASSAY_ANNOUNCEMENT; until [ -e {tmp_path}/second ]; do sleep 0.02; done; exit 1"
+    )
+    handle = client.submit(job(shell(script), max_retries_failure=1))
+    eventually(lambda: handle.announced() == "first")
+    (tmp_path / "second").touch()
+    eventually((tmp_path / "silent").exists)
+    eventually(lambda: handle.announced() is None)
+
+
+def test_job_terminated_while_it_starts_is_stopped_and_leaves_nothing(client: Client, tmp_path: Path) -> None:
+    handle = client.submit(job(shell(f"echo $$ > {tmp_path}/pid; {FOR_EVER}")))
+    handle.terminate()
+    assert handle.status() is JobStatus.STOPPED
+    assert not (tmp_path / "pid").exists() or not is_alive(eventual_pid(tmp_path / "pid"))
+
+
+def test_job_inside_a_job_runs_on_the_same_backend_and_ends_with_it(client: Client, tmp_path: Path) -> None:
+    def parent(folder: Path) -> None:
+        script = f"echo $$ > {folder}/pid; while :; do sleep 1; done"
+        child = current_client().submit(
+            JobRequest("child", Entrypoint.from_binary("sh", ["-c", script]), resources=ResourceConfig.with_cpu())
+        )
+        (folder / "unfinished").write_text(child.job_id)
+        (folder / "unfinished").rename(folder / "child")
+        child.wait()
+
+    handle = client.submit(job(Entrypoint.from_callable(parent, [tmp_path]), "parent"))
+    pid = eventual_pid(tmp_path / "pid")
+    eventually((tmp_path / "child").exists)
+    child = client.attach((tmp_path / "child").read_text())
+    eventually(lambda: child.status() is JobStatus.RUNNING)
+    handle.terminate()
+    eventually(lambda: child.status().finished)
+    eventually(lambda: not is_alive(pid))
+
+
+def test_job_inside_a_job_goes_on_after_it_if_it_outlives_its_parent(client: Client, tmp_path: Path) -> None:
+    def parent(folder: Path) -> None:
+        script = f"echo $$ > {folder}/pid; while :; do sleep 1; done"
+        request = JobRequest(
+            "child",
+            Entrypoint.from_binary("sh", ["-c", script]),
+            resources=ResourceConfig.with_cpu(),
+            outlives_parent=True,
+        )
+        (folder / "child").write_text(current_client().submit(request).job_id)
+        while not (folder / "pid").exists():
+            time.sleep(0.02)
+
+    assert client.submit(job(Entrypoint.from_callable(parent, [tmp_path]), "parent")).wait(60) is JobStatus.SUCCEEDED
+    child = client.attach((tmp_path / "child").read_text())
+    try:
+        eventually(lambda: child.status() is JobStatus.RUNNING)
+        assert is_alive(eventual_pid(tmp_path / "pid"))
+    finally:
+        child.terminate()
+    assert not is_alive(eventual_pid(tmp_path / "pid"))
+
+
+def test_jobs_are_seen_and_ended_from_another_process(client: Client, tmp_path: Path) -> None:
+    def operator(folder: Path, job_id: str) -> None:
+        jobs = current_client()
+        seen = [details.job_id for details in jobs.jobs()]
+        other = jobs.attach(job_id)
+        deadline = time.monotonic() + 20
+        while other.announced() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        (folder / "seen").write_text(json.dumps([job_id in seen, other.announced(), other.logs()]))
+        other.terminate()
+
+    handle = client.submit(job(shell(f"echo hello; printf here > $ASSAY_ANNOUNCEMENT; {FOR_EVER}")))
+    client.submit(job(Entrypoint.from_callable(operator, [tmp_path, handle.job_id]), "operator")).wait(60)
+    assert json.loads((tmp_path / "seen").read_text()) == [True, "here", "hello"]
+    assert handle.wait(20, raise_on_failure=False) is JobStatus.STOPPED

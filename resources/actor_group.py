@@ -1,0 +1,97 @@
+"""Several equal actors: waiting for enough of them, learning of new ones, ending all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from resources.actor_handle import ActorHandle
+from resources.errors import BadInput, JobTimeout
+from resources.jobs import JobStatus
+
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
+_ENDED_AT_ONCE = 16
+
+
+class ActorGroup:
+    """Handles on actors that were created together.
+
+    Args:
+        actors: the handles.
+        name: what their creator called the group.
+    """
+
+    def __init__(self, actors: Iterable[ActorHandle], *, name: str) -> None:
+        self._actors = list(actors)
+        self._name = name
+        self._discovered: set[str] = set()
+
+    def __iter__(self) -> Iterator[ActorHandle]:
+        return iter(self._actors)
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def __getitem__(self, index: int) -> ActorHandle:
+        return self._actors[index]
+
+    def add(self, actor: ActorHandle) -> None:
+        """Takes one more actor in."""
+        self._actors.append(actor)
+
+    @property
+    def ready_count(self) -> int:
+        """How many take calls now."""
+        return len(self.ready())
+
+    def ready(self) -> list[ActorHandle]:
+        """Those that take calls now."""
+        return [actor for actor in self._actors if actor.job.announced() and not actor.job.status().finished]
+
+    def discover_new(self) -> list[ActorHandle]:
+        """Those that take calls now and were not returned by this method before."""
+        found = [actor for actor in self.ready() if actor.job.job_id not in self._discovered]
+        self._discovered.update(actor.job.job_id for actor in found)
+        return found
+
+    def statuses(self) -> list[JobStatus]:
+        """Where the job of each actor stands, in their order."""
+        return [actor.job.status() for actor in self._actors]
+
+    def wait_ready(self, count: int | None = None, *, timeout: float | None = None) -> list[ActorHandle]:
+        """Blocks until `count` actors take calls, all of them when None; returns those that do.
+
+        Raises:
+            ActorDied: so many have ended that there will never be enough; says how one of them ended.
+            JobTimeout: not within `timeout` seconds; the actors go on.
+            BadInput: the group has fewer.
+        """
+        wanted = len(self._actors) if count is None else count
+        if wanted > len(self._actors):
+            raise BadInput(
+                expected=f"at most {len(self._actors)} actors, the size of group {self._name}",
+                found=f"count={count}",
+                remedy="Wait for fewer, or create more.",
+            )
+        deadline = None if timeout is None else time.monotonic() + timeout
+        poll_seconds = _FIRST_POLL_SECONDS
+        while len(ready := self.ready()) < wanted:
+            ended = [actor for actor in self._actors if actor.job.status().finished]
+            if len(self._actors) - len(ended) < wanted:
+                ended[0].wait_ready()  # raises
+            if deadline is not None and time.monotonic() >= deadline:
+                raise JobTimeout(
+                    expected=f"{wanted} actors of group {self._name} to be ready after {timeout:g} s",
+                    found=f"{len(ready)} are; jobs: {', '.join(self.statuses())}",
+                    remedy="Wait longer, or for fewer.",
+                )
+            time.sleep(poll_seconds)
+            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+        return ready
+
+    def shutdown(self) -> None:
+        """Ends all of them, and returns when nothing of them is left."""
+        with ThreadPoolExecutor(_ENDED_AT_ONCE) as workers:
+            for ending in [workers.submit(actor.job.terminate) for actor in self._actors]:
+                ending.result()

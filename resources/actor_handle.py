@@ -1,0 +1,209 @@
+"""Handles on actors: `handle.method(...)` calls and waits, `handle.method.remote(...)` gives a future.
+
+A handle can be pickled and used in any process that finds the actor's backend and knows the user's key, such as the
+jobs of the same user.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any
+
+import cloudpickle
+
+from resources.actor_line import ActorLine, death_of
+from resources.actor_wire import Frame, Kind, Raised
+from resources.errors import ActorMethodFailed, BadInput, JobTimeout
+from resources.jobs import Client, JobHandle
+
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
+
+
+class ActorFuture:
+    """The answer of an actor that will come."""
+
+    def __init__(self, answer: Future[Frame], *, what: str) -> None:
+        self._answer = answer
+        self._what = what
+
+    def done(self) -> bool:
+        """Whether the answer, or the reason why there is none, is here."""
+        return self._answer.done()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """What the method returned; blocks for at most `timeout` seconds.
+
+        Raises:
+            JobTimeout: no answer by then; the call goes on.
+            ActorDied: the actor is gone for good.
+            ActorRestarted: it was ended during the call and begins anew; the call may have had its effect.
+            ActorCallLost: the connection broke during the call, likewise.
+            BackendUnavailable: the actor, or the backend that knows it, cannot be reached from here.
+            BadInput: an argument or the result cannot be read in the other process.
+            Exception: whatever the method raised, with its traceback as the cause.
+        """
+        try:
+            frame = self._answer.result(timeout)
+        except TimeoutError:
+            if self._answer.done():
+                raise
+            raise JobTimeout(
+                expected=f"an answer of {self._what} after {timeout:g} s",
+                found="none yet",
+                remedy="Wait longer, or ask what the actor's job is doing.",
+            ) from None
+        if frame.kind is Kind.RESULT:
+            return self._read(frame)
+        if frame.kind is Kind.RAISED:
+            raised = Raised(*pickle.loads(frame.body))
+            raise self._exception(raised) from _RemoteTraceback(raised.traceback)
+        raise self._unreadable(frame.body.decode())
+
+    def _read(self, frame: Frame) -> Any:
+        try:
+            return pickle.loads(frame.body)
+        except Exception as error:  # whatever the objects' own pickling code raises
+            raise self._unreadable(f"its result: {type(error).__name__}: {error}") from error
+
+    def _exception(self, raised: Raised) -> BaseException:
+        try:
+            error = pickle.loads(raised.pickled) if raised.pickled is not None else None
+        except Exception:  # noqa: BLE001 - as above; what is known of it follows
+            error = None
+        if isinstance(error, Exception):
+            return error
+        return ActorMethodFailed(
+            expected=f"{self._what} to return, or to raise what can be sent to another process",
+            found=f"{raised.type_name}: {raised.text}",
+            remedy="Read its traceback above.",
+        )
+
+    def _unreadable(self, found: str) -> BadInput:
+        return BadInput(
+            expected=f"arguments and result of {self._what} that can be sent from one process to the other",
+            found=found,
+            remedy="Pass values, no open files, locks or connections; install their modules on both sides.",
+        )
+
+
+class _RemoteTraceback(Exception):
+    """Shows, as the cause of a method's exception, where in the actor's process it was raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self._text}"""'
+
+
+class ActorMethod:
+    """One method of an actor, called by a handle."""
+
+    def __init__(self, line: ActorLine, *, actor: str, method: str) -> None:
+        self._line = line
+        self._what = f"{actor}.{method}"
+        self._method = method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls it and waits; see `ActorFuture.result`."""
+        return self.remote(*args, **kwargs).result()
+
+    def remote(self, *args: Any, **kwargs: Any) -> ActorFuture:
+        """Calls it and returns at once, also before the actor has started.
+
+        Raises:
+            BadInput: an argument cannot be pickled.
+        """
+        try:
+            body = cloudpickle.dumps((args, kwargs))
+        except Exception as error:  # whatever the objects' own pickling code raises
+            raise BadInput(
+                expected=f"arguments of {self._what} that can be pickled, since they are sent to another process",
+                found=f"{type(error).__name__}: {error}",
+                remedy="Pass values; open files, locks and connections inside the method.",
+            ) from error
+        return ActorFuture(self._line.call(self._method, body), what=self._what)
+
+
+class ActorHandle:
+    """An actor; every public method of its object is a method of this.
+
+    `name`, `job` and `wait_ready` are the handle's own.
+    """
+
+    def __init__(self, client: Client, job: JobHandle, *, name: str) -> None:
+        self._client = client
+        self._job = job
+        self._name = name
+        self._line: ActorLine | None = None
+
+    @property
+    def name(self) -> str:
+        """What its creator called it."""
+        return self._name
+
+    @property
+    def job(self) -> JobHandle:
+        """The job that it is: its status, its logs, its end."""
+        return self._job
+
+    def wait_ready(self, timeout: float | None = None) -> None:
+        """Blocks until the object is made and takes calls.
+
+        Raises:
+            ActorDied: it will not; its construction failed, say.
+            JobTimeout: not within `timeout` seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        poll_seconds = _FIRST_POLL_SECONDS
+        while True:
+            details = self._job.details()
+            if details.status.finished:
+                raise death_of(self._job, details, name=self._name)
+            if self._job.announced():
+                return
+            if deadline is not None and time.monotonic() >= deadline:
+                raise JobTimeout(
+                    expected=f"actor {self._name} to be ready after {timeout:g} s",
+                    found=f"its job is {details.status}" + (f": {details.reason}" if details.reason else ""),
+                    remedy="Wait longer, or read the logs of its job.",
+                )
+            time.sleep(poll_seconds)
+            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+
+    def __getattr__(self, method: str) -> ActorMethod:
+        if method.startswith("_"):
+            raise AttributeError(method)
+        if self._line is None:
+            self._line = _line_to(self._client.url, self._job, name=self._name)
+        return ActorMethod(self._line, actor=self._name, method=method)
+
+    def __repr__(self) -> str:
+        return f"ActorHandle({self._name!r}, job {self._job.job_id})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attached, (self._client.url, self._job.job_id, self._name)
+
+
+def _attached(url: str, job_id: str, name: str) -> ActorHandle:
+    from resources.backends.choice import client_from_url  # importing it here keeps this module free of backends
+
+    client = client_from_url(url)
+    return ActorHandle(client, client.attach(job_id), name=name)
+
+
+_lines: dict[tuple[int, str, str], ActorLine] = {}
+_lines_lock = threading.Lock()
+
+
+def _line_to(url: str, job: JobHandle, *, name: str) -> ActorLine:
+    """The line that all handles on this actor share; a forked child gets its own."""
+    with _lines_lock:
+        for key in [key for key, line in _lines.items() if line.is_dead]:
+            del _lines[key]
+        return _lines.setdefault((os.getpid(), url, job.job_id), ActorLine(job, name=name))

@@ -1,0 +1,257 @@
+"""A process's connection to one actor: made at the first call, made anew after a restart, given up when it is dead.
+
+One thread per actor and process does all of it. A call is sent at once where there is a connection, and waits for one
+where the actor has not started yet. A broken connection ends the calls on their way: the job says why.
+"""
+
+from __future__ import annotations
+
+import itertools
+import select
+import socket
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+
+from resources.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
+from resources.errors import ActorCallLost, ActorDied, ActorRestarted, AssayError, BackendUnavailable
+from resources.jobs import JobDetails, JobHandle, JobStatus
+from resources.settings import ACTOR_KEY_VARIABLE, actor_key
+
+_CONNECT_SECONDS = 5.0  # one attempt
+_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
+_SHOWN_LINES = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a line waits before it gives an actor up."""
+
+    unreachable_seconds: float = 30.0
+    """For an announced address to answer; a stale one changes long before, as a job's end is seen in a second."""
+    unexplained_seconds: float = 10.0
+    """For the job to say why a connection broke."""
+    silent_seconds: float = 5.0
+    """Between two looks at the job while calls are on their way."""
+
+
+class ActorLine:
+    """Carries calls to one actor and its answers back.
+
+    Args:
+        job: the actor's process.
+        name: what its creator called it, for messages.
+        patience: how long it waits.
+    """
+
+    def __init__(self, job: JobHandle, *, name: str, patience: Patience = Patience()) -> None:
+        self._job = job
+        self._name = name
+        self._patience = patience
+        self._lock = threading.Lock()  # of all below; also held while sending, so that frames stay whole
+        self._numbers = itertools.count()
+        self._on_their_way: dict[int, Future[Frame]] = {}
+        self._waiting: deque[tuple[Frame, Future[Frame]]] = deque()
+        self._connection: socket.socket | None = None
+        self._works = False
+        self._address: str | None = None
+        self._attempts = 0
+        self._death: ActorDied | None = None
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether no call will ever be answered."""
+        return self._death is not None
+
+    def call(self, method: str, body: bytes) -> Future[Frame]:
+        """Sends a call; the future gets the answer's frame, or why there will be none."""
+        future: Future[Frame] = Future()
+        with self._lock:
+            if self._death is not None:
+                future.set_exception(_again(self._death))
+                return future
+            frame = Frame(next(self._numbers), Kind.CALL, method, body)
+            if self._connection is not None:
+                self._send(frame, future)
+            else:
+                self._waiting.append((frame, future))
+                if not self._works:
+                    self._works = True
+                    threading.Thread(target=self._work, name=f"actor {self._name}", daemon=True).start()
+        return future
+
+    def _send(self, frame: Frame, future: Future[Frame]) -> None:
+        assert self._connection is not None
+        self._on_their_way[frame.call] = future
+        with suppress(OSError):  # who reads sees it too, and ends what is on its way
+            send(self._connection, frame)
+
+    def _work(self) -> None:
+        """The thread: connects while calls wait, and reads answers while there is a connection."""
+        while True:
+            try:
+                self._connect()
+                self._read()
+                self._fail_lost_calls()
+            except ActorDied as error:
+                self._death = error
+                self._fail_everything(error)
+            except Exception as error:  # noqa: BLE001 - the boundary of the thread: whoever waits is told
+                self._fail_everything(error)
+            with self._lock:
+                if not self._waiting:
+                    self._works = False
+                    return
+
+    def _connect(self) -> None:
+        """Waits until the actor has an address, and connects to it.
+
+        Raises:
+            ActorDied: its job has ended.
+            BackendUnavailable: it announces an address that does not answer.
+        """
+        poll_seconds = _FIRST_POLL_SECONDS
+        refused_address, refused_since = None, 0.0
+        while True:
+            details = self._job.details()
+            if details.status.finished:
+                raise death_of(self._job, details, name=self._name)
+            if address := self._job.announced():
+                if address != refused_address:
+                    refused_address, refused_since = address, time.monotonic()
+                try:
+                    connection = self._connected(address)
+                except OSError as error:
+                    if time.monotonic() - refused_since > self._patience.unreachable_seconds:
+                        raise self._unreachable(address, error) from error
+                else:
+                    self._begin(connection, address, details.attempts)
+                    return
+            time.sleep(poll_seconds)
+            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+
+    def _connected(self, address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS)
+        try:
+            greet_actor(connection, actor_key(), actor=self._job.job_id)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _begin(self, connection: socket.socket, address: str, attempts: int) -> None:
+        with self._lock:
+            self._connection, self._address, self._attempts = connection, address, attempts
+            while self._waiting:
+                self._send(*self._waiting.popleft())
+
+    def _read(self) -> None:
+        """Delivers answers until the connection ends, or the job has."""
+        connection = self._connection
+        assert connection is not None
+        poll = select.poll()
+        poll.register(connection, select.POLLIN)
+        try:
+            while True:
+                if not poll.poll(self._patience.silent_seconds * 1000):
+                    if self._on_their_way and self._has_ended():
+                        return
+                    continue
+                if (frame := receive(connection)) is None:
+                    return
+                with self._lock:
+                    future = self._on_their_way.pop(frame.call, None)
+                if future is not None:
+                    future.set_result(frame)
+        except OSError:
+            return
+        finally:
+            with self._lock:
+                self._connection = None
+            connection.close()
+
+    def _has_ended(self) -> bool:
+        with suppress(AssayError):  # a backend that is away for a while says nothing about the actor
+            return self._job.status().finished
+        return False
+
+    def _judge(self) -> AssayError:
+        """Why the connection broke, as the job tells within a few seconds."""
+        deadline = time.monotonic() + self._patience.unexplained_seconds
+        poll_seconds = _FIRST_POLL_SECONDS
+        while True:
+            details = self._job.details()
+            if details.status.finished:
+                raise death_of(self._job, details, name=self._name)
+            address = self._job.announced()
+            late = time.monotonic() > deadline
+            # An address that is gone says only that the process is: the job may be about to end, or to try again.
+            if details.attempts > self._attempts or (address != self._address and (address or late)):
+                return ActorRestarted(
+                    expected=f"actor {self._name} to answer",
+                    found=f"it was ended from outside, and has started or will start again (job {details.job_id})",
+                    remedy="Make the call again if it does no harm twice; what the actor knew is gone.",
+                )
+            if late:
+                return ActorCallLost(
+                    expected=f"actor {self._name} to answer",
+                    found=f"the connection to {self._address} broke, and its job is still running",
+                    remedy="Make the call again if it does no harm twice.",
+                )
+            time.sleep(poll_seconds)
+            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+
+    def _unreachable(self, address: str, error: OSError) -> BackendUnavailable:
+        return BackendUnavailable(
+            expected=f"actor {self._name} to answer at {address}",
+            found=str(error) or type(error).__name__,
+            remedy=f"Give both sides the same {ACTOR_KEY_VARIABLE}, or hand the handle to a job."
+            if isinstance(error, WrongKey)
+            else "Call it from a host that can reach that address, such as from a job of the same backend.",
+        )
+
+    def _fail_lost_calls(self) -> None:
+        if not self._on_their_way:  # nothing is sent without a connection
+            return
+        error = self._judge()
+        with self._lock:
+            lost = list(self._on_their_way.values())
+            self._on_their_way.clear()
+        for future in lost:
+            future.set_exception(_again(error))
+
+    def _fail_everything(self, error: Exception) -> None:
+        with self._lock:
+            futures = [*self._on_their_way.values(), *(future for _, future in self._waiting)]
+            self._on_their_way.clear()
+            self._waiting.clear()
+        for future in futures:
+            future.set_exception(_again(error))
+
+
+def death_of(job: JobHandle, details: JobDetails, *, name: str) -> ActorDied:
+    """How an actor ended, with its last lines.
+
+    Args:
+        job: the actor's, which has ended.
+        details: what the job said of its end.
+        name: what the actor's creator called it.
+    """
+    ended = "was stopped" if details.status is JobStatus.STOPPED else f"has ended: {details.status}"
+    reason = f", {details.reason}" if details.reason else ""
+    return ActorDied(
+        expected=f"actor {name} (job {details.job_id}) to be alive",
+        found=f"it {ended}{reason}\n{job.logs(_SHOWN_LINES)}".rstrip(),
+        remedy="Mend what its last lines say, or create it anew; max_restarts covers ends from outside.",
+    )
+
+
+def _again(error: Exception) -> Exception:
+    """An equal error: each waiter gets one of its own, since raising adds a traceback to it."""
+    if isinstance(error, AssayError):
+        return type(error)(expected=error.expected, found=error.found, remedy=error.remedy)
+    return error

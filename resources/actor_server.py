@@ -1,0 +1,139 @@
+"""The process of an actor: makes the object, listens, and calls its methods for whoever knows the key.
+
+At most `max_concurrency` methods run at once, `async` ones included; further calls wait in the order of their arrival.
+Each connection has a thread that reads and one that writes, so a caller that does not read its answers holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import pickle
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import SimpleQueue
+from typing import Any
+
+import cloudpickle
+
+from resources.actor_wire import Frame, Kind, Raised, greet_caller, receive, send
+from resources.addresses import own_address
+from resources.announcements import announce
+from resources.settings import actor_key, job_id
+
+_BACKLOG = 512
+
+
+def serve_actor(
+    actor_class: Callable[..., object],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    max_concurrency: int,
+    host: str | None,
+) -> None:
+    """Makes the object and serves it until this process is ended; what its construction raises ends the process.
+
+    Args:
+        actor_class: what makes the object, called once.
+        args: its positional arguments.
+        kwargs: its named arguments.
+        max_concurrency: how many of its methods may run at the same time.
+        host: address to listen on; the one under which other hosts see this one when None.
+    """
+    actor = actor_class(*args, **kwargs)
+    host = host or own_address()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family, backlog=_BACKLOG) as listener:
+        port = listener.getsockname()[1]
+        announce(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
+        ActorServer(actor, max_concurrency=max_concurrency).serve(listener)
+
+
+class ActorServer:
+    """Calls methods of one object.
+
+    Args:
+        actor: the object.
+        max_concurrency: how many of its methods may run at the same time.
+    """
+
+    def __init__(self, actor: object, *, max_concurrency: int) -> None:
+        self._actor = actor
+        self._key = actor_key()
+        self._job_id = job_id()
+        self._workers = ThreadPoolExecutor(max_concurrency, thread_name_prefix="actor")
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loop_lock = threading.Lock()
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accepts callers for ever."""
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=self._listen_to, args=(connection,), daemon=True).start()
+
+    def _listen_to(self, connection: socket.socket) -> None:
+        outbox: SimpleQueue[Frame | None] = SimpleQueue()
+        with connection, suppress(OSError):  # the caller is gone, or is none
+            greet_caller(connection, self._key, actor=self._job_id)
+            threading.Thread(target=_write, args=(connection, outbox), daemon=True).start()
+            try:
+                while (frame := receive(connection)) is not None:
+                    self._workers.submit(self._call, frame, outbox)
+            finally:
+                outbox.put(None)
+
+    def _call(self, frame: Frame, outbox: SimpleQueue[Frame | None]) -> None:
+        kind, body = self._outcome(frame)
+        outbox.put(Frame(frame.call, kind, "", body))
+
+    def _outcome(self, frame: Frame) -> tuple[Kind, bytes]:
+        try:
+            args, kwargs = pickle.loads(frame.body)
+        except Exception as error:  # noqa: BLE001 - whatever the objects' own pickling code raises
+            return Kind.UNREADABLE, f"arguments of {frame.method}: {type(error).__name__}: {error}".encode()
+        try:
+            value = self._method(frame.method)(*args, **kwargs)
+            if inspect.isawaitable(value):
+                value = asyncio.run_coroutine_threadsafe(_awaited(value), self._running_loop()).result()
+        except BaseException as error:  # noqa: BLE001 - belongs to the caller, whatever it is
+            return Kind.RAISED, pickle.dumps(tuple(_raised(error)))
+        try:
+            return Kind.RESULT, cloudpickle.dumps(value)
+        except Exception as error:  # noqa: BLE001 - as above
+            found = f"result of {frame.method}, a {type(value).__name__}: {type(error).__name__}: {error}"
+            return Kind.UNREADABLE, found.encode()
+
+    def _method(self, name: str) -> Callable[..., Any]:
+        if name.startswith("_"):
+            raise AttributeError(f"{name} is not a public method")
+        return getattr(self._actor, name)
+
+    def _running_loop(self) -> asyncio.AbstractEventLoop:
+        with self._loop_lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=self._loop.run_forever, daemon=True).start()
+            return self._loop
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _write(connection: socket.socket, outbox: SimpleQueue[Frame | None]) -> None:
+    with suppress(OSError):  # the caller is gone; its reader sees that too
+        while (frame := outbox.get()) is not None:
+            send(connection, frame)
+
+
+def _raised(error: BaseException) -> Raised:
+    try:
+        pickled = cloudpickle.dumps(error)
+    except Exception:  # noqa: BLE001 - whatever the objects' own pickling code raises; type and text go without it
+        pickled = None
+    shown = "".join(traceback.format_exception(error))
+    return Raised(pickled, type(error).__name__, str(error), shown)

@@ -1,0 +1,152 @@
+"""What an actor's process and the holders of its handle say to each other over TCP.
+
+Both sides first prove that they know the key, without sending it, so that neither reads a pickle of a stranger. Then
+frames follow: a head (call, kind, length of the method's name, length of the body), the name, the body. Nothing here
+needs more than the standard library.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+from enum import IntEnum
+from typing import NamedTuple
+
+_HEAD = struct.Struct("!QBHQ")
+_NONCE_BYTES = 32
+_PROOF_BYTES = hashlib.sha256().digest_size
+_HANDSHAKE_SECONDS = 10.0
+_COPIED_BYTES = 1 << 16  # up to here one packet is worth the copy
+_IDLE_SECONDS, _PROBE_SECONDS, _PROBES = 5, 3, 3
+_UNANSWERED_MILLISECONDS = 20_000  # a host that vanished answers nothing, and nobody says so
+
+
+class Kind(IntEnum):
+    """What the body of a frame is."""
+
+    CALL = 0
+    """A pickle of positional and named arguments."""
+    RESULT = 1
+    """A pickle of what the method returned."""
+    RAISED = 2
+    """A pickle of `Raised`'s fields."""
+    UNREADABLE = 3
+    """UTF-8: why arguments could not be unpickled, or a result not pickled."""
+
+
+class Frame(NamedTuple):
+    """One message; `call` is a number that the caller chose."""
+
+    call: int
+    kind: Kind
+    method: str
+    body: bytes | bytearray
+
+
+class Raised(NamedTuple):
+    """What a method raised; travels as a plain tuple, so that its reader needs none of the exception's modules."""
+
+    pickled: bytes | None
+    """The exception; None where it could not be pickled."""
+    type_name: str
+    text: str
+    traceback: str
+
+
+class WrongKey(ConnectionError):
+    """The other side does not know the key of this actor, or is something else."""
+
+
+def send(connection: socket.socket, frame: Frame) -> None:
+    """Sends one frame; callers see to it that nobody else sends at the same time."""
+    name = frame.method.encode()
+    head = _HEAD.pack(frame.call, frame.kind, len(name), len(frame.body)) + name
+    if len(frame.body) <= _COPIED_BYTES:
+        connection.sendall(head + frame.body)
+    else:
+        connection.sendall(head)
+        connection.sendall(frame.body)
+
+
+def receive(connection: socket.socket) -> Frame | None:
+    """The next frame; None when the other side has closed the connection, even in the middle of one."""
+    if (head := _exactly(connection, _HEAD.size)) is None:
+        return None
+    call, kind, name_length, body_length = _HEAD.unpack(head)
+    name = _exactly(connection, name_length)
+    body = _exactly(connection, body_length)
+    if name is None or body is None:
+        return None
+    return Frame(call, Kind(kind), name.decode(), body)
+
+
+def greet_caller(connection: socket.socket, key: bytes, *, actor: str) -> None:
+    """The actor's side of the handshake.
+
+    Args:
+        connection: fresh from `accept`.
+        key: what both sides know.
+        actor: id of the actor's job, so that a port that changed hands is noticed.
+
+    Raises:
+        WrongKey: the caller does not know the key, or means another actor.
+        OSError: it is gone, or says nothing for ten seconds.
+    """
+    _tune(connection)
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    connection.sendall(ours)
+    answer = _exactly(connection, _NONCE_BYTES + _PROOF_BYTES)
+    if answer is None:
+        raise WrongKey("the caller went away")
+    nonces = ours + bytes(answer[:_NONCE_BYTES])
+    if not hmac.compare_digest(answer[_NONCE_BYTES:], _proof(key, b"caller", nonces, actor)):
+        raise WrongKey("the caller does not know the key")
+    connection.sendall(_proof(key, b"actor", nonces, actor))
+    connection.settimeout(None)
+
+
+def greet_actor(connection: socket.socket, key: bytes, *, actor: str) -> None:
+    """The caller's side of the handshake; see `greet_caller`."""
+    _tune(connection)
+    theirs = _exactly(connection, _NONCE_BYTES)
+    if theirs is None:
+        raise WrongKey("nothing was said")
+    ours = secrets.token_bytes(_NONCE_BYTES)
+    nonces = bytes(theirs) + ours
+    connection.sendall(ours + _proof(key, b"caller", nonces, actor))
+    answer = _exactly(connection, _PROOF_BYTES)
+    if answer is None or not hmac.compare_digest(answer, _proof(key, b"actor", nonces, actor)):
+        raise WrongKey("it does not know this actor's key")
+    connection.settimeout(None)
+
+
+def _proof(key: bytes, role: bytes, nonces: bytes, actor: str) -> bytes:
+    return hmac.digest(key, b"\0".join([role, nonces, actor.encode()]), "sha256")
+
+
+def _exactly(connection: socket.socket, count: int) -> bytearray | None:
+    content = bytearray(count)
+    view, position = memoryview(content), 0
+    while position < count:
+        received = connection.recv_into(view[position:])
+        if received == 0:
+            return None
+        position += received
+    return content
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.settimeout(_HANDSHAKE_SECONDS)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (  # not every system has them
+        ("TCP_KEEPIDLE", _IDLE_SECONDS),
+        ("TCP_KEEPINTVL", _PROBE_SECONDS),
+        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_USER_TIMEOUT", _UNANSWERED_MILLISECONDS),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,99 @@
+"""What a process of a job is started with, on this machine or on a node: interpreter, arguments, variables, folder."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from resources.environments import EnvironmentSpec, ensure_environment
+from resources.errors import BadInput
+from resources.files import replace_text
+from resources.jobs import Command, EnvironmentConfig
+from resources.settings import process_environment, settings
+
+PROGRAMS = Path(__file__).parents[1] / "programs"
+_OURS = ("pydantic>=2", "pydantic-settings")  # what a call needs to announce, to serve an actor, to submit jobs itself
+
+
+def existing_folder(path: Path) -> Path:
+    """The folder's whole path.
+
+    Raises:
+        BadInput: it does not exist.
+    """
+    if not path.is_dir():
+        raise BadInput(expected="a folder that exists", found=str(path), remedy="Correct the path, or create it.")
+    return path.absolute()
+
+
+def import_folders() -> list[str]:
+    """Where our own modules come from: all of `sys.path` that does not belong to an interpreter."""
+    interpreters = (Path(sys.prefix), Path(sys.base_prefix))
+    folders = [Path(entry).absolute() for entry in sys.path]
+    return [str(folder) for folder in folders if not any(folder.is_relative_to(root) for root in interpreters)]
+
+
+def argv_of(entrypoint: Command | Path, *, python: Path, imports: Iterable[str]) -> list[str]:
+    """What to execute.
+
+    Args:
+        entrypoint: a command, or the file that holds a pickled call.
+        python: interpreter of the call.
+        imports: folders that the call's modules are looked for in.
+    """
+    match entrypoint:
+        case Command(command=command, args=args):
+            return [command, *args]
+        case Path():
+            return [str(python), str(PROGRAMS / "run_call.py"), str(entrypoint), *imports]
+
+
+def variables_of(environment: EnvironmentConfig, *, python: Path, given: Mapping[str, str]) -> dict[str, str]:
+    """The whole environment of a job's processes: this process's, the request's, and what the backend has `given`."""
+    variables = process_environment({"PYTHONUNBUFFERED": "1", **environment.env_vars, **given})
+    return {**variables, "PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}
+
+
+def interpreter_of(environment: EnvironmentConfig, *, workspace: Path) -> Path:
+    """The interpreter of the job's environment, built first where packages are asked for.
+
+    Raises:
+        BadInput: it does not exist, or the workspace is no project with extras.
+        EnvironmentBuildFailed: the packages asked for cannot be installed.
+    """
+    if environment.python is not None:
+        if not environment.python.exists():
+            raise BadInput(
+                expected="the interpreter of a finished environment",
+                found=f"{environment.python} does not exist",
+                remedy="Correct its path; an environment of Assay's own is built anew at the next run",
+            )
+        return environment.python.absolute()
+    requirements = list(environment.pip_packages)
+    if environment.extras:
+        project = existing_folder(workspace) / "pyproject.toml"
+        if not project.is_file():
+            raise BadInput(
+                expected=f"a project with extras {', '.join(environment.extras)} in {workspace}",
+                found="no pyproject.toml there",
+                remedy="Correct the workspace, or name the packages in pip_packages.",
+            )
+        requirements += [f"# project {hashlib.sha256(project.read_bytes()).hexdigest()}"]  # a change means a new one
+        requirements += [f"-e {workspace}[{','.join(environment.extras)}]"]
+    if not requirements:
+        return Path(sys.executable)
+    return _build(requirements)
+
+
+def _build(requirements: Sequence[str]) -> Path:
+    ours = [f"cloudpickle=={version('cloudpickle')}", *_OURS]
+    content = "\n".join([*requirements, *ours, ""])
+    lists = settings().environments_dir / "lists"
+    lists.mkdir(parents=True, exist_ok=True)
+    path = lists / f"job-{hashlib.sha256(content.encode()).hexdigest()[:12]}.txt"
+    replace_text(path, content)
+    return ensure_environment(EnvironmentSpec(name="job", requirements=path, smoke_import="cloudpickle")).python

@@ -1,0 +1,320 @@
+"""What actors do on every backend: calls, errors, limits, deaths, restarts, groups."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from fakes.clients import CLIENTS
+from fakes.polling import eventually
+from resources.actor_handle import ActorHandle
+from resources.actors import create_actor, create_actor_group, get_actor
+from resources.config import ResourceConfig
+from resources.errors import ActorDied, ActorMethodFailed, ActorRestarted, BadInput, JobTimeout
+from resources.jobs import Client, Entrypoint, JobAlreadyExists, JobRequest, JobStatus, current_client
+
+pytestmark = pytest.mark.timeout(90)
+
+AT_ONCE = 4
+ANSWER_SECONDS = 30.0
+
+
+class Unsendable(Exception):
+    """Can be pickled, and not be made again from that."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__("two numbers")
+
+
+class Kit:
+    """An object with one method for each thing that can happen."""
+
+    def __init__(self, start: int = 0, *, step: int = 1) -> None:
+        self.total = start
+        self.step = step
+        self.running = self.peak = 0
+        self.lock = threading.Lock()
+        self.together = threading.Barrier(AT_ONCE)
+
+    def add(self, times: int = 1) -> int:
+        self.total += times * self.step
+        return self.total
+
+    def divide(self, number: int) -> float:
+        return 1 / number
+
+    def raise_unsendable(self) -> None:
+        raise Unsendable(1, 2)
+
+    def leave(self) -> None:
+        raise SystemExit(3)
+
+    def reverse(self, content: bytes) -> bytes:
+        return content[::-1]
+
+    def give_lock(self) -> object:
+        return self.lock
+
+    def meet(self) -> int:
+        with self.lock:
+            self.running += 1
+            self.peak = max(self.peak, self.running)
+        self.together.wait(ANSWER_SECONDS)
+        with self.lock:
+            self.running -= 1
+        return self.peak
+
+    async def meet_asleep(self) -> int:
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        await asyncio.sleep(0.02)
+        self.running -= 1
+        return self.peak
+
+    def say(self, text: str) -> None:
+        print(text)
+
+    def touch_and_hang(self, path: Path) -> None:
+        path.touch()
+        time.sleep(300)
+
+    def kill(self, number: int) -> None:
+        os.kill(os.getpid(), number)
+        time.sleep(300)
+
+    def end(self, code: int) -> None:
+        os._exit(code)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+class Broken:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise ArithmeticError("cannot make the unmakeable")
+
+
+class Gated:
+    """Is made when it has taken the file `go` away."""
+
+    def __init__(self, folder: Path) -> None:
+        while True:
+            try:
+                (folder / "go").rename(folder / f"gone-{os.getpid()}")
+                return
+            except FileNotFoundError:
+                time.sleep(0.02)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _classes_travel() -> Iterator[None]:
+    """Where the code lies in an image, nobody has this file: its classes are sent whole."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.fixture(scope="module", params=sorted(CLIENTS))
+def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    client = CLIENTS[request.param](tmp_path_factory.mktemp("actors"))
+    yield client
+    client.shutdown()
+
+
+@pytest.fixture(scope="module")
+def kit(client: Client) -> ActorHandle:
+    """For tests that leave it alive."""
+    return create_actor(client, Kit, 10, name="kit", step=2, max_concurrency=AT_ONCE)
+
+
+def test_calls_reach_one_object_that_remembers_and_lives_elsewhere(kit: ActorHandle) -> None:
+    first = kit.add()
+    future = kit.add.remote(times=5)
+    assert future.result(ANSWER_SECONDS) == first + 10
+    assert future.done()
+    assert kit.pid() != os.getpid()
+
+
+def test_exception_of_a_method_comes_back_with_type_and_traceback(kit: ActorHandle) -> None:
+    with pytest.raises(ZeroDivisionError, match="division") as caught:
+        kit.divide(0)
+    assert "return 1 / number" in str(caught.value.__cause__)
+    assert kit.divide(4) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("method", "shown"), [("raise_unsendable", "Unsendable: two numbers"), ("leave", "SystemExit")]
+)
+def test_exception_that_cannot_be_sent_is_described_and_ends_nothing(kit: ActorHandle, method: str, shown: str) -> None:
+    with pytest.raises(ActorMethodFailed, match=shown):
+        getattr(kit, method)()
+    assert kit.divide(1) == 1
+
+
+def test_methods_that_are_not_there_or_not_public_are_attribute_errors(kit: ActorHandle) -> None:
+    with pytest.raises(AttributeError, match="nothing_like_that"):
+        kit.nothing_like_that()
+    with pytest.raises(AttributeError):
+        kit._private()
+
+
+def test_arguments_and_results_that_cannot_be_sent_are_refused_by_name(kit: ActorHandle) -> None:
+    with pytest.raises(BadInput, match=r"arguments of kit\.add"):
+        kit.add(threading.Lock())
+    with pytest.raises(BadInput, match="result of give_lock"):
+        kit.give_lock()
+
+
+def test_requests_of_many_megabytes_go_through(kit: ActorHandle) -> None:
+    content = os.urandom(1 << 20) * 24
+    assert kit.reverse(content) == content[::-1]
+
+
+@pytest.mark.parametrize("method", ["meet", "meet_asleep"])
+def test_methods_run_at_once_up_to_the_limit_and_never_beyond(kit: ActorHandle, method: str) -> None:
+    futures = [getattr(kit, method).remote() for _ in range(3 * AT_ONCE)]
+    assert max(future.result(ANSWER_SECONDS) for future in futures) == AT_ONCE
+
+
+def test_result_that_takes_too_long_is_a_timeout_and_can_still_come(kit: ActorHandle) -> None:
+    futures = [kit.meet.remote() for _ in range(AT_ONCE - 1)]
+    with pytest.raises(JobTimeout, match=r"kit\.meet"):
+        futures[0].result(0.05)
+    assert not futures[0].done()
+    kit.meet()
+    assert futures[0].result(ANSWER_SECONDS) == AT_ONCE
+
+
+def test_handles_work_inside_jobs_when_sent_and_when_looked_up_by_name(
+    client: Client, kit: ActorHandle, tmp_path: Path
+) -> None:
+    def call(sent: ActorHandle, path: Path) -> None:
+        found = get_actor(current_client(), "kit")
+        path.write_text(f"{sent.pid()} {found.pid()}")
+
+    request = JobRequest("caller", Entrypoint.from_callable(call, [kit, tmp_path / "pids"]), resources=ResourceConfig())
+    client.submit(request).wait(60)
+    assert (tmp_path / "pids").read_text() == f"{kit.pid()} {kit.pid()}"
+
+
+def test_names_of_living_actors_are_taken_and_unknown_ones_are_refused(client: Client, kit: ActorHandle) -> None:
+    kit.pid()
+    assert get_actor(client, "kit").pid() == kit.pid()
+    with pytest.raises(JobAlreadyExists):
+        client.create_actor(Kit, name="kit")
+    with pytest.raises(BadInput, match="kit"):
+        client.get_actor("nobody")
+
+
+def test_actor_that_cannot_be_made_tells_its_callers_why(client: Client) -> None:
+    broken = create_actor(client, Broken, name="broken", max_restarts=5)
+    with pytest.raises(ActorDied, match="cannot make the unmakeable"):
+        broken.anything.remote().result(ANSWER_SECONDS)
+    with pytest.raises(ActorDied, match="cannot make the unmakeable"):
+        broken.wait_ready(ANSWER_SECONDS)
+
+
+def test_calls_on_their_way_and_later_ones_end_when_the_actor_dies(client: Client, tmp_path: Path) -> None:
+    mortal = create_actor(client, Kit, name="mortal", max_concurrency=2)
+    mortal.say("my last words")
+    hanging = mortal.touch_and_hang.remote(tmp_path / "hangs")
+    queued = [mortal.end.remote(7), mortal.add.remote()]
+    for future in (hanging, *queued):
+        with pytest.raises(ActorDied, match="my last words"):
+            future.result(ANSWER_SECONDS)
+    with pytest.raises(ActorDied):
+        mortal.add()
+    assert mortal.job.wait(1, raise_on_failure=False) is JobStatus.FAILED
+
+
+def test_calls_end_when_the_job_of_the_actor_is_terminated(client: Client, tmp_path: Path) -> None:
+    doomed = create_actor(client, Kit, name="doomed")
+    hanging, waiting = doomed.touch_and_hang.remote(tmp_path / "hangs"), doomed.add.remote()
+    eventually((tmp_path / "hangs").exists)
+    doomed.job.terminate()
+    for future in (hanging, waiting):
+        with pytest.raises(ActorDied, match="stopped"):
+            future.result(ANSWER_SECONDS)
+    assert create_actor(client, Kit, name="doomed").add() == 1
+
+
+def test_actor_ended_from_outside_begins_anew_as_often_as_allowed(client: Client, tmp_path: Path) -> None:
+    phoenix = create_actor(client, Kit, 5, name="phoenix", max_concurrency=2, max_restarts=1)
+    assert phoenix.add() == 6
+    first_pid = phoenix.pid()
+    hanging = phoenix.touch_and_hang.remote(tmp_path / "hangs")
+    eventually((tmp_path / "hangs").exists)
+    os.kill(first_pid, signal.SIGKILL)
+    with pytest.raises(ActorRestarted, match="phoenix"):
+        hanging.result(ANSWER_SECONDS)
+    assert phoenix.add.remote().result(ANSWER_SECONDS) == 6
+    assert phoenix.pid() != first_pid
+    with pytest.raises(ActorDied, match="from outside"):
+        phoenix.kill.remote(signal.SIGKILL).result(ANSWER_SECONDS)
+
+
+def test_actor_that_a_job_created_is_found_from_outside_and_dies_with_that_job(client: Client, tmp_path: Path) -> None:
+    def create(path: Path) -> None:
+        inner = create_actor(current_client(), Kit, name="inner", max_concurrency=2)
+        inner.add()
+        path.touch()
+        time.sleep(300)
+
+    call = Entrypoint.from_callable(create, [tmp_path / "created"])
+    creator = client.submit(JobRequest("creator", call, resources=ResourceConfig()))
+    eventually((tmp_path / "created").exists, seconds=60)
+    inner = get_actor(client, "inner")
+    assert inner.add() == 2
+    hanging = inner.touch_and_hang.remote(tmp_path / "hangs")
+    eventually((tmp_path / "hangs").exists)
+    creator.terminate()
+    with pytest.raises(ActorDied):
+        hanging.result(ANSWER_SECONDS)
+
+
+def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_path: Path) -> None:
+    group = client.create_actor_group(Gated, tmp_path, name="gated", count=3)
+    assert [actor.name for actor in group] == ["gated-0", "gated-1", "gated-2"]
+    assert group.ready_count == 0
+    with pytest.raises(JobTimeout, match="gated"):
+        group.wait_ready(1, timeout=0.05)
+    (tmp_path / "go").touch()
+    (first,) = group.wait_ready(1, timeout=ANSWER_SECONDS)
+    assert [actor.name for actor in group.discover_new()] == [first.name]
+    assert group.discover_new() == []
+    for _ in range(2):
+        eventually(lambda: not (tmp_path / "go").exists())
+        (tmp_path / "go").touch()
+    assert len(group.wait_ready(timeout=ANSWER_SECONDS)) == 3
+    assert {actor.name for actor in group.discover_new()} == {"gated-0", "gated-1", "gated-2"} - {first.name}
+    assert group.statuses() == [JobStatus.RUNNING] * 3
+    group.shutdown()
+    assert group.statuses() == [JobStatus.STOPPED] * 3
+    assert group.ready_count == 0
+
+
+def test_group_that_can_never_have_enough_says_so_instead_of_waiting(client: Client) -> None:
+    group = create_actor_group(client, Broken, name="hopeless", count=2)
+    with pytest.raises(ActorDied, match="cannot make the unmakeable"):
+        group.wait_ready(1, timeout=ANSWER_SECONDS)
+    with pytest.raises(BadInput, match="at most 2"):
+        group.wait_ready(3)
+
+
+@pytest.mark.parametrize("options", [{"max_concurrency": 0}, {"max_restarts": -1}, {"name": "two words"}])
+def test_options_that_mean_nothing_are_refused(client: Client, options: dict[str, object]) -> None:
+    with pytest.raises(BadInput):
+        create_actor(client, Kit, **{"name": "refused", **options})  # pyright: ignore[reportArgumentType]
+    with pytest.raises(BadInput):
+        create_actor_group(client, Kit, name="refused", count=0)

@@ -1,0 +1,32 @@
+"""Every backend's client, as the contract tests want it: one entry makes all of them run on that backend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from fakes.iris_cluster import shared_cluster
+from resources.backends.local import LocalClient
+from resources.jobs import Client
+
+
+def _ray_client() -> Client:
+    from fakes.ray_cluster import client_of, shared_ray
+
+    return client_of(shared_ray())
+
+
+def _kubernetes_client() -> Client:
+    from fakes.kubernetes_cluster import client_of, shared_server
+
+    return client_of(shared_server(), grace_seconds=0.5)
+
+
+CLIENTS: dict[str, Callable[[Path], Client]] = {
+    "iris": lambda folder: shared_cluster().client(),
+    "kubernetes": lambda _: _kubernetes_client(),
+    "local": lambda folder: LocalClient(folder / "jobs", grace_seconds=0.5),
+    "ray": lambda _: _ray_client(),
+}
+"""From a folder of the test's own to a client with half a second of grace; an expensive cluster is started once per
+process by the entry itself, and ended at exit."""
