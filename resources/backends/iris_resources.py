@@ -1,0 +1,120 @@
+"""What a job asks for, as Iris counts it, and whether any group of its machines can ever give that."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
+from resources.errors import UnsatisfiableResources
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Machines of one kind that the cluster can start."""
+
+    name: str
+    device: str = "cpu"
+    """`cpu`, `gpu` or `tpu`."""
+    variant: str = ""
+    device_count: int = 0
+    """Accelerators of one machine; 0 where the cluster does not say."""
+    cpu_millicores: int = 0
+    memory_bytes: int = 0
+    disk_bytes: int = 0
+    preemptible: bool = False
+    region: str = ""
+    zone: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """One job, in Iris' numbers."""
+
+    cpu_millicores: int
+    memory_bytes: int
+    disk_bytes: int
+    hosts: int
+    """Tasks that one replica is made of: the VMs of its TPU slice, else 1."""
+    tasks: int
+    together_on: str | None
+    """Attribute that all tasks of one replica must share, where they are several."""
+
+
+def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
+    """What Iris is asked for; each VM of a TPU slice is a task of its own there."""
+    hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
+    return Placement(
+        cpu_millicores=resources.cpu * 1000,
+        memory_bytes=size_in_bytes(resources.ram),
+        disk_bytes=size_in_bytes(resources.disk),
+        hosts=hosts,
+        tasks=replicas * hosts,
+        together_on="tpu-name" if hosts > 1 else None,
+    )
+
+
+def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:
+    """Refuses what no group of machines can give; where a cluster names none, it is not known.
+
+    Raises:
+        UnsatisfiableResources: with what is asked for, and what there is.
+    """
+    if not groups:
+        return
+    fitting = list(groups)
+    for what, fits in (
+        (f"device {_device_name(resources.device)}", lambda group: _has_device(group, resources.device)),
+        (f"one of the regions {resources.regions}", lambda group: _is_one_of(group.region, resources.regions)),
+        (f"zone {resources.zone}", lambda group: _is_one_of(group.zone, resources.zone and (resources.zone,))),
+        ("not preemptible", lambda group: resources.preemptible or not group.preemptible),
+        (f"cpu {resources.cpu}", lambda group: _is_enough(group.cpu_millicores, resources.cpu * 1000)),
+        (f"ram {resources.ram}", lambda group: _is_enough(group.memory_bytes, size_in_bytes(resources.ram))),
+        (f"disk {resources.disk}", lambda group: _is_enough(group.disk_bytes, size_in_bytes(resources.disk))),
+    ):
+        left = [group for group in fitting if fits(group)]
+        if not left:
+            raise UnsatisfiableResources(
+                expected=f"machines with {what}",
+                found="; ".join(_described(group) for group in fitting),
+                remedy="Ask for less or for another device, or add a scale group to the cluster's configuration.",
+            )
+        fitting = left
+
+
+def _device_name(device: Device) -> str:
+    match device:
+        case CpuConfig():
+            return "cpu"
+        case GpuConfig(variant=variant, count=count):
+            return f"{count} × {variant} GPU"
+        case TpuConfig(variant=variant):
+            return variant
+
+
+def _has_device(group: Group, device: Device) -> bool:
+    match device:
+        case CpuConfig():
+            return True
+        case GpuConfig(variant=variant, count=count):
+            same = variant == "auto" or group.variant.lower() == variant.lower()
+            return group.device == "gpu" and same and _is_enough(group.device_count, count)
+        case TpuConfig(variant=variant):
+            return group.device == "tpu" and group.variant.lower() == variant
+
+
+def _is_one_of(place: str, allowed: Sequence[str] | str | None) -> bool:
+    return not allowed or not place or place in allowed
+
+
+def _is_enough(offered: int, wanted: int) -> bool:
+    return offered == 0 or offered >= wanted
+
+
+def _described(group: Group) -> str:
+    numbers = [f"{group.cpu_millicores / 1000:g} cores"] if group.cpu_millicores else []
+    numbers += [f"{group.memory_bytes / 2**30:g} GiB of memory"] if group.memory_bytes else []
+    numbers += [f"{group.disk_bytes / 2**30:g} GiB of disk"] if group.disk_bytes else []
+    numbers += [group.region] if group.region else []
+    numbers += ["preemptible"] if group.preemptible else []
+    return f"{group.name}: {group.variant or group.device}, {', '.join(numbers)}"

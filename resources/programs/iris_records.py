@@ -1,0 +1,186 @@
+"""What the replicas of a job on Iris, and the process that submitted it, tell each other through its controller.
+
+Iris keeps addresses under names; each is a small record here. All records of a job have one name, so that one question
+brings all of them: one per replica, one that the submitting process renews, and one that asks the job to end. Needs
+the standard library only: it runs beside `iris_replica.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from typing import Any
+
+NAME = "assay"
+"""Last part of the name of a job's records, below the job's own."""
+LEASE, STOP = "lease", "stop"
+WAITING, RUNNING, DONE, ENDING, STOPPED = "waiting", "running", "done", "ending", "stopped"
+_TIMEOUT_SECONDS = 10.0
+_FAST_SECONDS = 0.2
+
+
+def call_controller(controller: str, method: str, /, **fields: Any) -> dict[str, Any]:
+    """One call of Iris' controller, as JSON over HTTP.
+
+    Raises:
+        OSError: it cannot be reached, or refuses.
+        ValueError: what it answers is no JSON.
+    """
+    base = controller if "://" in controller else f"http://{controller}"
+    request = urllib.request.Request(
+        f"{base}/iris.cluster.ControllerService/{method}",
+        data=json.dumps(fields).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's inside is behind no proxy
+    with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
+        return json.load(answer)
+
+
+class Records:
+    """Publishes this replica's record and watches the others; a thread of its own does all the waiting."""
+
+    def __init__(
+        self,
+        controller: str,
+        *,
+        job_id: str,
+        index: int,
+        count: int,
+        attempt: int,
+        poll_seconds: float,
+        lease_seconds: float | None,
+    ) -> None:
+        self.stop_reason: str | None = None
+        self.asked_to_stop = False
+        self._controller = controller
+        self._job_id = job_id
+        self._index = index
+        self._count = count
+        self._attempt = attempt
+        self._poll_seconds = poll_seconds
+        self._lease_seconds = lease_seconds
+        self._beat: str | None = None
+        self._beat_at = time.monotonic()
+        self._lock = threading.Lock()
+        self._changed = threading.Event()
+        self._mine: dict[str, Any] = {"state": WAITING, "restarts": 0, "announcement": None, "round": ""}
+        self._published: dict[str, Any] | None = None
+        self._others: dict[int, dict[str, str]] = {}
+
+    def start(self) -> None:
+        """Begins to publish and to look."""
+        self._changed.set()
+        threading.Thread(target=self._keep, daemon=True).start()
+
+    def say(self, **changes: Any) -> None:
+        """Changes what is published of this replica."""
+        with self._lock:
+            if any(self._mine[name] != value for name, value in changes.items()):
+                self._mine.update(changes)
+                self._changed.set()
+
+    def all_ready(self) -> bool:
+        """Whether every replica is there and has said that it begins the round that we see; says so ourselves."""
+        if (current := self._current_round()) is None:
+            self.say(round="")
+            return False
+        self.say(round=current)
+        return (
+            self._published is not None
+            and self._published["round"] == current
+            and self._others_say((WAITING, RUNNING, DONE), current)
+        )
+
+    def all_done(self) -> bool:
+        """Whether every other replica of our round has succeeded."""
+        return self._others_say((DONE,), self._mine["round"])
+
+    def out_of_step(self) -> bool:
+        """Whether another replica is gone, is ending, or has begun again: then all begin again."""
+        others = dict(self._others)
+        gone = len(others) < self._count - 1
+        return gone or self._current_round() != self._mine["round"]
+
+    def others_run(self) -> bool:
+        """Whether another replica has said that it runs, and not yet that it has stopped running."""
+        return any(record.get("state") == RUNNING for record in dict(self._others).values())
+
+    def _others_say(self, states: tuple[str, ...], current: str) -> bool:
+        others = list(dict(self._others).values())
+        return len(others) == self._count - 1 and all(
+            record.get("finished") or (record.get("state") in states and record.get("round") == current)
+            for record in others
+        )
+
+    def _current_round(self) -> str | None:
+        """Which start of every replica would run together; None while one is missing or about to end."""
+        others = dict(self._others)
+        if len(others) < self._count - 1 or any(record.get("state") == ENDING for record in others.values()):
+            return None
+        if any(record.get("finished") for record in others.values()):
+            return self._mine["round"]
+        versions = {index: record.get("version", "") for index, record in others.items()}
+        versions[self._index] = f"{self._attempt}.{self._mine['restarts']}"
+        return " ".join(versions[index] for index in sorted(versions))
+
+    def _keep(self) -> None:
+        while True:
+            in_step = self._count == 1 or self._mine["state"] == RUNNING
+            self._changed.wait(self._poll_seconds if in_step else min(_FAST_SECONDS, self._poll_seconds))
+            self._changed.clear()
+            try:
+                with suppress(urllib.error.HTTPError):  # an attempt that Iris has given up is heard no more
+                    self._publish()
+                self._look()
+            except (OSError, ValueError):
+                self._beat_at = time.monotonic()  # who submitted us may have found no way to it either
+                self._changed.wait(_FAST_SECONDS)
+
+    def _publish(self) -> None:
+        with self._lock:
+            mine = dict(self._mine)
+        if mine == self._published:
+            return
+        metadata = {name: str(value) for name, value in mine.items() if value is not None}
+        call_controller(
+            self._controller,
+            "RegisterEndpoint",
+            name=f"{self._job_id}/{NAME}",
+            endpointId=f"{self._job_id}#{self._index}",
+            address=f"replica {self._index}",
+            taskId=f"{self._job_id}/{self._index}",
+            attemptId=self._attempt,
+            metadata={**metadata, "version": f"{self._attempt}.{mine['restarts']}"},
+        )
+        self._published = mine
+
+    def _look(self) -> None:
+        answer = call_controller(self._controller, "ListEndpoints", prefix=f"{self._job_id}/{NAME}", exact=True)
+        records = {
+            record["endpointId"].rpartition("#")[2]: record.get("metadata", {})
+            for record in answer.get("endpoints", [])
+        }
+        if str(self._index) not in records:
+            self._published = None  # a controller that began anew has forgotten it
+            self._changed.set()
+        others = {int(key): record for key, record in records.items() if key.isdigit() and int(key) != self._index}
+        for index in range(self._count) if self._count > 1 else ():
+            if index not in others and index != self._index and self._has_succeeded(index):
+                others[index] = {"state": DONE, "finished": "yes"}
+        self._others = others
+        if STOP in records and not self.stop_reason:
+            self.asked_to_stop = True
+            self.stop_reason = records[STOP].get("reason") or "terminated"
+        if (beat := records.get(LEASE, {}).get("beat")) is not None and beat != self._beat:
+            self._beat, self._beat_at = beat, time.monotonic()
+        if self._lease_seconds is not None and time.monotonic() - self._beat_at > self._lease_seconds:
+            self.stop_reason = self.stop_reason or "the process that submitted it has ended"
+
+    def _has_succeeded(self, index: int) -> bool:
+        answer = call_controller(self._controller, "GetTaskStatus", taskId=f"{self._job_id}/{index}")
+        return answer.get("task", {}).get("state") == "TASK_STATE_SUCCEEDED"

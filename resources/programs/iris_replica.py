@@ -1,0 +1,354 @@
+"""Runs one replica of a job as a task of Iris: what Iris itself has no word for happens here.
+
+    python -S -u iris_replica.py <folder with job.json, supervise.py and run_call.py>
+
+Needs the standard library only. The replica's process tree belongs to `supervise.py`, which ends all of it in good
+order, also when this program is killed. This program passes its output on, tries again after an end from outside,
+keeps replicas that belong together in step, and stops when it is asked to or when the submitting process is gone.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import termios
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Literal
+
+from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller
+from supervise import classify_exit
+
+Outcome = Literal["succeeded", "failed", "preempted", "stopped", "rejoin"]
+
+MARK = "[assay] "
+GAVE_UP = "gave up: "
+_AGAIN = "another attempt"
+_LOOK_SECONDS = 0.05
+_WAIT_SECONDS = 0.2
+_DRAIN_SECONDS = 0.05  # longest wait for a reader of our output; a slow one gets several lines at once then
+_LONGEST_LINE_BYTES = 1 << 16
+_PEERS_END_SECONDS = 15.0
+_UNASKED_SECONDS = 20.0  # who asks a job to end also ends its entry at the controller; after this time we do
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
+_BUILD_FAILED = 1
+
+
+class Replica:
+    """One task of Iris, in one attempt of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._job: dict[str, Any] = json.loads((folder / "job.json").read_text())
+        self._task, _, attempt = os.environ["IRIS_TASK_ID"].partition(":")
+        self._job_id, _, index = self._task.rpartition("/")
+        self._index = int(index)
+        self._attempt = int(attempt or 0)
+        self._count = int(os.environ.get("IRIS_NUM_TASKS", "1"))
+        self._workspace = Path(os.environ["IRIS_WORKDIR"]).absolute()
+        self._run_folder = Path(tempfile.mkdtemp(prefix="assay-"))
+        self._restarts = 0
+        self._unfinished = b""
+        self._terminated = False
+        self._controller = os.environ["IRIS_CONTROLLER_ADDRESS"]
+        self._records = Records(
+            self._controller,
+            job_id=self._job_id,
+            index=self._index,
+            count=self._count,
+            attempt=self._attempt,
+            poll_seconds=self._job["poll_seconds"],
+            lease_seconds=None if self._job["outlives_parent"] else self._job["lease_seconds"],
+        )
+        signal.signal(signal.SIGTERM, lambda *_: setattr(self, "_terminated", True))
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)
+
+    def run(self) -> int:
+        """The exit code for Iris, which counts it as the task's failure unless it is 0."""
+        earlier_preemptions, gave_up = self._earlier()
+        if gave_up:
+            return self._end(1, gave_up)
+        self._records.start()
+        try:
+            argv = self._argv()
+        except (OSError, subprocess.SubprocessError) as error:
+            return self._end(_BUILD_FAILED, f"its environment could not be built: {error}")
+        while True:
+            if self._count > 1 and not self._joined():
+                return self._stopped()
+            self._records.say(state=RUNNING)
+            outcome, code, reason = self._run_once(argv)
+            if outcome == "stopped":
+                return self._stopped()
+            if outcome == "succeeded" and self._all_done():
+                return self._end(0, "succeeded")
+            if outcome == "failed":
+                self._let_peers_end()
+                return self._end(code if 0 < code < 128 else 1, reason)
+            if outcome == "preempted":
+                self._restarts += 1
+                total = earlier_preemptions + self._restarts
+                if total > self._job["max_retries_preemption"]:
+                    self._let_peers_end()
+                    return self._end(1, f"{GAVE_UP}ended from outside {total} times")
+                self._records.say(state=WAITING, restarts=self._restarts, announcement=None)
+                pause = min(_FIRST_RETRY_SECONDS * 2 ** min(self._restarts - 1, 20), _LAST_RETRY_SECONDS)
+                if self._stop_within(pause):
+                    return self._stopped()
+                self._write(f"{MARK}{_AGAIN}\n".encode())
+
+    def _earlier(self) -> tuple[int, str | None]:
+        """Ends from outside of earlier attempts of this task, and why the last one gave up, if it did."""
+        if not self._attempt:
+            return 0, None
+        try:
+            attempts = call_controller(self._controller, "GetTaskStatus", taskId=self._task)["task"]["attempts"]
+        except (OSError, ValueError, KeyError):
+            return 0, None
+        count, gave_up = 0, None
+        for attempt in attempts[: self._attempt]:
+            error = str(attempt.get("error", ""))
+            if attempt.get("state") in ("TASK_STATE_WORKER_FAILED", "TASK_STATE_PREEMPTED", "TASK_STATE_KILLED"):
+                count += 1
+            elif MARK in error:
+                said = error.rpartition(MARK)[2]
+                restarts = said.rpartition("; restarted here: ")[2]
+                count += int(restarts) if restarts.isdigit() else 0
+                gave_up = said.partition("; restarted here: ")[0] if said.startswith(GAVE_UP) else gave_up
+        return count, gave_up
+
+    def _run_once(self, argv: list[str]) -> tuple[Outcome, int, str]:
+        """One attempt under the supervisor, whose reports and output are followed meanwhile."""
+        folder = Path(tempfile.mkdtemp(dir=self._run_folder))
+        os.mkfifo(folder / "replica-0.log")
+        # Open for writing too: the end of one writer is not the end of the output.
+        log = os.open(folder / "replica-0.log", os.O_RDWR | os.O_NONBLOCK)
+        host = [f"ASSAY_REPLICA_INDEX={self._index // self._job['hosts']}"]
+        host += [f"ASSAY_REPLICA_COUNT={self._count // self._job['hosts']}"]
+        specification = {
+            "argv": ["/usr/bin/env", *host, *argv],
+            "working_directory": str(self._working_directory()),
+            "replicas": 1,
+            "max_retries_failure": 0,
+            "max_retries_preemption": 0,
+            "outlives_parent": False,
+            "grace_seconds": self._job["grace_seconds"],
+            "parent_pid": os.getpid(),
+        }
+        (folder / "specification.json").write_text(json.dumps(specification))
+        supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(self._folder / "supervise.py"), str(folder)],
+            env=self._variables(),
+            cwd=folder,
+            stdin=subprocess.PIPE,
+            start_new_session=True,
+        )
+        asked: Outcome | None = None
+        listens = False
+        try:
+            while (ended := supervisor.poll()) is None:
+                self._pass_on(log, wait_seconds=_LOOK_SECONDS)
+                self._records.say(announcement=_read(folder / "announced-0"))
+                listens = listens or (folder / "status.json").exists()
+                if asked is None and listens and (asked := self._to_end()):
+                    supervisor.terminate()
+            self._pass_on(log, wait_seconds=0)
+        finally:
+            os.close(log)
+        status = json.loads(_read(folder / "status.json") or '{"status": "pending", "replicas": [{}]}')
+        if status["status"] not in ("succeeded", "failed", "stopped"):  # somebody killed the supervisor
+            _end_marked(self._job_id, os.environ["IRIS_TASK_ID"])
+            status["preemptions"] = 1 if classify_exit(ended) == "preempted" else 0
+        code = status["replicas"][0].get("exit_code")
+        code = ended if code is None else int(code)
+        self._records.say(announcement=_read(folder / "announced-0"))
+        shutil.rmtree(folder, ignore_errors=True)
+        if status["status"] == "succeeded":
+            return "succeeded", 0, ""
+        if asked is not None:
+            return asked, code, ""
+        return ("preempted" if status.get("preemptions") else "failed"), code, f"exit code {code}"
+
+    def _to_end(self) -> Outcome | None:
+        """Whether what runs is to be ended: for good, or to begin again with the other replicas."""
+        if self._terminated or self._records.stop_reason:
+            return "stopped"
+        return "rejoin" if self._count > 1 and self._records.out_of_step() else None
+
+    def _stop_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self._to_end() != "stopped" and (remaining := deadline - time.monotonic()) > 0:
+            time.sleep(min(remaining, _LOOK_SECONDS))
+        return self._to_end() == "stopped"
+
+    def _joined(self) -> bool:
+        """Waits until every replica is there and ready for the same round; False when it is to stop."""
+        self._records.say(state=WAITING, announcement=None)
+        while not self._records.all_ready():
+            if self._stop_within(_WAIT_SECONDS):
+                return False
+        return True
+
+    def _all_done(self) -> bool:
+        """Whether the others have succeeded too, once that is decided; else it is to begin again."""
+        self._records.say(state=DONE)
+        while self._count > 1 and not self._records.all_done():
+            if self._records.out_of_step() or self._stop_within(_WAIT_SECONDS):
+                return False
+        return True
+
+    def _let_peers_end(self) -> None:
+        """Holds our own end back until no other replica runs: a finished job leaves nothing behind."""
+        self._records.say(state=ENDING)
+        deadline = time.monotonic() + self._job["grace_seconds"] + _PEERS_END_SECONDS
+        while self._count > 1 and self._records.others_run() and time.monotonic() < deadline:
+            time.sleep(_WAIT_SECONDS)
+
+    def _stopped(self) -> int:
+        """Says that nothing runs any more, and waits for Iris to end this task."""
+        self._write(f"{MARK}{self._records.stop_reason or 'terminated'}\n".encode())
+        if self._terminated:
+            return 128 + signal.SIGTERM
+        self._records.say(state=STOPPED, announcement=None)
+        if self._records.asked_to_stop:
+            deadline = time.monotonic() + _UNASKED_SECONDS
+            while not self._terminated and time.monotonic() < deadline:
+                time.sleep(_WAIT_SECONDS)
+        while not self._terminated:  # asked again and again: the controller may be away
+            with suppress(OSError, ValueError):
+                call_controller(self._controller, "TerminateJob", jobId=self._job_id)
+            time.sleep(1.0)
+        return 128 + signal.SIGTERM
+
+    def _end(self, code: int, reason: str) -> int:
+        """Iris keeps the last line of the error output with the attempt; it also marks the end of the log."""
+        self._write(f"{MARK}{reason}; restarted here: {self._restarts}\n".encode())
+        shutil.rmtree(self._run_folder, ignore_errors=True)
+        return code
+
+    def _argv(self) -> list[str]:
+        """The command of the job, in the interpreter it is to have."""
+        self._python = self._interpreter()
+        if self._job["argv"] is not None:
+            return self._job["argv"]
+        folders = [str(self._workspace / name) for name in self._job["import_folders"]]
+        return [self._python, str(self._folder / "run_call.py"), str(self._folder / "call.pickle"), *folders]
+
+    def _interpreter(self) -> str:
+        if self._job["python"]:
+            return self._job["python"]
+        packages: list[str] = self._job["pip_packages"]
+        if self._job["extras"]:
+            packages = [*packages, f"{self._workspace}[{','.join(self._job['extras'])}]"]
+        # Containers have had their packages from Iris; its worker processes have nothing installed for a job.
+        if not packages or os.environ.get("ASSAY_IRIS_SETUP"):
+            return (os.environ.get("ASSAY_IRIS_SETUP") and shutil.which("python")) or sys.executable
+        folder = self._run_folder / "environment"
+        uv = [found] if (found := shutil.which("uv")) else [sys.executable, "-m", "uv"]
+        python = folder / "bin" / "python"
+        self._build([*uv, "venv", "--quiet", "--no-project", "--python", sys.executable, str(folder)])
+        self._build([*uv, "pip", "install", "--quiet", "--python", str(python), "cloudpickle", *packages])
+        return str(python)
+
+    def _build(self, argv: list[str]) -> None:
+        built = subprocess.run(argv, env=self._clean(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+        self._write(built.stdout)
+        built.check_returncode()
+
+    def _working_directory(self) -> Path:
+        named = Path(self._job["working_directory"])
+        if named.is_absolute():
+            return named
+        folder = self._workspace / named
+        folder.mkdir(parents=True, exist_ok=True)  # a folder without files is not packed
+        return folder
+
+    def _clean(self) -> dict[str, str]:
+        """Our environment, less the import path that Iris gives to its own processes."""
+        wanted = json.loads(os.environ.get("IRIS_JOB_ENV") or "{}")
+        leaking = {"PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"} - set(wanted)
+        return {name: value for name, value in os.environ.items() if name not in leaking}
+
+    def _variables(self) -> dict[str, str]:
+        variables = self._clean()
+        return {
+            **variables,
+            "PYTHONUNBUFFERED": "1",
+            "ASSAY_JOB_ID": self._job_id,
+            "ASSAY_JOBS": f"iris://{self._controller.partition('://')[2] or self._controller}",
+            "PATH": os.pathsep.join([str(Path(self._python).parent), variables.get("PATH", os.defpath)]),
+        }
+
+    def _pass_on(self, log: int, *, wait_seconds: float) -> None:
+        """Writes the whole lines that have arrived, and what is left once nothing more is to come."""
+        select.select([log], [], [], wait_seconds)
+        while True:
+            try:
+                arrived = os.read(log, 65536)
+            except BlockingIOError:
+                break
+            *lines, self._unfinished = (self._unfinished + arrived).split(b"\n")
+            for line in lines:
+                self._write(line + b"\n")
+        if self._unfinished and (not wait_seconds or len(self._unfinished) > _LONGEST_LINE_BYTES):
+            self._write(self._unfinished + b"\n")
+            self._unfinished = b""
+
+    def _write(self, line: bytes) -> None:
+        """Writes once the reader has taken what came before.
+
+        Iris' worker process looks for new output with `select` and reads it through a buffer: of lines that arrive
+        together it shows the first, and the others only with the next output.
+        """
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while _unread(sys.stderr.fileno()) and time.monotonic() < deadline:
+            time.sleep(0.0002)
+        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.flush()
+
+
+def _unread(descriptor: int) -> int:
+    """Bytes in a pipe that its reader has not taken yet; 0 for what is no pipe."""
+    try:
+        return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0\0\0\0"))[0]
+    except OSError:
+        return 0
+
+
+def _end_marked(job_id: str, task: str) -> None:
+    """Ends what a killed supervisor has left, known by what only this attempt's processes have in their environment."""
+    marks = {f"ASSAY_JOB_ID={job_id}".encode(), f"IRIS_TASK_ID={task}".encode()}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if marks <= set((folder / "environ").read_bytes().split(b"\0")):
+                os.kill(int(folder.name), signal.SIGKILL)
+        except OSError:
+            continue
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except FileNotFoundError:
+        return None
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the replica described in the folder named by the first argument."""
+    code = Replica(Path(arguments[0]).absolute()).run()
+    sys.stderr.flush()
+    os._exit(code)  # a thread may be waiting for a controller that is gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

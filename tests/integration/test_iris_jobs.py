@@ -1,0 +1,253 @@
+"""Jobs on a real Iris controller with its autoscaler and workers, where the contract's tests do not reach."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.iris_cluster import IrisCluster, shared_cluster, start_cluster
+from fakes.polling import eventual_pid, eventually, is_alive
+from resources.backends.iris_client import IrisClient
+from resources.config import ResourceConfig
+from resources.errors import BackendUnavailable, BadInput, JobFailed, JobTimeout, UnsatisfiableResources
+from resources.jobs import Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
+
+FOR_EVER = "while :; do sleep 1; done"
+MANY = 60  # 200 take 36 s on two busy cores
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    folder = tmp_path / "workspace"
+    folder.mkdir()
+    (folder / "greeting.txt").write_text("hello")
+    return folder
+
+
+@pytest.fixture
+def client() -> Iterator[IrisClient]:
+    client = shared_cluster().client()
+    yield client
+    client.shutdown()
+
+
+@pytest.fixture
+def own_cluster() -> Iterator[IrisCluster]:
+    cluster = start_cluster()
+    yield cluster
+    cluster.end()
+
+
+def job(script: str, workspace: Path, *, name: str = "job", cpu: int = 1, **options: object) -> JobRequest:
+    environment = create_environment(workspace=workspace)
+    command: Command = Entrypoint.from_binary("sh", ["-c", script])
+    return JobRequest(name, command, resources=ResourceConfig(cpu=cpu), environment=environment, **options)  # type: ignore[arg-type]
+
+
+def test_iris_job_runs_in_a_copy_of_its_workspace(client: IrisClient, workspace: Path) -> None:
+    handle = client.submit(job("cat greeting.txt; rm greeting.txt", workspace))
+    assert handle.wait(30) is JobStatus.SUCCEEDED
+    assert handle.logs() == "hello"
+    assert (workspace / "greeting.txt").exists()
+
+
+def test_iris_job_whose_submitter_is_killed_ends_with_all_it_started(workspace: Path, tmp_path: Path) -> None:
+    cluster = shared_cluster()
+    submitter = tmp_path / "submitter.py"
+    submitter.write_text(
+        textwrap.dedent(
+            f"""
+            import sys, time
+            from pathlib import Path
+            sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+            from fakes.iris_cluster import IrisCluster
+            from resources.config import ResourceConfig
+            from resources.jobs import Entrypoint, JobRequest, create_environment
+
+            client = IrisCluster({cluster.address!r}, None).client(lease_seconds=2.0)
+            script = 'trap "" TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}'
+            handle = client.submit(JobRequest(
+                "orphan", Entrypoint.from_binary("sh", ["-c", script]), resources=ResourceConfig(),
+                environment=create_environment(workspace={str(workspace)!r}),
+            ))
+            Path({str(tmp_path)!r}, "job").write_text(handle.job_id)
+            handle.wait()
+            """
+        )
+    )
+    process = subprocess.Popen([sys.executable, submitter])
+    try:
+        pid = eventual_pid(tmp_path / "pid")
+        handle = cluster.client().attach((tmp_path / "job").read_text())
+        with pytest.raises(JobTimeout):
+            handle.wait(4)  # twice the lease: it is renewed
+    finally:
+        process.kill()
+        process.wait()
+    assert handle.wait(30, raise_on_failure=False) is JobStatus.STOPPED
+    assert not is_alive(pid)
+    assert handle.details().reason == "the process that submitted it has ended"
+
+
+def test_iris_job_that_iris_kills_outright_leaves_no_process(
+    client: IrisClient, workspace: Path, tmp_path: Path
+) -> None:
+    from resources.backends.iris import IrisController
+
+    daemon = f'trap "" TERM; echo $$ > {tmp_path}/daemon; {FOR_EVER}'
+    handle = client.submit(job(f"(setsid sh -c '{daemon}' &); echo $$ > {tmp_path}/main; {FOR_EVER}", workspace))
+    pids = [eventual_pid(tmp_path / name) for name in ("main", "daemon")]
+    IrisController(shared_cluster().address).terminate(handle.job_id)
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
+    assert handle.wait(10, raise_on_failure=False) is JobStatus.STOPPED
+
+
+def test_iris_job_goes_on_after_a_restart_of_its_cluster_and_counts_it_as_a_preemption(
+    own_cluster: IrisCluster, workspace: Path, tmp_path: Path
+) -> None:
+    client = own_cluster.client()
+    script = f"echo $$ >> {tmp_path}/pids; [ $(wc -l < {tmp_path}/pids) = 2 ] && exit 0; {FOR_EVER}"
+    handle = client.submit(job(script, workspace, max_retries_preemption=1))
+    first = eventual_pid(tmp_path / "pids")
+    own_cluster.tell("restart")
+    assert handle.wait(60) is JobStatus.SUCCEEDED
+    details = handle.details()
+    assert (details.attempts, details.failures, details.preemptions) == (2, 0, 1)
+    assert not is_alive(first)
+
+
+def test_iris_controller_that_is_away_for_a_moment_is_waited_for_and_one_that_is_gone_is_said_in_seconds(
+    own_cluster: IrisCluster, workspace: Path
+) -> None:
+    client = own_cluster.client(patience_seconds=2)
+    handle = client.submit(job(FOR_EVER, workspace))
+    own_cluster.tell("stop")
+    began = time.monotonic()
+    with pytest.raises(BackendUnavailable, match=own_cluster.address):
+        handle.status()
+    assert time.monotonic() - began < 10
+    own_cluster.tell("start")
+    assert handle.status() in {JobStatus.RUNNING, JobStatus.PENDING}
+    own_cluster.tell("stop")
+    with pytest.raises(BackendUnavailable):
+        own_cluster.client(patience_seconds=0.5).submit(job("true", workspace, name="other"))
+
+
+def test_iris_replicas_start_only_together(client: IrisClient, workspace: Path, tmp_path: Path) -> None:
+    # Two machines of 900 cores: the third replica waits, and so do the other two.
+    handle = client.submit(job(f"touch {tmp_path}/$ASSAY_REPLICA_INDEX", workspace, cpu=600, replicas=3))
+    eventually(lambda: sum(task.state == "TASK_STATE_RUNNING" for task in _tasks(handle.job_id)) == 2)
+    with pytest.raises(JobTimeout):
+        handle.wait(2)
+    assert not list(tmp_path.glob("[0-9]"))
+    handle.terminate()
+    assert handle.status() is JobStatus.STOPPED
+
+
+def test_iris_job_that_waits_for_room_says_so(client: IrisClient, workspace: Path) -> None:
+    full = client.submit(job(FOR_EVER, workspace, name="full", cpu=600, replicas=2))
+    waiting = client.submit(job("true", workspace, name="waiting", cpu=600))
+    eventually(lambda: "cpu" in (waiting.details().reason or "").lower())
+    assert waiting.status() is JobStatus.PENDING
+    full.terminate()
+    assert waiting.wait(30) is JobStatus.SUCCEEDED
+
+
+@pytest.mark.parametrize(
+    ("resources", "said"),
+    [
+        (ResourceConfig(cpu=1000), "cpu 1000"),
+        (ResourceConfig(ram="2t"), "ram 2t"),
+        (ResourceConfig.with_gpu("H100"), "H100"),
+    ],
+)
+def test_iris_resources_that_no_group_has_are_refused_with_what_there_is(
+    client: IrisClient, resources: ResourceConfig, said: str
+) -> None:
+    with pytest.raises(UnsatisfiableResources, match=f"(?s){said}.*local-cpu"):
+        client.check_resources(resources)
+
+
+def test_iris_job_ended_from_outside_too_often_fails_whatever_failures_it_may_have(
+    client: IrisClient, workspace: Path, tmp_path: Path
+) -> None:
+    handle = client.submit(
+        job(f"echo x >> {tmp_path}/tries; kill -KILL $$", workspace, max_retries_failure=2, max_retries_preemption=1)
+    )
+    with pytest.raises(JobFailed, match="ended from outside 2 times"):
+        handle.wait(60)
+    assert (tmp_path / "tries").read_text() == "x\n" * 2
+
+
+def test_iris_job_with_packages_has_them_in_an_environment_of_its_own(
+    client: IrisClient, workspace: Path, tmp_path: Path
+) -> None:
+    wheel = tmp_path / "greeter-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        archive.writestr("greeter.py", "print('greetings from', __name__)")
+        archive.writestr("greeter-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: greeter\nVersion: 1.0\n")
+        archive.writestr(
+            "greeter-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr("greeter-1.0.dist-info/RECORD", "")
+    request = JobRequest(
+        "packages",
+        Entrypoint.from_binary("python", ["-c", "import greeter"]),
+        resources=ResourceConfig(),
+        environment=create_environment(workspace=workspace, pip_packages=[str(wheel)]),
+    )
+    handle = client.submit(request)
+    assert handle.wait(60) is JobStatus.SUCCEEDED
+    assert handle.logs().splitlines()[-1] == "greetings from greeter"
+
+
+def test_iris_workspace_that_is_too_large_is_refused_before_it_is_sent(client: IrisClient, workspace: Path) -> None:
+    (workspace / "noise.bin").write_bytes(os.urandom(26 * 2**20))
+    with pytest.raises(BadInput, match="25 MiB"):
+        client.submit(job("true", workspace))
+
+
+def test_iris_runs_many_jobs_at_once(workspace: Path) -> None:
+    client = shared_cluster().client(poll_seconds=2.0)
+    handles = [client.submit(job("true", workspace, name=f"job-{number}")) for number in range(MANY)]
+    assert wait_all(handles, 110) == [JobStatus.SUCCEEDED] * MANY
+
+
+def test_iris_job_inside_a_job_is_named_below_it(client: IrisClient, workspace: Path, tmp_path: Path) -> None:
+    script = "from resources.jobs import *; from resources.config import *; " + (
+        "print(current_client().submit(JobRequest('child', Entrypoint.from_binary('true'), "
+        "resources=ResourceConfig())).job_id)"
+    )
+    request = JobRequest(
+        "parent",
+        Entrypoint.from_binary("python", ["-c", script]),
+        resources=ResourceConfig(),
+        environment=create_environment(workspace=workspace, python=Path(sys.executable)),
+    )
+    handle = client.submit(request)
+    assert handle.wait(60) is JobStatus.SUCCEEDED
+    assert handle.logs().startswith(f"{handle.job_id}/child-")
+
+
+def _tasks(job_id: str) -> list:
+    from resources.backends.iris import IrisController
+
+    return IrisController(shared_cluster().address).tasks(job_id)
+
+
+def test_iris_attempt_that_loses_its_supervisor_is_tried_again(
+    client: IrisClient, workspace: Path, tmp_path: Path
+) -> None:
+    script = f"if [ -e {tmp_path}/pid ]; then exit 0; fi; echo $PPID > {tmp_path}/pid; {FOR_EVER}"
+    handle = client.submit(job(script, workspace, max_retries_preemption=1))
+    os.kill(eventual_pid(tmp_path / "pid"), signal.SIGKILL)
+    assert handle.wait(60) is JobStatus.SUCCEEDED

@@ -1,0 +1,63 @@
+"""What jobs ask of an Iris cluster, and what its groups of machines can give."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from resources.backends.iris_resources import Group, check_groups, placement
+from resources.config import ResourceConfig
+from resources.errors import UnsatisfiableResources
+
+CPUS = Group(name="cpus", cpu_millicores=8000, memory_bytes=16 * 2**30, region="us-east1", zone="us-east1-b")
+SPOT = Group(name="spot", device="tpu", variant="v5litepod-16", preemptible=True, region="us-west4")
+GPUS = Group(name="gpus", device="gpu", variant="H100", device_count=8)
+
+
+def test_iris_placement_gives_every_vm_of_a_slice_a_task_of_its_own() -> None:
+    placed = placement(ResourceConfig.with_tpu("v5litepod-16", slice_count=2), replicas=2)
+    assert (placed.hosts, placed.tasks, placed.together_on) == (4, 8, "tpu-name")
+
+
+def test_iris_placement_of_one_machine_needs_no_company() -> None:
+    placed = placement(ResourceConfig(cpu=3, ram="2g", disk="1t"), replicas=5)
+    assert (placed.hosts, placed.tasks, placed.together_on) == (1, 5, None)
+    assert (placed.cpu_millicores, placed.memory_bytes, placed.disk_bytes) == (3000, 2**31, 2**40)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"cpu": 8},
+        {"regions": ("us-east1", "us-east5")},
+        {"zone": "us-east1-b"},
+        {"preemptible": False},
+        {"device": {"kind": "gpu", "count": 8}},
+        {"device": {"kind": "gpu", "variant": "h100"}},
+        {"device": {"kind": "tpu", "variant": "v5e-16"}},
+        {"cpu": 100},  # GPUs and TPUs do not say how many cores they have
+    ],
+)
+def test_iris_resources_that_one_group_has_are_taken(options: dict[str, Any]) -> None:
+    check_groups(ResourceConfig(**options), [CPUS, SPOT, GPUS])
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"device": {"kind": "tpu", "variant": "v4-8"}}, "v4-8"),
+        ({"device": {"kind": "tpu", "variant": "v5e-16"}, "preemptible": False}, "not preemptible"),
+        ({"device": {"kind": "tpu", "variant": "v5e-16"}, "regions": ("us-east1",)}, "us-east1"),
+        ({"device": {"kind": "gpu", "count": 16}}, "16 × auto GPU"),
+        ({"zone": "us-east1-b", "ram": "32g", "regions": ("us-east1",), "device": {"kind": "gpu"}}, "region"),
+    ],
+)
+def test_iris_resources_that_no_group_has_are_refused_with_what_lacks(options: dict[str, Any], expected: str) -> None:
+    groups = [CPUS, SPOT, Group(name="gpus", device="gpu", variant="H100", device_count=8, region="us-west4")]
+    with pytest.raises(UnsatisfiableResources, match=expected):
+        check_groups(ResourceConfig(**options), groups)
+
+
+def test_iris_cluster_that_names_no_groups_is_taken_at_its_word() -> None:
+    check_groups(ResourceConfig.with_tpu("v4-8"), [])
