@@ -1,0 +1,194 @@
+"""Where a replica may run: what `ResourceConfig` means in the words of Kubernetes and of GKE's node labels.
+
+Source of the labels: GKE's documentation of GPUs, TPUs and Spot VMs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
+from resources.errors import UnsatisfiableResources
+
+GPU_RESOURCE, TPU_RESOURCE = "nvidia.com/gpu", "google.com/tpu"
+GPU_LABEL = "cloud.google.com/gke-accelerator"
+TPU_LABEL = "cloud.google.com/gke-tpu-accelerator"
+TPU_TOPOLOGY_LABEL = "cloud.google.com/gke-tpu-topology"
+NODE_POOL_LABEL = "cloud.google.com/gke-nodepool"
+_REGION_LABEL, _ZONE_LABEL = "topology.kubernetes.io/region", "topology.kubernetes.io/zone"
+_CHEAP_LABELS = ("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible")
+
+GPU_NAMES = {
+    "t4": "nvidia-tesla-t4",
+    "p4": "nvidia-tesla-p4",
+    "p100": "nvidia-tesla-p100",
+    "v100": "nvidia-tesla-v100",
+    "l4": "nvidia-l4",
+    "a100": "nvidia-tesla-a100",
+    "a100-40gb": "nvidia-tesla-a100",
+    "a100-80gb": "nvidia-a100-80gb",
+    "h100": "nvidia-h100-80gb",
+    "h100-80gb": "nvidia-h100-80gb",
+    "h100-mega": "nvidia-h100-mega-80gb",
+    "h200": "nvidia-h200-141gb",
+    "b200": "nvidia-b200",
+}
+"""GKE's name for each GPU model."""
+TPU_NAMES = {
+    "v4": "tpu-v4-podslice",
+    "v5litepod": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+}
+"""GKE's name for each TPU generation."""
+_FLAT_TOPOLOGIES = {
+    1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
+}  # fmt: skip
+_LARGEST_CUBE = {6144: "16x16x24"}  # the one size that is no power of two
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What the pods of one replica ask for, and which nodes will do."""
+
+    limits: dict[str, str]
+    """Requested and limited to the same amount, per pod."""
+    vms: int = 1
+    """Pods per replica: a TPU slice has one for each of its VMs."""
+    node_selector: dict[str, str] = field(default_factory=dict)
+    affinity: dict[str, Any] = field(default_factory=dict)
+    tolerations: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def node_resource(self) -> str | None:
+        """The extended resource that a node must have, or None."""
+        return next((name for name in (GPU_RESOURCE, TPU_RESOURCE) if name in self.limits), None)
+
+
+def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
+    """What a replica's pods ask for.
+
+    Raises:
+        UnsatisfiableResources: no node of any cluster is like that, or a plain Job cannot express it.
+    """
+    limits = {
+        "cpu": str(resources.cpu),
+        "memory": str(size_in_bytes(resources.ram)),
+        "ephemeral-storage": str(size_in_bytes(resources.disk)),
+    }
+    selector: dict[str, str] = {}
+    vms = 1
+    match resources.device:
+        case CpuConfig():
+            pass
+        case GpuConfig(variant=variant, count=count):
+            limits[GPU_RESOURCE] = str(count)
+            selector |= {} if variant == "auto" else {GPU_LABEL: _gpu_name(variant)}
+        case TpuConfig() as tpu:
+            vms = tpu.slice.vms
+            if vms > 1 and replicas > 1:
+                raise UnsatisfiableResources(
+                    expected="one slice of several VMs, or several slices of one VM each, in one job",
+                    found=f"{replicas} slices {tpu.variant} of {vms} VMs each: one Job cannot keep slices apart",
+                    remedy="Submit one job for each slice.",
+                )
+            limits[TPU_RESOURCE] = str(tpu.slice.chips_per_vm)
+            selector |= {TPU_LABEL: TPU_NAMES[tpu.variant.split("-")[0]], TPU_TOPOLOGY_LABEL: tpu_shape(tpu)}
+    tolerated = [name for name in (GPU_RESOURCE, TPU_RESOURCE) if name in limits]
+    tolerated += _CHEAP_LABELS if resources.preemptible else ()
+    return Placement(
+        limits=limits,
+        vms=vms,
+        node_selector=selector,
+        affinity=_affinity(resources),
+        tolerations=[{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tolerated],
+    )
+
+
+def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device: Device) -> None:
+    """Nothing, if a node has the device, or if the cluster is GKE's, whose node pools grow from no node at all.
+
+    Raises:
+        UnsatisfiableResources: no node has it, nor ever will have.
+    """
+    for node in nodes:
+        tags, gives = node["metadata"].get("labels", {}), node.get("status", {}).get("allocatable", {})
+        resource = where.node_resource
+        enough = resource is None or int(gives.get(resource, "0")) >= int(where.limits[resource])
+        if NODE_POOL_LABEL in tags or (enough and where.node_selector.items() <= tags.items()):
+            return
+    raise UnsatisfiableResources(
+        expected=f"a node with {where.node_resource} and the labels {where.node_selector or 'of any kind'}",
+        found=f"none for {device.kind} {getattr(device, 'variant', '')}, and no node pools that could grow",
+        remedy="Add such nodes or their labels, or ask for another device.",
+    )
+
+
+def tpu_shape(tpu: TpuConfig) -> str:
+    """The topology of a slice as GKE's nodes are labelled: the one given, else the usual one for its size.
+
+    Raises:
+        UnsatisfiableResources: GKE has no node pool of that size.
+    """
+    if tpu.topology:
+        return tpu.topology
+    chips = tpu.slice.chips
+    if tpu.variant.split("-")[0] in {"v5litepod", "v6e"}:
+        if chips not in _FLAT_TOPOLOGIES:
+            raise UnsatisfiableResources(
+                expected="a TPU slice that GKE has nodes for",
+                found=f"{tpu.variant}, {chips} chips",
+                remedy=f"Ask for one of {', '.join(map(str, _FLAT_TOPOLOGIES))} chips.",
+            )
+        return _FLAT_TOPOLOGIES[chips]
+    if chips in _LARGEST_CUBE:
+        return _LARGEST_CUBE[chips]
+    if chips == 4:
+        return "2x2x1"
+    power = chips.bit_length() - 1  # shared out over three sides, the longer ones last: 16 chips are 2x2x4
+    return "x".join(str(2 ** ((power + side) // 3)) for side in range(3))
+
+
+def _gpu_name(variant: str) -> str:
+    name = variant.strip().lower().replace("_", "-").removeprefix("nvidia ").replace(" ", "-")
+    if name in GPU_NAMES:
+        return GPU_NAMES[name]
+    if name.startswith("nvidia-"):  # a label's value already: clusters outside of GKE have models of their own
+        return name
+    raise UnsatisfiableResources(
+        expected=f"a GPU model that nodes are labelled with: {', '.join(GPU_NAMES)}, or a label's value nvidia-…",
+        found=repr(variant),
+        remedy='Choose one of those, or "auto" for whatever GPU a node has.',
+    )
+
+
+def _affinity(resources: ResourceConfig) -> dict[str, Any]:
+    required: list[dict[str, Any]] = []
+    preferred: list[dict[str, Any]] = []
+    if resources.preemptible:
+        preferred.append(_preference(50, _CHEAP_LABELS[0], "true"))
+    else:
+        required += [{"key": label, "operator": "DoesNotExist"} for label in _CHEAP_LABELS]
+    if resources.regions:
+        required.append({"key": _REGION_LABEL, "operator": "In", "values": list(resources.regions)})
+        best_first = resources.regions[:10] if len(resources.regions) > 1 else ()
+        preferred += [_preference(100 - 10 * rank, _REGION_LABEL, region) for rank, region in enumerate(best_first)]
+    if resources.zone:
+        required.append({"key": _ZONE_LABEL, "operator": "In", "values": [resources.zone]})
+    rules: dict[str, Any] = {}
+    if required:
+        rules["requiredDuringSchedulingIgnoredDuringExecution"] = {
+            "nodeSelectorTerms": [{"matchExpressions": required}]
+        }
+    if preferred:
+        rules["preferredDuringSchedulingIgnoredDuringExecution"] = preferred
+    return {"nodeAffinity": rules} if rules else {}
+
+
+def _preference(weight: int, label: str, value: str) -> dict[str, Any]:
+    return {
+        "weight": weight,
+        "preference": {"matchExpressions": [{"key": label, "operator": "In", "values": [value]}]},
+    }

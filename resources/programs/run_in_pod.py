@@ -1,0 +1,145 @@
+"""First process of a pod: runs one replica, or prints what that replica announces.
+
+    python3 -I -S run_in_pod.py run <job folder> <run folder> <heartbeat folder> <termination message>
+    python3 -I -S run_in_pod.py announce <run folder>
+
+Needs the standard library only. The job folder is a mounted Secret: `pod.json`, and for a callable `call.pickle` and
+`run_call.py`. The heartbeat folder is a mounted ConfigMap that the job's owner keeps rewriting: when its content has
+not changed for `lease_seconds` by this pod's own clock, the owner is gone, and the replica is ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ORPHANED = "the process that submitted it has ended"
+_NOT_STARTED = 127  # what shells report for a command that cannot be executed
+_TERMINATED = 128 + signal.SIGTERM
+_LOOKS_PER_LEASE = 10
+_ANNOUNCEMENT_SECONDS = 0.2
+
+
+def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_folder: Path) -> dict[str, str]:
+    """The environment of a replica's process."""
+    pod_index = int(inherited.get("JOB_COMPLETION_INDEX", "0"))
+    found = {
+        **inherited,
+        "PYTHONUNBUFFERED": "1",
+        **specification["env_vars"],
+        "ASSAY_JOBS": specification["jobs"],
+        "ASSAY_JOB_ID": specification["job_id"],
+        "ASSAY_REPLICA_INDEX": str(pod_index // specification["vms"]),
+        "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
+        "ASSAY_ANNOUNCEMENT": str(run_folder / "announcement"),
+    }
+    if first := specification["path_first"]:
+        found["PATH"] = os.pathsep.join([first, found.get("PATH", os.defpath)])
+    return found
+
+
+def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Path) -> int:
+    """Runs the replica to its end; its exit code, 128 + n for one that died by signal n."""
+    specification = json.loads((job_folder / "pod.json").read_text())
+    argv = specification["argv"] or [
+        sys.executable,
+        *(str(job_folder / name) for name in ("run_call.py", "call.pickle")),
+        str(Path.cwd()),
+    ]
+    environment = variables(specification, dict(os.environ), run_folder=run_folder)
+    stopping, orphaned = threading.Event(), threading.Event()
+    replica: list[subprocess.Popen[bytes]] = []
+
+    def stop(*_: object) -> None:
+        stopping.set()
+        for process in replica:
+            _send(process.pid, signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, stop)  # the first process of a pod ignores it otherwise
+    try:
+        process = subprocess.Popen(argv, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        print(f"could not be started: {error}", flush=True)
+        return _NOT_STARTED
+    replica.append(process)
+    if stopping.is_set():
+        _send(process.pid, signal.SIGTERM)
+    if specification["lease_seconds"]:
+        lease = _Lease(heartbeat_folder, specification["lease_seconds"], specification["grace_seconds"])
+        threading.Thread(target=_end_when_orphaned, args=(process, lease, orphaned, message), daemon=True).start()
+    while True:  # as the first process it is also the parent of whatever lost its own
+        pid, status = os.waitpid(-1, 0)
+        if pid == process.pid:
+            code = os.waitstatus_to_exitcode(status)
+            process.returncode = code
+            if code == 0 and (stopping.is_set() or orphaned.is_set()):
+                return _TERMINATED  # a program that cleans up and ends well when it is asked to end has not finished
+            return code if code >= 0 else 128 - code
+
+
+def announce(run_folder: Path) -> None:
+    """Prints the announcement as a line of JSON whenever it changes, until the pod ends."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    said: str | None = None
+    while True:
+        with suppress(OSError):
+            text = (run_folder / "announcement").read_text()
+            if text != said:
+                print(json.dumps(text), flush=True)
+                said = text
+        time.sleep(_ANNOUNCEMENT_SECONDS)
+
+
+class _Lease(NamedTuple):
+    folder: Path
+    lease_seconds: float
+    grace_seconds: float
+
+
+def _end_when_orphaned(
+    process: subprocess.Popen[bytes], lease: _Lease, orphaned: threading.Event, message: Path
+) -> None:
+    seen, seen_at = _beat(lease.folder), time.monotonic()
+    while time.monotonic() - seen_at < lease.lease_seconds:
+        time.sleep(lease.lease_seconds / _LOOKS_PER_LEASE)
+        if (beat := _beat(lease.folder)) != seen:
+            seen, seen_at = beat, time.monotonic()
+    orphaned.set()
+    with suppress(OSError):
+        message.write_text(ORPHANED)
+    print(f"{ORPHANED}: no sign of it for {lease.lease_seconds:g} s", flush=True)
+    _send(process.pid, signal.SIGTERM)
+    time.sleep(lease.grace_seconds)
+    os._exit(_TERMINATED)  # and the kernel ends whatever else is in the pod
+
+
+def _beat(folder: Path) -> str:
+    try:
+        return (folder / "beat").read_text()
+    except OSError:
+        return ""
+
+
+def _send(group: int, number: signal.Signals) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def main(arguments: list[str]) -> None:
+    """Does what the first argument says."""
+    if arguments[0] == "announce":
+        announce(Path(arguments[1]))
+    else:
+        sys.exit(run(*map(Path, arguments[1:])))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

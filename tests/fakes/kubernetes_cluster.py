@@ -1,0 +1,39 @@
+"""Clients of the stand-in for Kubernetes, through the real `kubernetes` package."""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import kubernetes
+
+from fakes.kubernetes_server import KubernetesServer
+from resources.backends.kubernetes import Cluster
+from resources.backends.kubernetes_client import KubernetesClient
+
+IMAGE = "registry.example/assay:1"
+LEASE_SECONDS = 4.0
+
+
+@cache
+def shared_server() -> KubernetesServer:
+    """One for all tests of this process, ended with it."""
+    server = KubernetesServer(Path(tempfile.mkdtemp(prefix="kubernetes-")))
+    atexit.register(server.close)
+    return server
+
+
+def cluster_of(server: KubernetesServer, *, patience_seconds: float = 5.0) -> Cluster:
+    configuration = kubernetes.client.Configuration()
+    kubernetes.config.load_kube_config(str(server.kubeconfig), client_configuration=configuration)
+    configuration.retries = False  # pyright: ignore[reportAttributeAccessIssue]
+    configuration.connection_pool_maxsize = 32
+    return Cluster(kubernetes.client.ApiClient(configuration), "default", patience_seconds=patience_seconds)
+
+
+def client_of(server: KubernetesServer, **options: Any) -> KubernetesClient:
+    quick = {"image": IMAGE, "grace_seconds": 1.0, "lease_seconds": LEASE_SECONDS, "poll_seconds": 0.1}
+    return KubernetesClient(cluster_of(server), **{**quick, **options})

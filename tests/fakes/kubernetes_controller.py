@@ -1,0 +1,121 @@
+"""Stand-in for Kubernetes' Job controller and scheduler, as far as `batch/v1` Jobs and node labels go."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Any
+
+from fakes.kubernetes_kubelet import now
+
+INDEX = "batch.kubernetes.io/job-completion-index"
+
+
+def new_pod_status() -> dict[str, Any]:
+    return {"phase": "Pending", "conditions": []}
+
+
+def advance_job(job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Counts what has ended, decides whether the Job has, and returns the pods that are to be created."""
+    spec, status = job["spec"], job.setdefault("status", {})
+    counted: dict[str, str] = job.setdefault("_counted", {})  # by pod's uid: what became of it
+    known: dict[str, int] = job.setdefault("_known", {})
+    for pod in pods:
+        uid, phase = pod["metadata"]["uid"], pod["status"]["phase"]
+        known[uid] = int(pod["metadata"]["labels"].get(INDEX, 0))
+        if phase in {"Succeeded", "Failed"}:
+            counted.setdefault(uid, "ignored" if phase == "Failed" and _ignored(spec, pod) else phase)
+        elif "deletionTimestamp" in pod["metadata"]:
+            counted.setdefault(uid, "ignored" if _ignored(spec, pod) else "Failed")
+    present = {pod["metadata"]["uid"] for pod in pods}
+    for uid in set(known) - present:
+        counted.setdefault(uid, "Failed")
+    done = {known[uid] for uid, how in counted.items() if how == "Succeeded"}
+    failed = [known[uid] for uid, how in counted.items() if how == "Failed"]
+    active = [uid for uid in present if uid not in counted]
+    status |= {"succeeded": len(done), "failed": len(failed), "active": len(active)}
+    completions = spec.get("completions", 1)
+    per_index = spec.get("backoffLimitPerIndex")
+    lost = {index for index in failed if per_index is not None and failed.count(index) > per_index} - done
+    status["completedIndexes"] = ",".join(map(str, sorted(done)))
+    status["failedIndexes"] = ",".join(map(str, sorted(lost)))
+    if status.get("conditions") or spec.get("suspend") or "deletionTimestamp" in job["metadata"]:
+        return []
+    if len(done) == completions:
+        status["conditions"] = [_condition("Complete", "CompletionsReached")]
+    elif not active and lost and len(done | lost) == completions:
+        status["conditions"] = [_condition("Failed", "FailedIndexes")]
+    elif per_index is None and len(failed) > spec.get("backoffLimit", 6):
+        status["conditions"] = [_condition("Failed", "BackoffLimitExceeded")]
+    else:
+        taken = {known[uid] for uid in active}
+        return [_new_pod(job, index) for index in range(completions) if index not in taken | done | lost]
+    return []
+
+
+def can_go(pod: dict[str, Any], objects: dict[tuple[str, str], dict[str, Any]]) -> bool:
+    """Whether the Job controller has counted a pod, which a finalizer keeps until then."""
+    owner = objects.get(("jobs", pod["metadata"]["ownerReferences"][0]["name"]))
+    return owner is None or pod["metadata"]["uid"] in owner.get("_counted", {})
+
+
+def place(pod: dict[str, Any], nodes: list[dict[str, Any]], *, missing_images: set[str]) -> bool:
+    """Puts a pod on a node, and says whether its containers can be made there."""
+    spec, status = pod["spec"], pod["status"]
+    if not spec.get("nodeName"):
+        fitting = [node for node in nodes if _fits(spec, node)]
+        if not fitting:
+            message = f"0/{len(nodes)} nodes are available: node(s) didn't match Pod's node affinity/selector."
+            status["conditions"] = [_condition("PodScheduled", "Unschedulable", value="False", message=message)]
+            return False
+        spec["nodeName"] = fitting[0]["metadata"]["name"]
+        status["conditions"] = [_condition("PodScheduled", "")]
+    container = spec["containers"][0]
+    if container["image"] in missing_images:
+        waiting = {"reason": "ImagePullBackOff", "message": f"Back-off pulling image {container['image']!r}"}
+        status["containerStatuses"] = [{"name": container["name"], "state": {"waiting": waiting}}]
+        return False
+    return True
+
+
+def _fits(spec: dict[str, Any], node: dict[str, Any]) -> bool:
+    tags = node["metadata"].get("labels", {})
+    if not spec.get("nodeSelector", {}).items() <= tags.items():
+        return False
+    rules = spec.get("affinity", {}).get("nodeAffinity", {}).get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    for term in rules.get("nodeSelectorTerms", ()):
+        for rule in term["matchExpressions"]:
+            present = tags.get(rule["key"])
+            if (rule["operator"] == "DoesNotExist" and present is not None) or (
+                rule["operator"] == "In" and present not in rule["values"]
+            ):
+                return False
+    return True
+
+
+def _ignored(spec: dict[str, Any], pod: dict[str, Any]) -> bool:
+    types = {condition["type"] for condition in pod["status"].get("conditions", ()) if condition["status"] == "True"}
+    rules = spec.get("podFailurePolicy", {}).get("rules", ())
+    return any(
+        rule["action"] == "Ignore" and any(wanted["type"] in types for wanted in rule.get("onPodConditions", ()))
+        for rule in rules
+    )
+
+
+def _new_pod(job: dict[str, Any], index: int) -> dict[str, Any]:
+    template = json.loads(json.dumps(job["spec"]["template"]))
+    metadata, name = template["metadata"], job["metadata"]["name"]
+    reference = {"apiVersion": "batch/v1", "kind": "Job", "name": name, "uid": job["metadata"]["uid"]}
+    metadata |= {"name": f"{name}-{index}-{secrets.token_hex(3)}", "ownerReferences": [reference]}
+    metadata["labels"] |= {"batch.kubernetes.io/job-name": name}
+    if job["spec"].get("completionMode") == "Indexed":
+        metadata["labels"][INDEX] = str(index)
+        metadata.setdefault("annotations", {})[INDEX] = str(index)
+        template["spec"]["hostname"] = f"{name}-{index}"
+        for container in template["spec"]["containers"]:
+            container.setdefault("env", []).append({"name": "JOB_COMPLETION_INDEX", "value": str(index)})
+    return {"apiVersion": "v1", "kind": "Pod", **template}
+
+
+def _condition(kind: str, reason: str, *, value: str = "True", message: str = "") -> dict[str, str]:
+    return {"type": kind, "status": value, "reason": reason, "message": message, "lastTransitionTime": now()}

@@ -1,0 +1,171 @@
+"""Stand-in for a node: runs the containers of a pod as processes of this machine, and reports as a kubelet does.
+
+There are no namespaces: paths that a pod mounts are replaced by folders in its command, and what is left of a pod when
+its first process ends is found by a variable and killed, as a kernel ends a pid namespace.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import signal
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+MARKER = "FAKE_POD_UID"
+
+
+def now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+class RunningPod:
+    """The processes of one pod, whose manifest it keeps up to date."""
+
+    def __init__(self, pod: dict[str, Any], folder: Path, *, image_variables: dict[str, str]) -> None:
+        self.pod = pod
+        self.folder = folder
+        self.uid = pod["metadata"]["uid"]
+        self._image_variables = image_variables
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._kill_at: float | None = None
+        self.ended = False
+        for volume in pod["spec"].get("volumes", ()):
+            (folder / "volumes" / volume["name"]).mkdir(parents=True, exist_ok=True)
+
+    def mount(self, volume: str, files: dict[str, bytes]) -> None:
+        for name, content in files.items():
+            path = self.folder / "volumes" / volume / name
+            if not path.exists() or path.read_bytes() != content:
+                path.with_name(f".{name}").write_bytes(content)
+                path.with_name(f".{name}").replace(path)
+
+    def start(self) -> None:
+        spec = self.pod["spec"]
+        sidecars = [one["name"] for one in spec.get("initContainers", ()) if self._start(one) is None]
+        status = self.pod["status"]
+        status["initContainerStatuses"] = [_status(name, {"running": {"startedAt": now()}}) for name in sidecars]
+        failed = self._start(spec["containers"][0])
+        state = {"running": {"startedAt": now()}} if failed is None else {"terminated": failed}
+        status |= {"containerStatuses": [_status(self._main, state)], "startTime": now(), "phase": "Running"}
+        if failed is not None:
+            self._finish(failed)
+
+    @property
+    def _main(self) -> str:
+        return self.pod["spec"]["containers"][0]["name"]
+
+    def log_path(self, container: str) -> Path:
+        return self.folder / f"{container}.log"
+
+    def has_started(self, container: str) -> bool:
+        return self.log_path(container).exists()
+
+    def look(self) -> None:
+        """Notices that the first process has ended, and kills what has outstayed its grace."""
+        if self.ended or (process := self._processes.get(self._main)) is None:
+            return
+        if self._kill_at is not None and time.monotonic() > self._kill_at:
+            self.kill()
+        if (code := process.poll()) is not None:
+            code = code if code >= 0 else 128 - code
+            self._finish({"exitCode": code, "reason": "Completed" if code == 0 else "Error"})
+
+    def terminate(self, grace_seconds: float) -> None:
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + grace_seconds
+            if (process := self._processes.get(self._main)) is not None and process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+
+    def kill(self, reason: str | None = None) -> None:
+        """As the kernel kills all of a control group; `reason` is then the container's."""
+        self._kill_all()
+        if (process := self._processes.get(self._main)) is not None:
+            process.wait()
+        if reason is not None and not self.ended:
+            self._finish({"exitCode": 137, "reason": reason})
+
+    def remove(self) -> None:
+        self.kill()
+        for process in self._processes.values():
+            process.wait()
+        self.ended = True
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _kill_all(self) -> None:
+        _kill_marked(self.uid, reaped_by_us={process.pid for process in self._processes.values()})
+
+    def _finish(self, terminated: dict[str, Any]) -> None:
+        self._kill_all()
+        for process in self._processes.values():
+            process.wait()
+        message = self.folder / "termination"
+        said = {"message": message.read_text()} if message.exists() else {}
+        status = self.pod["status"]
+        ended = {**terminated, **said, "finishedAt": now()}
+        status["containerStatuses"] = [_status(self._main, {"terminated": ended})]
+        status["phase"] = "Succeeded" if terminated["exitCode"] == 0 else "Failed"
+        self.ended = True
+
+    def _start(self, container: dict[str, Any]) -> dict[str, Any] | None:
+        places = {
+            mount["mountPath"]: str(self.folder / "volumes" / mount["name"]) for mount in container["volumeMounts"]
+        }
+        places[container.get("terminationMessagePath", "/dev/termination-log")] = str(self.folder / "termination")
+        argv = []
+        for word in [*container.get("command", ()), *container.get("args", ())]:
+            place = next((path for path in places if word == path or word.startswith(f"{path}/")), "")
+            argv.append(places[place] + word.removeprefix(place) if place else word)
+        variables = {one["name"]: one.get("value", "") for one in container.get("env", ())}
+        with self.log_path(container["name"]).open("ab", buffering=0) as log:
+            try:
+                self._processes[container["name"]] = subprocess.Popen(
+                    argv,
+                    cwd=container.get("workingDir", self.folder),
+                    env={**self._image_variables, **variables, MARKER: self.uid},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                return {"exitCode": 128, "reason": "StartError", "message": f"exec: {error}"}
+        return None
+
+
+def volume_files(source: dict[str, Any]) -> dict[str, bytes]:
+    """The files that a mounted Secret or ConfigMap appears as."""
+    if source["kind"] == "Secret":
+        return {name: base64.b64decode(text) for name, text in source.get("data", {}).items()}
+    return {name: text.encode() for name, text in source.get("data", {}).items()}
+
+
+def _status(name: str, state: dict[str, Any]) -> dict[str, Any]:
+    return {"name": name, "state": state, "ready": "running" in state, "restartCount": 0, "image": "", "imageID": ""}
+
+
+def _kill_marked(uid: str, *, reaped_by_us: set[int]) -> None:
+    """Kills every process of a pod, and those that they start meanwhile; returns when no trace of them is left."""
+    marker = f"{MARKER}={uid}".encode()
+    deadline = time.monotonic() + 10
+    killed: set[int] = set()
+    while time.monotonic() < deadline:
+        found = {int(folder.name) for folder in Path("/proc").glob("[0-9]*") if _has(folder, marker)}
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found - reaped_by_us
+        if not found - reaped_by_us and not any(Path(f"/proc/{pid}").exists() for pid in killed):
+            return
+        time.sleep(0.005)
+
+
+def _has(folder: Path, marker: bytes) -> bool:
+    try:
+        return marker in (folder / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

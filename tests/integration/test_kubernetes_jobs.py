@@ -1,0 +1,288 @@
+"""Jobs on Kubernetes when the cluster is not kind: the real client against the stand-in, pods as real processes."""
+
+from __future__ import annotations
+
+import base64
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.kubernetes_cluster import IMAGE, client_of, cluster_of
+from fakes.kubernetes_server import KubernetesServer, Refusal
+from fakes.polling import eventual_pid, eventually, is_alive
+from resources.backends.choice import client_from_url
+from resources.backends.kubernetes_attempts import Bounds
+from resources.backends.kubernetes_client import KubernetesClient
+from resources.config import ResourceConfig
+from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources
+from resources.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
+
+pytestmark = pytest.mark.timeout(90)
+
+FOR_EVER = "while :; do sleep 1; done"
+SECRET_WORD = "hf_do_not_show"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubernetesServer]:
+    nodes = {"plain": {}, "tpu": {f"cloud.google.com/gke-tpu-{key}": value for key, value in TPU_NODE.items()}}
+    server = KubernetesServer(tmp_path_factory.mktemp("cluster"), nodes=nodes)
+    server.objects["nodes", "tpu"]["status"] = {"allocatable": {"google.com/tpu": "4"}}
+    yield server
+    server.close()
+
+
+TPU_NODE = {"accelerator": "tpu-v6e-slice", "topology": "4x4"}
+
+
+@pytest.fixture
+def client(server: KubernetesServer) -> Iterator[KubernetesClient]:
+    client = client_of(server, bounds=Bounds(stuck_seconds=0.5, gang_seconds=0.5))
+    yield client
+    server.refusals.clear()
+    server.missing_images.clear()
+    server.pod_slots = 1000
+    client.shutdown()
+
+
+def request(script: str, name: str = "job", **options: Any) -> JobRequest:
+    return JobRequest(name, Command("sh", ("-c", script)), **{"resources": ResourceConfig(), **options})
+
+
+def running_pod(server: KubernetesServer, job: JobHandle) -> dict[str, Any]:
+    eventually(lambda: job.status() is JobStatus.RUNNING)
+    return server.pods(job.job_id)[0]
+
+
+@pytest.mark.parametrize(
+    ("harm", "counted", "reason"),
+    [
+        ("evict", "preemptions", "evicted"),
+        ("lose_node_of", "preemptions", "deleted"),
+        ("run_out_of_memory", "failures", "resources.ram"),
+    ],
+)
+def test_pod_that_is_lost_counts_in_the_budget_of_its_kind_and_is_tried_again(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path, harm: str, counted: str, reason: str
+) -> None:
+    script = f"echo try; if [ -e {tmp_path}/tried ]; then exit 0; fi; touch {tmp_path}/tried; {FOR_EVER}"
+    job = client.submit(request(script, max_retries_failure=1, max_retries_preemption=1))
+    eventually((tmp_path / "tried").exists)
+    getattr(server, harm)(running_pod(server, job))
+    eventually(lambda: job.details().attempts == 2 or reason in (job.details().reason or ""))
+    assert job.wait(30) is JobStatus.SUCCEEDED
+    details = job.details()
+    assert {"failures": details.failures, "preemptions": details.preemptions} == {
+        "failures": int(counted == "failures"),
+        "preemptions": int(counted == "preemptions"),
+    }
+    assert job.logs().endswith("--- attempt 2 ---\ntry")
+
+
+def test_evicted_pod_that_ends_well_on_sigterm_has_not_succeeded(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path
+) -> None:
+    script = f"trap 'exit 0' TERM; touch {tmp_path}/ready; {FOR_EVER}"
+    job = client.submit(request(script, max_retries_preemption=0))
+    eventually((tmp_path / "ready").exists)
+    server.evict(running_pod(server, job))
+    with pytest.raises(JobFailed, match="ended from outside once"):
+        job.wait(30)
+
+
+def test_job_whose_manifest_somebody_deletes_is_tried_again(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path
+) -> None:
+    job = client.submit(request(f"if [ -e {tmp_path}/x ]; then exit 0; fi; touch {tmp_path}/x; {FOR_EVER}"))
+    eventually((tmp_path / "x").exists)
+    running_pod(server, job)
+    cluster_of(server).delete("jobs", f"{job.job_id}-1")
+    assert job.wait(30) is JobStatus.SUCCEEDED
+    assert job.details().preemptions == 1
+
+
+def test_gang_that_does_not_start_together_gives_its_places_back(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path
+) -> None:
+    server.pod_slots = len(server.running) + 1
+    job = client.submit(request(f"echo $$ > {tmp_path}/pid; {FOR_EVER}", replicas=2, max_retries_preemption=0))
+    pid = eventual_pid(tmp_path / "pid")
+    with pytest.raises(JobFailed, match="only 1 of 2 pods could start"):
+        job.wait(30)
+    assert not is_alive(pid)
+    assert not server.pods(job.job_id)
+
+
+def test_image_that_cannot_be_pulled_is_named_at_once_and_fails_after_its_bound(
+    client: KubernetesClient, server: KubernetesServer
+) -> None:
+    server.missing_images.add("registry.example/typo:1")
+    job = client.submit(request("true", resources=ResourceConfig(image="registry.example/typo:1")))
+    eventually(lambda: "registry.example/typo:1" in (job.details().reason or ""))
+    assert job.wait(30, raise_on_failure=False) is JobStatus.FAILED
+    assert job.details().failures == 1
+
+
+def test_job_that_no_node_can_take_waits_with_the_words_of_the_scheduler(client: KubernetesClient) -> None:
+    job = client.submit(request("true", resources=ResourceConfig(regions=("mars-north1",))))
+    eventually(lambda: "0/2 nodes are available" in (job.details().reason or ""))
+    assert job.status() is JobStatus.PENDING
+
+
+def test_right_that_is_missing_is_named(client: KubernetesClient, server: KubernetesServer) -> None:
+    server.refusals.append(Refusal("POST", "jobs", 403))
+    with pytest.raises(BackendUnavailable, match="the verb 'create' on 'jobs' in the namespace default") as caught:
+        client.submit(request("true"))
+    assert "somebody" in caught.value.found
+    assert client.submit(request("true"), adopt_existing=True).wait(30) is JobStatus.SUCCEEDED
+
+
+def test_cluster_that_is_busy_or_restarts_is_asked_again(client: KubernetesClient, server: KubernetesServer) -> None:
+    server.refusals += [
+        Refusal("POST", "jobs", 429, retry_after=1),
+        Refusal("GET", "configmaps", 503, times=2),
+        Refusal("PATCH", "jobs", 500),
+        Refusal("GET", "pods", 503),
+    ]
+    job = client.submit(request("echo hello"))
+    assert job.wait(30) is JobStatus.SUCCEEDED
+    assert (job.logs(), job.details().attempts) == ("hello", 1)
+
+
+def test_credentials_and_arguments_stand_in_no_manifest_but_the_secret(
+    client: KubernetesClient, server: KubernetesServer
+) -> None:
+    environment = create_environment(docker_image=IMAGE, env_vars={"HF_TOKEN": SECRET_WORD})
+    job = client.submit(request(f"echo {SECRET_WORD} $HF_TOKEN", environment=environment))
+    job.wait(30)
+    assert job.logs() == f"{SECRET_WORD} {SECRET_WORD}"
+    mine = [one for one in server.manifests if job.job_id in one["metadata"]["name"]]
+    assert {one["kind"] for one in mine} == {"ConfigMap", "Job", "Pod", "Secret"}
+    assert {one["kind"] for one in mine if SECRET_WORD in str(one)} == set()
+    [secret] = [one for one in mine if one["kind"] == "Secret"]
+    assert SECRET_WORD.encode() in base64.b64decode(secret["data"]["pod.json"])
+
+
+def test_terminated_job_leaves_its_last_words_and_nothing_else(
+    client: KubernetesClient, server: KubernetesServer
+) -> None:
+    job = client.submit(request(f"trap 'echo bye $ASSAY_REPLICA_INDEX; exit 0' TERM; echo hi; {FOR_EVER}", replicas=2))
+    eventually(lambda: job.logs().count("hi") == 2)
+    client.attach(job.job_id).terminate()
+    logs = [job.logs(replica=index).splitlines() for index in range(2)]
+    assert [(lines[0], lines[-1]) for lines in logs] == [("hi", "bye 0"), ("hi", "bye 1")]
+    left = {kind for (kind, name), _ in server.objects.items() if job.job_id in name}
+    assert left == {"configmaps"}
+
+
+def test_slice_of_several_vms_is_one_replica_that_announces_by_its_first(
+    client: KubernetesClient, server: KubernetesServer
+) -> None:
+    script = "echo $ASSAY_REPLICA_INDEX of $ASSAY_REPLICA_COUNT; printf $JOB_COMPLETION_INDEX > $ASSAY_ANNOUNCEMENT; "
+    job = client.submit(request(script + FOR_EVER, resources=ResourceConfig.with_tpu("v6e-16")))
+    eventually(lambda: job.announced() == "0")
+    eventually(lambda: job.logs().count("0 of 1") == 4)
+    assert "==> replica 0 worker 3 <==" in job.logs()
+    assert "services" in {kind for (kind, name) in server.objects if job.job_id in name}
+
+
+def test_device_that_no_node_has_is_refused_unless_node_pools_could_grow(server: KubernetesServer) -> None:
+    client = client_of(server)
+    client.check_resources(ResourceConfig())
+    with pytest.raises(UnsatisfiableResources, match=r"nvidia\.com/gpu"):
+        client.check_resources(ResourceConfig.with_gpu("H100"))
+    server.objects["nodes", "plain"]["metadata"]["labels"]["cloud.google.com/gke-nodepool"] = "default"
+    try:
+        client.check_resources(ResourceConfig.with_gpu("H100"))
+    finally:
+        del server.objects["nodes", "plain"]["metadata"]["labels"]["cloud.google.com/gke-nodepool"]
+    server.refusals.append(Refusal("GET", "nodes", 403))
+    client.check_resources(ResourceConfig.with_gpu("H100"))
+
+
+PARENT = """
+import sys, time
+from pathlib import Path
+from fakes.kubernetes_cluster import IMAGE, cluster_of
+from resources.backends.kubernetes import connect
+from resources.backends.kubernetes_client import KubernetesClient
+from resources.config import ResourceConfig
+from resources.jobs import Command, JobRequest
+
+folder, mode = Path(sys.argv[1]), sys.argv[2]
+client = KubernetesClient(connect("fake", ""), image=IMAGE, grace_seconds=1, lease_seconds=2, poll_seconds=0.1)
+script = f"echo $$ > {folder}/pid; while :; do sleep 1; done"
+job = client.submit(JobRequest("orphan", Command("sh", ("-c", script)), resources=ResourceConfig()))
+(folder / "job").write_text(job.job_id)
+while not (folder / "pid").exists():
+    time.sleep(0.02)
+if mode == "hang":
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("mode", ["hang", "leave"])
+def test_pods_end_with_the_process_that_submitted_them_however_it_ends(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path, mode: str
+) -> None:
+    variables = {**os.environ, "KUBECONFIG": str(server.kubeconfig), "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path), mode], env=variables)
+    try:
+        pid = eventual_pid(tmp_path / "pid")
+        if mode == "hang":
+            parent.send_signal(signal.SIGKILL)
+        parent.wait(30)
+        eventually(lambda: not is_alive(pid))
+        job = client.attach((tmp_path / "job").read_text())
+        eventually(lambda: job.status() is JobStatus.STOPPED)
+        assert job.details().reason == "the process that submitted it has ended"
+        assert job.job_id in {details.job_id for details in client.jobs() if details.status.finished}
+    finally:
+        parent.kill()
+        parent.wait()
+
+
+def test_keeper_that_is_evicted_goes_on_in_its_next_pod_with_the_counts_it_had(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path
+) -> None:
+    script = f"echo x >> {tmp_path}/tries; case $(wc -l < {tmp_path}/tries) in 1) exit 1;; 2) {FOR_EVER};; esac"
+    job = client.submit(request(script, outlives_parent=True, max_retries_failure=2))
+    eventually(lambda: job.details().attempts == 2 and job.status() is JobStatus.RUNNING)
+    [keeper] = [pod for pod in server.pods(job.job_id) if pod["metadata"]["labels"]["assay-evals/part"] == "keeper"]
+    server.evict(keeper)
+    [pod] = [pod for pod in server.pods(job.job_id) if pod["metadata"]["labels"].get("assay-evals/attempt") == "2"]
+    server.run_out_of_memory(pod)
+    assert job.wait(40) is JobStatus.SUCCEEDED
+    assert (job.details().attempts, job.details().failures) == (3, 2)
+
+
+def test_keeper_whose_image_lacks_our_code_fails_its_job(server: KubernetesServer, tmp_path: Path) -> None:
+    client = client_of(server, lease_seconds=0.2)
+    environment = create_environment(docker_image=IMAGE, python=tmp_path / "python3")
+    job = client.submit(request("true", outlives_parent=True, environment=environment))
+    with pytest.raises(JobFailed, match="its keeper failed, which needs an image with Assay"):
+        job.wait(40)
+    job.terminate()
+    assert job.status() is JobStatus.STOPPED
+
+
+def test_context_that_the_kubeconfig_lacks_is_named(monkeypatch: pytest.MonkeyPatch, server: KubernetesServer) -> None:
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(server.kubeconfig))
+    with pytest.raises(BackendUnavailable, match="no-such-context"):
+        client_from_url("kubernetes://no-such-context/ml")
+    assert client_from_url("kubernetes://fake/ml").url == "kubernetes:///ml"
+
+
+def test_logs_of_long_lines_are_cut_at_their_beginning(client: KubernetesClient) -> None:
+    script = "line=$(head -c 8000 /dev/zero | tr '\\0' x); for i in $(seq 400); do echo $i $line; done; echo last"
+    job = client.submit(request(script))
+    job.wait(30)
+    logs = job.logs(1000)
+    assert logs.endswith("\nlast")
+    assert 400_000 < len(logs) <= 2**20

@@ -1,0 +1,194 @@
+"""What a request becomes in a cluster: devices, names, manifests against the published schemas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+
+from resources.backends.kubernetes_devices import placement
+from resources.backends.kubernetes_manifests import (
+    LARGEST_SECRET_BYTES,
+    Owner,
+    image_of,
+    job_manifest,
+    keeper_manifest,
+    secret_content,
+    secret_manifest,
+    service_manifest,
+)
+from resources.backends.kubernetes_names import dns_label, new_job_id
+from resources.config import ResourceConfig, TpuConfig
+from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs import Call, Command, JobRequest, create_environment
+from resources.tpu import TPU_TOPOLOGIES
+
+OWNER = Owner(name="owner-1", jobs_url="kubernetes:///ml", image=None, grace_seconds=10, lease_seconds=300)
+SECRET_WORD = "hf_do_not_show"
+
+
+def manifest(resources: ResourceConfig, *, replicas: int | None = None, **options: Any) -> dict[str, Any]:
+    environment = create_environment(docker_image="registry.example/a:1", env_vars={"HF_TOKEN": SECRET_WORD})
+    request = JobRequest(
+        "Eval_7B.step", Command("train", (SECRET_WORD,)), resources=resources, replicas=replicas, **options
+    )
+    where = placement(resources, replicas=request.replica_count)
+    return job_manifest(
+        request,
+        environment,
+        job_id="eval-7b-step-1",
+        attempt=2,
+        image="registry.example/a:1",
+        where=where,
+        owner=OWNER,
+    )
+
+
+@pytest.mark.parametrize(
+    "resources",
+    [
+        ResourceConfig.with_cpu(cpu=4, ram="8g", disk="20g"),
+        ResourceConfig.with_gpu(
+            "A100-80GB", count=4, preemptible=False, regions=("us-central1",), zone="us-central1-a"
+        ),
+        ResourceConfig.with_tpu("v6e-16", regions=("us-east5", "europe-west4")),
+    ],
+    ids=["cpu", "gpu", "tpu"],
+)
+@pytest.mark.parametrize("version", ["1.29", "1.34"])
+def test_manifests_of_a_job_follow_the_published_schemas(resources: ResourceConfig, version: str) -> None:
+    job = manifest(resources, working_directory=Path("/app"))
+    owner = {**job, "metadata": {**job["metadata"], "uid": "123"}}
+    keeper = keeper_manifest(job_id="a-1", name="a-1-keeper", image="registry.example/a:1", python="python3")
+    for one in (job, secret_manifest({"pod.json": b"{}"}, job=owner), service_manifest(job=owner), keeper):
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_manifest_asks_for_what_one_replica_gets_and_limits_it_to_that() -> None:
+    pod = manifest(ResourceConfig.with_gpu("H100", count=8, cpu=16, ram="64g", disk="100g"))["spec"]["template"]["spec"]
+    limits = pod["containers"][0]["resources"]["limits"]
+    assert limits == {
+        "cpu": "16",
+        "memory": str(64 * 2**30),
+        "ephemeral-storage": str(100 * 2**30),
+        "nvidia.com/gpu": "8",
+    }
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+
+
+def test_manifest_never_restarts_a_pod_by_itself_and_waits_for_its_secret() -> None:
+    spec = manifest(ResourceConfig(replicas=3))["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (3, 3, "Indexed")
+    assert (spec["backoffLimitPerIndex"], spec["template"]["spec"]["restartPolicy"]) == (0, "Never")
+    assert spec["suspend"]
+
+
+def test_manifest_shows_no_variable_and_no_argument_but_the_given_name() -> None:
+    job = manifest(ResourceConfig())
+    assert SECRET_WORD not in json.dumps(job)
+    assert job["metadata"]["annotations"] == {"assay-evals/name": "Eval_7B.step"}
+
+
+@pytest.mark.parametrize(
+    ("variant", "gke"),
+    [
+        ("T4", "nvidia-tesla-t4"),
+        ("A100", "nvidia-tesla-a100"),
+        ("a100_80gb", "nvidia-a100-80gb"),
+        ("nvidia-rtx-pro-6000", "nvidia-rtx-pro-6000"),
+    ],
+)
+def test_gpu_model_becomes_the_label_of_its_nodes(variant: str, gke: str) -> None:
+    where = placement(ResourceConfig.with_gpu(variant), replicas=1)
+    assert where.node_selector == {"cloud.google.com/gke-accelerator": gke}
+    assert not placement(ResourceConfig.with_gpu(), replicas=1).node_selector
+
+
+def test_gpu_model_that_no_node_is_labelled_with_is_refused() -> None:
+    with pytest.raises(UnsatisfiableResources, match="h100-80gb"):
+        placement(ResourceConfig.with_gpu("Voodoo2"), replicas=1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "accelerator", "topology", "pods", "chips"),
+    [
+        ("v4-8", "tpu-v4-podslice", "2x2x1", 1, "4"),
+        ("v4-32", "tpu-v4-podslice", "2x2x4", 4, "4"),
+        ("v5p-128", "tpu-v5p-slice", "4x4x4", 16, "4"),
+        ("v5p-256", "tpu-v5p-slice", "4x4x8", 32, "4"),
+        ("v5p-12288", "tpu-v5p-slice", "16x16x24", 1536, "4"),
+        ("v5litepod-8", "tpu-v5-lite-podslice", "2x4", 1, "8"),
+        ("v5e-256", "tpu-v5-lite-podslice", "16x16", 64, "4"),
+        ("v6e-1", "tpu-v6e-slice", "1x1", 1, "1"),
+        ("v6e-32", "tpu-v6e-slice", "4x8", 8, "4"),
+    ],
+)
+def test_tpu_slice_has_a_pod_for_each_vm_on_nodes_of_its_shape(
+    variant: str, accelerator: str, topology: str, pods: int, chips: str
+) -> None:
+    job = manifest(ResourceConfig.with_tpu(variant))
+    pod = job["spec"]["template"]["spec"]
+    assert job["spec"]["completions"] == pods
+    assert pod["containers"][0]["resources"]["limits"]["google.com/tpu"] == chips
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": accelerator,
+        "cloud.google.com/gke-tpu-topology": topology,
+    }
+    assert pod["subdomain"] == job["metadata"]["name"]
+
+
+@pytest.mark.parametrize("variant", sorted(set(TPU_TOPOLOGIES) - {"v5litepod-2"}))
+def test_every_tpu_shape_has_as_many_chips_as_its_slice(variant: str) -> None:
+    shape = placement(ResourceConfig.with_tpu(variant), replicas=1).node_selector["cloud.google.com/gke-tpu-topology"]
+    chips = 1
+    for side in shape.split("x"):
+        chips *= int(side)
+    assert chips == TPU_TOPOLOGIES[variant].chips
+
+
+def test_tpu_slices_that_one_job_cannot_give_are_refused() -> None:
+    with pytest.raises(UnsatisfiableResources, match="one job for each slice"):
+        placement(ResourceConfig.with_tpu("v6e-16", slice_count=2), replicas=2)
+    with pytest.raises(UnsatisfiableResources, match="v5litepod-2"):
+        placement(ResourceConfig.with_tpu("v5litepod-2"), replicas=1)
+    assert placement(ResourceConfig.with_tpu("v6e-8", slice_count=2), replicas=2).vms == 1
+    given = ResourceConfig(device=TpuConfig(variant="v4-32", topology="1x4x4"))
+    assert placement(given, replicas=1).node_selector["cloud.google.com/gke-tpu-topology"] == "1x4x4"
+
+
+def test_preemptible_jobs_prefer_cheap_nodes_and_others_refuse_them() -> None:
+    cheap, safe = (placement(ResourceConfig(preemptible=answer), replicas=1) for answer in (True, False))
+    assert "cloud.google.com/gke-spot" in {toleration["key"] for toleration in cheap.tolerations}
+    assert not safe.tolerations
+    rules = json.dumps(safe.affinity)
+    assert "requiredDuring" in rules and "DoesNotExist" in rules and "preferredDuring" not in rules
+
+
+@pytest.mark.parametrize("name", ["Eval_7B.step", "x" * 100, "...", "-a-", "7"])
+def test_job_ids_are_names_that_kubernetes_allows(name: str) -> None:
+    job_id = new_job_id(name)
+    assert job_id.replace("-", "").isalnum() and job_id == job_id.lower()
+    assert job_id[0].isalpha()  # Services must begin with a letter
+    assert len(f"{job_id}-1234-1234") <= 63  # the host name of a pod: attempt and index
+    assert dns_label("Eval_7B.step") == "eval-7b-step"
+
+
+def test_image_comes_from_environment_then_resources_then_setting_and_is_required() -> None:
+    request = JobRequest("a", Command("true"), resources=ResourceConfig(image="from-resources"))
+    bare = JobRequest("a", Command("true"), resources=ResourceConfig())
+    assert image_of(request, create_environment(docker_image="from-environment"), default="d") == "from-environment"
+    assert image_of(request, create_environment(), default="d") == "from-resources"
+    assert image_of(bare, create_environment(), default="d") == "d"
+    with pytest.raises(UnsatisfiableResources, match=r"resources\.image"):
+        image_of(bare, create_environment(), default=None)
+    with pytest.raises(UnsatisfiableResources, match="Build them into the image"):
+        image_of(request, create_environment(pip_packages=["numpy"]), default=None)
+
+
+def test_callable_that_does_not_fit_a_secret_is_refused_with_its_size() -> None:
+    request = JobRequest("a", Call(len, ("x" * LARGEST_SECRET_BYTES,)), resources=ResourceConfig())
+    with pytest.raises(BadInput, match=r"call\.pickle has 1,000"):
+        secret_content(request, create_environment(), job_id="a-1", vms=1, owner=OWNER)

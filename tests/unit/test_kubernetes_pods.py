@@ -1,0 +1,121 @@
+"""The table that says how a pod ended, row by row, and what an attempt of several makes of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from resources.backends.kubernetes_names import INDEX_LABEL
+from resources.backends.kubernetes_pods import PodState, attempt_outcome, classify_pod, states_by_index
+
+
+def pod(phase: str = "Running", *, index: int = 0, deleted: bool = False, **status: Any) -> dict[str, Any]:
+    metadata: dict[str, Any] = {"name": f"pod-{index}", "labels": {INDEX_LABEL: str(index)}}
+    if deleted:
+        metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    return {"metadata": metadata, "status": {"phase": phase, **status}}
+
+
+def main(**state: Any) -> dict[str, Any]:
+    return {"containerStatuses": [{"name": "replica", "state": state}]}
+
+
+def exited(code: int, reason: str = "Error", message: str = "") -> dict[str, Any]:
+    return main(terminated={"exitCode": code, "reason": reason, "message": message})
+
+
+def condition(kind: str, value: str, reason: str, message: str = "") -> dict[str, Any]:
+    return {"conditions": [{"type": kind, "status": value, "reason": reason, "message": message}]}
+
+
+ENDINGS = {
+    "done": (pod("Succeeded", **exited(0, "Completed")), "succeeded", None),
+    "main done, sidecar still ending": (pod("Running", **exited(0, "Completed")), "succeeded", None),
+    "failed": (pod("Failed", **exited(3)), "failed", "exit code 3"),
+    "segmentation fault": (pod("Failed", **exited(139)), "failed", "139"),
+    "killed": (pod("Failed", **exited(137)), "preempted", "137"),
+    "terminated": (pod("Failed", **exited(143)), "preempted", "143"),
+    "out of its own memory": (pod("Failed", **exited(137, "OOMKilled")), "failed", "resources.ram"),
+    "no python in the image": (pod("Failed", **exited(128, "StartError", "exec: python3")), "failed", "exec: python3"),
+    "node lost sight": (pod("Failed", **exited(137, "ContainerStatusUnknown")), "preempted", "lost sight"),
+    "orphaned": (pod("Failed", **exited(143, message="the process that submitted it has ended")), "preempted", "ended"),
+    "drained": (
+        pod("Failed", **exited(1), **condition("DisruptionTarget", "True", "EvictionByEvictionAPI")),
+        "preempted",
+        "evicted",
+    ),
+    "made room": (pod(**condition("DisruptionTarget", "True", "PreemptionByScheduler")), "preempted", "priority"),
+    "spot node taken": (
+        pod("Failed", **condition("DisruptionTarget", "True", "TerminationByKubelet")),
+        "preempted",
+        "shut down",
+    ),
+    "node tainted": (pod(**condition("DisruptionTarget", "True", "DeletionByTaintManager")), "preempted", "taken away"),
+    "node short of memory": (
+        pod("Failed", reason="Evicted", message="The node was low on resource: memory."),
+        "preempted",
+        "low on resource",
+    ),
+    "own disk": (
+        pod("Failed", reason="Evicted", message="Pod ephemeral local storage usage exceeds the total limit of 1Gi."),
+        "failed",
+        "exceeds",
+    ),
+    "node shut down": (
+        pod("Failed", reason="Terminated", message="Pod was terminated in response to imminent node shutdown."),
+        "preempted",
+        "shutdown",
+    ),
+    "node gone": (pod("Failed", reason="NodeLost"), "preempted", "NodeLost"),
+    "refused by its node": (pod("Failed", reason="OutOfnvidia.com/gpu"), "preempted", "refused"),
+    "deleted while it ran": (pod("Running", deleted=True, **main(running={})), "preempted", "deleted"),
+    "deleted, ended with an error": (pod("Failed", deleted=True, **exited(1)), "preempted", "deleted"),
+    "no such image name": (
+        pod("Pending", **main(waiting={"reason": "InvalidImageName", "message": "bad"})),
+        "failed",
+        "InvalidImageName",
+    ),
+    "image that cannot be pulled": (
+        pod("Pending", **main(waiting={"reason": "ImagePullBackOff", "message": "not found"})),
+        "stuck",
+        "not found",
+    ),
+    "secret missing": (pod("Pending", **main(waiting={"reason": "CreateContainerConfigError"})), "stuck", "Config"),
+    "no node": (
+        pod("Pending", **condition("PodScheduled", "False", "Unschedulable", "0/3 nodes are available")),
+        "pending",
+        "0/3 nodes",
+    ),
+    "being made": (pod("Pending", **main(waiting={"reason": "ContainerCreating"})), "pending", "created"),
+    "running": (pod(**main(running={})), "running", None),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_pod_stands_where_the_table_says_and_says_why(name: str) -> None:
+    found, standing, reason = ENDINGS[name]
+    state = classify_pod(found)
+    assert state.standing == standing
+    assert (reason or "") in (state.reason or "")
+
+
+def test_pods_that_are_not_there_are_told_apart_by_what_their_job_counted() -> None:
+    job = {"status": {"failedIndexes": "1,4-5", "completedIndexes": "2"}}
+    states = states_by_index([pod(index=0, **main(running={}))], count=5, job=job)
+    assert [state.standing for state in states] == ["running", "preempted", "succeeded", "pending", "preempted"]
+
+
+@pytest.mark.parametrize(
+    ("standings", "outcome"),
+    [
+        ("succeeded succeeded", "succeeded"),
+        ("succeeded running", None),
+        ("running failed", "failed"),
+        ("failed preempted", "preempted"),
+        ("stuck running", None),
+    ],
+)
+def test_attempt_ends_with_its_first_loss_and_preemption_wins(standings: str, outcome: str | None) -> None:
+    found = attempt_outcome([PodState(one, "why") for one in standings.split()])  # pyright: ignore[reportArgumentType]
+    assert (found.standing if found else None) == outcome
