@@ -1,0 +1,135 @@
+"""What the nodes of a Ray cluster have, what of it is free, and how many equal shares fit, as plain values.
+
+The module `ray` comes as an argument: one module of this floor imports it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+REGION_LABEL = "ray.io/availability-region"
+ZONE_LABEL = "ray.io/availability-zone"
+NODE_LABEL = "ray.io/node-id"
+_MARKET_LABEL = "ray.io/market-type"
+_GROUP_LABEL = "ray.io/node-group"
+_HEAD_RESOURCE = "node:__internal_head__"
+_GPU_TYPE_PREFIX = "accelerator_type:"
+_AUTOSCALER_STATUS = "__autoscaling_status"
+_STATIC_NODE_TYPE_PREFIX = "node_"  # how a cluster without an autoscaler names the types of its nodes
+_ROUNDING = 1e-6  # Ray counts in ten-thousandths; sums of them come back as floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class RayNode:
+    """One living node."""
+
+    node_id: str
+    address: str
+    labels: Mapping[str, str] = field(default_factory=dict)
+    total: Mapping[str, float] = field(default_factory=dict)
+    """Resources by Ray's names: CPU, GPU, TPU, memory (bytes), and those of the cluster's own."""
+    free: Mapping[str, float] = field(default_factory=dict)
+    """What of them nobody holds at the moment."""
+    draining: bool = False
+    """Whether it takes nothing new since it is about to go."""
+
+    @property
+    def region(self) -> str | None:
+        """Where it is, as far as it says."""
+        return self.labels.get(REGION_LABEL)
+
+    @property
+    def stays(self) -> bool:
+        """Whether nobody takes it away: the cluster's head, or labelled as bought on demand."""
+        return _HEAD_RESOURCE in self.total or self.labels.get(_MARKET_LABEL) == "on-demand"
+
+    @property
+    def gpu_types(self) -> set[str]:
+        """What its GPUs are called, by Ray's names such as H100."""
+        return {name.removeprefix(_GPU_TYPE_PREFIX) for name in self.total if name.startswith(_GPU_TYPE_PREFIX)}
+
+
+def read_nodes(ray: Any) -> list[RayNode]:
+    """The living nodes of the cluster, by their ids; through a Ray client all of them look free."""
+    connected = not ray.util.client.ray.is_connected()
+    free = ray._private.state.available_resources_per_node() if connected else {}
+    draining = ray._private.state.state.get_draining_nodes() if connected else {}
+    nodes = [
+        RayNode(
+            node_id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            labels=node.get("Labels") or {},
+            total=node["Resources"],
+            # A node that has just come is listed before it has reported for the first time.
+            free=free.get(node["NodeID"], node["Resources"]),
+            draining=node["NodeID"] in draining,
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: node.node_id)
+
+
+def has_autoscaler(ray: Any, nodes: Iterable[RayNode]) -> bool:
+    """Whether nodes may come that are not there yet. Ray does not say so: groups of nodes and their types do."""
+    if any(_GROUP_LABEL in node.labels for node in nodes):
+        return True
+    status = ray.experimental.internal_kv._internal_kv_get(_AUTOSCALER_STATUS)
+    report = (json.loads(status).get("autoscaler_report") or {}) if status else {}
+    return any(not name.startswith(_STATIC_NODE_TYPE_PREFIX) for name in report.get("active_nodes") or {})
+
+
+def room(resources: Iterable[Mapping[str, float]], share: Mapping[str, float]) -> int:
+    """How many shares fit into nodes with these resources, each share on one node."""
+    return sum(
+        min(int((have.get(name, 0.0) + _ROUNDING) / amount) for name, amount in share.items()) for have in resources
+    )
+
+
+def gpu_type_resource(nodes: Iterable[RayNode], variant: str) -> str:
+    """The resource that stands for GPUs of this kind, in the spelling of the nodes if any has such."""
+    names = {name for node in nodes for name in node.gpu_types}
+    wanted = variant.lower().removeprefix("nvidia-")
+    return next(
+        (_GPU_TYPE_PREFIX + name for name in sorted(names) if name.lower() == wanted),
+        _GPU_TYPE_PREFIX + variant,
+    )
+
+
+def in_words(share: Mapping[str, float]) -> str:
+    """A share as a person says it: `4 CPUs, 8 GiB of memory`."""
+    return ", ".join(_amount(name, f"{_scaled(name, amount):g}", amount) for name, amount in share.items())
+
+
+def total_in_words(node: RayNode, share: Mapping[str, float]) -> str:
+    """What a node has of what a share is made of: `8 CPUs, 23 GiB of memory`."""
+    return in_words({name: node.total.get(name, 0.0) for name in share if not name.startswith(_GPU_TYPE_PREFIX)})
+
+
+def free_in_words(nodes: Sequence[RayNode], share: Mapping[str, float]) -> str:
+    """How much of what a share is made of is free over these nodes: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
+    amounts: list[str] = []
+    for name in share:
+        if not name.startswith(_GPU_TYPE_PREFIX):
+            free, total = (_scaled(name, sum(have.get(name, 0.0) for have in side)) for side in _sides(nodes))
+            amounts.append(_amount(name, f"{free:g} of {total:g}", 2))
+    return ", ".join(amounts)
+
+
+def _sides(nodes: Sequence[RayNode]) -> tuple[list[Mapping[str, float]], list[Mapping[str, float]]]:
+    return [node.free for node in nodes], [node.total for node in nodes]
+
+
+def _amount(name: str, number: str, amount: float) -> str:
+    if name == "memory":
+        return f"{number} GiB of memory"
+    if name.startswith(_GPU_TYPE_PREFIX):
+        return f"of type {name.removeprefix(_GPU_TYPE_PREFIX)}"
+    return f"{number} {name}{'' if amount == 1 else 's'}"
+
+
+def _scaled(name: str, amount: float) -> float:
+    return round(amount / 2**30, 1) if name == "memory" else round(amount, 2)

@@ -1,0 +1,110 @@
+"""Real Rays on this machine: one node or several, each a raylet of its own, on loopback, without a dashboard.
+
+A process can be connected to one Ray at a time, so whoever connects says to which one, with `connected`. The tests'
+configuration imports `fakes.ray_variables` before; a script does so itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from resources.backends.ray import RayClient
+
+OBJECT_STORE_BYTES = 100 * 2**20
+MEMORY_BYTES = 256 * 2**30
+"""What a node claims to have; Ray only counts it."""
+
+
+def add_node(
+    cluster: Cluster,
+    *,
+    num_cpus: float = 8,
+    num_gpus: float = 0,
+    memory_bytes: int = MEMORY_BYTES,
+    resources: Mapping[str, float] | None = None,
+    labels: Mapping[str, str] | None = None,
+    env_vars: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Any:
+    """Starts a node, the head if it is the first; `cluster.remove_node(node, allow_graceful=False)` kills it.
+
+    Args:
+        cluster: where it belongs.
+        num_cpus: CPUs that it claims to have.
+        num_gpus: GPUs that it claims to have.
+        memory_bytes: memory that it claims to have.
+        resources: custom ones, such as `{"TPU-v4-8-head": 1, "TPU": 4}`.
+        labels: such as `{"ray.io/availability-region": "us-east1"}`.
+        env_vars: for its raylet and its workers: a `TMPDIR` of its own makes it look like another machine.
+        options: other fields of `ray._private.parameter.RayParams`.
+    """
+    if cluster.head_node is None:
+        options = {"include_dashboard": False, "node_ip_address": "127.0.0.1", **options}
+    return cluster.add_node(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        memory=memory_bytes,
+        object_store_memory=OBJECT_STORE_BYTES,
+        resources=dict(resources or {}),
+        labels=dict(labels or {}),
+        env_vars=dict(env_vars or {}),
+        **options,
+    )
+
+
+@contextmanager
+def ray_cluster(**head: Any) -> Iterator[Cluster]:
+    """A cluster with its head node, started with the options of `add_node`; nobody is connected to it.
+
+    A head takes 4 s to start, a further node 2 s. All of it is gone at the end.
+    """
+    cluster = Cluster()
+    try:
+        add_node(cluster, **head)
+        yield cluster
+    finally:
+        _stop(cluster)
+
+
+@contextmanager
+def connected(address: str, **options: Any) -> Iterator[None]:
+    """Connects this process to the Ray at `address` as a driver, and to no other, until the end of the block."""
+    ray.shutdown()
+    ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@cache
+def shared_ray() -> str:
+    """The address of one node with 8 CPUs for all tests of this process; started on first use, gone at its end."""
+    cluster = Cluster()
+    atexit.register(_stop, cluster)
+    add_node(cluster)
+    return str(cluster.address)
+
+
+def client_of(address: str) -> RayClient:
+    """A client with half a second of grace, of the Ray at `address`; leaves another one first."""
+    if ray.is_initialized() and ray.get_runtime_context().gcs_address != address:
+        ray.shutdown()
+    return RayClient(address, grace_seconds=0.5)
+
+
+def _stop(cluster: Cluster) -> None:
+    if ray.is_initialized() and ray.get_runtime_context().gcs_address == cluster.address:
+        ray.shutdown()
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node, allow_graceful=False)
+    if cluster.head_node is not None:
+        cluster.remove_node(cluster.head_node, allow_graceful=False)

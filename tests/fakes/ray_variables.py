@@ -1,0 +1,9 @@
+"""Variables that Ray reads when it is imported; import this before anything that imports ray."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # a Ray on 127.0.0.1 is found there
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on a busy machine tests would wait for everybody else

@@ -1,0 +1,367 @@
+"""Jobs on real Rays of several nodes: lost nodes, drivers and heads, other machines, other ways to connect."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.job_submission import JobSubmissionClient
+
+from fakes.polling import eventual_pid, eventually, is_alive
+from fakes.ray_cluster import add_node, client_of, ray_cluster
+from resources.backends.choice import client_from_url
+from resources.backends.ray import RayClient
+from resources.config import ResourceConfig
+from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources
+from resources.jobs import (
+    Entrypoint,
+    JobAlreadyExists,
+    JobRequest,
+    JobStatus,
+    create_environment,
+    wait_all,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+FOR_EVER = "while :; do sleep 1; done"
+HERE = {"ray.io/availability-region": "here"}
+THERE = {"ray.io/availability-region": "there"}
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def client_port() -> int:
+    """Of the server for Ray Client."""
+    return free_port()
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory, client_port: int) -> Iterator[Cluster]:
+    """A head with a server for Ray Client, and a node that takes itself for another machine."""
+    with ray_cluster(num_cpus=4, labels=HERE, ray_client_server_port=client_port) as cluster:
+        add_other_machine(cluster, tmp_path_factory.mktemp("machine"))
+        yield cluster
+
+
+def add_other_machine(cluster: Cluster, folder: Path) -> Any:
+    """A node with a `/tmp` and a cache of its own, so that it cannot tell that it is on this machine."""
+    (folder / "tmp").mkdir()
+    return add_node(
+        cluster,
+        num_cpus=4,
+        node_ip_address="127.0.0.2",
+        labels=THERE,
+        env_vars={"TMPDIR": str(folder / "tmp"), "ASSAY_CACHE_DIR": str(folder / "cache")},
+    )
+
+
+@pytest.fixture
+def client(cluster: Cluster) -> Iterator[RayClient]:
+    client = client_of(str(cluster.address))
+    yield client
+    client.shutdown()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def shell(script: str, name: str = "job", **options: Any) -> JobRequest:
+    return JobRequest(name, Entrypoint.from_binary("sh", ["-c", script]), **{"resources": on(), **options})
+
+
+def on(*regions: str, **options: Any) -> ResourceConfig:
+    return ResourceConfig.with_cpu(regions=regions or None, **options)
+
+
+def test_other_machine_gets_the_workspace_without_what_git_ignores(client: RayClient, tmp_path: Path) -> None:
+    workspace = tmp_path / "project"
+    (workspace / "inner").mkdir(parents=True)
+    (workspace / ".gitignore").write_text("secret\n")
+    (workspace / "secret").write_text("s")
+    (workspace / "words.py").write_text("GREETING = 'hello from the workspace'")
+    subprocess.run(["git", "init", "-q", workspace], check=True)
+    request = shell(
+        "pwd; python -c 'import sys; sys.path.insert(0, \"..\"); import words; print(words.GREETING)'; ls -a ..",
+        resources=on("there"),
+        environment=create_environment(workspace=workspace),
+        working_directory=workspace / "inner",
+    )
+    (workspace / "inner" / "kept").touch()
+    first, second = client.submit(request), None
+    first.wait(60)
+    where, greeting, *listed = first.logs().splitlines()
+    assert not Path(where).is_relative_to(workspace)
+    assert greeting == "hello from the workspace"
+    assert "words.py" in listed and "secret" not in listed
+    second = client.submit(request)
+    second.wait(60)
+    assert second.logs().splitlines()[0] == where
+
+
+def test_callable_finds_the_modules_of_its_workspace_and_assay_on_another_machine(
+    client: RayClient, tmp_path: Path
+) -> None:
+    (tmp_path / "lengths.py").write_text("def length(text):\n    return len(text)\n")
+
+    def measure(text: str) -> None:
+        import lengths  # pyright: ignore[reportMissingImports]
+
+        import resources.announcements
+
+        print(lengths.length(text), resources.announcements.__file__)
+
+    request = JobRequest(
+        "measure",
+        Entrypoint.from_callable(measure, ["four"]),
+        resources=on("there"),
+        environment=create_environment(workspace=tmp_path),
+    )
+    handle = client.submit(request)
+    handle.wait(60)
+    assert handle.logs().startswith("4 ")
+
+
+def test_interpreter_that_a_node_lacks_fails_the_job_and_is_not_tried_again(client: RayClient, tmp_path: Path) -> None:
+    (tmp_path / "workspace").mkdir()
+    environment = create_environment(workspace=tmp_path / "workspace", python=Path("/no/such/python"))
+    handle = client.submit(shell("true", resources=on("there"), environment=environment, max_retries_failure=3))
+    with pytest.raises(JobFailed, match="/no/such/python does not exist"):
+        handle.wait(60)
+    assert handle.details().attempts == 1
+
+
+def test_lost_node_costs_a_preemption_and_keeps_the_log(
+    client: RayClient, cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    doomed = add_node(cluster, num_cpus=4, node_ip_address="127.0.0.3", labels={"ray.io/availability-region": "doomed"})
+    mine = f"{tmp_path}/pid-$ASSAY_REPLICA_INDEX"
+    script = f"echo attempt; [ -e {mine} ] && exit 0; echo $$ > {mine}; {FOR_EVER}"
+    handle = client.submit(shell(script, resources=on("doomed", "here"), replicas=2))
+    pids = [eventual_pid(tmp_path / f"pid-{index}") for index in range(2)]
+    eventually(lambda: handle.logs(replica=1) == "attempt")
+    cluster.remove_node(doomed, allow_graceful=False)
+    assert handle.wait(60) is JobStatus.SUCCEEDED
+    details = handle.details()
+    assert (details.attempts, details.failures, details.preemptions) == (2, 0, 1)
+    assert handle.logs(replica=1).splitlines() == ["attempt", "--- attempt 2 ---", "attempt"]
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+def test_replicas_that_do_not_fit_together_wait_together_and_can_be_ended(client: RayClient, tmp_path: Path) -> None:
+    first = client.submit(shell(FOR_EVER, "first", resources=on("here", cpu=3)))
+    eventually(lambda: first.status() is JobStatus.RUNNING)
+    second = client.submit(shell(f"touch {tmp_path}/started", "second", resources=on("here", cpu=2, replicas=2)))
+    eventually(lambda: "waits for" in (second.details().reason or ""))
+    assert second.status() is JobStatus.PENDING
+    begun = time.monotonic()
+    second.terminate()
+    assert time.monotonic() - begun < 5
+    assert second.status() is JobStatus.STOPPED
+    assert not (tmp_path / "started").exists()
+    third = client.submit(shell("true", "third", resources=on("here", cpu=4)))
+    first.terminate()
+    assert third.wait(30) is JobStatus.SUCCEEDED
+
+
+def test_job_that_outlives_its_driver_is_waited_for_by_another_and_the_driver_s_own_jobs_end(
+    client: RayClient, cluster: Cluster, tmp_path: Path
+) -> None:
+    driver = start_driver(
+        str(cluster.address),
+        f"""
+        submit("own", "echo $$ > {tmp_path}/own; {FOR_EVER}")
+        kept = submit("kept", "until [ -e {tmp_path}/go ]; do sleep 0.1; done; echo kept", outlives_parent=True)
+        write({str(tmp_path / "id")!r}, kept.job_id)
+        time.sleep(100)
+        """,
+    )
+    job_id = eventually(lambda: (tmp_path / "id").read_text() if (tmp_path / "id").exists() else "", seconds=60)
+    own = eventual_pid(tmp_path / "own")
+    orphan = next(details for details in client.jobs() if details.name == "own")
+    attached = client.attach(orphan.job_id)
+    driver.kill()
+    driver.wait()
+    eventually(lambda: not is_alive(own))
+    eventually(lambda: attached.status() is JobStatus.STOPPED)
+    with pytest.raises(JobAlreadyExists, match=job_id):
+        client.submit(shell("true", "kept"))
+    adopted = client.submit(shell("true", "kept", outlives_parent=True), adopt_existing=True)
+    assert adopted.job_id == job_id
+    (tmp_path / "go").touch()
+    assert adopted.wait(30) is JobStatus.SUCCEEDED
+    assert client.attach(job_id).logs() == "kept"
+
+
+def test_many_jobs_at_once_all_succeed_with_few_workers(client: RayClient) -> None:
+    jobs = [client.submit(shell("true", f"one-{index}", resources=on("here", cpu=2))) for index in range(30)]
+    assert set(wait_all(jobs, 110)) == {JobStatus.SUCCEEDED}
+    workers = subprocess.run(["pgrep", "-fc", "ray::assay"], capture_output=True, text=True, check=False)
+    assert int(workers.stdout) < 15
+
+
+def test_client_protocol_of_ray_is_enough(cluster: Cluster, client_port: int, tmp_path: Path) -> None:
+    driver = start_driver(
+        f"ray://127.0.0.1:{client_port}",
+        f"""
+        with open({str(tmp_path / "result")!r}, "w") as result:
+            print(submit("remote", "echo hello $ASSAY_JOBS").wait(60), file=result)
+            print(jobs.attach(jobs.jobs()[0].job_id).logs(), file=result)
+        """,
+    )
+    assert driver.wait(90) == 0
+    assert (tmp_path / "result").read_text().split() == ["succeeded", "hello", "ray://auto"]
+
+
+@pytest.mark.timeout(180)
+def test_job_inside_a_job_works_where_the_driver_is_a_job_of_ray_with_a_working_directory(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "words.py").write_text("GREETING = 'hello from the working directory'")
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent("""
+            from resources.config import ResourceConfig
+            from resources.jobs import Entrypoint, JobRequest, current_client
+
+            def submit(function):
+                request = JobRequest(function.__name__, Entrypoint.from_callable(function), resources=ResourceConfig())
+                handle = current_client().submit(request)
+                handle.wait(60)
+                print(handle.logs(), flush=True)
+
+            def child():
+                print("child", flush=True)
+
+            def parent():
+                import words
+
+                print(words.GREETING, flush=True)
+                submit(child)
+
+            submit(parent)
+        """)
+    )
+    ray.shutdown()
+    # Of one node: two on one machine share, and remove, what Ray has unpacked there.
+    port = free_port()
+    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
+    with ray_cluster(num_cpus=2, dashboard_agent_listen_port=free_port(), **dashboard):
+        service = JobSubmissionClient(f"http://127.0.0.1:{port}")
+
+        def submitted() -> str | None:
+            try:
+                return service.submit_job(
+                    entrypoint=f"{sys.executable} main.py",
+                    runtime_env={"working_dir": str(tmp_path), "env_vars": {"ASSAY_JOBS": "ray://auto"}},
+                )
+            except RuntimeError:  # its agent has not started yet
+                return None
+
+        job_id = eventually(submitted, seconds=90) or ""
+        eventually(lambda: service.get_job_status(job_id) in {"SUCCEEDED", "FAILED"}, seconds=60)
+        log = service.get_job_logs(job_id)
+        assert service.get_job_status(job_id) == "SUCCEEDED", log
+    assert log.splitlines()[-2:] == ["hello from the working directory", "child"]
+
+
+def test_connecting_leaves_the_handler_of_sigterm_as_it_is(cluster: Cluster) -> None:
+    ray.shutdown()
+    signal.signal(signal.SIGTERM, before := lambda *_: None)
+    try:
+        client_of(str(cluster.address)).jobs()
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_initialized_ray_is_used_as_it_is(cluster: Cluster) -> None:
+    client_of(str(cluster.address)).jobs()
+    job_id = ray.get_runtime_context().get_job_id()
+    assert client_from_url("ray://auto").url == "ray://auto"
+    assert ray.get_runtime_context().get_job_id() == job_id
+
+
+def test_nothing_at_the_address_is_said_within_seconds() -> None:
+    ray.shutdown()
+    begun = time.monotonic()
+    with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
+        RayClient("127.0.0.1:9").submit(shell("true"))
+    with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:9"):
+        client_from_url("ray://127.0.0.1:9")
+    assert time.monotonic() - begun < 10
+
+
+def test_image_and_what_no_node_has_are_refused(client: RayClient) -> None:
+    with pytest.raises(UnsatisfiableResources, match="run no containers"):
+        client.submit(shell("true", environment=create_environment(docker_image="python")))
+    with pytest.raises(UnsatisfiableResources):
+        client.submit(shell("true", resources=ResourceConfig.with_cpu(cpu=5)))
+
+
+def start_driver(address: str, script: str) -> subprocess.Popen[bytes]:
+    """A process that is a driver of its own; knows `jobs`, a client, and `submit(name, script)`."""
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from resources.backends.ray import RayClient
+from resources.config import ResourceConfig
+from resources.errors import AssayError
+from resources.jobs import Entrypoint, JobRequest
+
+jobs = RayClient({address!r}, grace_seconds=0.5)
+
+def submit(name, script, **options):
+    entrypoint = Entrypoint.from_binary("sh", ["-c", script])
+    return jobs.submit(JobRequest(name, entrypoint, resources=ResourceConfig.with_cpu(), **options))
+
+def write(path, text):
+    Path(path + ".new").write_text(text)
+    Path(path + ".new").rename(path)
+
+{textwrap.dedent(script)}
+"""
+    return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "RAY_ADDRESS": ""})
+
+
+def test_lost_head_is_said_within_seconds_and_the_driver_goes_on(tmp_path: Path) -> None:
+    ray.shutdown()
+    with ray_cluster(num_cpus=2) as cluster:
+        driver = start_driver(
+            str(cluster.address),
+            f"""
+            from resources.jobs import JobRequest
+            job = submit("job", "echo $$ > {tmp_path}/pid; {FOR_EVER}")
+            write({str(tmp_path / "ready")!r}, "")
+            while not Path({str(tmp_path / "go")!r}).exists():
+                time.sleep(0.1)
+            with open({str(tmp_path / "result")!r}, "w") as result:
+                asked = (lambda: job.wait(60), job.details, lambda: submit("other", "true"), jobs.jobs, job.terminate)
+                for ask in asked:
+                    begun = time.monotonic()
+                    try:
+                        ask()
+                    except AssayError as error:
+                        print(type(error).__name__, time.monotonic() - begun < 15, file=result)
+            """,
+        )
+        eventually((tmp_path / "ready").exists, seconds=60)
+        pid = eventual_pid(tmp_path / "pid")
+        cluster.remove_node(cluster.head_node, allow_graceful=False)
+        (tmp_path / "go").touch()
+        assert driver.wait(90) == 0
+    assert (tmp_path / "result").read_text().splitlines() == ["BackendUnavailable True"] * 5
+    eventually(lambda: not is_alive(pid))

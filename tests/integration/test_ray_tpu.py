@@ -1,0 +1,261 @@
+"""TPU slices on a real Ray of ten nodes, nine of which claim to be TPU VMs: whole slices, each to one claimant."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from typing import Any, NamedTuple
+
+import pytest
+
+from fakes.polling import eventually
+from fakes.ray_cluster import add_node, connected, ray, ray_cluster
+from resources.backends.ray import RayClient
+from resources.backends.ray_nodes import REGION_LABEL
+from resources.backends.ray_placement import Placement, check, place
+from resources.config import ResourceConfig
+from resources.errors import UnsatisfiableResources
+from resources.jobs import Entrypoint, JobHandle, JobRequest, JobStatus
+from resources.tpu_lockfile import TPU_LOCKFILE
+
+pytestmark = pytest.mark.timeout(300)  # ten nodes start in 25 s, or in 90 on a machine that is busy with other things
+
+SLICES = {"small": ("v4-8", 1), "first": ("v4-16", 2), "second": ("v4-16", 2), "lite": ("v5litepod-16", 4)}
+V4_8, V4_16, LITE = (ResourceConfig.with_tpu(kind, cpu=2, ram="1g") for kind in ("v4-8", "v4-16", "v5litepod-16"))
+
+
+class Tpus(NamedTuple):
+    """The cluster, and its TPU VMs by slice and worker."""
+
+    cluster: Any
+    vms: dict[tuple[str, int], Any]
+
+
+def start_vm(cluster: Any, name: str, worker: int, *, wait: bool, **labels: str) -> Any:
+    """A node as Ray describes it on a VM of Google's, of which it knows these things by itself."""
+    kind, _ = SLICES[name]
+    head = {f"TPU-{kind}-head": 1} if worker == 0 else {}
+    own = {"ray.io/tpu-slice-name": name, "ray.io/tpu-worker-id": str(worker), "ray.io/tpu-pod-type": kind}
+    return add_node(
+        cluster,
+        num_cpus=4,
+        resources={"TPU": 4, name: 1, **head},
+        labels={**own, **labels},
+        env_vars={"VM": f"{name}-{worker}"},
+        wait=wait,
+    )
+
+
+@pytest.fixture(scope="module")
+def tpus() -> Iterator[Tpus]:
+    # Ray would take 15 s to notice a death.
+    with ray_cluster(num_cpus=4, _system_config={"health_check_period_ms": 500}) as cluster:
+        vms = {
+            (name, worker): start_vm(cluster, name, worker, wait=False)
+            for name, (_, count) in SLICES.items()
+            for worker in range(count)
+        }
+        cluster.wait_for_nodes()
+        with connected(str(cluster.address)):
+            yield Tpus(cluster, vms)
+
+
+@asynccontextmanager
+async def placed(resources: ResourceConfig, replicas: int = 1) -> AsyncIterator[Placement]:
+    """A placement that is there at once, for the length of a block."""
+    async with asyncio.timeout(20):
+        placement = await place(ray, resources, replicas, on_waiting=lambda reason: None)
+    try:
+        yield placement
+    finally:
+        placement.release()
+
+
+class Waiting:
+    """A claim that is not granted yet, and what it was told."""
+
+    def __init__(self, resources: ResourceConfig, replicas: int = 1) -> None:
+        self.reasons: asyncio.Queue[str] = asyncio.Queue()
+        self.claim = asyncio.ensure_future(place(ray, resources, replicas, on_waiting=self.reasons.put_nowait))
+
+    async def reason(self) -> str:
+        async with asyncio.timeout(20):
+            return await self.reasons.get()
+
+    async def granted(self) -> Placement:
+        async with asyncio.timeout(20):
+            return await self.claim
+
+    async def given_up(self) -> None:
+        self.claim.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await self.claim
+
+
+def heads_are_asked_for() -> bool:
+    groups = ray.util.placement_group_table().values()
+    return {0: {"TPU-v4-32-head": 1.0}} in [group["bundles"] for group in groups if group["state"] == "PENDING"]
+
+
+async def nodes_of(placement: Placement) -> list[tuple[str, int]]:
+    """Slice and worker of each node that a process of the placement really starts on, in the placement's order."""
+
+    @ray.remote(max_retries=0)
+    def where() -> str:
+        return ray.get_runtime_context().get_node_id()
+
+    options = [
+        {"num_cpus": one.num_cpus, "memory": one.memory, "resources": dict(one.resources)} for one in placement.hosts
+    ]
+    asked = [
+        where.options(scheduling_strategy=one.strategy, **each).remote()
+        for one, each in zip(placement.hosts, options, strict=True)
+    ]
+    async with asyncio.timeout(60):
+        ids = await asyncio.gather(*asked)
+    labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
+    return [
+        (labels[one].get("ray.io/tpu-slice-name", "head"), int(labels[one].get("ray.io/tpu-worker-id", 0)))
+        for one in ids
+    ]
+
+
+async def test_slice_of_four_vms_is_one_replica_with_a_process_on_each_in_worker_order(tpus: Tpus) -> None:
+    async with placed(LITE) as placement:
+        assert await nodes_of(placement) == [("lite", 0), ("lite", 1), ("lite", 2), ("lite", 3)]
+        assert [(host.replica, host.host, host.resources) for host in placement.hosts] == [
+            (0, worker, {"TPU": 4.0}) for worker in range(4)
+        ]
+        assert [host.env_vars["TPU_WORKER_ID"] for host in placement.hosts] == ["0", "1", "2", "3"]
+
+
+async def test_two_claimants_at_once_get_different_slices_and_a_third_waits_for_one(tpus: Tpus) -> None:
+    first, second = await asyncio.gather(*[Waiting(V4_16).granted() for _ in range(2)])
+    try:
+        assert sorted([await nodes_of(first), await nodes_of(second)]) == [
+            [("first", 0), ("first", 1)],
+            [("second", 0), ("second", 1)],
+        ]
+        third = Waiting(V4_16)
+        assert await third.reason() == "waits for 1 × v4-16: 2 slices in the cluster, both taken"
+        second.release()
+        freed = await third.granted()
+        freed.release()
+    finally:
+        first.release()
+        second.release()
+
+
+async def test_request_for_one_host_waits_for_its_type_while_larger_slices_are_idle(tpus: Tpus) -> None:
+    async with placed(V4_8) as placement:
+        assert await nodes_of(placement) == [("small", 0)]
+        second = Waiting(V4_8)
+        assert await second.reason() == "waits for 1 × v4-8: 1 slice in the cluster, taken"
+        await second.given_up()
+
+
+async def test_job_of_two_slices_holds_neither_until_it_can_have_both(tpus: Tpus) -> None:
+    async with placed(V4_16):
+        both = Waiting(V4_16, 2)
+        assert await both.reason() == "waits for 2 × v4-16: 2 slices in the cluster: 1 free, 1 taken"
+        async with placed(V4_16):  # the second one is still to be had
+            pass
+    placement = await both.granted()
+    try:
+        assert len(set(await nodes_of(placement))) == 4
+        assert [(host.env_vars["MEGASCALE_SLICE_ID"], host.env_vars["TPU_WORKER_ID"]) for host in placement.hosts] == [
+            ("0", "0"),
+            ("0", "1"),
+            ("1", "0"),
+            ("1", "1"),
+        ]
+        assert {host.env_vars["MEGASCALE_COORDINATOR_ADDRESS"] for host in placement.hosts} == {"127.0.0.1:8081"}
+    finally:
+        placement.release()
+
+
+async def test_slice_whose_first_host_another_library_reserved_is_not_taken_from_it(tpus: Tpus) -> None:
+    other = ray.util.placement_group([{"TPU-v4-8-head": 1}])
+    await other.ready()
+    claim = Waiting(V4_8)
+    assert "1 slice in the cluster, taken" in await claim.reason()
+    ray.util.remove_placement_group(other)
+    (await claim.granted()).release()
+
+
+async def test_replicas_without_a_tpu_start_together_and_leave_slices_alone_while_others_have_room(tpus: Tpus) -> None:
+    small = ResourceConfig(cpu=2, ram="1g")
+    async with placed(small, 2) as placement:
+        assert await nodes_of(placement) == [("head", 0), ("head", 0)]
+        assert [host.env_vars for host in placement.hosts] == [{"JAX_PLATFORMS": "cpu"}] * 2
+        async with placed(small) as third:
+            assert await nodes_of(third) != [("head", 0)]
+        stays = Waiting(small.model_copy(update={"preemptible": False}))
+        assert "that stays" not in (reason := await stays.reason())
+        assert reason == "waits for 2 CPUs, 1 GiB of memory: 0 of 4 CPUs, 254 of 256 GiB of memory free on 1 node"
+        await stays.given_up()
+    all_at_once = Waiting(ResourceConfig(cpu=3, ram="1g"), 10)
+    async with placed(small):
+        pass
+    (await all_at_once.granted()).release()
+
+
+async def test_impossible_request_is_refused_at_once(tpus: Tpus) -> None:
+    with pytest.raises(UnsatisfiableResources, match="1 × v4-32"):
+        check(ray, ResourceConfig.with_tpu("v4-32"), 1)
+    with pytest.raises(UnsatisfiableResources, match="no node of the cluster says where it is"):
+        check(ray, ResourceConfig(regions=("us-east1",)), 1)
+    check(ray, V4_16, 2)
+
+
+def runs_on(job: JobHandle) -> list[str]:
+    """What each host of a job's only replica said last about where it is."""
+    hosts = [re.findall("^on (.+)$", part, re.MULTILINE) for part in job.logs().split("==> host")[1:]]
+    return [said[-1] if said else "" for said in hosts]
+
+
+async def soon(condition: Callable[[], bool]) -> None:
+    """Waits in a thread: the loop of the test is busy with claims."""
+    await asyncio.to_thread(eventually, condition, seconds=60.0)
+
+
+async def test_slice_that_lost_a_host_is_left_for_a_whole_one_and_used_again_once_it_is_back(tpus: Tpus) -> None:
+    """The last test: it changes the cluster."""
+    client = RayClient(str(tpus.cluster.address), grace_seconds=2)
+    command = Entrypoint.from_binary(
+        "sh",
+        [
+            "-c",
+            "echo on $VM $ASSAY_REPLICA_INDEX $ASSAY_HOST_INDEX of $ASSAY_HOST_COUNT $TPU_WORKER_ID; exec sleep 600",
+        ],
+    )
+    request = JobRequest("train", command, resources=V4_16)
+    TPU_LOCKFILE.touch()  # of a process that was killed
+    job = await asyncio.to_thread(client.submit, request)
+    await soon(lambda: len(runs_on(job)) == 2 and all(runs_on(job)))
+    assert not TPU_LOCKFILE.exists()
+    name = runs_on(job)[0].split("-")[0]
+    on_first = [f"{name}-0 0 0 of 2 0", f"{name}-1 0 1 of 2 1"]
+    assert runs_on(job) == on_first
+    other = ({"first", "second"} - {name}).pop()
+    tpus.cluster.remove_node(tpus.vms[name, 1], allow_graceful=False)
+    await soon(lambda: runs_on(job) == [f"{other}-0 0 0 of 2 0", f"{other}-1 0 1 of 2 1"])
+    details = job.details()
+    assert (details.status, details.preemptions, details.failures) == (JobStatus.RUNNING, 1, 0)
+
+    second = await asyncio.to_thread(client.submit, JobRequest("train-too", command, resources=V4_16))
+    lacks = f"2 slices in the cluster: 1 taken, 1 incomplete ({name} has 4 of 8 chips, on worker 0)"
+    await soon(lambda: lacks in (second.details().reason or ""))
+    start_vm(tpus.cluster, name, 1, wait=True, **{REGION_LABEL: "us-east1", "ray.io/node-group": "added"})
+    await soon(lambda: runs_on(second) == on_first)
+    await asyncio.to_thread(client.shutdown)
+    assert (job.status(), second.status()) == (JobStatus.STOPPED, JobStatus.STOPPED)
+
+    # A node of a group means that there is an autoscaler: what is not there may come, once it is shown what for.
+    check(ray, ResourceConfig.with_tpu("v4-32"), 1)
+    large = Waiting(ResourceConfig.with_tpu("v4-32"))
+    assert await large.reason() == "waits for 1 × v4-32: none in the cluster at present"
+    await soon(heads_are_asked_for)
+    await large.given_up()
