@@ -1,0 +1,212 @@
+"""The commands that run anything on any backend: `assay submit` and `assay jobs`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from flows.console import ERR, OUT, Json, print_json
+from resources.errors import BackendUnavailable, BadInput, JobFailed
+from resources.jobs import JobDetails, JobStatus
+
+jobs_app = typer.Typer(help="Jobs of a backend, whoever submitted them.", no_args_is_help=True)
+
+SUBMIT_SETTINGS = {"allow_interspersed_args": False}
+"""For typer: what follows the program belongs to it, with or without `--`."""
+
+_Backend = Annotated[str | None, typer.Option(help="local, ray://…, iris://… or kubernetes://…; see ASSAY_JOBS.")]
+_Cluster = Annotated[str | None, typer.Option(help="A region whose cluster is meant, or local.")]
+_JobId = Annotated[str, typer.Argument(help="Id of the job.")]
+
+
+def submit(
+    command: Annotated[list[str], typer.Argument(help="Program and arguments, such as -- python script.py.")],
+    name: Annotated[str | None, typer.Option(help="Name of the job; the script's when left out.")] = None,
+    backend: _Backend = None,
+    cluster: _Cluster = None,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Show its log until it ends, or only its id.")] = True,
+    auto_stop: Annotated[bool, typer.Option("--auto-stop", help="End the job when this command ends.")] = False,
+    env: Annotated[list[str] | None, typer.Option("--env", "-e", help="KEY=VALUE, or KEY; repeatable.")] = None,
+    extra: Annotated[list[str] | None, typer.Option("--extra", help="Extras of this project, a,b; repeatable.")] = None,
+    pip: Annotated[list[str] | None, typer.Option("--pip", help="Requirement for the job; repeatable.")] = None,
+    cpu: Annotated[int, typer.Option(help="CPU cores per replica.")] = 1,
+    ram: Annotated[str, typer.Option(help="Memory per replica.")] = "4g",
+    disk: Annotated[str, typer.Option(help="Local disk per replica.")] = "16g",
+    gpu: Annotated[str | None, typer.Option(help="GPUs per replica: H100:8, H100, or 8.")] = None,
+    tpu: Annotated[str | None, typer.Option(help="TPU slice per replica, such as v5litepod-16.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas; they succeed or fail together.")] = 1,
+    region: Annotated[
+        list[str] | None, typer.Option("--region", help="Region allowed, best first; repeatable.")
+    ] = None,
+    zone: Annotated[str | None, typer.Option(help="A zone of the region.")] = None,
+    preemptible: Annotated[bool, typer.Option(help="Whether a machine that can be taken away will do.")] = True,
+    image: Annotated[str | None, typer.Option(help="Container image, in place of this folder.")] = None,
+    retries: Annotated[int, typer.Option(help="How many failed attempts are tried again.")] = 0,
+    preemption_retries: Annotated[int, typer.Option(help="How many preempted attempts are tried again.")] = 100,
+) -> None:
+    """Run a program as a job, with the code of this folder; exit code 0, 1 it failed, 2 infrastructure, 3 bad input."""
+    from flows.job_following import follow
+    from flows.submitting import SubmitOptions, client_of, request_of
+
+    if auto_stop and not wait:
+        raise BadInput(
+            expected="--auto-stop while this command waits, or --no-wait", found="both", remedy="Leave one out."
+        )
+    options = SubmitOptions(
+        command=tuple(command),
+        name=name,
+        cpu=cpu,
+        ram=ram,
+        disk=disk,
+        gpu=gpu,
+        tpu=tpu,
+        replicas=replicas,
+        regions=tuple(region or ()),
+        zone=zone,
+        preemptible=preemptible,
+        image=image,
+        pip=tuple(pip or ()),
+        extras=tuple(extra or ()),
+        variables=tuple(env or ()),
+        retries=retries,
+        preemption_retries=preemption_retries,
+        outlives_parent=not auto_stop,
+    )
+    request = request_of(options, workspace=Path.cwd())
+    client = client_of(backend=backend, cluster=cluster)
+    try:
+        job = client.submit(request)
+    except KeyboardInterrupt:
+        _note("Interrupted while the job was being submitted. assay jobs list   shows whether it is there")
+        raise typer.Exit(130) from None
+    if not wait:
+        OUT.print(job.job_id, highlight=False, soft_wrap=True)
+        return
+    _note(f"{job.job_id} on {client.url}")
+    place = f" --cluster {cluster}" if cluster else f" --backend {backend}" if backend else ""
+    goes_on = f"{job.job_id} goes on. assay jobs logs -f {job.job_id}{place}   comes back to it"
+    try:
+        details = follow(job, replicas=range(request.replica_count), write=_write_line, note=_note)
+    except BackendUnavailable:
+        if not auto_stop:
+            _note(goes_on)
+        raise
+    except (KeyboardInterrupt, SystemExit) as ended:
+        if auto_stop:
+            _note(f"Ending {job.job_id} …")
+            job.terminate()
+        else:
+            _note(goes_on)
+        raise typer.Exit(130 if isinstance(ended, KeyboardInterrupt) else int(ended.code or 0)) from None
+    _end_with(details)
+
+
+@jobs_app.command("list")
+def jobs_list(
+    backend: _Backend = None,
+    cluster: _Cluster = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many, the newest first.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """Show the jobs that are running or are still remembered."""
+    from flows.submitting import client_of
+
+    found = client_of(backend=backend, cluster=cluster).jobs()[:lines]
+    if as_json:
+        print_json([asdict(one) for one in found])
+        return
+    table = Table("Job", "Status", "Attempts", "Submitted", "Why")
+    table.columns[0].overflow = "fold"
+    for one in found:
+        table.add_row(one.job_id, one.status, str(one.attempts), _when(one.submitted_at), one.reason or "")
+    OUT.print(table if found else "No job is remembered there.")
+
+
+@jobs_app.command("status")
+def jobs_status(job_id: _JobId, backend: _Backend = None, cluster: _Cluster = None, as_json: Json = False) -> None:
+    """Show where one job stands, and why."""
+    from flows.submitting import client_of
+
+    details = client_of(backend=backend, cluster=cluster).attach(job_id).details()
+    if as_json:
+        print_json(asdict(details))
+        return
+    table = Table(show_header=False, box=None)
+    for label, value in asdict(details).items():
+        shown = _when(details.submitted_at) if label == "submitted_at" else str(value if value is not None else "–")
+        table.add_row(label.replace("_", " "), shown)
+    OUT.print(table)
+
+
+@jobs_app.command("logs")
+def jobs_logs(
+    job_id: _JobId,
+    backend: _Backend = None,
+    cluster: _Cluster = None,
+    follow_: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on until the job ends, with its exit code.")
+    ] = False,
+    replica: Annotated[int | None, typer.Option(help="One replica; all when left out.")] = None,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines, the last ones.")] = 200,
+) -> None:
+    """Show what a job wrote."""
+    from flows.job_following import follow, replicas_of
+    from flows.submitting import client_of
+
+    job = client_of(backend=backend, cluster=cluster).attach(job_id)
+    if not follow_:
+        text = job.logs(lines, replica=replica)
+        sys.stdout.write(f"{text}\n" if text else "")
+        return
+    wanted = [replica] if replica is not None else replicas_of(job)
+    details = follow(job, replicas=wanted, write=_write_line, note=_note)
+    _end_with(details)
+
+
+@jobs_app.command("stop")
+def jobs_stop(
+    job_ids: Annotated[list[str], typer.Argument(help="Ids of jobs.")],
+    backend: _Backend = None,
+    cluster: _Cluster = None,
+) -> None:
+    """End jobs with everything they started."""
+    from flows.job_following import ending_of
+    from flows.submitting import client_of
+
+    client = client_of(backend=backend, cluster=cluster)
+    for job in [client.attach(job_id) for job_id in job_ids]:
+        job.terminate()
+        OUT.print(ending_of(job.details()), highlight=False, markup=False, soft_wrap=True)
+
+
+def _end_with(details: JobDetails) -> None:
+    """Says how the job ended, and gives the command the exit code for it."""
+    from flows.job_following import ending_of, is_lost
+
+    if is_lost(details):
+        raise JobFailed(
+            expected=f"job {details.job_id} to run to its end",
+            found=ending_of(details),
+            remedy="Submit it again; with --preemption-retries it is started again by itself.",
+        )
+    _note(ending_of(details))
+    raise typer.Exit(0 if details.status is JobStatus.SUCCEEDED else 1)
+
+
+def _when(seconds: float | None) -> str:
+    return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
+
+
+def _write_line(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def _note(text: str) -> None:
+    ERR.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

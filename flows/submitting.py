@@ -1,0 +1,178 @@
+"""From options of the command line to a job on any backend."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from resources.backends.choice import client_from_url
+from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
+from resources.errors import BadInput
+from resources.jobs import Client, Entrypoint, JobRequest, create_environment, current_client
+from resources.ray_clusters import LOCAL, local_cluster
+from resources.regions import known_regions, regions_for
+from resources.settings import variable
+from resources.tpu import tpu_topology
+
+_GPU = re.compile(r"(?:(?P<variant>[A-Za-z][\w-]*)(?::|$))?(?P<count>\d+)?")
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
+
+
+class SubmitOptions(Config):
+    """What `assay submit` was asked for."""
+
+    command: tuple[str, ...]
+    """The program and its arguments."""
+    name: str | None = None
+    """Name of the job; the script's when unset."""
+    cpu: int = 1
+    """CPU cores per replica."""
+    ram: str = "4g"
+    """Memory per replica."""
+    disk: str = "16g"
+    """Local disk per replica."""
+    gpu: str | None = None
+    """GPUs per replica: H100:8, H100, or 8 of any kind."""
+    tpu: str | None = None
+    """The TPU slice of a replica."""
+    replicas: int = 1
+    """How many replicas."""
+    regions: tuple[str, ...] = ()
+    """Regions allowed, best first."""
+    zone: str | None = None
+    """One zone."""
+    preemptible: bool = True
+    """Whether a machine that can be taken away will do."""
+    image: str | None = None
+    """Container image, on backends that run containers, in place of the working directory."""
+    pip: tuple[str, ...] = ()
+    """Requirements of an environment built for the job."""
+    extras: tuple[str, ...] = ()
+    """Extras of the project in the working directory, each entry one or several with commas."""
+    variables: tuple[str, ...] = ()
+    """`KEY=VALUE`, or `KEY` to pass on this process's."""
+    retries: int = 0
+    """How many failed attempts are tried again."""
+    preemption_retries: int = 100
+    """How many preempted attempts are tried again."""
+    outlives_parent: bool = True
+    """Whether it goes on when this command ends."""
+
+
+def request_of(options: SubmitOptions, *, workspace: Path) -> JobRequest:
+    """The job that the options describe; the code it finds is that of `workspace`.
+
+    Raises:
+        BadInput: an option is wrong, or no region offers what is asked for.
+    """
+    program, *arguments = options.command
+    resources = _resources(options)
+    return JobRequest(
+        options.name or job_name(options.command),
+        Entrypoint.from_binary(program, arguments),
+        resources=resources,
+        environment=create_environment(
+            workspace=None if options.image else workspace,
+            docker_image=options.image,
+            pip_packages=options.pip,
+            extras=[extra for entry in options.extras for extra in entry.split(",") if extra],
+            env_vars=dict(_variable(one) for one in options.variables),
+        ),
+        max_retries_failure=options.retries,
+        max_retries_preemption=options.preemption_retries,
+        outlives_parent=options.outlives_parent,
+    )
+
+
+def client_of(*, backend: str | None, cluster: str | None) -> Client:
+    """The client of a backend's address or of a region's cluster; else the usual one.
+
+    Raises:
+        BadInput: both are given, or nothing says how to reach the region's cluster.
+    """
+    if backend and cluster:
+        raise BadInput(
+            expected="either --backend or --cluster",
+            found=f"--backend {backend} --cluster {cluster}",
+            remedy="Leave one of them out.",
+        )
+    if cluster:
+        return client_from_url(_address_of(cluster))
+    return client_from_url(backend) if backend else current_client()
+
+
+def job_name(command: tuple[str, ...]) -> str:
+    """A name for a job from its command: the first script's, else the program's."""
+    scripts = [argument for argument in command[1:] if argument.endswith((".py", ".sh"))]
+    stem = Path(scripts[0] if scripts else command[0]).stem
+    return _NOT_IN_NAMES.sub("-", stem).strip("-._")[:60] or "job"
+
+
+def _address_of(cluster: str) -> str:
+    if cluster == LOCAL:
+        return local_cluster().address
+    region = known_regions().named(cluster)
+    if region.backend_url:
+        return region.backend_url
+    raise BadInput(
+        expected=f"ray_address or iris_address of {region.name} in the regions file",
+        found="neither",
+        remedy=f"Add it there, or run `assay cluster dashboard {region.name}` in another terminal and submit with "
+        "--backend ray://127.0.0.1:10001",
+    )
+
+
+def _resources(options: SubmitOptions) -> ResourceConfig:
+    try:
+        resources = ResourceConfig(
+            cpu=options.cpu,
+            ram=options.ram,
+            disk=options.disk,
+            device=_device(options),
+            replicas=options.replicas,
+            regions=tuple(known_regions().named(name).name for name in options.regions) or None,
+            zone=options.zone,
+            preemptible=options.preemptible,
+            image=options.image,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise BadInput(
+            expected=f"a sensible {'.'.join(str(part) for part in first['loc']) or 'set of resources'}",
+            found=f"{first['msg']} ({first['input']!r})",
+            remedy="Correct the option; assay submit --help describes each.",
+        ) from error
+    if options.regions:
+        regions_for(resources)
+    return resources
+
+
+def _device(options: SubmitOptions) -> Device:
+    if options.gpu and options.tpu:
+        raise BadInput(
+            expected="either --gpu or --tpu", found=f"--gpu {options.gpu} --tpu {options.tpu}", remedy="Leave one out."
+        )
+    if options.tpu:
+        return TpuConfig(variant=tpu_topology(options.tpu).variant)
+    if options.gpu is None:
+        return CpuConfig()
+    found = _GPU.fullmatch(options.gpu)
+    if found is None or not options.gpu:
+        raise BadInput(expected="--gpu H100, --gpu H100:8 or --gpu 8", found=options.gpu, remedy="Correct it.")
+    return GpuConfig(variant=found["variant"] or "auto", count=int(found["count"] or 1))
+
+
+def _variable(text: str) -> tuple[str, str]:
+    name, given, value = text.partition("=")
+    if name and given:
+        return name, value
+    inherited = variable(name) if name else None
+    if inherited is None:
+        raise BadInput(
+            expected="-e KEY=VALUE, or -e KEY with KEY set here",
+            found=f"-e {text}" + ("" if given else ", and it is not set"),
+            remedy="Give the value, or export the variable before.",
+        )
+    return name, inherited

@@ -1,0 +1,239 @@
+"""Ray clusters: the commands that start and end a region's, and a Ray head of this machine for trying things out.
+
+The local one is a job of this machine that outlives its parent: `take_down_local` ends it with all its processes, and
+no other Ray of the machine, which `ray stop` would end too.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from resources.backends.local import LocalClient
+from resources.config import Config, ResourceConfig
+from resources.errors import BackendUnavailable, BadInput
+from resources.files import replace_text
+from resources.jobs import Entrypoint, JobRequest, create_environment
+from resources.region_table import Region
+from resources.settings import settings
+
+LOCAL = "local"
+"""The name of this machine's cluster, where others have a region's."""
+DASHBOARD_PORT, CLIENT_PORT = 8265, 10001
+_START_SECONDS = 120.0  # 8 s on two idle cores
+_PORTS: tuple[str, ...] = (
+    "port",
+    "ray-client-server-port",
+    "dashboard-port",
+    "dashboard-agent-listen-port",
+    "metrics-export-port",
+)
+_GRACE_SECONDS = 3.0  # jobs of the cluster are told before; Ray itself has nothing to save
+_OBJECT_STORE_BYTES = 200 * 2**20
+
+
+class LocalCluster(Config):
+    """A Ray head of this machine that was started by `assay cluster up local`."""
+
+    job_id: str
+    """The job that it is, on the local backend."""
+    address: str
+    """Where jobs are submitted, as `ASSAY_JOBS` names it."""
+    dashboard: str
+    """Its pages."""
+    folder: Path
+    """Its temporary files."""
+
+
+def ray_command() -> str:
+    """Ray's own command in the environment of this process.
+
+    Raises:
+        BadInput: Ray is not installed there.
+    """
+    command = Path(sys.executable).with_name("ray")
+    if not command.exists():
+        raise BadInput(
+            expected=f"Ray's command at {command}",
+            found="nothing there",
+            remedy="Install the extra: pip install 'assay-evals[ray]'",
+        )
+    return str(command)
+
+
+def up_command(file: Path) -> list[str]:
+    """Starts a region's head, or updates it."""
+    return [ray_command(), "up", "--yes", str(file)]
+
+
+def down_command(file: Path) -> list[str]:
+    """Ends a region's head and all its workers."""
+    return [ray_command(), "down", "--yes", str(file)]
+
+
+def status_command(file: Path) -> list[str]:
+    """Shows what a region's head sees: nodes, demand, errors of the launcher."""
+    return [ray_command(), "exec", str(file), "~/assay-environment/bin/ray status"]
+
+
+def tunnel_command(file: Path, *, port: int = DASHBOARD_PORT, client_port: int = CLIENT_PORT) -> list[str]:
+    """Forwards two local ports to a region's head, to its pages and to where jobs are submitted, until it is ended.
+
+    `ray dashboard` would forward the first one only. Ray forwards equal port numbers, so the head listens on these.
+    """
+    forwarded = ["--port-forward", str(port), "--port-forward", str(client_port)]
+    return [ray_command(), "exec", *forwarded, str(file), "sleep infinity"]
+
+
+def start_local_command(ports: Mapping[str, int], *, folder: Path, cpus: int | None) -> list[str]:
+    """Starts a Ray head that listens on loopback only, in the foreground."""
+    return [
+        ray_command(),
+        "start",
+        "--head",
+        "--block",
+        "--disable-usage-stats",
+        "--node-ip-address=127.0.0.1",
+        "--dashboard-host=127.0.0.1",
+        *(f"--{name}={number}" for name, number in ports.items()),
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+        f"--object-store-memory={_OBJECT_STORE_BYTES}",
+        f"--temp-dir={folder}",
+        *([f"--num-cpus={cpus}"] if cpus is not None else []),
+    ]
+
+
+def checked_cluster_file(region: Region, file: Path) -> Path:
+    """The cluster file, if a cluster can be started from it.
+
+    Raises:
+        BadInput: it is not there, or the region names no project.
+    """
+    if not file.is_file() or region.ray_cluster is None or region.ray_cluster.project is None:
+        raise BadInput(
+            expected=f"{file}, with the Google Cloud project that pays for {region.name}",
+            found="no such file" if not file.is_file() else "no project",
+            remedy="Set ray_cluster.project of the region in the regions file, then run `assay cluster write`.",
+        )
+    return file
+
+
+def local_cluster() -> LocalCluster:
+    """The cluster of this machine.
+
+    Raises:
+        BadInput: none is up.
+    """
+    known = find_local()
+    if known is None:
+        raise BadInput(
+            expected="a Ray cluster of this machine",
+            found="none is up",
+            remedy="Start one: assay cluster up local",
+        )
+    return known
+
+
+def find_local() -> LocalCluster | None:
+    """The cluster of this machine, if one was started and still runs."""
+    try:
+        known = LocalCluster.model_validate_json(_record().read_text())
+        return known if not LocalClient().attach(known.job_id).status().finished else None
+    except (OSError, ValidationError, BadInput):
+        return None
+
+
+def start_local(*, cpus: int | None = None) -> LocalCluster:
+    """Starts the cluster of this machine, and returns once jobs can be submitted; does nothing where it is up.
+
+    Args:
+        cpus: how many CPUs it claims to have; the machine's when None.
+
+    Raises:
+        BackendUnavailable: it did not come up.
+    """
+    if known := find_local():
+        return known
+    ports = dict(zip(_PORTS, _free_ports(len(_PORTS)), strict=True))
+    # Sockets below it have at most 107 bytes in their paths, too few for a cache folder that is deep.
+    folder = Path(tempfile.mkdtemp(prefix="assay-ray-"))
+    program, *arguments = start_local_command(ports, folder=folder, cpus=cpus)
+    job = LocalClient(grace_seconds=_GRACE_SECONDS).submit(
+        JobRequest(
+            "ray-head",
+            Entrypoint.from_binary(program, arguments),
+            resources=ResourceConfig.with_cpu(),
+            environment=create_environment(
+                workspace=folder,
+                env_vars={"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"},
+            ),
+            max_retries_preemption=0,
+            outlives_parent=True,
+        )
+    )
+    cluster = LocalCluster(
+        job_id=job.job_id,
+        address=f"ray://127.0.0.1:{ports['ray-client-server-port']}",
+        dashboard=f"http://127.0.0.1:{ports['dashboard-port']}",
+        folder=folder,
+    )
+    deadline = time.monotonic() + _START_SECONDS
+    while not all(_answers(ports[name]) for name in _PORTS[:3]):
+        if job.status().finished or time.monotonic() > deadline:
+            log = job.logs(20)
+            _end(cluster)
+            raise BackendUnavailable(
+                expected=f"a Ray head on this machine after {_START_SECONDS:g} s",
+                found=f"it is {job.status()}\n{log}",
+                remedy="Read the log; free memory or ports where it complains of them.",
+            )
+        time.sleep(0.1)
+    _record().parent.mkdir(parents=True, exist_ok=True)
+    replace_text(_record(), cluster.model_dump_json())
+    return cluster
+
+
+def take_down_local() -> LocalCluster:
+    """Ends the cluster of this machine with all its processes, and no other Ray.
+
+    Raises:
+        BadInput: none is up.
+    """
+    cluster = local_cluster()
+    _end(cluster)
+    return cluster
+
+
+def _end(cluster: LocalCluster) -> None:
+    LocalClient().attach(cluster.job_id).terminate()
+    _record().unlink(missing_ok=True)
+    shutil.rmtree(cluster.folder, ignore_errors=True)
+
+
+def _record() -> Path:
+    return settings().cache_dir / "clusters" / f"{LOCAL}.json"
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as open_sockets:
+        sockets = [open_sockets.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+    except OSError:
+        return False
+    return True

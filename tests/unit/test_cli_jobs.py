@@ -1,0 +1,197 @@
+"""From options to a job, and from ends of logs to the lines that are new."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from flows.cli import app
+from flows.job_following import LogTail, ending_of, follow, is_lost
+from flows.submitting import SubmitOptions, client_of, job_name, request_of
+from resources.config import CpuConfig, GpuConfig, TpuConfig
+from resources.errors import BackendUnavailable, BadInput, NoMatchingRegion
+from resources.jobs import Command, JobDetails, JobRequest, JobStatus
+
+
+def job(workspace: Path, *command: str, **options: object) -> JobRequest:
+    content = {"command": command or ("python", "a.py"), **options}
+    return request_of(SubmitOptions.model_validate(content), workspace=workspace)
+
+
+def test_submit_options_become_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("FROM_HERE", "here")
+    request = job(
+        tmp_path,
+        "python",
+        "scripts/train it.py",
+        "--steps=1",
+        cpu=3,
+        tpu="v5e-16",
+        replicas=2,
+        regions=("eu-west4", "us-west4"),
+        preemptible=False,
+        extras=("eval,tpu", "more"),
+        pip=("einops",),
+        variables=("FROM_HERE", "GIVEN=a=b", "EMPTY="),
+        retries=1,
+        preemption_retries=7,
+    )
+    assert request.name == "train-it"
+    assert request.entrypoint == Command("python", ("scripts/train it.py", "--steps=1"))
+    assert request.resources.device == TpuConfig(variant="v5litepod-16")
+    assert request.resources.regions == ("europe-west4", "us-west4") and not request.resources.preemptible
+    assert (request.replica_count, request.max_retries_failure, request.max_retries_preemption) == (2, 1, 7)
+    assert request.outlives_parent
+    environment = request.environment
+    assert environment is not None and environment.workspace == tmp_path
+    assert environment.extras == ("eval", "tpu", "more") and environment.pip_packages == ("einops",)
+    assert {"FROM_HERE": "here", "GIVEN": "a=b", "EMPTY": ""}.items() <= environment.env_vars.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "device"),
+    [
+        ({}, CpuConfig()),
+        ({"gpu": "H100:8"}, GpuConfig(variant="H100", count=8)),
+        ({"gpu": "A100-80GB"}, GpuConfig(variant="A100-80GB")),
+        ({"gpu": "2"}, GpuConfig(count=2)),
+    ],
+)
+def test_submit_device_is_read_from_one_word(tmp_path: Path, options: dict[str, str], device: object):
+    assert job(tmp_path, **options).resources.device == device
+
+
+@pytest.mark.parametrize(
+    ("options", "hint"),
+    [
+        ({"gpu": "H100", "tpu": "v4-8"}, "--tpu v4-8"),
+        ({"gpu": "H100:many"}, "H100:many"),
+        ({"gpu": ""}, "--gpu"),
+        ({"tpu": "v5e-3"}, "v5e-3"),
+        ({"cpu": 0}, "cpu"),
+        ({"ram": "lots"}, "lots"),
+        ({"variables": ("ASSAY_TEST_IS_NOT_SET",)}, "not set"),
+        ({"variables": ("=1",)}, "KEY"),
+        ({"regions": ("us-east55",)}, "us-east5"),
+        ({"name": "two words"}, "name"),
+    ],
+)
+def test_submit_option_that_cannot_be_right_is_refused(tmp_path: Path, options: dict[str, object], hint: str):
+    with pytest.raises(BadInput) as caught:
+        job(tmp_path, **options)
+    assert hint in str(caught.value)
+
+
+def test_submit_to_a_region_without_the_device_names_one_that_has_it(tmp_path: Path):
+    with pytest.raises(NoMatchingRegion, match="us-central2"):
+        job(tmp_path, tpu="v4-8", regions=("us-east1",))
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(("python", "-u", "x/run_me.py", "a.py"), "run_me"), (("/bin/echo", "hi"), "echo"), (("./…",), "job")],
+)
+def test_job_name_follows_from_the_command(command: tuple[str, ...], name: str):
+    assert job_name(command) == name
+
+
+def test_cluster_without_an_address_says_how_to_get_one():
+    with pytest.raises(BadInput, match="assay cluster dashboard us-east5"):
+        client_of(backend=None, cluster="us-east5")
+    with pytest.raises(BadInput, match="assay cluster up local"):
+        client_of(backend=None, cluster="local")
+    with pytest.raises(BadInput, match="--cluster us-east5"):
+        client_of(backend="local", cluster="us-east5")
+
+
+def details(status: JobStatus, *, failures: int = 0, preemptions: int = 0) -> JobDetails:
+    return JobDetails(job_id="a-1", name="a", status=status, reason="why", failures=failures, preemptions=preemptions)
+
+
+def test_job_is_lost_only_if_it_never_failed_by_its_own_doing():
+    assert is_lost(details(JobStatus.FAILED, preemptions=3))
+    assert not is_lost(details(JobStatus.FAILED, failures=1, preemptions=3))
+    assert not is_lost(details(JobStatus.STOPPED))
+    assert ending_of(details(JobStatus.FAILED, preemptions=2)) == "a-1 failed: why, after 2 preemptions"
+
+
+@given(
+    lines=st.lists(st.sampled_from(["a", "b", "", "ab"]), max_size=30),
+    cuts=st.lists(st.integers(0, 120), max_size=8),
+)
+def test_log_tail_returns_each_line_once_however_the_log_grows(lines: list[str], cuts: list[int]):
+    text = "".join(f"{line}\n" for line in lines)
+    tail, returned = LogTail(), []
+    for cut in sorted(cuts):
+        returned += tail.new_lines(text[:cut])
+    returned += tail.new_lines(text, final=True)
+    # A line that was seen twice at the same half is taken for whole; here each cut shows more, or the same twice.
+    assert "".join(returned) == "".join(text.splitlines()) or len(set(cuts)) < len(cuts)
+
+
+@given(steps=st.lists(st.integers(0, 9), max_size=12))
+def test_log_tail_joins_ends_that_overlap(steps: list[int]):
+    every = [f"line {number}" for number in range(sum(steps))]
+    tail, returned, end = LogTail(), [], 0
+    for step in steps:
+        end += step
+        returned += tail.new_lines("\n".join(every[max(0, end - 10) : end]))
+    returned += tail.new_lines("\n".join(every[-10:]), final=True)
+    assert returned == every
+
+
+def test_log_tail_shows_an_unfinished_line_once_it_stays():
+    tail = LogTail()
+    assert tail.new_lines("first\nsec") == ["first"]
+    assert tail.new_lines("first\nsec") == ["sec"]
+    assert tail.new_lines("first\nsec\nthird\n", final=True) == ["third"]
+
+
+class FlakyJob:
+    """A handle on a job whose backend does not answer a few times, and then says that it has ended."""
+
+    job_id = "a-1"
+
+    def __init__(self, silences: int) -> None:
+        self._silences = silences
+
+    def details(self) -> JobDetails:
+        if self._silences:
+            self._silences -= 1
+            raise BackendUnavailable(expected="a head", found="nobody", remedy="wait")
+        return details(JobStatus.SUCCEEDED)
+
+    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
+        return f"from {replica}"
+
+    def status(self) -> JobStatus:
+        return self.details().status
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        return self.status()
+
+    def announced(self, replica: int = 0) -> str | None:
+        return None
+
+    def terminate(self) -> None:
+        return
+
+
+def test_following_bears_a_backend_that_is_silent_for_a_while():
+    lines: list[str] = []
+    notes: list[str] = []
+    ended = follow(FlakyJob(2), replicas=range(2), write=lines.append, note=notes.append)
+    assert ended.status is JobStatus.SUCCEEDED and lines == ["[0] from 0", "[1] from 1"]
+    assert len(notes) == 2 and "nobody" in notes[0]
+    with pytest.raises(BackendUnavailable):
+        follow(FlakyJob(2), replicas=[0], write=lines.append, note=notes.append, patience_seconds=0)
+
+
+def test_submit_no_wait_with_auto_stop_is_refused():
+    shown = CliRunner().invoke(app, ["submit", "--no-wait", "--auto-stop", "--", sys.executable])
+    assert isinstance(shown.exception, BadInput)
