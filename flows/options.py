@@ -102,7 +102,7 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
     if evaluator == "levanter_lm_evaluation_harness":
         unused = options.given("base_url", "pool", "replicas", "engine", "chat", "served_name")
         _refuse_beside("--evaluator levanter", unused, "it loads the checkpoint itself, without an engine")
-        content["resource_config"] = _resources(options)
+        content["resource_config"] = resources_asked(options)
     elif options.base_url is None and options.pool is None:
         content["pool_config"] = pool_content(options)
     return build_config(content, EvaluationConfig, source="the options")
@@ -126,7 +126,7 @@ def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
     }
     if options.given("replicas", "cpu", "gpu", "tpu", "engine"):
         content["pool_config"] = pool_content(options)
-        content["resource_config"] = _resources(options)
+        content["resource_config"] = resources_asked(options)
     return build_config(content, SuiteRequest, source="the options")
 
 
@@ -134,7 +134,7 @@ def pool_content(options: EvaluationOptions) -> dict[str, Any]:
     """The pool that some options describe, to be made an `InferencePoolConfig`."""
     assert options.model is not None
     return {
-        "resource_config": _resources(options),
+        "resource_config": resources_asked(options),
         "model": {
             "name": options.name or name_of(options.model)[0],
             "engine_kwargs": dict(_engine_argument(text) for text in options.engine),
@@ -196,7 +196,7 @@ def _judge(options: EvaluationOptions) -> dict[str, Any] | None:
     return {"base_url": options.judge_url, "pool_name": options.judge_pool, "model": options.judge_model, **asked}
 
 
-def _resources(options: EvaluationOptions) -> dict[str, Any]:
+def resources_asked(options: EvaluationOptions) -> dict[str, Any]:
     """The resources that some options describe, to be made a `ResourceConfig`."""
     if options.gpu is not None and options.tpu is not None:
         raise BadInput(expected="one of --gpu and --tpu", found="both", remedy="keep one of them")

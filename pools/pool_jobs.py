@@ -13,7 +13,7 @@ from resources.settings import settings
 
 def is_local(client: Client) -> bool:
     """Whether jobs of this client run on this machine."""
-    return client.url == "local"
+    return client.url.split(":")[0] == "local"
 
 
 def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]) -> EnvironmentConfig:

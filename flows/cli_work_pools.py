@@ -1,0 +1,131 @@
+"""`assay work-pools`: one Prefect work pool per region, and which of them a request would get."""
+
+from __future__ import annotations
+
+import asyncio
+from decimal import Decimal
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from flows.console import OUT, Json, print_json
+
+work_pool_app = typer.Typer(help="The Prefect work pools of the regions.", no_args_is_help=True)
+
+RegionsFile = Annotated[
+    Path | None, typer.Option("--regions", help="Regions file; the one in ASSAY_REGIONS or Assay's own when left out.")
+]
+
+
+@work_pool_app.command("apply")
+def apply(
+    regions: RegionsFile = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
+    deploy: Annotated[bool, typer.Option("--deploy", help="Also deploy every flow to each of them.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make the server's work pools as the regions file says; a second time changes nothing."""
+    from flows.deploying import deploy_to, require_server
+    from resources.regions import known_regions, load_regions
+    from tasks.work_pools import apply_work_pools, wanted_work_pools
+
+    require_server()
+    table = load_regions(regions) if regions else known_regions()
+    changes = asyncio.run(apply_work_pools(wanted_work_pools(table), dry_run=dry_run))
+    if deploy and not dry_run:
+        for region in table.regions:
+            if region.work_pool:
+                deploy_to(region.work_pool, name=region.name)
+    if as_json:
+        print_json(
+            [
+                {"work_pool": one.spec.name, "type": one.spec.type, "action": one.action, "differs": one.differs}
+                for one in changes
+            ]
+        )
+        return
+    shown = Table("Work pool", "Type", "Would" if dry_run else "Was", "Differs in")
+    words = {"create": "created", "update": "updated", "unchanged": "unchanged"}
+    for one in changes:
+        action = one.action if dry_run else words[one.action]
+        shown.add_row(one.spec.name, one.spec.type, action, "\n".join(one.differs[:5]))
+    OUT.print(shown)
+
+
+@work_pool_app.command("list")
+def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
+    """Show each region's work pool, and whether a flow run would start there now."""
+    from flows.deploying import require_server
+    from resources.regions import known_regions, load_regions
+    from tasks.work_pools import LOCAL_WORK_POOL, work_pool_states
+
+    require_server()
+    table = load_regions(regions) if regions else known_regions()
+    places = {LOCAL_WORK_POOL: "this machine"} | {one.work_pool: one.name for one in table.regions if one.work_pool}
+    states = asyncio.run(work_pool_states(places))
+    rows: list[dict[str, Any]] = [
+        {"work_pool": name, "region": place, "ready": states[name].obstacle is None, "why_not": states[name].obstacle}
+        for name, place in places.items()
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    shown = Table("Work pool", "Region", "A flow run would start")
+    for row in rows:
+        shown.add_row(row["work_pool"], row["region"], "yes" if row["ready"] else f"no, it {row['why_not']}")
+    OUT.print(shown)
+
+
+@work_pool_app.command("choose")
+def choose(
+    cpu: Annotated[int, typer.Option(help="CPU cores per replica.")] = 1,
+    ram: Annotated[str, typer.Option(help="Memory per replica, such as 32g.")] = "4g",
+    gpu: Annotated[str | None, typer.Option(help="GPU of each replica, such as H100:2.")] = None,
+    tpu: Annotated[str | None, typer.Option(help="TPU slice of each replica, such as v5litepod-8.")] = None,
+    region: Annotated[list[str] | None, typer.Option("--region", help="Allowed, best first; repeatable.")] = None,
+    on_demand: Annotated[bool, typer.Option("--on-demand", help="Not on machines that can be taken away.")] = False,
+    source: Annotated[str | None, typer.Option(help="Region where the checkpoints lie.")] = None,
+    gigabytes: Annotated[float, typer.Option(help="Size of all checkpoints in GB.")] = 0.0,
+    max_egress_usd: Annotated[float, typer.Option(help="What reading from another region may cost.")] = 0.0,
+    regions: RegionsFile = None,
+    as_json: Json = False,
+) -> None:
+    """Show which work pool a request would get, with which job variables, and what that costs."""
+    from flows.deploying import require_server
+    from flows.loading import build_config
+    from flows.options import EvaluationOptions, resources_asked
+    from pools.work_pools import Source, choose_work_pool
+    from resources.config import ResourceConfig
+    from resources.regions import known_regions, load_regions
+    from tasks.work_pools import work_pool_states
+
+    require_server()
+    table = load_regions(regions) if regions else known_regions()
+    asked = resources_asked(EvaluationOptions(cpu=cpu, gpu=gpu, tpu=tpu))
+    asked |= {"ram": ram, "regions": tuple(region) if region else None, "preemptible": not on_demand}
+    wanted = build_config(asked, ResourceConfig, source="the options")
+    states = asyncio.run(work_pool_states(one.work_pool for one in table.regions if one.work_pool))
+    choice = choose_work_pool(
+        wanted,
+        regions=table,
+        states=states,
+        source=Source(table.named(source).name, int(gigabytes * 10**9)) if source else None,
+        max_egress_usd=Decimal(str(max_egress_usd)),
+    )
+    if as_json:
+        print_json(
+            {
+                "work_pool": choice.work_pool,
+                "region": choice.region.name,
+                "job_variables": choice.job_variables,
+                "egress_usd": float(choice.egress_usd),
+                "usd_per_hour": None if choice.price_per_hour is None else float(choice.price_per_hour),
+                "passed_over": dict(choice.passed_over),
+            }
+        )
+        return
+    OUT.print(choice.described(), highlight=False, soft_wrap=True)
+    for name, value in choice.job_variables.items():
+        OUT.print(f"  {name}: {value}", highlight=False, soft_wrap=True)

@@ -1,0 +1,69 @@
+"""Deploying the flows: those of `deployments/prefect.yaml`, to any work pool."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect.settings import PREFECT_API_URL
+
+from resources.errors import BadInput, DeploymentFailed
+
+DEPLOYMENTS = Path(__file__).parents[1] / "deployments" / "prefect.yaml"
+"""Every flow, as it is deployed to the work pool of this machine."""
+
+
+def require_server() -> None:
+    """Makes sure that there is a Prefect server beyond this process.
+
+    Raises:
+        BadInput: none was named; one that is started with each run would forget what it is told.
+    """
+    if not PREFECT_API_URL.value():
+        raise BadInput(
+            expected="a Prefect server that stays: its address in PREFECT_API_URL, or in Prefect's profile",
+            found="none",
+            remedy="prefect server start, then: prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api",
+        )
+
+
+def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:
+    """The content of `deployments/prefect.yaml` for another work pool; schedules and triggers stay where they are.
+
+    Args:
+        work_pool: that the deployments belong to.
+        name: of each deployment, which is called `<flow>/<name>` then.
+    """
+    content: dict[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text())
+    content["deployments"] = [
+        {
+            **{key: value for key, value in one.items() if key not in ("schedules", "triggers")},
+            "name": name,
+            "work_pool": {"name": work_pool},
+        }
+        for one in content["deployments"]
+    ]
+    return content
+
+
+def deploy_to(work_pool: str, *, name: str) -> None:
+    """Deploys every flow to a work pool; deployments of that name are replaced.
+
+    Raises:
+        DeploymentFailed: Prefect refused one.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "prefect.yaml"
+        file.write_text(yaml.safe_dump(deployments_for(work_pool, name=name), sort_keys=False))
+        command = ["-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+        ended = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+    if ended.returncode != 0:
+        raise DeploymentFailed(
+            expected=f"the flows deployed to the work pool {work_pool}",
+            found=(ended.stdout + ended.stderr).strip()[-2000:],
+            remedy="correct what Prefect complains about, and apply again",
+        )

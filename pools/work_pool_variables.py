@@ -1,0 +1,196 @@
+"""What a `ResourceConfig` is called in the job variables of each type of work pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from resources.backends.kubernetes_devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
+from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
+from resources.errors import UnsatisfiableResources
+from resources.region_table import Region, WorkPoolType, gpu_model, tpu_generation
+
+_GIB = 2**30
+_COORDINATOR_CORES, _COORDINATOR_MEMORY = 4, 16 * _GIB
+
+_CLOUD_RUN_CORES = (1, 2, 4, 8)
+_CLOUD_RUN_MEMORY = 32 * _GIB
+_CLOUD_RUN_GPU_CORES, _CLOUD_RUN_GPU_MEMORY = 4, 16 * _GIB
+
+
+@dataclass(frozen=True)
+class _Machine:
+    name: str
+    cores: int
+    memory_gib: int
+
+
+_CPU_MACHINES = tuple(
+    _Machine(f"n2-{family}-{cores}", cores, cores * per_core)
+    for cores in (2, 4, 8, 16, 32, 48, 64, 80, 96, 128)
+    for family, per_core in (("standard", 4), ("highmem", 8))
+    if (family, cores) != ("highmem", 128)  # has less memory per core than its family
+)
+_GPU_MACHINES: dict[str, dict[int, str]] = {
+    "A100": {1: "a2-highgpu-1g", 2: "a2-highgpu-2g", 4: "a2-highgpu-4g", 8: "a2-highgpu-8g", 16: "a2-megagpu-16g"},
+    "A100-80GB": {1: "a2-ultragpu-1g", 2: "a2-ultragpu-2g", 4: "a2-ultragpu-4g", 8: "a2-ultragpu-8g"},
+    "H100": {1: "a3-highgpu-1g", 2: "a3-highgpu-2g", 4: "a3-highgpu-4g", 8: "a3-highgpu-8g"},
+    "L4": {1: "g2-standard-12", 2: "g2-standard-24", 4: "g2-standard-48", 8: "g2-standard-96"},
+    "T4": {1: "n1-standard-8", 2: "n1-standard-16", 4: "n1-standard-32"},
+}
+_GPU_TYPES = {
+    "A100": "NVIDIA_TESLA_A100",
+    "A100-80GB": "NVIDIA_A100_80GB",
+    "H100": "NVIDIA_H100_80GB",
+    "L4": "NVIDIA_L4",
+    "T4": "NVIDIA_TESLA_T4",
+}
+_TPU_MACHINES: dict[str, dict[int, str]] = {
+    "v5litepod": {1: "ct5lp-hightpu-1t", 4: "ct5lp-hightpu-4t", 8: "ct5lp-hightpu-8t"},
+    "v6e": {1: "ct6e-standard-1t", 4: "ct6e-standard-4t", 8: "ct6e-standard-8t"},
+}
+
+
+def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
+    """The variables with which a flow run gets what one replica asks for; the pool inside it runs on that machine.
+
+    A slice of several VMs is more than one job of a work pool can hold: where the region has a cluster, the flow run
+    gets a machine without accelerators, and sends its replicas there.
+
+    Args:
+        resources: what is asked for; `replicas` of one machine only.
+        region: where; its work pool's type decides what the variables are called.
+
+    Raises:
+        UnsatisfiableResources: jobs of that type cannot have it; the message names what comes nearest.
+    """
+    kind = region.work_pool_type
+    if _needs_a_cluster(resources):
+        if region.backend_url is None:
+            raise _too_large(resources, region)
+        here = resources.model_copy(
+            update={
+                "device": CpuConfig(),
+                "cpu": _COORDINATOR_CORES,
+                "ram": f"{_COORDINATOR_MEMORY // _GIB}g",
+                "replicas": 1,
+                "preemptible": False,
+            }
+        )
+        return _on_one_machine(here, region, kind) | {"env": {"ASSAY_JOBS": region.backend_url}}
+    return _on_one_machine(resources, region, kind)
+
+
+def _needs_a_cluster(resources: ResourceConfig) -> bool:
+    match resources.device:
+        case TpuConfig() as tpu:
+            return tpu.slice.vms > 1 or resources.replicas > 1
+        case _:
+            return False
+
+
+def _on_one_machine(resources: ResourceConfig, region: Region, kind: WorkPoolType) -> dict[str, Any]:
+    image = {"image": resources.image} if resources.image else {}
+    match kind:
+        case "process":
+            return {}
+        case "kubernetes":
+            return image | _kubernetes(resources.model_copy(update={"regions": (region.name,)}))
+        case "cloud-run-v2":
+            return image | {"region": region.name} | _cloud_run(resources)
+        case "vertex-ai":
+            return image | {"region": region.name} | _vertex_ai(resources)
+
+
+def _kubernetes(resources: ResourceConfig) -> dict[str, Any]:
+    placed = placement(resources, replicas=1)
+    share = resources.replicas  # engines side by side on one node
+    variables: dict[str, Any] = {
+        "cpu": str(resources.cpu * share),
+        "memory": str(size_in_bytes(resources.ram) * share),
+        "disk": str(size_in_bytes(resources.disk)),
+        "node_selector": placed.node_selector,
+        "affinity": placed.affinity,
+        "tolerations": placed.tolerations,
+    }
+    if GPU_RESOURCE in placed.limits:
+        variables["gpus"] = int(placed.limits[GPU_RESOURCE]) * share
+    if TPU_RESOURCE in placed.limits:
+        variables["tpu_chips"] = int(placed.limits[TPU_RESOURCE])
+    return {name: value for name, value in variables.items() if value}
+
+
+def _cloud_run(resources: ResourceConfig) -> dict[str, Any]:
+    cores, memory = resources.cpu * resources.replicas, size_in_bytes(resources.ram) * resources.replicas
+    variables: dict[str, Any] = {}
+    match resources.device:
+        case TpuConfig(variant=variant):
+            raise _beyond("Cloud Run", variant, "one L4, or no accelerator")
+        case GpuConfig(variant=variant, count=count):
+            if gpu_model(variant) not in ("L4", "AUTO") or count * resources.replicas != 1:
+                raise _beyond("Cloud Run", f"{count * resources.replicas} x {variant}", "one L4")
+            cores, memory = max(cores, _CLOUD_RUN_GPU_CORES), max(memory, _CLOUD_RUN_GPU_MEMORY)
+            variables = {"gpus": "1", "node_selector": {"accelerator": "nvidia-l4"}}
+        case CpuConfig():
+            pass
+    fitting = [size for size in _CLOUD_RUN_CORES if size >= cores]
+    if not fitting or memory > _CLOUD_RUN_MEMORY:
+        found = f"{cores} cores and {memory / _GIB:g} GiB"
+        raise _beyond("Cloud Run", found, f"{_CLOUD_RUN_CORES[-1]} cores and {_CLOUD_RUN_MEMORY // _GIB} GiB")
+    return variables | {"cpu": f"{fitting[0] * 1000}m", "memory": f"{max(1, -(-memory // _GIB))}Gi"}
+
+
+def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
+    share = resources.replicas
+    variables: dict[str, Any] = {"boot_disk_size_gb": max(100, -(-size_in_bytes(resources.disk) // 10**9))}
+    if resources.preemptible:
+        variables["scheduling"] = {"strategy": "SPOT"}
+    match resources.device:
+        case CpuConfig():
+            cores, memory = resources.cpu * share, size_in_bytes(resources.ram) * share
+            fitting = [one for one in _CPU_MACHINES if one.cores >= cores and one.memory_gib * _GIB >= memory]
+            if not fitting:
+                largest = max(_CPU_MACHINES, key=lambda one: one.memory_gib)
+                found = f"{cores} cores and {memory / _GIB:g} GiB"
+                raise _beyond("Vertex AI", found, f"{largest.name}, {largest.cores} cores, {largest.memory_gib} GiB")
+            return variables | {"machine_type": min(fitting, key=lambda one: (one.memory_gib, one.cores)).name}
+        case GpuConfig(variant=variant, count=count):
+            model, wanted = "T4" if variant == "auto" else gpu_model(variant), count * share
+            machines = _GPU_MACHINES.get(model, {})
+            fitting_count = next((size for size in machines if size >= wanted), None)
+            if fitting_count is None:
+                nearest = [f"{max(sizes)} x {name}" for name, sizes in _GPU_MACHINES.items() if not machines]
+                raise _beyond("Vertex AI", f"{wanted} x {variant}", ", ".join(nearest) or f"{max(machines)} x {model}")
+            return variables | {
+                "machine_type": machines[fitting_count],
+                "accelerator_type": _GPU_TYPES[model],
+                "accelerator_count": fitting_count,
+            }
+        case TpuConfig(variant=variant) as tpu:
+            machines = _TPU_MACHINES.get(tpu_generation(variant), {})
+            chips = tpu.slice.chips
+            if chips not in machines:
+                nearest = [f"{name}-{size}" for name, sizes in _TPU_MACHINES.items() for size in sizes]
+                raise _beyond("Vertex AI", variant, ", ".join(nearest))
+            return variables | {"machine_type": machines[chips], "tpu_topology": tpu_shape(tpu)}
+
+
+def _beyond(service: str, found: str, nearest: str) -> UnsatisfiableResources:
+    return UnsatisfiableResources(
+        expected=f"what a job of {service} can have",
+        found=found,
+        remedy=f"what comes nearest: {nearest}; or use a work pool of type kubernetes",
+    )
+
+
+def _too_large(resources: ResourceConfig, region: Region) -> UnsatisfiableResources:
+    assert isinstance(resources.device, TpuConfig)
+    variant = resources.device.variant
+    family = tpu_generation(variant)
+    nearest = {"v4": "v4-8", "v5p": "v5p-8"}.get(family, f"{family}-8")
+    return UnsatisfiableResources(
+        expected=f"a slice that one job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
+        found=f"{resources.replicas} x {variant}, {resources.device.slice.vms} VMs each, and no ray_address or "
+        f"iris_address for {region.name}",
+        remedy=f"what comes nearest: one {nearest}; or name the region's cluster in deployments/regions.yaml",
+    )

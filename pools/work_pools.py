@@ -1,0 +1,143 @@
+"""Which Prefect work pool gives what a `ResourceConfig` asks for. Pure: what is known of work pools is an argument."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from typing import Any
+
+from pools.work_pool_variables import job_variables
+from resources.config import ResourceConfig
+from resources.errors import NoUsableWorkPool, UnsatisfiableResources
+from resources.region_table import Region, Regions
+from resources.regions import known_regions, price_per_hour, regions_for
+
+_GB = 10**9
+
+
+@dataclass(frozen=True)
+class WorkPoolState:
+    """What the Prefect server says of a work pool."""
+
+    exists: bool = True
+    paused: bool = False
+    live_workers: int = 1
+    limit: int | None = None
+    """How many flow runs it lets run at once; no limit when None."""
+    active: int = 0
+    """How many take part of that limit now."""
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why a flow run would not start there now; None if it would."""
+        if not self.exists:
+            return "does not exist"
+        if self.paused:
+            return "is paused"
+        if self.live_workers == 0:
+            return "has no live worker"
+        if self.limit is not None and self.active >= self.limit:
+            return f"is full ({self.active} of {self.limit} flow runs)"
+        return None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the checkpoints of a run lie."""
+
+    region: str
+    size_bytes: int
+    """What has to be read, over all checkpoints of the flow run."""
+
+
+@dataclass(frozen=True)
+class WorkPoolChoice:
+    """The work pool for a flow run, and with which variables."""
+
+    work_pool: str
+    region: Region
+    job_variables: dict[str, Any]
+    egress_usd: Decimal = Decimal(0)
+    """What reading the checkpoints from another region costs."""
+    price_per_hour: Decimal | None = None
+    """USD for an hour of what is asked for; None where no price is known."""
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    """Why better regions were not taken, by their names."""
+
+    def described(self) -> str:
+        """One line: the work pool, what it costs, and why it is not a better one."""
+        price = f", {self.price_per_hour:.2f} USD an hour" if self.price_per_hour is not None else ""
+        egress = f", {self.egress_usd:.2f} USD for reading from another region" if self.egress_usd else ""
+        why = "; ".join(f"{region} {reason}" for region, reason in self.passed_over.items())
+        return f"work pool {self.work_pool} in {self.region.name}{price}{egress}" + (f" ({why})" if why else "")
+
+
+def choose_work_pool(
+    resources: ResourceConfig,
+    *,
+    regions: Regions | None = None,
+    states: Mapping[str, WorkPoolState] | None = None,
+    source: Source | None = None,
+    max_egress_usd: Decimal = Decimal(0),
+) -> WorkPoolChoice:
+    """The work pool of the best region that offers the device, can express the request, and would start it now.
+
+    Regions come in the order of `resources.regions`, else the source's first, then in the order of the file.
+
+    Args:
+        resources: what is asked for.
+        regions: where to look; those of the settings when None.
+        states: what is known of work pools by name; one that is not mentioned is taken to be ready.
+        source: where the checkpoints lie; reading from another region costs egress.
+        max_egress_usd: a region where reading the checkpoints would cost more is refused.
+
+    Raises:
+        NoMatchingRegion: no region offers the device; the message names what comes nearest.
+        UnsatisfiableResources: regions do, but no work pool can express the request; likewise.
+        NoUsableWorkPool: each work pool that can is paused, full, without a worker, or too far from the checkpoints.
+    """
+    known = regions or known_regions()
+    offering = regions_for(resources, known)
+    if source is not None and not resources.regions:
+        offering.sort(key=lambda region: region.name != source.region)
+    passed_over: dict[str, str] = {}
+    impossible: UnsatisfiableResources | None = None
+    for region in offering:
+        if region.work_pool is None:
+            passed_over[region.name] = "has no work pool"
+            continue
+        try:
+            variables = job_variables(resources, region)
+        except UnsatisfiableResources as error:
+            impossible = impossible or error
+            passed_over[region.name] = f"cannot: {error.found}; {error.remedy}"
+            continue
+        if obstacle := (states or {}).get(region.work_pool, WorkPoolState()).obstacle:
+            passed_over[region.name] = f"has a work pool, {region.work_pool}, that {obstacle}"
+            continue
+        egress = _egress_usd(known, region, source)
+        if egress > max_egress_usd:
+            passed_over[region.name] = f"would cost {egress:.2f} USD for reading the checkpoints from another region"
+            continue
+        price = price_per_hour(region, resources)
+        return WorkPoolChoice(region.work_pool, region, variables, egress, price, passed_over)
+    if impossible is not None and all(reason.startswith("cannot: ") for reason in passed_over.values()):
+        raise impossible
+    raise NoUsableWorkPool(
+        expected=f"a work pool that starts a flow run now, for {_said(resources)}",
+        found="; ".join(f"{name} {reason}" for name, reason in passed_over.items()),
+        remedy="resume one, start a worker for it, wait, allow more regions, or raise the limit for egress "
+        f"(now {max_egress_usd:.2f} USD)",
+    )
+
+
+def _egress_usd(known: Regions, region: Region, source: Source | None) -> Decimal:
+    if source is None:
+        return Decimal(0)
+    return known.egress_price(source.region, region.name) * Decimal(source.size_bytes) / _GB
+
+
+def _said(resources: ResourceConfig) -> str:
+    described = resources.device.model_dump(exclude_none=True)
+    return " ".join(str(value) for value in described.values())

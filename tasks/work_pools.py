@@ -1,0 +1,207 @@
+"""Work pools on the Prefect server: what the regions file wants of them, what they are now, and what has to change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
+from prefect.client.schemas.objects import WorkerStatus, WorkPool
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import PREFECT_API_URL
+
+from pools.work_pools import WorkPoolState
+from resources.errors import BadInput, PrefectUnavailable
+from resources.region_table import Region, Regions, WorkPoolType
+
+LOCAL_WORK_POOL = "assay-local"
+"""The work pool of the machine at hand, whose worker runs flows as processes."""
+_TEMPLATES = Path(__file__).parents[1] / "deployments" / "work-pools"
+_ABOUT = "Made from Assay's regions file: change it there, and apply it again."
+
+Action = Literal["create", "update", "unchanged"]
+
+
+@dataclass(frozen=True)
+class WorkPoolSpec:
+    """A work pool as it should be."""
+
+    name: str
+    type: WorkPoolType
+    base_job_template: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class WorkPoolChange:
+    """What applying a specification does, or would do."""
+
+    spec: WorkPoolSpec
+    action: Action
+    differs: tuple[str, ...] = ()
+    """Which parts of the present template are not as specified."""
+
+
+def base_job_template(kind: WorkPoolType, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The template of a type, with other defaults for some of its variables.
+
+    Raises:
+        BadInput: it has no variable of such a name.
+    """
+    template: dict[str, Any] = json.loads((_TEMPLATES / f"{kind}.json").read_text())
+    variables: dict[str, Any] = template["variables"]["properties"]
+    for name, default in (defaults or {}).items():
+        if name not in variables:
+            raise BadInput(
+                expected=f"a variable of work pools of type {kind}: {', '.join(variables)}",
+                found=repr(name),
+                remedy="correct work_pool_variables in the regions file",
+            )
+        variables[name]["default"] = default
+    return template
+
+
+def wanted_work_pools(regions: Regions) -> list[WorkPoolSpec]:
+    """The work pool of this machine, and one for each region that names one.
+
+    Raises:
+        BadInput: a region sets a variable that its type of work pool does not have.
+    """
+    local = WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))
+    return [local, *(_spec(region) for region in regions.regions if region.work_pool)]
+
+
+def _spec(region: Region) -> WorkPoolSpec:
+    assert region.work_pool is not None
+    of_region = {"region": region.name} if region.work_pool_type in ("cloud-run-v2", "vertex-ai") else {}
+    defaults = {**of_region, **region.work_pool_variables}
+    return WorkPoolSpec(
+        region.work_pool, region.work_pool_type, base_job_template(region.work_pool_type, defaults=defaults)
+    )
+
+
+@asynccontextmanager
+async def prefect_server() -> AsyncIterator[PrefectClient]:
+    """A client of the Prefect server.
+
+    Raises:
+        PrefectUnavailable: it does not answer.
+    """
+    try:
+        async with get_client() as client:
+            yield client
+    except httpx.TransportError as error:
+        raise PrefectUnavailable(
+            expected=f"the Prefect server at {PREFECT_API_URL.value()} to answer",
+            found=str(error) or type(error).__name__,
+            remedy="start it (prefect server start), or correct PREFECT_API_URL",
+        ) from error
+
+
+async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = False) -> list[WorkPoolChange]:
+    """Makes the server's work pools as specified; a second time changes nothing. Limits and pauses are left alone.
+
+    Args:
+        specs: as they should be.
+        dry_run: find out what would change, and change nothing.
+
+    Raises:
+        BadInput: one exists with another type, which the server cannot change; nothing was changed then.
+    """
+    async with prefect_server() as client:
+        present = {spec.name: await _read(client, spec.name) for spec in specs}
+        for spec in specs:
+            there = present[spec.name]
+            if there is not None and there.type != spec.type:
+                raise BadInput(
+                    expected=f"a work pool {spec.name} of type {spec.type}, or none of that name",
+                    found=f"one of type {there.type}",
+                    remedy=f"name another one in the regions file, or: prefect work-pool delete {spec.name}",
+                )
+        changes = [_change(spec, present[spec.name]) for spec in specs]
+        if not dry_run:
+            for change in changes:
+                await _apply(client, change)
+    return changes
+
+
+def _change(spec: WorkPoolSpec, there: WorkPool | None) -> WorkPoolChange:
+    if there is None:
+        return WorkPoolChange(spec, "create")
+    differs = tuple(_differing(there.base_job_template, spec.base_job_template))
+    return WorkPoolChange(spec, "update" if differs else "unchanged", differs)
+
+
+def _differing(there: Any, wanted: Any, path: str = "") -> Iterable[str]:
+    if isinstance(there, dict) and isinstance(wanted, dict):
+        for key in sorted({*there, *wanted}):
+            yield from _differing(there.get(key), wanted.get(key), f"{path}.{key}" if path else key)
+    elif there != wanted:
+        yield path
+
+
+async def _apply(client: PrefectClient, change: WorkPoolChange) -> None:
+    spec = change.spec
+    match change.action:
+        case "create":
+            await client.create_work_pool(
+                WorkPoolCreate(
+                    name=spec.name, type=spec.type, description=_ABOUT, base_job_template=spec.base_job_template
+                )
+            )
+        case "update":
+            update = WorkPoolUpdate(base_job_template=spec.base_job_template)
+            await client.update_work_pool(spec.name, update)
+        case "unchanged":
+            pass
+
+
+async def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
+    """What the server says of work pools, by name."""
+    async with prefect_server() as client:
+        return {name: await _state(client, name) for name in names}
+
+
+async def _state(client: PrefectClient, name: str) -> WorkPoolState:
+    there = await _read(client, name)
+    if there is None:
+        return WorkPoolState(exists=False)
+    workers = await client.read_workers_for_work_pool(name)
+    return WorkPoolState(
+        paused=there.is_paused,
+        live_workers=sum(worker.status is WorkerStatus.ONLINE for worker in workers),
+        limit=there.concurrency_limit,
+        active=await _active(client, name) if there.concurrency_limit is not None else 0,
+    )
+
+
+async def _active(client: PrefectClient, name: str) -> int:
+    """How many flow runs take a slot of the work pool now."""
+    from prefect.client.schemas.filters import (
+        FlowRunFilter,
+        FlowRunFilterState,
+        FlowRunFilterStateType,
+        WorkPoolFilter,
+        WorkPoolFilterName,
+    )
+    from prefect.client.schemas.objects import StateType
+
+    taking = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
+    runs = await client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=taking))),
+        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[name])),
+        limit=200,
+    )
+    return len(runs)
+
+
+async def _read(client: PrefectClient, name: str) -> WorkPool | None:
+    try:
+        return await client.read_work_pool(name)
+    except ObjectNotFound:
+        return None
