@@ -3,10 +3,13 @@ PYTHON ?= python3
 LISTS := resources/requirements
 
 
-.PHONY: demo test check bench lists clean
+.PHONY: demo demo-train test check bench lists clean
 
 demo: .venv/.complete
 	.venv/bin/assay demo
+
+demo-train: .venv/.complete
+	.venv/bin/assay demo-train
 
 test: check
 	.venv/bin/python -m pytest -n 2 --dist loadfile
@@ -48,4 +51,4 @@ lists:
 	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 vllm-tpu.in -o vllm-tpu.txt
 
 clean:
-	rm -rf demo .venv
+	rm -rf demo demo-train .venv

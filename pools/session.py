@@ -105,6 +105,16 @@ class PoolSession:
         except ProxyFailed:
             return  # it ends by itself
 
+    def bring(self, checkpoints: Sequence[Servable]) -> None:
+        """Brings more checkpoints, of names that none was brought under yet; they may be asked for from now on.
+
+        Raises:
+            ProxyFailed: the pool is gone.
+        """
+        with self._changing:
+            self._checkpoints = {**self._checkpoints, **{checkpoint.name: checkpoint for checkpoint in checkpoints}}
+        self._take_lease()
+
     def load(self, name: str) -> tuple[RunningModel, LoadReport]:
         """Wants a checkpoint, and waits until it answers.
 

@@ -52,7 +52,7 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
     if not served:
         yield None
         return
-    config = _served_alike(served)
+    config = served_alike(served)
     if config.pool_name is not None:
         with PoolSession(
             require(config.pool_name).access, checkpoints, holder=f"evaluation of {config.run_name}"
@@ -72,7 +72,7 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
         pool.close()
 
 
-def _served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
+def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
     """The first of some evaluations, if one pool or endpoint can answer for all."""
     first = configs[0]
     for config in configs[1:]:

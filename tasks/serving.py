@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -68,6 +68,10 @@ class Serving(Protocol):
         """
         ...
 
+    def bring(self, checkpoints: Sequence[Servable]) -> None:
+        """Makes more checkpoints known, before they are asked for."""
+        ...
+
     def interrupt(self) -> None:
         """Makes every open cell fail at its next check, since the run is being ended."""
         ...
@@ -104,6 +108,10 @@ class PoolServing(Interruption):
     def checkpoints_at_once(self) -> int:
         """As many as there are replicas."""
         return self._session.access.config.resource_config.replicas
+
+    def bring(self, checkpoints: Sequence[Servable]) -> None:
+        """See `Serving.bring`."""
+        self._session.bring(checkpoints)
 
     def has_prompt_logprobs(self, name: str) -> bool:
         """See `Serving.has_prompt_logprobs`."""
@@ -164,6 +172,10 @@ class EndpointServing(Interruption):
         key = settings().endpoint_api_key
         self._key = key.get_secret_value() if key else "none"
         self._engine = EngineClient(self._base_url.removesuffix("/v1"), self._key)
+
+    def bring(self, checkpoints: Sequence[Servable]) -> None:
+        """See `Serving.bring`; the endpoint itself is told nothing."""
+        self._checkpoints = {**self._checkpoints, **{checkpoint.name: checkpoint for checkpoint in checkpoints}}
 
     def has_prompt_logprobs(self, name: str) -> bool:
         """Asks the endpoint once."""

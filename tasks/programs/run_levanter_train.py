@@ -1,0 +1,73 @@
+"""Trains a language model with Levanter. Executed by the interpreter of the levanter environment.
+
+    python run_levanter_train.py <job file>
+
+The job file, in the working directory, holds `train_config`, the configuration of `levanter.main.train_lm`; `trained`,
+a file in any store that is written once all is done, or null; and `digest`, what goes into it. A configuration that
+Levanter does not read is refused in `refused.json`. The training ends when standard input is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+import draccus
+import fsspec
+import jax
+from fray import LocalClient
+from fray.current_client import set_current_client
+from levanter.main import train_lm
+from lm_eval_refusal import refuse
+
+LONGEST_REASON = 2000
+
+
+def main(arguments: list[str]) -> None:
+    """Trains."""
+    end_with_parent()
+    job = json.loads(Path(arguments[0]).read_text())
+    config = read(job["train_config"])
+    # Left alone, caches are built by further jobs of an Iris cluster, which have not got this environment.
+    with set_current_client(LocalClient()):
+        train_lm.main(config)
+    if job["trained"] and jax.process_index() == 0:
+        done = {"run_id": config.trainer.id, "steps": config.trainer.num_train_steps, "digest": job["digest"]}
+        with fsspec.open(job["trained"], "w") as file:
+            json.dump(done, file)
+
+
+def read(content: dict[str, Any]) -> train_lm.TrainLmConfig:
+    """The configuration as Levanter's own command reads it."""
+    try:
+        return draccus.decode(train_lm.TrainLmConfig, content)
+    except Exception as error:  # noqa: BLE001 - draccus, and what configurations check of themselves, raise whatever they like
+        refuse(
+            Path(),
+            kind="BadInput",
+            expected="a configuration that Levanter's train_lm reads",
+            found=f"{type(error).__name__}: {error}"[:LONGEST_REASON],
+            remedy="Correct train_config",
+        )
+
+
+def end_with_parent() -> None:
+    """Ends this process as soon as the one that started it is gone, whatever that died of."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return
+
+    def watch() -> None:
+        os.read(0, 1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""Training by Levanter through the job client, whichever backend that is: submit, wait, end.
+
+`run_levanter_train_lm` waits for the end; `training` leaves the time until then to its block.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from pydantic import BaseModel, ValidationError
+
+from resources import storage
+from resources.config import TpuConfig
+from resources.errors import BadInput, JobFailed, StorageError
+from resources.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment, current_client
+from resources.region_check import check_gcs_paths_same_region
+from resources.settings import training_variables
+from tasks.provenance import git_state
+from tasks.training_config import TrainLmOnPodConfig
+from tasks.training_layout import Training, training_of
+from tasks.training_node import train
+from tasks.training_variables import variables_of
+
+ENVIRONMENT_OF = {"cpu": "levanter", "gpu": "levanter-cuda", "tpu": "levanter-tpu"}
+"""The pinned environment with JAX for a device."""
+CONFIG_NAME = "train_config.json"
+_JOB_NAME = "train_lm"
+
+
+class _Refusal(BaseModel):
+    """What `run_levanter_train.py` says of a configuration that it cannot follow."""
+
+    expected: str
+    found: str
+    remedy: str
+
+
+class _Trained(BaseModel):
+    """The file that a training writes last."""
+
+    digest: str
+
+
+def run_levanter_train_lm(config: TrainLmOnPodConfig, *, client: Client | None = None) -> JobStatus:
+    """Trains to the end, on the current client unless one is given. Interrupted, it ends the training.
+
+    Raises:
+        BadInput: the request cannot be right.
+        JobFailed: the training failed or was stopped.
+    """
+    with training(config, client=client) as job:
+        return finished(job)
+
+
+@contextmanager
+def training(config: TrainLmOnPodConfig, *, client: Client | None = None) -> Iterator[JobHandle]:
+    """A training for as long as the block lasts; what has not ended by then is terminated.
+
+    Raises:
+        BadInput: the request cannot be right.
+    """
+    planned = plan_training(config)
+    chosen = client or current_client()
+    chosen.check_resources(config.resources)
+    _note(config, planned)
+    job = chosen.submit(training_job(config, planned))
+    try:
+        yield job
+    finally:
+        job.terminate()
+
+
+def finished(job: JobHandle) -> JobStatus:
+    """Waits for the end of a training.
+
+    Raises:
+        BadInput: Levanter cannot follow its configuration.
+        JobFailed: it failed or was stopped.
+    """
+    try:
+        return job.wait()
+    except JobFailed as error:
+        try:
+            refusal = _Refusal.model_validate_json(job.announced() or "")
+        except ValidationError:
+            raise error from None
+        raise BadInput(expected=refusal.expected, found=refusal.found, remedy=refusal.remedy) from error
+
+
+def plan_training(config: TrainLmOnPodConfig) -> Training:
+    """A training as it will be: named, with its places.
+
+    Raises:
+        BadInput: the file with Levanter's configuration is not there, or is none of Levanter's.
+        WrongRegion: it would read or write across regions.
+    """
+    planned = training_of(config, process=training_variables())
+    check_gcs_paths_same_region(
+        {"train_config": planned.train_config, "output_path": config.output_path, "compiled": planned.compiled},
+        local_ok=not isinstance(config.resources.device, TpuConfig),
+        resources=config.resources,
+    )
+    return planned
+
+
+def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
+    """The job of a training. It is tried again as often as it is preempted, and not where it fails by itself.
+
+    Raises:
+        BadInput: a TPU, and no key for W&B.
+    """
+    workspace = Path.cwd()
+    variables = variables_of(
+        planned,
+        config.env_vars,
+        device=config.resources.device,
+        process=training_variables(),
+        workspace=workspace,
+        git_commit=git_state()[0],
+    )
+    environment = ENVIRONMENT_OF[config.resources.device.kind]
+    arguments = {"environment": environment, "trained": planned.trained, "digest": planned.digest}
+    return JobRequest(
+        name=f"{_JOB_NAME}-{re.sub(r'[^A-Za-z0-9._-]', '-', planned.run_id)[:80]}",
+        # The node builds the environment, or has it: nothing of this machine's paths is in the request.
+        entrypoint=Call(train, (planned.train_config,), arguments),
+        resources=config.resources,
+        environment=create_environment(workspace=workspace, env_vars=variables),
+        max_retries_failure=0,
+    )
+
+
+def is_trained(planned: Training) -> bool:
+    """Whether a training of the same configuration has come to its end there."""
+    if planned.trained is None:
+        return False
+    try:
+        return _Trained.model_validate_json(storage.read_bytes(planned.trained)).digest == planned.digest
+    except (FileNotFoundError, StorageError, ValidationError):
+        return False
+
+
+def _note(config: TrainLmOnPodConfig, planned: Training) -> None:
+    """Leaves Levanter's configuration beside what it leads to, for people and other programs."""
+    if config.output_path is not None:
+        content = json.dumps(planned.train_config, indent=2, default=str)
+        storage.write_bytes(storage.join(storage.absolute(config.output_path), CONFIG_NAME), content.encode())

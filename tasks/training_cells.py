@@ -1,0 +1,227 @@
+"""Cells of a run that is being trained: checkpoints are planned as they become complete, until the training ends."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from pools.launch import Servable
+from resources import storage
+from resources.errors import BackendUnavailable, CheckpointError, NoCheckpoints, StorageError
+from resources.jobs import JobDetails, JobHandle
+from resources.storage import FileInfo
+from tasks.cells import Cell, plan_cells
+from tasks.checkpoints import Checkpoint, find_checkpoints
+from tasks.config import EvaluationConfig
+from tasks.evaluation import stage_tokenizers
+from tasks.progress import Event, report, report_event
+from tasks.serving import Serving
+
+_STEP_LINE = re.compile(r'\{"tracker": "json_logger".*"train/loss".*\}')
+_SECONDS_BETWEEN_STEPS = 10.0
+_LOG_LINES = 40
+
+
+class Exports:
+    """The checkpoints of a run, each told once it is complete, and again if it is written again.
+
+    A checkpoint is looked into when two lists agree about its files, so one that is being written costs nothing.
+
+    Args:
+        uri: folder that holds them.
+        every_n_steps: leave out steps that are no multiple of this, but for the last one.
+    """
+
+    def __init__(self, uri: str, *, every_n_steps: int | None = None) -> None:
+        self._uri = uri
+        self._every = every_n_steps
+        self._seen: dict[str, tuple[FileInfo, ...]] = {}
+        self._looked_into: dict[str, tuple[FileInfo, ...]] = {}
+        self._left_out: dict[int, Checkpoint] = {}
+        self._last_step = -1
+
+    def look(self, *, last: bool = False) -> list[Checkpoint]:
+        """Those that are complete and were not told of yet, by step.
+
+        Args:
+            last: nobody writes any more, so what is there is looked into at once, and the last step is wanted too.
+
+        Raises:
+            StorageError: they cannot be listed or read.
+        """
+        grouped: dict[str, list[FileInfo]] = defaultdict(list)
+        for file in storage.list_files(self._uri):
+            grouped[storage.parent(file.uri)].append(file)
+        now = {folder: tuple(files) for folder, files in grouped.items()}
+        settled = [folder for folder, files in now.items() if last or self._seen.get(folder) == files]
+        self._seen = now
+        told: list[Checkpoint] = []
+        for folder in settled:
+            if self._looked_into.get(folder) == now[folder]:
+                continue
+            found = _checkpoint_at(folder)
+            self._looked_into[folder] = now[folder]
+            if found is not None and found.complete:
+                self._last_step = max(self._last_step, found.step)
+                told += self._wanted(found)
+            elif found is not None and last:
+                report_event(f"left out {found.uri}: {'; '.join(found.problems)}")
+        if last and self._last_step in self._left_out:
+            told.append(self._left_out.pop(self._last_step))
+        return sorted(told, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
+
+    def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
+        """Lets some be told again, since nothing came of them."""
+        for checkpoint in checkpoints:
+            self._looked_into.pop(checkpoint.uri, None)
+
+    def _wanted(self, checkpoint: Checkpoint) -> list[Checkpoint]:
+        if self._every is None or checkpoint.step % self._every == 0:
+            return [checkpoint]
+        self._left_out[checkpoint.step] = checkpoint
+        return []
+
+
+def _checkpoint_at(folder: str) -> Checkpoint | None:
+    try:
+        return next((one for one in find_checkpoints(folder) if one.uri == folder), None)
+    except NoCheckpoints:
+        return None
+
+
+class ArrivingCells(Collection[Cell]):
+    """The cells that are wanted and not done, in order of arrival; iterating waits for more until the training ends.
+
+    `planned` has every cell, those that were done before too.
+
+    Args:
+        configs: what each checkpoint is asked.
+        exports: where checkpoints come from.
+        job: the training; None if it has ended.
+        poll_seconds: between two looks.
+        plan: finds out which cells some checkpoints are for.
+        sleep: waits.
+    """
+
+    def __init__(
+        self,
+        configs: Sequence[EvaluationConfig],
+        exports: Exports,
+        job: JobHandle | None,
+        *,
+        poll_seconds: float,
+        plan: Callable[[Sequence[EvaluationConfig], Sequence[Checkpoint]], list[Cell]] = plan_cells,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.planned: dict[tuple[str, str], Cell] = {}
+        self.serving: Serving | None = None
+        self._configs = configs
+        self._exports = exports
+        self._training = _Watched(job) if job is not None else None
+        self._poll_seconds = poll_seconds
+        self._plan_cells = plan
+        self._sleep = sleep
+        self._wanted: list[Cell] = []
+        self._digests: dict[str, str] = {}
+        self._ended = False
+
+    def __len__(self) -> int:
+        return len(self._wanted)
+
+    def __contains__(self, cell: object) -> bool:
+        return cell in self._wanted
+
+    def __iter__(self) -> Iterator[Cell]:
+        position = 0
+        while True:
+            while position < len(self._wanted):
+                yield self._wanted[position]
+                position += 1
+            if self._ended:
+                return
+            self._look()
+
+    def first(self) -> list[Servable]:
+        """The checkpoints to begin with, once there are some; none if there is nothing to evaluate."""
+        while not self._wanted and not self._ended:
+            self._look()
+        return stage_tokenizers(self._wanted)
+
+    def _look(self) -> None:
+        """Looks once; waits where there was nothing new."""
+        ended = self._training is None or self._training.has_ended()  # asked first: what it wrote last is there then
+        found: list[Checkpoint] = []
+        try:
+            found = self._exports.look(last=ended)
+            fresh = self._plan(found)
+        except (StorageError, CheckpointError) as error:
+            if ended:
+                raise
+            report_event(f"looking again for checkpoints: {error.found}")
+            self._exports.forget(found)
+            fresh = []
+        self._wanted += fresh
+        self._ended = ended
+        if not fresh and not ended:
+            self._sleep(self._poll_seconds)
+
+    def _plan(self, found: Sequence[Checkpoint]) -> list[Cell]:
+        """Cells of some checkpoints that are not done and were not begun; whoever serves is told of them."""
+        if not found:
+            return []
+        fresh: list[Cell] = []
+        begun = {cell.uri for cell in self._wanted}
+        for cell in self._plan_cells(self._configs, found):
+            self.planned[cell.reference.name, cell.evaluation_hash] = cell
+            digest = self._digests.get(cell.reference.name, cell.reference.digest)
+            if digest != cell.reference.digest:  # requests under way name it, and would be answered by other weights
+                report_event(f"{cell.reference.name} was written again and is another one now: evaluate it afterwards")
+            elif not cell.done and cell.uri not in begun:
+                fresh.append(cell)
+        if fresh and self.serving is not None:
+            self.serving.bring(stage_tokenizers(fresh))
+        self._digests |= {cell.reference.name: cell.reference.digest for cell in fresh}
+        return fresh
+
+
+class _Watched:
+    """A training job, and what is told of it."""
+
+    def __init__(self, job: JobHandle) -> None:
+        self._job = job
+        self._preemptions = 0
+        self._told_at = time.monotonic()
+
+    def has_ended(self) -> bool:
+        try:
+            details = self._job.details()
+            self._tell(details)
+        except BackendUnavailable as error:  # a training of days must not end because a controller is restarted
+            report_event(f"the training cannot be looked at: {error.found}")
+            return False
+        return details.status.finished
+
+    def _tell(self, details: JobDetails) -> None:
+        if details.preemptions > self._preemptions:
+            self._preemptions = details.preemptions
+            report_event(f"the training was ended from outside, {details.preemptions} times so far, and begins again")
+        if time.monotonic() - self._told_at >= _SECONDS_BETWEEN_STEPS:
+            self._told_at = time.monotonic()
+            if (step := step_in(self._job.logs(_LOG_LINES, replica=0))) is not None:
+                report(Event(step))
+
+
+def step_in(log: str) -> str | None:
+    """How far a training is, from what Levanter's `json_logger` wrote last."""
+    lines = _STEP_LINE.findall(log)
+    if not lines:
+        return None
+    try:
+        said: dict[str, Any] = json.loads(lines[-1])
+        return f"training: step {said['step']}, loss {said['metrics']['train/loss']:.2f}"
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -1,0 +1,175 @@
+"""What is to be trained, and what is asked of its checkpoints: `TrainLmOnPodConfig`, `TrainAndEvaluateConfig`."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from resources import storage
+from resources.config import Config, ResourceConfig
+from tasks.config import EvaluationConfig
+from tasks.suites import SuiteRequest, load_suite
+
+EXPORTS = "hf"
+"""Folder of a run with its checkpoints in Hugging Face's layout."""
+_SECTIONS = ("data", "trainer", "model", "optimizer", "adapter", "eval_harness", "labeled_eval")
+_FIELDS = (
+    *_SECTIONS,
+    *("train_seq_len", "initialize_from_hf", "use_hf_model_config", "pad_tokenizer_to_match_model", "z_loss_weight"),
+    *("hf_save_path", "hf_upload", "hf_save_steps", "hf_save_dtype", "hf_generation_eos_token_ids"),
+    *("peft_save_path", "peft_hf_upload", "merged_hf_save_path", "merged_hf_upload"),
+    *("data_seed", "initialize_from_checkpoint_path", "eval_harness_steps", "log_entropy"),
+)
+"""What `levanter.main.train_lm.TrainLmConfig` of the pinned version has; an unknown name costs a start otherwise."""
+
+
+class TrainLmOnPodConfig(Config):
+    """A training by Levanter's `train_lm`, on resources of whichever backend runs the jobs."""
+
+    train_config: dict[str, Any] | str
+    """Levanter's own configuration of `train_lm`: its content, or a YAML file with it, in any store."""
+    resources: ResourceConfig = ResourceConfig()
+    """What it runs on; each slice of `replicas` TPU slices is one replica."""
+    output_path: str | None = None
+    """Folder for checkpoints/, hf/ and logs/, local, gs:// or s3://; where train_config says when unset."""
+    impute_run_id_from_output_path: bool = True
+    """Call the run what output_path ends in, unless an id is given; else every run has a folder of its own below."""
+    env_vars: dict[str, str] = Field(default={}, repr=False)
+    """Variables of the training, which win over all defaults."""
+    auto_build_caches: bool = False
+    """Tokenize data that has no cache yet, rather than refuse it."""
+    temporary_path: str | None = None
+    """Folder of a store that deletes ttl=14d/ and ttl=30d/ after so many days, for temporary checkpoints and compiled
+    programs; tmp/ in the bucket of output_path when unset."""
+
+    @field_validator("train_config")
+    @classmethod
+    def _is_one_of_levanter(cls, config: dict[str, Any] | str) -> dict[str, Any] | str:
+        if isinstance(config, dict):
+            check_train_config(config)
+        return config
+
+    @field_validator("output_path")
+    @classmethod
+    def _without_slash(cls, path: str | None) -> str | None:
+        return path.rstrip("/") if path else None
+
+    @property
+    def exports(self) -> str | None:
+        """Where checkpoints in Hugging Face's layout go, if that follows from this configuration alone."""
+        if self.output_path is None or not self.impute_run_id_from_output_path:
+            return None
+        return storage.join(self.output_path, EXPORTS)
+
+
+def check_train_config(config: dict[str, Any]) -> None:
+    """Looks at what costs nothing to look at; Levanter itself reads the rest, minutes later.
+
+    Raises:
+        ValueError: it is no configuration of `train_lm`.
+    """
+    for name in config:
+        if name not in _FIELDS:
+            near = difflib.get_close_matches(name, _FIELDS, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(_FIELDS)}"
+            raise ValueError(f"expected a configuration of Levanter's train_lm, found the key {name!r}; {hint}")
+    for name in _SECTIONS:
+        if not isinstance(config.get(name, {}), dict | None):
+            raise ValueError(f"expected keys and values in {name}, found {config[name]!r}")
+    trainer = config.get("trainer") or {}
+    for name, steps in (
+        ("trainer.num_train_steps", trainer.get("num_train_steps", 1)),
+        ("hf_save_steps", config.get("hf_save_steps", 1)),
+    ):
+        if not isinstance(steps, int) or steps < 1:
+            raise ValueError(f"expected a number of steps above 0 as {name}, found {steps!r}")
+    if not isinstance(trainer.get("id"), str | None):
+        raise ValueError(f"expected a text as trainer.id, found {trainer['id']!r}: put it into quotes")
+
+
+class ExportsEvaluation(EvaluationConfig):
+    """An evaluation of every checkpoint that a training exports."""
+
+    model_path: str = ""
+    """Leave it out: the exports of the training."""
+
+
+class ExportsRequest(SuiteRequest):
+    """Where the records of a suite go that is asked of every checkpoint that a training exports."""
+
+    model_path: str = ""
+    """Leave it out: the exports of the training."""
+
+
+class TrainAndEvaluateConfig(Config):
+    """A training, and what its checkpoints are asked while it runs: evaluations, or a suite."""
+
+    training: TrainLmOnPodConfig
+    """The training; it needs an output_path."""
+    evaluations: tuple[ExportsEvaluation, ...] = ()
+    """Evaluations that one pool serves."""
+    suite: str | None = None
+    """A suite by its name or file, in place of evaluations."""
+    request: ExportsRequest | None = None
+    """Where the suite's records go, and on what its engines run."""
+    every_n_steps: int | None = Field(default=None, ge=1)
+    """Evaluate only steps that are multiples of this, and the last one."""
+    poll_seconds: float = Field(default=2.0, gt=0)
+    """How often the exports are listed. A checkpoint is taken once two lists agree about it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_what_is_trained(cls, values: Any) -> Any:
+        """Fills in where the checkpoints are, since that is known."""
+        if not isinstance(values, dict):
+            return values
+        try:
+            exports = TrainLmOnPodConfig.model_validate(values.get("training")).exports
+        except ValidationError:
+            return values  # which is reported when the field itself is looked at
+        if exports is None:
+            raise ValueError(
+                "expected a training with an output_path that names the run (impute_run_id_from_output_path), since "
+                "its checkpoints are looked for below it"
+            )
+        evaluations = [_of(one, exports) for one in values.get("evaluations") or ()]
+        filled = {**values, "evaluations": evaluations}
+        return {**filled, "request": _of(values.get("request") or {}, exports)} if values.get("suite") else filled
+
+    @model_validator(mode="after")
+    def _something_is_asked(self) -> TrainAndEvaluateConfig:
+        if bool(self.evaluations) == (self.suite is not None):
+            raise ValueError(f"expected evaluations or a suite, found {'both' if self.suite else 'neither'}")
+        if any(one.base_url is not None for one in (*self.evaluations, *filter(None, [self.request]))):
+            raise ValueError("expected a pool, found base_url: an endpoint serves no checkpoint that comes later")
+        return self
+
+    @property
+    def exports(self) -> str:
+        """Where the checkpoints are that are evaluated."""
+        exports = self.training.exports
+        assert exports is not None, "checked when it was made"
+        return exports
+
+    def asked(self) -> tuple[EvaluationConfig, ...]:
+        """The evaluations, those of the suite where one is named.
+
+        Raises:
+            BadInput: there is no such suite, or the request does not fit it.
+        """
+        if self.suite is None:
+            return self.evaluations
+        assert self.request is not None
+        return load_suite(self.suite).evaluations_of(self.request)
+
+
+def _of(asked: Any, exports: str) -> Any:
+    values = asked.model_dump(exclude_unset=True) if isinstance(asked, Config) else asked
+    if not isinstance(values, dict):
+        return values
+    given = values.get("model_path")
+    if given and given.rstrip("/") != exports:
+        raise ValueError(f"expected model_path to be left out, or {exports}, found {given}")
+    return {**values, "model_path": exports}

@@ -1,0 +1,143 @@
+"""Where a training puts what it writes, what its run is called, and Levanter's configuration that says so."""
+
+from __future__ import annotations
+
+import base64
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from resources import storage
+from resources.config import CpuConfig
+from resources.errors import BadInput
+from tasks.config import digest_of
+from tasks.training_config import EXPORTS, TrainLmOnPodConfig, check_train_config
+
+CHECKPOINTS = "checkpoints"
+LOGS = "logs"
+TOKENS = "cache"
+TRAINED_NAME = "trained.json"
+_TEMPORARY_CHECKPOINTS = "ttl=14d/checkpoints"
+_COMPILED = "ttl=30d/compilation-cache"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training as it will be: `train_config` is Levanter's, with run id and places filled in.
+
+    `trained` is the file that is written last, and `digest` what stands in it; `compiled` is where compiled programs
+    go, None for this machine's cache.
+    """
+
+    run_id: str
+    train_config: Mapping[str, Any]
+    trained: str | None
+    digest: str
+    compiled: str | None
+
+
+def training_of(config: TrainLmOnPodConfig, *, process: Mapping[str, str]) -> Training:
+    """Names the run and fills in places.
+
+    Args:
+        config: what is to be trained.
+        process: variables of the submitting process.
+
+    Raises:
+        BadInput: the file with the configuration is not there, or is none of Levanter's.
+    """
+    given = _train_config(config)
+    run_id = run_id_of(config, given, process=process)
+    output = storage.absolute(config.output_path) if config.output_path else None
+    trainer: dict[str, Any] = {**(given.get("trainer") or {}), "id": run_id}
+    checkpointer: dict[str, Any] = {
+        **(trainer.get("checkpointer") or {}),
+        "append_run_id_to_base_path": not config.impute_run_id_from_output_path,
+    }
+    places: dict[str, Any] = {}
+    if output is not None:
+        checkpointer["base_path"] = storage.join(output, CHECKPOINTS)
+        checkpointer["temporary_base_path"] = _temporary(config, output)
+        places["hf_save_path"] = storage.join(output, EXPORTS)
+        if storage.is_local(output):  # Levanter writes its log to disk only
+            trainer.setdefault("log_dir", storage.join(output, LOGS))
+    trainer["checkpointer"] = checkpointer
+    if isinstance(config.resources.device, CpuConfig):
+        trainer["require_accelerator"] = False
+    data = {**(given.get("data") or {}), "auto_build_caches": config.auto_build_caches}
+    if output is not None:
+        data.setdefault("cache_dir", storage.join(output, TOKENS))  # Levanter's own is in a folder that goes away
+    return Training(
+        run_id=run_id,
+        train_config={**given, **places, "data": data, "trainer": trainer},
+        trained=storage.join(output, TRAINED_NAME) if output and config.impute_run_id_from_output_path else None,
+        digest=digest_of(given),
+        compiled=_compiled(config, output),
+    )
+
+
+def run_id_of(config: TrainLmOnPodConfig, train_config: Mapping[str, Any], *, process: Mapping[str, str]) -> str:
+    """The run's id: the trainer's own, else RUN_ID of the training, else of this process, else the last part of
+    `output_path`, if that may be taken, else a new one."""
+    imputed = None
+    if config.impute_run_id_from_output_path and config.output_path:
+        imputed = storage.basename(storage.absolute(config.output_path))
+    return (
+        (train_config.get("trainer") or {}).get("id")
+        or config.env_vars.get("RUN_ID")
+        or process.get("RUN_ID")
+        or imputed
+        or default_run_id()
+    )
+
+
+def default_run_id() -> str:
+    """Eight random letters and digits: W&B gives a run with an id of another form no name to display."""
+    return base64.b32encode(secrets.token_bytes(5)).decode().lower()
+
+
+def _train_config(config: TrainLmOnPodConfig) -> dict[str, Any]:
+    given = config.train_config
+    if isinstance(given, dict):
+        return given
+    try:
+        content = yaml.safe_load(storage.read_bytes(given))
+        if not isinstance(content, dict):
+            raise ValueError(f"expected keys and values, found {type(content).__name__}")
+        check_train_config(content)
+    except FileNotFoundError:
+        raise BadInput(
+            expected="a file with Levanter's configuration", found=f"{given} is not there", remedy="check train_config"
+        ) from None
+    except (yaml.YAMLError, ValueError, ValidationError) as error:
+        raise BadInput(
+            expected=f"a configuration of Levanter's train_lm in {given}", found=str(error), remedy="correct it there"
+        ) from error
+    return content
+
+
+def _temporary(config: TrainLmOnPodConfig, output: str) -> str:
+    """Checkpoints that only serve to go on after an interruption: apart, where a store deletes them in time."""
+    parent = _temporary_folder(config, output)
+    if parent is None:
+        return storage.join(output, "temporary")
+    path = output.split("://", 1)[-1].strip("/")
+    return storage.join(parent, _TEMPORARY_CHECKPOINTS, path)
+
+
+def _compiled(config: TrainLmOnPodConfig, output: str | None) -> str | None:
+    parent = _temporary_folder(config, output)
+    return storage.join(parent, _COMPILED) if parent else None
+
+
+def _temporary_folder(config: TrainLmOnPodConfig, output: str | None) -> str | None:
+    if config.temporary_path is not None:
+        return storage.absolute(config.temporary_path)
+    if output is None or storage.is_local(output):
+        return None
+    scheme, path = output.split("://", 1)
+    return f"{scheme}://{path.partition('/')[0]}/tmp"

@@ -1,0 +1,67 @@
+"""What a training's job does where it runs: builds the environment there, and runs Levanter in it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import current_thread, main_thread
+from typing import Any
+
+from resources.announcements import announce
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import process_environment, settings
+
+_PROGRAM = Path(__file__).parent / "programs" / "run_levanter_train.py"
+_JOB_FILE = "job.json"
+_REFUSAL_FILE = "refused.json"
+
+
+def train(train_config: Mapping[str, Any], *, environment: str, trained: str | None, digest: str) -> None:
+    """Trains, and ends this process with the exit code of the training.
+
+    Args:
+        train_config: Levanter's configuration.
+        environment: name of the pinned environment with JAX for the device.
+        trained: file that is written once all is done, in any store.
+        digest: what goes into it.
+    """
+    python = ensure_environment(ENVIRONMENTS[environment]).python
+    with tempfile.TemporaryDirectory(prefix="assay-training-") as name:
+        folder = Path(name)
+        job = {"train_config": dict(train_config), "trained": trained, "digest": digest}
+        (folder / _JOB_FILE).write_text(json.dumps(job))
+        returncode = _run([str(python), "-I", "-u", str(_PROGRAM), _JOB_FILE], folder)
+        refusal = folder / _REFUSAL_FILE
+        if refusal.is_file():
+            announce(refusal.read_text())
+    if returncode:  # as shells write a signal, which backends know from an exit code of the training's own
+        sys.exit(returncode if returncode > 0 else 128 - returncode)
+
+
+def _run(command: list[str], folder: Path) -> int:
+    """Runs the training to its end; it ends with us, however we end, since then its standard input closes."""
+    variables = process_environment()
+    variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(settings().cache_dir.absolute() / "jax"))
+    with (
+        subprocess.Popen(command, cwd=folder, env=variables, stdin=subprocess.PIPE) as training,
+        _passing_on_sigterm(training),
+    ):
+        return training.wait()
+
+
+@contextmanager
+def _passing_on_sigterm(training: subprocess.Popen[bytes]) -> Iterator[None]:
+    if current_thread() is not main_thread():  # a backend may run calls in threads, and keep signals to itself
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: training.terminate())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,93 @@
+"""The environment variables of a training: defaults of the accelerator and ours, below what the caller says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from resources.config import CpuConfig, Device, TpuConfig
+from resources.errors import BadInput
+from tasks.training_layout import Training
+
+_LEVANTER_FILES = (".levanter.yaml", ".config")
+_WITHOUT_WANDB = {"disabled", "offline", "dryrun"}
+_DEFAULTS = {
+    "HF_DATASETS_TRUST_REMOTE_CODE": "1",
+    "HF_ALLOW_CODE_EVAL": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TPU_MIN_LOG_LEVEL": "2",
+    "TPU_STDERR_LOG_LEVEL": "2",
+}
+
+
+def variables_of(
+    training: Training,
+    given: Mapping[str, str],
+    *,
+    device: Device,
+    process: Mapping[str, str],
+    workspace: Path,
+    git_commit: str | None,
+) -> dict[str, str]:
+    """The variables of a training's job, beside those of every job.
+
+    Args:
+        training: what is trained.
+        given: by the caller; they win, but for RUN_ID, which names the run that was decided on.
+        device: that it runs on.
+        process: variables of the submitting process.
+        workspace: folder in which Levanter's launcher keeps defaults for accelerators.
+        git_commit: of the code, if that is known.
+
+    Raises:
+        BadInput: a TPU, and no key for W&B; or a file with defaults that cannot be read.
+    """
+    defaults = {**_DEFAULTS, **({"GIT_COMMIT": git_commit} if git_commit else {})}
+    defaults |= {name: process[name] for name in ("WANDB_MODE",) if name in process}
+    if isinstance(device, CpuConfig):
+        defaults["JAX_PLATFORMS"] = "cpu"
+    variables = {**defaults, **accelerator_defaults(workspace, device), **given, "RUN_ID": training.run_id}
+    if isinstance(device, TpuConfig):
+        _check_wandb({**process, **variables})
+    if training.compiled:  # else it is the cache of the machine that it runs on, which only that one knows
+        variables.setdefault("JAX_COMPILATION_CACHE_DIR", training.compiled)
+    if "://" in variables.get("JAX_COMPILATION_CACHE_DIR", ""):
+        # XLA's own caches are files of this machine; asked for on a store, they fail the first compilation.
+        variables.setdefault("JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES", "none")
+    return variables
+
+
+def accelerator_defaults(workspace: Path, device: Device) -> dict[str, str]:
+    """What the file of Levanter's launcher says for a TPU: for all of them, for the generation, for the type.
+
+    Raises:
+        BadInput: the file cannot be read.
+    """
+    if not isinstance(device, TpuConfig):
+        return {}
+    path = next((workspace / name for name in _LEVANTER_FILES if (workspace / name).is_file()), None)
+    if path is None:
+        return {}
+    try:
+        content: dict[str, Any] = yaml.safe_load(path.read_text()) or {}
+        by_accelerator = content.get("accel_env") or {}
+        generation = device.variant.partition("-")[0]
+        parts = (content.get("env"), by_accelerator.get(generation), by_accelerator.get(device.variant))
+        return {name: str(value) for part in parts for name, value in (part or {}).items()}
+    except (OSError, yaml.YAMLError, AttributeError) as error:
+        raise BadInput(
+            expected=f"env and accel_env, with names and values, in {path}", found=str(error), remedy="correct the file"
+        ) from error
+
+
+def _check_wandb(variables: Mapping[str, str]) -> None:
+    if variables.get("WANDB_API_KEY") or variables.get("WANDB_MODE") in _WITHOUT_WANDB:
+        return
+    raise BadInput(
+        expected="WANDB_API_KEY for a training on TPUs, which reports to W&B from the first step",
+        found="none, here or in env_vars",
+        remedy=f"set it, or WANDB_MODE to one of {', '.join(sorted(_WITHOUT_WANDB))}",
+    )

@@ -1,0 +1,123 @@
+"""A run trained by Levanter while lm-eval asks vLLM about its checkpoints; nothing is faked."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.settings import PREFECT_API_URL
+from prefect.testing.utilities import prefect_test_harness
+
+from fakes.polling import eventually
+from fakes.training import CONTEXT, nano_training, trainers_of, write_training_data
+from flows.training import train_and_evaluate
+from resources.errors import JobFailed
+from resources.settings import process_environment
+from tasks.progress import CellDone, Update, listening
+from tasks.records import Record, read_records
+from tasks.training_config import TrainAndEvaluateConfig
+
+pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
+
+ASSAY = Path(sys.executable).with_name("assay")
+STEPS, EVERY, QUESTIONS = 61, 20, 4
+RUN = "nano"
+
+
+@pytest.fixture(scope="module")
+def prefect_api() -> Iterator[str]:
+    with prefect_test_harness(server_startup_timeout=180):
+        yield str(PREFECT_API_URL.value())
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_training_data(tmp_path_factory.mktemp("data"))
+
+
+def wanted(data: Path, output: Path, *, steps: int = STEPS, **trainer: Any) -> dict[str, Any]:
+    """What the command is given as YAML."""
+    engine = {"max_model_len": CONTEXT, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
+    evaluation = {
+        "evals": [{"name": "demo_facts"}],
+        "evaluation_path": str(output.parent / "evaluations"),
+        "max_eval_instances": QUESTIONS,
+        "pool_config": {"model": {"name": output.name, "engine_kwargs": engine}},
+    }
+    training = nano_training(data, output, steps=steps, every=EVERY, **trainer)
+    return {"training": training, "evaluations": [evaluation], "every_n_steps": 2 * EVERY, "poll_seconds": 0.5}
+
+
+def evaluate(config: dict[str, Any]) -> tuple[list[Record], list[CellDone]]:
+    """Runs the flow; its records, and the cells that were evaluated for them."""
+    evaluated: list[CellDone] = []
+
+    def take(update: Update) -> None:
+        if isinstance(update, CellDone):
+            evaluated.append(update)
+
+    with listening(take):
+        return train_and_evaluate(TrainAndEvaluateConfig.model_validate(config)), evaluated
+
+
+@pytest.fixture(scope="module")
+def trained(prefect_api: str, data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Record]]:
+    """A run that was trained and evaluated: its folder, and the records."""
+    run = tmp_path_factory.mktemp("e2e") / RUN
+    records, evaluated = evaluate(wanted(data, run))
+    assert len(evaluated) == len(records)
+    return run, records
+
+
+def test_checkpoints_are_evaluated_on_one_warm_pool_while_the_run_is_trained(
+    trained: tuple[Path, list[Record]],
+) -> None:
+    run, records = trained
+    assert [record.checkpoint.name for record in records] == [f"{RUN}-40", f"{RUN}-60"], "multiples, and the last one"
+    assert {int(folder.name.removeprefix("step-")) for folder in (run / "hf").iterdir()} == {20, 40, 60}
+    for record in records:
+        assert record.succeeded and record.samples == QUESTIONS
+    first, second = records
+    assert first.served["how"] == "cold start"
+    assert second.served["how"] in {"reload", "restart"}, "the same replica, which compares its first reload"
+    assert (run.parent / "evaluations" / RUN / "report.html").is_file()
+
+
+def test_run_that_is_trained_and_evaluated_costs_nothing_more(trained: tuple[Path, list[Record]], data: Path) -> None:
+    run, records = trained
+    written = (run / "trained.json").stat().st_mtime_ns
+    again, evaluated = evaluate(wanted(data, run))
+    assert again == records and evaluated == []
+    assert (run / "trained.json").stat().st_mtime_ns == written
+
+
+def test_training_that_fails_fails_the_flow_after_what_there_is_was_evaluated(
+    trained: tuple[Path, list[Record]], data: Path
+) -> None:
+    run, records = trained
+    broken = wanted(data, run, steps=STEPS + 1)
+    broken["training"]["train_config"]["data"]["components"]["texts"]["source"]["train_urls"] = ["/nowhere.jsonl"]
+    broken["training"]["train_config"]["data"]["cache_dir"] = str(run.parent / "other-cache")
+    with pytest.raises(JobFailed, match="nowhere"):
+        evaluate(broken)
+    assert read_records(str(run.parent / "evaluations")) == records
+
+
+def test_command_that_is_ended_ends_the_training(prefect_api: str, data: Path, tmp_path: Path) -> None:
+    file = tmp_path / "endless.yaml"
+    file.write_text(yaml.safe_dump(json.loads(json.dumps(wanted(data, tmp_path / "endless", steps=10**6)))))
+    environment = process_environment({"PREFECT_API_URL": prefect_api})
+    command = [str(ASSAY), "train-and-evaluate", str(file)]
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as run:
+        trainers = eventually(lambda: trainers_of("endless"), seconds=120)
+        run.send_signal(signal.SIGTERM)
+        _, errors = run.communicate(timeout=120)
+    assert run.returncode == 128 + signal.SIGTERM, errors
+    assert trainers and trainers_of("endless") == []

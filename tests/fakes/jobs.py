@@ -1,0 +1,110 @@
+"""A job client that runs nothing: it keeps what it was asked for, and its jobs say what the test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from resources.config import ResourceConfig
+from resources.errors import JobFailed
+from resources.jobs import JobDetails, JobRequest, JobStatus
+
+
+@dataclass
+class FakeJob:
+    """A job that is in the state that was set last."""
+
+    job_id: str
+    said: JobDetails
+    log: str = ""
+    announcement: str | None = None
+    ends_as: JobStatus = JobStatus.SUCCEEDED
+    terminated: int = 0
+
+    def details(self) -> JobDetails:
+        """See `JobHandle.details`."""
+        return self.said
+
+    def status(self) -> JobStatus:
+        """See `JobHandle.status`."""
+        return self.said.status
+
+    def says(self, status: JobStatus, **fields: Any) -> None:
+        """Sets the state."""
+        self.said = replace(self.said, status=status, **fields)
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        """Ends at once, as `ends_as` says."""
+        if not self.said.status.finished:
+            self.says(self.ends_as)
+        if raise_on_failure and self.said.status is not JobStatus.SUCCEEDED:
+            raise JobFailed(expected="it to succeed", found=f"it {self.said.status}\n{self.log}", remedy="see its log")
+        return self.said.status
+
+    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
+        """See `JobHandle.logs`."""
+        return "\n".join(self.log.splitlines()[-max_lines:])
+
+    def announced(self, replica: int = 0) -> str | None:
+        """See `JobHandle.announced`."""
+        return self.announcement
+
+    def terminate(self) -> None:
+        """See `JobHandle.terminate`."""
+        self.terminated += 1
+        if not self.said.status.finished:
+            self.says(JobStatus.STOPPED)
+
+
+@dataclass
+class FakeClient:
+    """Accepts every job; `on_submit` may change a job before its handle is returned."""
+
+    on_submit: Callable[[FakeJob], None] = lambda job: None
+    requests: list[JobRequest] = field(default_factory=list)
+    submitted: list[FakeJob] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        """See `Client.url`."""
+        return "local"
+
+    def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> FakeJob:
+        """See `Client.submit`."""
+        job_id = f"{request.name}-{len(self.requests)}"
+        job = FakeJob(job_id, JobDetails(job_id=job_id, name=request.name, status=JobStatus.RUNNING, attempts=1))
+        self.requests.append(request)
+        self.submitted.append(job)
+        self.on_submit(job)
+        return job
+
+    def attach(self, job_id: str) -> FakeJob:
+        """See `Client.attach`."""
+        return next(job for job in self.submitted if job.job_id == job_id)
+
+    def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`."""
+        return [job.said for job in reversed(self.submitted)]
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """Everything can be had."""
+
+    def create_actor(self, actor_class: Callable[..., object], *args: Any, name: str, **options: Any) -> Any:
+        """Nothing here needs one."""
+        raise NotImplementedError
+
+    def create_actor_group(
+        self, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
+    ) -> Any:
+        """Nothing here needs one."""
+        raise NotImplementedError
+
+    def get_actor(self, name: str) -> Any:
+        """Nothing here needs one."""
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        """See `Client.shutdown`."""
+        for job in self.submitted:
+            job.terminate()

@@ -1,0 +1,245 @@
+"""Checkpoints of a training, found while it writes them: when they are told, and what becomes a cell."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from fakes.jobs import FakeClient, FakeJob
+from fakes.models import write_checkpoint, write_run
+from pools.model_files import digest_model_folder
+from resources.config import ResourceConfig
+from resources.errors import BackendUnavailable, StorageError
+from resources.jobs import Command, JobRequest, JobStatus
+from tasks.cells import Cell
+from tasks.checkpoints import Checkpoint
+from tasks.config import EvaluationConfig
+from tasks.progress import Event, Update, listening
+from tasks.records import CheckpointReference
+from tasks.training_cells import ArrivingCells, Exports, step_in
+
+CONFIG = EvaluationConfig.model_validate(
+    {"evaluator": "levanter_lm_evaluation_harness", "model_path": "run", "evals": [{"name": "demo_facts"}]}
+)
+"""Needs no endpoint, so no tokenizer is copied for one."""
+
+
+def steps(found: Sequence[Checkpoint]) -> list[int]:
+    return [checkpoint.step for checkpoint in found]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def job() -> FakeJob:
+    return FakeClient().submit(JobRequest("train_lm", Command("true"), resources=ResourceConfig()))
+
+
+def test_checkpoint_is_told_once_when_it_is_complete_and_two_lists_agree(run: Path) -> None:
+    exports = Exports(str(run / "hf"))
+    assert exports.look() == [], "there is nothing yet, not even a folder"
+    write_run(run, [2, 1])
+    assert exports.look() == []
+    assert steps(exports.look()) == [1, 2]
+    assert exports.look() == []
+
+    write_checkpoint(run / "hf" / "step-3", seed=3)
+    weights = run / "hf" / "step-3" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1])
+    assert [exports.look() for _ in range(3)] == [[]] * 3
+    weights.write_bytes(content)
+    assert exports.look() == []
+    assert steps(exports.look()) == [3]
+
+
+def test_checkpoint_that_is_written_again_is_told_again(run: Path) -> None:
+    exports = Exports(str(run / "hf"))
+    write_run(run, [1])
+    assert steps([*exports.look(), *exports.look()]) == [1]
+    shutil.rmtree(run / "hf" / "step-1")
+    assert exports.look() == []
+    write_checkpoint(run / "hf" / "step-1", seed=9)
+    assert steps([*exports.look(), *exports.look()]) == [1]
+
+
+def test_last_look_takes_what_is_there_at_once_and_says_what_is_incomplete(run: Path) -> None:
+    write_run(run, [1, 2])
+    (run / "hf" / "step-2" / "config.json").unlink()
+    events: list[Update] = []
+    with listening(events.append):
+        assert steps(Exports(str(run / "hf")).look(last=True)) == [1]
+    assert any(isinstance(event, Event) and "step-2" in event.text for event in events)
+
+
+def test_every_n_steps_leaves_out_others_but_the_last(run: Path) -> None:
+    exports = Exports(str(run / "hf"), every_n_steps=4)
+    write_run(run, [2, 4, 6])
+    assert steps([*exports.look(), *exports.look()]) == [4]
+    write_checkpoint(run / "hf" / "step-7", seed=7)
+    assert steps(exports.look(last=True)) == [7]
+    assert exports.look(last=True) == []
+
+
+def cell_of(checkpoint: Checkpoint, done: Callable[[int], bool]) -> Cell:
+    assert checkpoint.folder is not None
+    digests = digest_model_folder(checkpoint.folder)
+    reference = CheckpointReference(
+        uri=checkpoint.uri,
+        run=checkpoint.run,
+        name=checkpoint.name,
+        step=checkpoint.step,
+        digest=digests.checkpoint,
+        weights_digest=digests.weights,
+    )
+
+    class Done(Cell):
+        @property
+        def done(self) -> bool:
+            return done(self.reference.step)
+
+    uri = f"{checkpoint.uri}/{digests.checkpoint[:10]}"
+    return Done(CONFIG, checkpoint.folder, digests, reference, "hash", uri, None)
+
+
+def arriving(
+    run: Path,
+    job: FakeJob | None,
+    *,
+    done: Callable[[int], bool] = lambda step: False,
+    meanwhile: Sequence[Callable[[], object]] = (),
+) -> ArrivingCells:
+    """Cells of a run; while they are waited for, one thing after the other happens."""
+    happening = iter(meanwhile)
+
+    def plan(configs: Sequence[EvaluationConfig], found: Sequence[Checkpoint]) -> list[Cell]:
+        return [cell_of(checkpoint, done) for checkpoint in found]
+
+    def sleep(seconds: float) -> None:
+        next(happening, lambda: None)()
+
+    return ArrivingCells([CONFIG], Exports(str(run / "hf")), job, poll_seconds=1.0, plan=plan, sleep=sleep)
+
+
+def names(cells: Sequence[Cell]) -> list[str]:
+    return [cell.reference.name for cell in cells]
+
+
+def test_cells_come_while_the_training_runs_and_end_with_it(run: Path, job: FakeJob) -> None:
+    def end() -> None:
+        write_checkpoint(run / "hf" / "step-3", seed=3)
+        job.says(JobStatus.SUCCEEDED)
+
+    meanwhile = [lambda: write_run(run, [1]), lambda: None, lambda: write_run(run, [2]), lambda: None, end]
+    cells = arriving(run, job, meanwhile=meanwhile)
+    assert cells.first() == [] and len(cells) == 1, "the first one, though nobody serves it"
+    assert names(list(islice(cells, 1))) == ["run-1"]
+    assert names(list(cells)) == ["run-1", "run-2", "run-3"]
+    assert names(list(cells.planned.values())) == ["run-1", "run-2", "run-3"]
+
+
+def test_training_that_fails_leaves_what_it_wrote_to_be_evaluated(run: Path, job: FakeJob) -> None:
+    write_run(run, [1])
+    job.says(JobStatus.FAILED)
+    assert names(list(arriving(run, job))) == ["run-1"]
+
+
+def test_training_without_exports_ends_without_cells(run: Path, job: FakeJob) -> None:
+    cells = arriving(run, job, meanwhile=[lambda: None, lambda: job.says(JobStatus.SUCCEEDED)])
+    assert cells.first() == [] and list(cells) == [] and cells.planned == {}
+
+
+def test_cells_that_are_done_are_planned_and_not_wanted(run: Path) -> None:
+    write_run(run, [1, 2])
+    cells = arriving(run, None, done=lambda step: step == 1)
+    assert names(list(cells)) == ["run-2"] and len(cells.planned) == 2
+
+
+def test_training_that_resumes_and_writes_the_same_again_leads_to_no_second_cell(run: Path, job: FakeJob) -> None:
+    def preempted() -> None:
+        job.says(JobStatus.RUNNING, preemptions=1, attempts=2)
+        shutil.rmtree(run / "hf" / "step-1")
+
+    meanwhile = [
+        lambda: write_run(run, [1]),
+        lambda: None,
+        preempted,
+        lambda: write_run(run, [1]),
+        lambda: None,
+        lambda: job.says(JobStatus.SUCCEEDED),
+    ]
+    events: list[Update] = []
+    with listening(events.append):
+        assert names(list(arriving(run, job, meanwhile=meanwhile))) == ["run-1"]
+    assert any(isinstance(event, Event) and "ended from outside, 1 times" in event.text for event in events)
+
+
+def test_checkpoint_that_became_another_is_left_to_the_next_run(run: Path, job: FakeJob) -> None:
+    def write_another() -> None:
+        shutil.rmtree(run / "hf" / "step-1")
+        write_checkpoint(run / "hf" / "step-1", seed=99)
+
+    meanwhile = [
+        lambda: write_run(run, [1]),
+        lambda: None,
+        write_another,
+        lambda: None,
+        lambda: job.says(JobStatus.SUCCEEDED),
+    ]
+    cells = arriving(run, job, meanwhile=meanwhile)
+    [begun] = list(cells)
+    [planned] = cells.planned.values()
+    assert planned.reference.digest != begun.reference.digest, "so the flow ends by saying that it lacks a record"
+
+
+def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
+    run: Path, job: FakeJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Flaky(FakeJob):
+        """Cannot be asked the first two times."""
+
+        asked = 0
+
+        def details(self):
+            self.asked += 1
+            if self.asked <= 2:
+                raise BackendUnavailable(expected="an answer", found="none", remedy="wait")
+            return super().details()
+
+    class FlakyExports(Exports):
+        """Cannot be listed the first time."""
+
+        looked = 0
+
+        def look(self, *, last: bool = False):
+            self.looked += 1
+            if self.looked == 1:
+                raise StorageError(expected="a list", found="none", remedy="wait")
+            return super().look(last=last)
+
+    write_run(run, [1])
+    flaky = Flaky(job.job_id, job.said)
+    flaky.says(JobStatus.SUCCEEDED)
+    cells = ArrivingCells(
+        [CONFIG],
+        FlakyExports(str(run / "hf")),
+        flaky,
+        poll_seconds=1.0,
+        plan=lambda configs, found: [cell_of(one, lambda step: False) for one in found],
+        sleep=lambda seconds: None,
+    )
+    assert names(list(cells)) == ["run-1"]
+
+
+def test_progress_of_a_training_is_read_from_its_log() -> None:
+    line = 'I 16:00 json_logger {"tracker": "json_logger", "event": "log", "step": 7, "metrics": {"train/loss": 0.512}}'
+    assert step_in(f"starting\n{line}\nsomething else") == "training: step 7, loss 0.51"
+    assert step_in("starting\n") is None
+    assert step_in('{"tracker": "json_logger" "train/loss" }') is None
