@@ -10,10 +10,15 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
+from flows.cli_cluster import cluster_app
 from flows.cli_evaluate import evaluate, show_series
+from flows.cli_jobs import SUBMIT_SETTINGS, jobs_app, submit
+from flows.cli_policy import cancel, gaps, plan, reconcile, retry, status
 from flows.cli_pools import faults, pool_app
 from flows.cli_records import compare, records, report
 from flows.cli_suites import stage, suites
+from flows.cli_train import demo_train, train_and_evaluate
+from flows.cli_work_pools import work_pool_app
 from flows.console import ERR, OUT, Json, print_json
 from flows.publishing import publish
 from resources.errors import AssayError, BadInput
@@ -53,12 +58,13 @@ def main() -> None:
     input.
     """
     set_process_environment_defaults(_EMBEDDED_PREFECT)
-    arguments = sys.argv[1:]
+    end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # what follows belongs to a submitted program
+    arguments, submitted = sys.argv[1:end], sys.argv[end:]
     traceback = _TRACEBACK in arguments
     # By default SIGTERM would skip every `with` block.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        app([argument for argument in arguments if argument != _TRACEBACK])
+        app([argument for argument in arguments if argument != _TRACEBACK] + submitted)
     except SystemExit as ended:
         # Typer ends with 2 when it cannot read the command line, which for us is bad input.
         sys.exit(BadInput.exit_code if ended.code == 2 else ended.code)
@@ -134,7 +140,15 @@ def doctor(as_json: Json = False) -> None:
 
 for _command in (evaluate, checkpoints, records, compare, report, suites, stage, publish, demo, faults, doctor):
     app.command()(_command)
+for _command in (plan, gaps, status, reconcile, retry, cancel):
+    app.command()(_command)
+for _command in (train_and_evaluate, demo_train):
+    app.command()(_command)
+app.command(context_settings=SUBMIT_SETTINGS)(submit)
 app.add_typer(pool_app, name="pool")
+app.add_typer(jobs_app, name="jobs")
+app.add_typer(cluster_app, name="cluster")
+app.add_typer(work_pool_app, name="work-pools")
 
 if __name__ == "__main__":
     main()

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from prefect import flow
 
 from tasks.announcing import announce
-from tasks.cells import conclude, plan_cells
+from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoints import Checkpoint, discover_one, layouts_for
+from tasks.claiming import Shares
 from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells, stage_tokenizers
 from tasks.provisioning import as_served, provisioned
@@ -33,14 +34,22 @@ def evaluate_each(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Che
     Raises:
         AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
     """
-    began = now()
     configs = [as_served(config) for config in configs]
     cells = plan_cells(configs, checkpoints)
-    wanted = [cell for cell in cells if not cell.done]
-    if wanted:
-        with provisioned(configs, stage_tokenizers(wanted)) as serving:
-            evaluate_cells(wanted, serving)
+    evaluate_wanted(configs, cells, wait=True)
+    return conclude(cells)
+
+
+def evaluate_wanted(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:
+    """Evaluates the cells that have no succeeded record, then writes the report and tells the sinks.
+
+    Cells that another run has claimed are left to it; with `wait`, this one waits for their outcome.
+    """
+    began = now()
+    with Shares([cell for cell in cells if not cell.done], wait=wait) as shares:
+        while share := shares.next():
+            with provisioned(configs, stage_tokenizers(share)) as serving:
+                evaluate_cells(share, serving, shares=shares)
     publish_report(configs[0])
     if any(config.sinks for config in configs):
         announce(cells, since=began)
-    return conclude(cells)

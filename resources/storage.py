@@ -103,7 +103,8 @@ def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
 
 
 @contextmanager
-def _reported(uri: str, doing: str) -> Iterator[None]:
+def reported(uri: str, doing: str) -> Iterator[None]:
+    """Turns what a store says goes wrong inside the block into a `StorageError`."""
     try:
         yield
     except StorageError:
@@ -146,7 +147,7 @@ def write_bytes(uri: str, content: bytes) -> None:
         StorageError: the place is not writable, or full.
     """
     filesystem, path = _open(uri)
-    with _reported(uri, "write"):
+    with reported(uri, "write"):
         if isinstance(filesystem, LocalFileSystem):
             with _written_aside(Path(path), content) as temporary:
                 temporary.replace(path)
@@ -166,7 +167,7 @@ def create_bytes(uri: str, content: bytes) -> bool:
         StorageError: the place is not writable, or full.
     """
     filesystem, path = _open(uri)
-    with _reported(uri, "create"):
+    with reported(uri, "create"):
         if isinstance(filesystem, LocalFileSystem):
             with _written_aside(Path(path), content) as temporary:
                 try:
@@ -189,7 +190,7 @@ def delete(uri: str) -> None:
         StorageError: the place is not writable.
     """
     filesystem, path = _open(uri)
-    with _reported(uri, "delete"), suppress(FileNotFoundError):
+    with reported(uri, "delete"), suppress(FileNotFoundError):
         filesystem.rm_file(path)
 
 
@@ -244,8 +245,10 @@ def list_files(uri: str) -> list[FileInfo]:
     """
     filesystem, path = _open(uri)
     filesystem.invalidate_cache()
-    with _reported(uri, "list"):
+    with reported(uri, "list"):
         try:
+            if isinstance(filesystem, LocalFileSystem) and Path(path).is_dir():
+                return sorted(_local_files(uri.rstrip("/"), path), key=lambda file: file.uri)
             found = dict(filesystem.find(path, detail=True))
         except FileNotFoundError:
             return []
@@ -257,6 +260,34 @@ def list_files(uri: str) -> list[FileInfo]:
         relative = name[len(root) :].lstrip("/")
         files.append(_file_info(join(uri, relative) if relative else uri, info))
     return sorted(files, key=lambda file: file.uri)
+
+
+def _local_files(uri: str, path: str) -> list[FileInfo]:
+    """What fsspec's `find` tells, in a third of its time: a run has tens of thousands of files.
+
+    As there, links are not followed into folders, and a link has the size of what it points to and its own time.
+    """
+    files = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            name = entry.name
+            try:
+                if entry.is_dir(follow_symlinks=False):
+                    files += _local_files(f"{uri}/{name}", entry.path)
+                elif not (name.startswith(".") and name.endswith(".partial")):
+                    told = entry.stat(follow_symlinks=False)
+                    size = _size_behind(entry) if entry.is_symlink() else told.st_size
+                    files.append(FileInfo(f"{uri}/{name}", size, told.st_mtime, None))
+            except FileNotFoundError:  # gone since it was listed
+                continue
+    return files
+
+
+def _size_behind(link: os.DirEntry[str]) -> int:
+    try:
+        return link.stat().st_size
+    except OSError:
+        return 0
 
 
 def _file_info(uri: str, info: dict) -> FileInfo:
@@ -319,7 +350,7 @@ def copy_to_local(uri: str, target: Path) -> None:
     """
     filesystem, path = _open(uri)
     target.parent.mkdir(parents=True, exist_ok=True)
-    with _reported(uri, "copy"), tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
+    with reported(uri, "copy"), tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as aside:
         partial = Path(aside) / "content"
         filesystem.get(path.rstrip("/") + "/", f"{partial}/", recursive=True)
         with suppress(FileExistsError, OSError):  # another process finished the same copy first
@@ -335,7 +366,7 @@ def copy_from_local(source: Path, uri: str) -> None:
         StorageError: something could not be written.
     """
     filesystem, path = _open(uri)
-    with _reported(uri, "copy to"):
+    with reported(uri, "copy to"):
         for file in sorted(source.rglob("*")):
             if file.is_file():
                 relative = file.relative_to(source).as_posix()

@@ -22,11 +22,13 @@ from resources.errors import AssayError, EvaluationInterrupted, RecordStatus
 from resources.fork_server import ForkServer
 from resources.jobs import current_client
 from tasks.cells import Cell
+from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.progress import CellDone, CellProgress, report, report_event
 from tasks.provenance import git_state, hardware, versions
 from tasks.provisioning import judge_of
+from tasks.record_index import note_record
 from tasks.records import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, now, write_record
 from tasks.serving import Interruption, ServedCell, Serving
 from tasks.sinks.publishing import publish_record
@@ -54,6 +56,8 @@ class Turn:
     """Called once the cell's checkpoint has been asked for."""
     interruption: Interruption = field(default_factory=Interruption)
     """Ends cells that nobody serves; for the others, whoever serves them is told."""
+    shares: Shares | None = None
+    """Who else wants these cells: nothing is published of one that was lost to another run."""
 
 
 @dataclass
@@ -100,8 +104,9 @@ def evaluate_cell(cell: Cell, serving: Serving | None, turn: Turn) -> Record:
 
     Raises:
         AssayError: the cell did not succeed; its record says so too.
+        ClaimLost: another run has the cell by now; nothing is recorded.
     """
-    attempt = f"attempt-{secrets.token_hex(4)}"
+    wanted, attempt = cell, f"attempt-{secrets.token_hex(4)}"
     outcome = _Outcome(cell)
     failure: AssayError | None = None
     began = time.monotonic()
@@ -114,7 +119,7 @@ def evaluate_cell(cell: Cell, serving: Serving | None, turn: Turn) -> Record:
         output = storage.local_path(cell.uri).absolute() / attempt if local else Path(scratch) / attempt
         try:
             if failure is None:
-                outcome.parsed = _answer(outcome, serving, turn, output)
+                outcome.parsed = _answer(outcome, serving, turn, output, wanted=wanted)
                 verify_counts(outcome.parsed)
                 outcome.status = "succeeded"
         except AssayError as error:
@@ -128,10 +133,13 @@ def evaluate_cell(cell: Cell, serving: Serving | None, turn: Turn) -> Record:
         if failure is not None:
             outcome.status, outcome.reason = failure.record_status, str(failure)
         try:
+            if turn.shares is not None:
+                turn.shares.prove(wanted)
             record = write_record(cell.uri, _record(outcome, attempt))
         except AssayError:
             _close(outcome, finished=False)
             raise
+    note_record(storage.join(cell.config.evaluation_path, cell.reference.run), cell.uri, record)
     _close(outcome, finished=record.succeeded)
     if cell.config.sinks:
         note_sinks(cell.uri, publish_record(record, cell.uri, cell.config.sinks))
@@ -149,7 +157,7 @@ def _by_ability(cell: Cell, serving: Serving | None) -> Cell:
     return cell.alternative
 
 
-def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path) -> Parsed:
+def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path, *, wanted: Cell) -> Parsed:
     cell = outcome.cell
     place = (turn.position, turn.cells)
     harness = turn.harness_of(cell)
@@ -157,6 +165,14 @@ def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path
     def on_progress(progress: Progress) -> None:
         counts = outcome.opened.counts() if outcome.opened else {}
         report(CellProgress(cell.title, *place, progress.stage, progress.done, progress.total, counts))
+
+    def check() -> None:
+        if turn.shares is not None:
+            turn.shares.raise_if_lost(wanted)
+        if outcome.opened is None:
+            turn.interruption.raise_if_interrupted()
+        else:
+            outcome.opened.check()
 
     with turn.one_loads if cell.config.native else nullcontext(), _asking(outcome):
         model, judge = _model(outcome, serving, turn, output)
@@ -172,7 +188,7 @@ def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path
                 client=current_client() if cell.config.native else local_client(),
                 judge=judge,
                 on_progress=on_progress,
-                check_endpoint=outcome.opened.check if outcome.opened else turn.interruption.raise_if_interrupted,
+                check_endpoint=check,
             )
 
 

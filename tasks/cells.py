@@ -21,6 +21,7 @@ from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, dige
 from tasks.evaluators.registry import EVALUATORS
 from tasks.progress import report_event
 from tasks.records import CheckpointReference, Record, read_record
+from tasks.run_listing import listing_digest
 
 _MOST_NAMES_IN_A_CELL = 3
 
@@ -73,24 +74,30 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
         _check_request(config, checkpoints)
         storage.check_writable(config.evaluation_path)
         natively = config.natively() if config.without_prompt_logprobs == "levanter" else None
-        hashed.append((config, _evaluation_hash(config), _evaluation_hash(natively) if natively else None))
+        for one in filter(None, (config, natively)):
+            _look_at_request(one)
+        hashed.append((config, evaluation_hash(config), evaluation_hash(natively) if natively else None))
     cells = []
     for checkpoint in checkpoints:
         digests = _digests(checkpoint)
-        for config, evaluation_hash, native_hash in hashed:
-            cell = _cell(config, checkpoint, digests, evaluation_hash)
+        for config, hash_, native_hash in hashed:
+            cell = _cell(config, checkpoint, digests, hash_)
             if native_hash is not None:
                 cell = replace(cell, alternative=_cell(config.natively(), checkpoint, digests, native_hash))
             cells.append(cell)
     done = sum(cell.done for cell in cells)
-    report_event(f"{len(cells)} cells wanted, {done} of them recorded already, {len(cells) - done} to evaluate")
+    if cells:
+        report_event(f"{len(cells)} cells wanted, {done} of them recorded already, {len(cells) - done} to evaluate")
     return cells
 
 
-def _evaluation_hash(config: EvaluationConfig) -> str:
-    """Over all that can change a score but the checkpoint; the evaluator looks at the request first."""
+def _look_at_request(config: EvaluationConfig) -> None:
     evaluator = EVALUATORS[config.evaluator]
     evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
+
+
+def evaluation_hash(config: EvaluationConfig) -> str:
+    """Over all that can change a score but the checkpoint."""
     return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
 
 
@@ -180,7 +187,7 @@ def _digests(checkpoint: Checkpoint) -> ModelDigests:
     return digest_model_folder(checkpoint.folder)
 
 
-def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigests, evaluation_hash: str) -> Cell:
+def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigests, hash_: str) -> Cell:
     assert checkpoint.folder is not None, "only complete checkpoints become cells"
     reference = CheckpointReference(
         uri=checkpoint.uri,
@@ -189,14 +196,15 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
         step=checkpoint.step,
         digest=digests.checkpoint,
         weights_digest=digests.weights,
+        listing=listing_digest(checkpoint.uri, checkpoint.folder.files.values()),
     )
     keys = [task.metric_key for task in config.evals]
     more = len(keys) - _MOST_NAMES_IN_A_CELL
     shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{more}-more" if more > 0 else "")
-    identity = digest_of([evaluation_hash, reference.digest])[:10]
+    identity = digest_of([hash_, reference.digest])[:10]
     step, folder = f"step-{checkpoint.step}", f"{shown[:80]}-{identity}"
     uri = storage.join(config.evaluation_path, reference.run, step, config.evaluator, folder)
-    return Cell(config, checkpoint.folder, digests, reference, evaluation_hash, uri, read_record(uri))
+    return Cell(config, checkpoint.folder, digests, reference, hash_, uri, read_record(uri))
 
 
 def conclude(cells: Sequence[Cell]) -> list[Record]:

@@ -83,12 +83,12 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     folders: dict[str, list[FileInfo]] = defaultdict(list)
     for file in files:
         folders[storage.parent(file.uri)].append(file)
-    native = _native_folders(folders)
+    native = native_folders(folders)
     found = []
     for folder, held in folders.items():
         if any(folder == other or folder.startswith(f"{other}/") for other in native):
             continue
-        if _looks_like_checkpoint(folder, held):
+        if looks_like_checkpoint(folder, held):
             found.append(_huggingface(folder, held))
     exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
     exports = Exports()
@@ -107,7 +107,8 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
 
 
-def _looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
+def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
+    """Whether a folder with these files directly in it is a checkpoint by its name or by them."""
     names = {storage.basename(file.uri) for file in files}
     return (
         step_of(storage.basename(folder)) is not None
@@ -116,7 +117,7 @@ def _looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
     )
 
 
-def _native_folders(folders: dict[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
+def native_folders(folders: dict[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
     """Native checkpoints with all their files, by folder."""
     found: dict[str, list[FileInfo]] = {}
     for folder, held in folders.items():
@@ -130,7 +131,7 @@ def _native_folders(folders: dict[str, list[FileInfo]]) -> dict[str, list[FileIn
 
 def _levanter(folder: str, files: Sequence[FileInfo], *, reference: str | None) -> Checkpoint:
     """A native checkpoint that can be evaluated; its step is the one it names itself."""
-    run, name, step = _native_name(folder)
+    run, name, step = native_name(folder)
     held = inspect_native_folder(folder, files, reference=reference)
     if held.step is not None and held.step != step:
         name, step = f"{run}-{held.step}", held.step
@@ -144,10 +145,10 @@ def _not_served(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
         "levanter_lm_evaluation_harness"
     )
     modified = max(file.modified for file in files)
-    return Checkpoint(folder, *_native_name(folder), modified, "levanter", (problem,))
+    return Checkpoint(folder, *native_name(folder), modified, "levanter", (problem,))
 
 
-def _native_name(folder: str) -> tuple[str, str, int]:
+def native_name(folder: str) -> tuple[str, str, int]:
     """As for other checkpoints: `$RUN/checkpoints/step-N` is of the run `$RUN`, too."""
     parent, last = storage.parent(folder), storage.basename(folder)
     if step_of(last) is not None and storage.basename(parent) == _ARCHIVE:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -19,6 +19,7 @@ from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs import current_client
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
+from tasks.claiming import Shares
 from tasks.config import EvaluationConfig, EvaluatorName
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.registry import EVALUATORS
@@ -82,10 +83,9 @@ class Harnesses:
 
 
 @contextmanager
-def _harnesses(cells: Sequence[Cell]) -> Iterator[Harnesses]:
+def _harnesses(configs: Sequence[EvaluationConfig]) -> Iterator[Harnesses]:
     with ExitStack() as stack:
         harnesses = Harnesses(stack)
-        configs = list({id(cell.config): cell.config for cell in cells}.values())
         for kind in dict.fromkeys(map(_kind, configs)):
             harnesses.prepare([config for config in configs if _kind(config) == kind])
         yield harnesses
@@ -96,21 +96,37 @@ def _kind(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
     return config.evaluator, EVALUATORS[config.evaluator].environment(config)
 
 
-def evaluate_cells(cells: Sequence[Cell], serving: Serving | None) -> None:
+def evaluate_cells(
+    cells: Collection[Cell],
+    serving: Serving | None,
+    *,
+    configs: Sequence[EvaluationConfig] | None = None,
+    shares: Shares | None = None,
+) -> None:
     """Evaluates cells, in order, as many at once as whoever serves them can use; each publishes its own record.
 
     Args:
-        cells: ordered by checkpoint, so that a pool is asked for few checkpoints at once.
+        cells: ordered by checkpoint, so that a pool is asked for few checkpoints at once. The next one may be long in
+            coming: what has begun goes on meanwhile.
         serving: answers for those that need an endpoint.
+        configs: the evaluations that they belong to; read from the cells when None.
+        shares: claims of these cells; each is given up when it has its outcome.
     """
-    evaluations = len({id(cell.config) for cell in cells if not cell.config.native})
+    if configs is None:
+        configs = list({id(cell.config): cell.config for cell in cells}.values())
+    evaluations = sum(not config.native for config in configs)
     at_once = evaluations + (serving.checkpoints_at_once if serving else 0)
-    with _harnesses(cells) as harnesses:
-        _evaluate_side_by_side(cells, serving, harnesses.of, at_once=at_once)
+    with _harnesses(configs) as harnesses:
+        _evaluate_side_by_side(cells, serving, harnesses.of, at_once=at_once, shares=shares)
 
 
 def _evaluate_side_by_side(
-    cells: Sequence[Cell], serving: Serving | None, harness_of: Callable[[Cell], Harness], *, at_once: int
+    cells: Collection[Cell],
+    serving: Serving | None,
+    harness_of: Callable[[Cell], Harness],
+    *,
+    at_once: int,
+    shares: Shares | None,
 ) -> None:
     threads = ThreadPoolExecutor(max(1, at_once), thread_name_prefix="cell")
     # What loads a checkpoint itself has the machine's accelerators for itself, and keeps no pool waiting.
@@ -121,7 +137,15 @@ def _evaluate_side_by_side(
         for position, cell in enumerate(cells, start=1):
             asked = Event()
             context = copy_context()  # carries the Prefect run and whoever listens to progress
-            turn = Turn(position, len(cells), harness_of, one_loads, on_open=asked.set, interruption=interruption)
+            turn = Turn(
+                position,
+                len(cells),
+                harness_of,
+                one_loads,
+                on_open=asked.set,
+                interruption=interruption,
+                shares=shares,
+            )
             executor = alone if cell.config.native else threads
             future = executor.submit(context.run, _evaluate_one, cell, serving, turn)
             running.append(future)
@@ -144,3 +168,5 @@ def _evaluate_side_by_side(
 
 def _evaluate_one(cell: Cell, serving: Serving | None, turn: Turn) -> None:
     evaluate_cell(cell, serving, turn, return_state=True)
+    if turn.shares is not None:
+        turn.shares.release(cell)

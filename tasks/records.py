@@ -18,6 +18,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from resources import storage
+from resources.conditional_writes import read_version, replace_bytes
 from resources.errors import RecordStatus
 
 RECORD_NAME = "record.json"
@@ -81,6 +82,8 @@ class CheckpointReference(_Part):
     """Over weights, config, tokenizer and chat template."""
     weights_digest: str
     """Over the weights alone."""
+    listing: str | None = None
+    """Over names, sizes, and checksums or times of its files: what a listing tells of this very state."""
 
 
 class SinkState(_Part):
@@ -145,6 +148,8 @@ class Record(_Part):
     """Pages the harness made, such as HELM's site, by title; relative to the record's folder."""
     sinks: dict[str, SinkState] = {}
     """What became of this record at each sink it is for."""
+    infra_failures: int | None = None
+    """Outcomes in a row that were `infra_failed`, this one included; empty for any other outcome."""
     attempt: str
     """Folder beside the record that holds the harness's own output."""
     created: datetime
@@ -169,8 +174,15 @@ def record_uri(cell_uri: str) -> str:
 def read_record(cell_uri: str) -> Record | None:
     """The record of a cell, or None if it has none or only something unreadable (which counts as not done)."""
     try:
-        return Record.model_validate_json(storage.read_bytes(record_uri(cell_uri)))
-    except (FileNotFoundError, ValidationError):
+        return _parsed(storage.read_bytes(record_uri(cell_uri)))
+    except FileNotFoundError:
+        return None
+
+
+def _parsed(content: bytes) -> Record | None:
+    try:
+        return Record.model_validate_json(content)
+    except ValidationError:
         return None
 
 
@@ -184,14 +196,17 @@ def write_record(cell_uri: str, record: Record) -> Record:
         StorageError: it could not be written; nothing half-written stands.
     """
     uri = record_uri(cell_uri)
-    content = record.model_dump_json(indent=2).encode()
-    if storage.create_bytes(uri, content):
-        return record
-    standing = read_record(cell_uri)
-    if standing is not None and standing.succeeded:
-        return standing
-    storage.write_bytes(uri, content)
-    return record
+    while True:
+        standing = read_version(uri)
+        before = _parsed(standing.content) if standing is not None else None
+        if before is not None and before.succeeded:
+            return before
+        if record.status == "infra_failed":
+            earlier = (before.infra_failures or 1) if before is not None and before.status == "infra_failed" else 0
+            record = record.model_copy(update={"infra_failures": earlier + 1})
+        content = record.model_dump_json(indent=2).encode()
+        if storage.create_bytes(uri, content) if standing is None else replace_bytes(uri, content, standing=standing):
+            return record
 
 
 def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
@@ -200,12 +215,15 @@ def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
     Raises:
         StorageError: it could not be written; the record stands as it was.
     """
-    record = read_record(cell_uri)
-    if record is None or not states:
-        return record
-    noted = record.model_copy(update={"sinks": {**record.sinks, **states}})
-    storage.write_bytes(record_uri(cell_uri), noted.model_dump_json(indent=2).encode())
-    return noted
+    uri = record_uri(cell_uri)
+    while True:
+        standing = read_version(uri)
+        record = _parsed(standing.content) if standing is not None else None
+        if standing is None or record is None or not states:
+            return record
+        noted = record.model_copy(update={"sinks": {**record.sinks, **states}})
+        if replace_bytes(uri, noted.model_dump_json(indent=2).encode(), standing=standing):
+            return noted
 
 
 def begin_scope(cell_uri: str) -> str:

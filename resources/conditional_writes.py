@@ -1,0 +1,170 @@
+"""Replacing a file only if it is still what one has read, and finding out whether a store keeps such promises.
+
+Local disk does it under a lock of the file's folder, `memory://` under a lock of the process, `gs://` by generation,
+`s3://` by entity tag. Any other store gets a plain write, which is right as long as nobody else writes at that moment.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import fsspec
+
+from resources import storage
+
+_MEMORY = threading.Lock()
+_GOOGLE = ("gs", "gcs")
+_AMAZON = ("s3", "s3a")
+_PRECONDITION = "At least one of the pre-conditions"
+
+
+@dataclass(frozen=True)
+class Version:
+    """What a file held when it was read. `tag` names that version where the store has names for them."""
+
+    content: bytes
+    tag: str | None
+
+
+def read_version(uri: str) -> Version | None:
+    """A file's content and version; None where nothing is there.
+
+    Raises:
+        StorageError: it is there and cannot be read.
+    """
+    try:
+        # The tag first: if the content is a newer one, the write that is conditional on the tag fails.
+        tag = _tag(uri)
+        return Version(storage.read_bytes(uri), tag)
+    except FileNotFoundError:
+        return None
+
+
+def replace_bytes(uri: str, content: bytes, *, standing: Version) -> bool:
+    """Replaces a file if it is still what was read; False if it is another one by now, or gone.
+
+    Raises:
+        StorageError: the place is not writable, or full.
+    """
+    protocol = uri.partition("://")[0] if "://" in uri else "file"
+    if protocol in _GOOGLE and standing.tag is not None:
+        return _replace_in_google(uri, content, generation=standing.tag)
+    if protocol in _AMAZON and standing.tag is not None:
+        return _replace_in_amazon(uri, content, entity_tag=standing.tag)
+    with _alone(uri, protocol):
+        try:
+            unchanged = storage.read_bytes(uri) == standing.content
+        except FileNotFoundError:
+            return False
+        if unchanged:
+            storage.write_bytes(uri, content)
+        return unchanged
+
+
+@cache
+def creates_exclusively(folder: str) -> bool:
+    """Whether only one of several writers can create a file in a folder; stores are tried, once in a process.
+
+    Some stores that speak the language of `gs://` or `s3://` ignore the condition: the second of two writers replaces
+    what the first one wrote, and both believe that they were first.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    if storage.is_local(folder):
+        return True
+    probe = storage.join(folder, f".assay-exclusive-{secrets.token_hex(8)}")
+    try:
+        storage.create_bytes(probe, b"first")
+        return not storage.create_bytes(probe, b"second")
+    except (NotImplementedError, ValueError):  # fsspec's words for a mode that a store does not know
+        return False
+    finally:
+        storage.delete(probe)
+
+
+@contextmanager
+def _alone(uri: str, protocol: str) -> Iterator[None]:
+    if protocol == "memory":
+        with _MEMORY:
+            yield
+        return
+    if protocol != "file":
+        yield
+        return
+    folder = os.open(Path(storage.local_path(uri)).absolute().parent, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # some network file systems lock no folders
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _store(uri: str) -> tuple[Any, str]:
+    filesystem, path = fsspec.core.url_to_fs(uri)
+    filesystem.invalidate_cache()
+    return filesystem, path
+
+
+def _tag(uri: str) -> str | None:
+    protocol = uri.partition("://")[0] if "://" in uri else "file"
+    if protocol not in (*_GOOGLE, *_AMAZON):
+        return None
+    filesystem, path = _store(uri)
+    told = filesystem.info(path)
+    found = told.get("generation") if protocol in _GOOGLE else told.get("ETag")
+    return str(found) if found is not None else None
+
+
+def _replace_in_google(uri: str, content: bytes, *, generation: str) -> bool:
+    filesystem, path = _store(uri)
+    bucket, key, _ = filesystem.split_path(path)
+    with storage.reported(uri, "replace"):
+        try:
+            filesystem.call(
+                "POST",
+                f"{filesystem._location}/upload/storage/v1/b/{quote(bucket)}/o",
+                uploadType="media",
+                name=key,
+                ifGenerationMatch=generation,
+                headers={"Content-Type": "application/octet-stream"},
+                data=content,
+            )
+        except (FileExistsError, FileNotFoundError):  # 412 and 404; a try of ours that got no answer leads to 412, too
+            return _holds(uri, content)
+        return True
+
+
+def _replace_in_amazon(uri: str, content: bytes, *, entity_tag: str) -> bool:
+    filesystem, path = _store(uri)
+    bucket, key, _ = filesystem.split_path(path)
+    with storage.reported(uri, "replace"):
+        try:
+            filesystem.call_s3("put_object", Bucket=bucket, Key=key, Body=content, IfMatch=entity_tag)
+        except (FileExistsError, FileNotFoundError):
+            return _holds(uri, content)
+        except OSError as error:
+            if _PRECONDITION not in str(error):
+                raise
+            return _holds(uri, content)
+        return True
+
+
+def _holds(uri: str, content: bytes) -> bool:
+    try:
+        found = storage.read_bytes(uri)
+    except FileNotFoundError:
+        return False
+    return hashlib.sha256(found).digest() == hashlib.sha256(content).digest()

@@ -1,0 +1,50 @@
+"""Telling whether a process that left its name somewhere is still there, as far as this machine can know."""
+
+from __future__ import annotations
+
+import os
+import socket
+from functools import cache
+from pathlib import Path
+
+from resources.config import Config
+
+
+class ProcessMark(Config):
+    """A process by what identifies it for good: machine and boot, process id, and when it started."""
+
+    machine: str
+    """Host name, boot and, on Linux, the process-id namespace: in a container the same ids mean others."""
+    pid: int
+    """Process id there."""
+    started: str | None
+    """When it started, in the kernel's ticks; empty where the system does not tell."""
+
+    @classmethod
+    def of_this_process(cls) -> ProcessMark:
+        """The mark of whoever calls."""
+        return cls(machine=_machine(), pid=os.getpid(), started=_started(os.getpid()))
+
+    def has_ended(self) -> bool:
+        """Whether it has certainly ended; False where only time can tell, as for another machine."""
+        if self.machine != _machine() or self.started is None:
+            return False
+        return _started(self.pid) != self.started
+
+
+@cache
+def _machine() -> str:
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    namespace = Path("/proc/self/ns/pid")
+    parts = [socket.gethostname(), boot.read_text().strip() if boot.is_file() else ""]
+    return " ".join([*parts, str(namespace.readlink()) if namespace.is_symlink() else ""]).strip()
+
+
+def _started(pid: int) -> str | None:
+    """None where there is no such process, or it only waits to be reaped."""
+    try:
+        # The name in brackets may hold anything; the state comes after it, and the start is the 22nd field.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else fields[19]

@@ -1,0 +1,187 @@
+"""The files that claims are made of: what stands in them, where they lie, and which one stands for a cell."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from resources import storage
+from resources.config import Config
+from resources.processes import ProcessMark
+
+_CLOCKS_DIFFER_SECONDS = 10.0
+_FOLDER = "claims"
+_HOLDERS = "holders"
+_Kind = TypeVar("_Kind", bound=Config)
+
+
+class Subject(Config):
+    """What is claimed, in words that need no look at the checkpoint: for whoever lists claims."""
+
+    key: str
+    """The cell: its step and the name of its folder."""
+    checkpoint: str
+    """Name of the checkpoint."""
+    evaluation_hash: str
+    """Of the evaluation that was planned."""
+    listing: str | None = None
+    """What a listing tells of the checkpoint's state."""
+
+
+class Claim(Config):
+    """One holder's claim of one cell."""
+
+    subject: Subject
+    """The cell."""
+    number: int
+    """One more than the claim that it succeeds."""
+    holder: str
+    """Who has it."""
+    succeeds: str | None = None
+    """Holder of the claim with the number before, which was found dead."""
+    deaths: int = 0
+    """Holders in a row that died with the cell in their hands."""
+    released: bool = False
+    """Whether it was given up, so that the next one may have the cell at once."""
+    at: float
+    """When it was made, seconds since the epoch."""
+
+
+class Holder(Config):
+    """Who claims, and when they were last heard of."""
+
+    name: str
+    """Name of its file, made up at the start."""
+    user: str
+    """Account that it runs under."""
+    process: ProcessMark
+    """Machine and process, by which others on the same machine see that it has ended."""
+    flow_run: str | None = None
+    """Its flow run at the Prefect server, where it is one."""
+    renewed: float
+    """Last sign of life, seconds since the epoch."""
+    lease_seconds: float
+    """How long that holds."""
+
+    def until(self) -> float:
+        """When its claims end if nothing more is heard, on a clock that may differ from its own."""
+        return self.renewed + self.lease_seconds + _CLOCKS_DIFFER_SECONDS
+
+
+@dataclass(frozen=True)
+class SeenClaim:
+    """A claim and its holder, as found; the holder is None where its file is gone."""
+
+    claim: Claim
+    uri: str
+    holder: Holder | None
+
+    def live(self, now: float) -> bool:
+        """Whether its holder still counts as being at work."""
+        if self.claim.released or self.holder is None:
+            return False
+        return now < self.holder.until() and not self.holder.process.has_ended()
+
+    def died(self, now: float) -> bool:
+        """Whether its holder is gone and has not given it up."""
+        return not self.claim.released and not self.live(now)
+
+
+def claims_folder(evaluation_path: str, run: str) -> str:
+    """Where the claims of a run's cells lie."""
+    return storage.join(evaluation_path, run, _FOLDER)
+
+
+def read_claims(folder: str, keys: Iterable[str] | None = None) -> list[SeenClaim]:
+    """The standing claim of each cell that has one, of some cells or of all; one listing, and a read for each.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    return standing_claims(folder, claims_by_key(folder), keys)
+
+
+def standing_claims(
+    folder: str, by_key: Mapping[str, Sequence[ClaimFile]], keys: Iterable[str] | None
+) -> list[SeenClaim]:
+    """The last claim of each cell of a listing, of some cells or of all, with its holder; a read for each."""
+    holders: dict[str, Holder | None] = {}
+    found = []
+    for key in by_key if keys is None else (key for key in keys if key in by_key):
+        uri = by_key[key][-1].uri
+        claim = read_file(uri, Claim)
+        if claim is None:
+            continue
+        if claim.holder not in holders:
+            holders[claim.holder] = read_file(holder_uri(folder, claim.holder), Holder)
+        found.append(SeenClaim(claim, uri, holders[claim.holder]))
+    return found
+
+
+def end_claim(seen: SeenClaim) -> bool:
+    """Takes a cell away from whoever has it, who notices with its next sign of life, and publishes nothing.
+
+    Returns:
+        False if its holder changed meanwhile.
+    """
+    claim = seen.claim
+    ended = Claim(
+        subject=claim.subject,
+        number=claim.number + 1,
+        holder="nobody",
+        succeeds=claim.holder,
+        released=True,
+        at=time.time(),
+    )
+    folder = storage.parent(seen.uri)
+    return storage.create_bytes(claim_uri(folder, ended, exclusive=True), ended.model_dump_json().encode())
+
+
+@dataclass(frozen=True, order=True)
+class ClaimFile:
+    """A claim's file by its name: the last in order is the one that stands."""
+
+    number: int
+    loses_to: tuple[int, ...]
+    uri: str
+    modified: float
+
+
+def claims_by_key(folder: str) -> dict[str, list[ClaimFile]]:
+    """Files of claims by cell, the one that stands last."""
+    found: dict[str, list[ClaimFile]] = defaultdict(list)
+    for file in storage.list_files(folder):
+        name = storage.basename(file.uri)
+        if storage.parent(file.uri) != folder.rstrip("/") or not name.endswith(".json"):
+            continue
+        parts = name.removesuffix(".json").rsplit(".", 2)
+        holder = parts.pop() if len(parts) == 3 and not parts[2].isdecimal() else ""
+        key, _, number = ".".join(parts).rpartition(".")
+        if number.isdecimal():
+            # Of two with one number, which only a store without exclusive writes lets stand, the first name wins.
+            found[key].append(ClaimFile(int(number), tuple(-ord(letter) for letter in holder), file.uri, file.modified))
+    return {key: sorted(files) for key, files in found.items()}
+
+
+def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:
+    """What stands in a file; None where it is gone, or cannot be understood."""
+    try:
+        return kind.model_validate_json(storage.read_bytes(uri))
+    except (FileNotFoundError, ValidationError):
+        return None
+
+
+def claim_uri(folder: str, claim: Claim, *, exclusive: bool) -> str:
+    """Where a claim lies; its name says whose it is where the store cannot keep two from making it."""
+    holder = "" if exclusive else f".{claim.holder}"
+    return storage.join(folder, f"{claim.subject.key}.{claim.number}{holder}.json")
+
+
+def holder_uri(folder: str, name: str) -> str:
+    """Where a holder shows signs of life."""
+    return storage.join(folder, _HOLDERS, f"{name}.json")

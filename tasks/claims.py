@@ -1,0 +1,273 @@
+"""Claims: who is evaluating a cell, as files beside the records, so that several who want a cell evaluate it once.
+
+    <evaluation_path>/<run>/claims/<cell>.<number>.json      made only if it is not there; its maker marks it released
+    <evaluation_path>/<run>/claims/holders/<holder>.json     rewritten by its holder alone, as a sign of life
+
+A claim holds for as long as its holder shows signs of life. One that is released, or whose holder is dead, is succeeded
+by one with the next number, which again only one can make. Whoever was succeeded has lost the cell and publishes
+nothing. Released claims stay for an hour: a number that could come again would let one who looked long ago take or
+remove the claim of another. On a store that lets two writers make one file, claims bear their holders' names, and after
+a while in which both become visible the first in order stays: best effort, and said so.
+"""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from resources import storage
+from resources.conditional_writes import creates_exclusively
+from resources.errors import AssayError, ClaimLost
+from resources.processes import ProcessMark
+from tasks.claim_files import (
+    Claim,
+    ClaimFile,
+    Holder,
+    SeenClaim,
+    Subject,
+    claim_uri,
+    claims_by_key,
+    holder_uri,
+    read_file,
+    standing_claims,
+)
+
+LEASE_SECONDS = 120.0
+"""How long a claim holds after the last sign of life of its holder."""
+_BEATS_PER_LEASE = 5
+_SETTLE_SECONDS = 2.0
+_RELEASED_KEPT_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Acquired:
+    """The keys that are ours now, and the claims of those who are at work on others.
+
+    A cell may be in neither: somebody was quicker a moment ago.
+    """
+
+    ours: frozenset[str]
+    others: Sequence[SeenClaim]
+
+
+class Claims:
+    """One holder's claims, renewed in the background for as long as the `with` block lasts, and given up at its end.
+
+    `now` is a clock in seconds since the epoch; without `in_background`, `renew` is to be called instead.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        *,
+        flow_run: str | None = None,
+        lease_seconds: float = LEASE_SECONDS,
+        now: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+        process: ProcessMark | None = None,
+        in_background: bool = True,
+    ) -> None:
+        self._folder = folder
+        self._now, self._sleep = now, sleep
+        self._me = Holder(
+            name=f"holder-{secrets.token_hex(8)}",
+            user=_user(),
+            process=process or ProcessMark.of_this_process(),
+            flow_run=flow_run,
+            renewed=now(),
+            lease_seconds=lease_seconds,
+        )
+        self._held: dict[str, tuple[Claim, str]] = {}
+        self._lost: set[str] = set()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name="claims", daemon=True) if in_background else None
+        self._exclusive = True
+
+    def __enter__(self) -> Claims:
+        self.renew()
+        self._exclusive = creates_exclusively(self._folder)
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        for key in list(self._held):
+            self.release(key)
+        with suppress(AssayError):  # it ends by itself once the lease is over
+            storage.delete(holder_uri(self._folder, self._me.name))
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether the store sees to it that only one gets a cell."""
+        return self._exclusive
+
+    def acquire(self, subjects: Sequence[Subject]) -> Acquired:
+        """Claims as many cells as can be had.
+
+        Two listings in all, and a write for each cell. Whoever gets a cell is to look at its record again: another
+        may have finished it in between.
+
+        Raises:
+            StorageError: the folder cannot be read or written.
+        """
+        listed = claims_by_key(self._folder)
+        before = {
+            seen.claim.subject.key: seen for seen in standing_claims(self._folder, listed, [s.key for s in subjects])
+        }
+        self._tidy(listed)
+        others = [seen for seen in before.values() if seen.live(self._now())]
+        live = {seen.claim.subject.key for seen in others}
+        made: dict[str, tuple[Claim, str]] = {}
+        for subject in subjects:
+            if subject.key not in live:
+                claim = self._next(subject, before.get(subject.key))
+                uri = claim_uri(self._folder, claim, exclusive=self._exclusive)
+                if self._create(uri, claim):
+                    made[subject.key] = (claim, uri)
+        if made and not self._exclusive:
+            self._sleep(_SETTLE_SECONDS)
+        after = claims_by_key(self._folder) if made else {}
+        ours = set()
+        for key, (claim, uri) in made.items():
+            if self._stands(uri, after.get(key, []), succeeded=before.get(key)):
+                with self._lock:
+                    self._held[key] = (claim, uri)
+                    self._lost.discard(key)
+                ours.add(key)
+            else:
+                self._give_up(claim, uri)
+        return Acquired(frozenset(ours), others)
+
+    def raise_if_lost(self, key: str) -> None:
+        """Raises ClaimLost where that is known already; asks nobody."""
+        with self._lock:
+            lost = key in self._lost or key not in self._held
+        if lost or self._now() > self._me.renewed + self._me.lease_seconds:
+            raise _lost(key, self._folder)
+
+    def prove(self, key: str) -> None:
+        """Raises ClaimLost unless the cell is ours as the store has it at this moment.
+
+        Raises:
+            StorageError: the store does not say.
+        """
+        self.raise_if_lost(key)
+        claim, uri = self._held[key]
+        if read_file(uri, Claim) != claim or self._succeeded(uri, claims_by_key(self._folder).get(key, [])):
+            with self._lock:
+                self._lost.add(key)
+        self.raise_if_lost(key)
+
+    def release(self, key: str) -> None:
+        """Gives a cell up. Where the store fails, the lease ends it."""
+        with self._lock:
+            claim, uri = self._held.pop(key, (None, ""))
+        if claim is not None:
+            with suppress(AssayError):
+                self._give_up(claim, uri)
+
+    def _give_up(self, claim: Claim, uri: str) -> None:
+        released = claim.model_copy(update={"released": True})
+        storage.write_bytes(uri, released.model_dump_json().encode())
+
+    def renew(self) -> None:
+        """Shows a sign of life, and notices which cells were lost.
+
+        Raises:
+            StorageError: the store could not be asked; the claims end if that lasts.
+        """
+        me = self._me.model_copy(update={"renewed": self._now()})
+        storage.write_bytes(holder_uri(self._folder, me.name), me.model_dump_json().encode())
+        self._me = me
+        standing = claims_by_key(self._folder) if self._held else {}
+        with self._lock:
+            for key, (_, uri) in self._held.items():
+                if self._succeeded(uri, standing.get(key, [])):
+                    self._lost.add(key)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._me.lease_seconds / _BEATS_PER_LEASE):
+            with suppress(AssayError):  # tried again; `raise_if_lost` knows when it was too long ago
+                self.renew()
+
+    def _next(self, subject: Subject, standing: SeenClaim | None) -> Claim:
+        if standing is None:
+            return Claim(subject=subject, number=1, holder=self._me.name, at=self._now())
+        before = standing.claim
+        return Claim(
+            subject=subject,
+            number=before.number + 1,
+            holder=self._me.name,
+            succeeds=before.holder,
+            deaths=0 if before.released else before.deaths + 1,
+            at=self._now(),
+        )
+
+    def _tidy(self, listed: Mapping[str, Sequence[ClaimFile]]) -> None:
+        """Removes what was released long ago."""
+        for files in listed.values():
+            old = bool(files[-1].modified) and files[-1].modified < self._now() - _RELEASED_KEPT_SECONDS
+            if old and (claim := read_file(files[-1].uri, Claim)) is not None and claim.released:
+                for file in files:
+                    storage.delete(file.uri)
+
+    def _create(self, uri: str, claim: Claim) -> bool:
+        content = claim.model_dump_json().encode()
+        if not self._exclusive:
+            storage.write_bytes(uri, content)
+            return True
+        # A write whose answer was lost is tried again by the client, and then finds its own file.
+        return storage.create_bytes(uri, content) or read_file(uri, Claim) == claim
+
+    def _succeeded(self, uri: str, files: Sequence[ClaimFile]) -> bool:
+        """Whether a claim that we hold is gone, or another one has taken its place.
+
+        A later one that succeeds somebody else was made by one who had looked too early, and will be withdrawn.
+        """
+        position = next((number for number, file in enumerate(files) if file.uri == uri), None)
+        if position is None:
+            return True
+        if any(file.number == files[position].number for file in files[position + 1 :]):
+            return True  # of two with one number, the last in order stays
+        later = [read_file(file.uri, Claim) for file in files[position + 1 :]]
+        return any(claim is not None and claim.succeeds == self._me.name for claim in later)
+
+    def _stands(self, uri: str, files: Sequence[ClaimFile], *, succeeded: SeenClaim | None) -> bool:
+        """Whether a claim just made is the last one, and the one it succeeds still the one that was found dead.
+
+        Every claim made before is seen here, since looking comes after making: so of two, one withdraws at least.
+        """
+        if not files or files[-1].uri != uri:
+            return False
+        for earlier in files[:-1]:
+            if earlier.number == files[-1].number:
+                continue
+            if succeeded is None or earlier.uri != succeeded.uri or read_file(earlier.uri, Claim) != succeeded.claim:
+                return False
+        if succeeded is not None:
+            storage.delete(succeeded.uri)
+        return True
+
+
+def _lost(key: str, folder: str) -> ClaimLost:
+    return ClaimLost(
+        expected=f"to be the one who evaluates {key}",
+        found=f"the claim of it in {folder} was ended, succeeded or not renewed in time",
+        remedy="see who has it with `assay gaps`; what was answered is in the journal",
+    )
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # an account without a name, as in many containers
+        return "unknown"

@@ -1,0 +1,217 @@
+"""Policies: which checkpoints of which runs are to be evaluated by which suites, as a file that can be reviewed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
+
+from pools.config import InferencePoolConfig, check_name
+from resources import storage
+from resources.config import Config, ResourceConfig
+from resources.errors import BadInput
+from tasks.benchmarks import benchmarks_digest
+from tasks.checkpoint_rules import CheckpointRule
+from tasks.config import EvaluationConfig, digest_of
+from tasks.names import name_of
+from tasks.options.alpaca_eval import Judge
+from tasks.provisioning import as_served
+from tasks.sinks.config import Sinks
+from tasks.suites import SuiteRequest, load_suite
+
+
+class RetryBudget(Config):
+    """What is done about cells that ended `infra_failed`, or whose run died. Failures of a model are not retried."""
+
+    infra_failures: int = Field(default=6, ge=0)
+    """Failures in a row that are followed by another try, of which a run makes two; then a cell waits for
+    `assay retry`."""
+    first_delay_seconds: float = Field(default=60, ge=0)
+    """Pause after the first failure; it doubles with each further one."""
+    longest_delay_seconds: float = Field(default=3600, ge=0)
+    """Bound on that pause."""
+
+    def delay_seconds(self, failures: int) -> float:
+        """The pause after so many failures in a row."""
+        return min(self.longest_delay_seconds, self.first_delay_seconds * 2.0 ** min(max(0, failures - 1), 60))
+
+
+class PolicyServing(Config):
+    """What answers, and on what; in a suite of a policy it takes the place of what the policy says."""
+
+    pool_config: InferencePoolConfig | None = None
+    """The inference pool to start, in place of resource_config."""
+    pool_name: str | None = None
+    """A pool on this machine that is kept up."""
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint that serves the checkpoints; ends in /v1."""
+    resource_config: ResourceConfig | None = None
+    """What engines, and evaluators that load the checkpoint themselves, run on."""
+
+    def served(self, other: PolicyServing) -> dict[str, Any]:
+        """The fields of a request, this one's before another's."""
+        ways = ("pool_config", "pool_name", "base_url")
+        first = self if any(getattr(self, name) is not None for name in ways) else other
+        resources = self.resource_config if self.resource_config is not None else other.resource_config
+        return {**{name: getattr(first, name) for name in ways}, "resource_config": resources}
+
+
+class PolicySuite(PolicyServing):
+    """A suite of a policy."""
+
+    suite: str
+    """Name of a suite, or a YAML file with one."""
+    only: tuple[str, ...] = ()
+    """Labels of the evaluations that are wanted; all when empty."""
+    checkpoints: tuple[CheckpointRule, ...] | None = None
+    """Rules of its own; the policy's when unset."""
+    priority: int = 0
+    """Suites with a higher number come first."""
+    max_eval_instances: int | None = Field(default=None, ge=1)
+    """Questions per benchmark; as the suite says when unset."""
+    apply_chat_template: bool | None = None
+    """Ask through the model's chat template; as the suite says when unset."""
+    benchmarks_path: str | None = None
+    """Folder with benchmarks of one's own."""
+    allow_code_execution: tuple[str, ...] = ()
+    """Benchmarks that may run code written by the model."""
+    judge: Judge | None = None
+    """Who compares outputs; as the suite says when unset."""
+    timeout_seconds: float | None = Field(default=None, gt=0)
+    """Wall clock of one cell."""
+
+
+class Policy(PolicyServing):
+    """What is to be evaluated of some training runs, now and as they go on."""
+
+    name: str
+    """What it is called, in tags of records and where it was told to stop."""
+    runs: tuple[str, ...] = Field(min_length=1)
+    """Runs that hold checkpoints as hf/step-N, or patterns of such, as gs://bucket/runs/llama-*."""
+    checkpoints: tuple[CheckpointRule, ...] = (CheckpointRule(which="all"),)
+    """Which checkpoints are wanted: those that any of these rules takes."""
+    final_step: int | None = Field(default=None, ge=0)
+    """Last training step, for the rule `final`."""
+    suites: tuple[PolicySuite, ...] = Field(min_length=1)
+    """What they are asked. One that is added later is asked of earlier checkpoints too."""
+    evaluation_path: str
+    """Folder for records; local, gs:// or s3://."""
+    retries: RetryBudget = RetryBudget()
+    """What is done about failures of machines."""
+    sinks: Sinks = ()
+    """Where results are announced."""
+    tags: tuple[str, ...] = ()
+    """Tags that go into every record, beside those of suite and policy."""
+    native_reference: str | None = None
+    """Folder with config and tokenizer for checkpoints in Levanter's own layout; an export of the run when unset."""
+    most_cells_at_once: int = Field(default=200, ge=1)
+    """Cells that one reconciliation takes on; the others stay for the next, or for another machine."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_usable(cls, name: str) -> str:
+        return check_name(name)
+
+    @field_validator("suites", mode="before")
+    @classmethod
+    def _suites_by_name(cls, suites: Any) -> Any:
+        if not isinstance(suites, list | tuple):
+            return suites
+        return tuple({"suite": one} if isinstance(one, str) else one for one in suites)
+
+    @field_validator("checkpoints", "runs", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, values: Any) -> Any:
+        return (values,) if isinstance(values, str | dict) else values
+
+    @model_validator(mode="after")
+    def _final_is_known(self) -> Policy:
+        rules = [*self.checkpoints, *(rule for suite in self.suites for rule in suite.checkpoints or ())]
+        if self.final_step is None and any(rule.which == "final" for rule in rules):
+            raise ValueError("the rule final needs final_step: nothing in a run says that it has ended")
+        return self
+
+
+@dataclass(frozen=True, eq=False)
+class WantedEvaluation:
+    """One evaluation of a run's checkpoints; `native_hash` is that of the same made by Levanter, where that may be."""
+
+    suites: tuple[str, ...]
+    priority: int
+    rules: tuple[CheckpointRule, ...]
+    config: EvaluationConfig
+    hash: str
+    native_hash: str | None
+
+    @property
+    def title(self) -> str:
+        """Suite and benchmarks, for people."""
+        keys = [task.metric_key for task in self.config.evals]
+        return f"{self.suites[0]}: {', '.join(keys[:2])}" + (f" and {len(keys) - 2} more" if len(keys) > 2 else "")
+
+
+def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
+    """What a policy wants of one run, by priority; an evaluation that two suites have in common once.
+
+    Raises:
+        BadInput: a suite is not there, or does not fit what answers.
+    """
+    found: dict[str, WantedEvaluation] = {}
+    for one in policy.suites:
+        suite = load_suite(one.suite)
+        for config in map(as_served, suite.evaluations_of(_request(policy, one, run))):
+            natively = config.natively() if config.without_prompt_logprobs == "levanter" else None
+            rules = one.checkpoints if one.checkpoints is not None else policy.checkpoints
+            made = WantedEvaluation(
+                (suite.name,), one.priority, rules, config, _hash(config), _hash(natively) if natively else None
+            )
+            same = found.get(made.hash)
+            found[made.hash] = made if same is None else _merged(same, made)
+    return sorted(found.values(), key=lambda wanted: -wanted.priority)
+
+
+def _merged(first: WantedEvaluation, second: WantedEvaluation) -> WantedEvaluation:
+    return replace(
+        first,
+        suites=tuple(dict.fromkeys((*first.suites, *second.suites))),
+        priority=max(first.priority, second.priority),
+        rules=tuple(dict.fromkeys((*first.rules, *second.rules))),
+    )
+
+
+def _hash(config: EvaluationConfig) -> str:
+    return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
+
+
+def _request(policy: Policy, one: PolicySuite, run: str) -> SuiteRequest:
+    asked = ("max_eval_instances", "apply_chat_template", "benchmarks_path", "judge", "timeout_seconds")
+    return SuiteRequest.model_validate(
+        {
+            "model_path": run,
+            "model_name": name_of(run)[0],
+            "evaluation_path": policy.evaluation_path,
+            "only": one.only,
+            "allow_code_execution": one.allow_code_execution,
+            "sinks": policy.sinks,
+            "wandb_tags": (*policy.tags, f"policy={policy.name}"),
+            **one.served(policy),
+            **{name: getattr(one, name) for name in asked},
+        }
+    )
+
+
+def check_policy_paths(policy: Policy) -> None:
+    """Refuses relative paths, for a flow that a worker runs in a folder of its own.
+
+    Raises:
+        BadInput: there are some.
+    """
+    paths = [*policy.runs, policy.evaluation_path, *filter(None, [one.benchmarks_path for one in policy.suites])]
+    relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
+    if relative:
+        raise BadInput(
+            expected="absolute paths in a deployed flow: a worker runs it in a folder that it deletes afterwards",
+            found=", ".join(relative),
+            remedy="write the whole path",
+        )

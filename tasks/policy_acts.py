@@ -1,0 +1,130 @@
+"""What people do about cells of a policy: ask for another try, or end what runs and let nothing begin."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Sequence
+
+import httpx
+from prefect.client.orchestration import get_client
+from prefect.exceptions import PrefectException
+from prefect.states import Cancelling
+
+from resources.errors import BadInput
+from resources.settings import prefect_api_url
+from tasks.claim_files import SeenClaim, end_claim
+from tasks.policies import Policy
+from tasks.policy_looking import run_folder
+from tasks.policy_marks import write_mark
+from tasks.progress import report_event
+from tasks.reconciliation import OpenCell, Reconciliation, RunListing
+
+_FAILED = ("failed", "spent", "backing_off")
+
+
+def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
+    """The open cells that some texts mean: `CHECKPOINT` or `CHECKPOINT:SUITE`, each a name or a pattern.
+
+    Raises:
+        BadInput: a text means none.
+    """
+    every = [*found.work, *found.others]
+    taken: dict[int, OpenCell] = {}
+    for pattern in patterns:
+        name, _, suite = pattern.partition(":")
+        matching = [
+            cell
+            for cell in every
+            if fnmatch.fnmatch(cell.checkpoint.name, name)
+            and any(fnmatch.fnmatch(one, suite or "*") for one in (*cell.evaluation.suites, cell.evaluation.hash))
+        ]
+        if not matching:
+            raise BadInput(
+                expected="--cell CHECKPOINT or CHECKPOINT:SUITE of a cell that is wanted and not done",
+                found=pattern,
+                remedy="`assay gaps` lists these cells",
+            )
+        taken.update((id(cell), cell) for cell in matching)
+    return list(taken.values())
+
+
+def retry(policy: Policy, found: Reconciliation, *, cells: Sequence[OpenCell] | None, failed: bool) -> list[OpenCell]:
+    """Clears the way for some cells; for all that wait for a person where none are named. Records stay.
+
+    Args:
+        policy: the policy.
+        found: its cells as they are.
+        cells: those meant; all that failed, were cancelled or failed too often when None.
+        failed: leave those out that were cancelled.
+
+    Raises:
+        StorageError: the mark cannot be written.
+    """
+    states = _FAILED if failed else (*_FAILED, "stopped")
+    meant = [cell for cell in found.others if cell.state in states] if cells is None else list(cells)
+    if cells is None and not failed:
+        for run in {cell.run for cell in meant if cell.state == "stopped"}:
+            write_mark(run_folder(policy, run), "retry", None, policy=policy.name)
+    for run, keys in _by_run(meant).items():
+        write_mark(run_folder(policy, run), "retry", keys, policy=policy.name)
+    return meant
+
+
+def cancel(
+    policy: Policy, listings: Sequence[RunListing], *, cells: Sequence[OpenCell] | None
+) -> tuple[int, list[str]]:
+    """Lets nothing of some cells begin, and ends what runs of them; of all of a policy, later ones too, where None.
+
+    Returns:
+        How many claims were ended, and the flow runs that were told to end: only with the whole policy.
+
+    Raises:
+        StorageError: marks or claims cannot be written.
+    """
+    if cells is None:
+        for listing in listings:
+            write_mark(run_folder(policy, listing.name), "stop", None, policy=policy.name)
+    else:
+        for run, keys in _by_run(cells).items():
+            write_mark(run_folder(policy, run), "stop", keys, policy=policy.name)
+    meant = {(cell.run, *_key(cell)) for cell in cells or ()}
+    ended: list[SeenClaim] = []
+    for listing in listings:
+        wanted = {one.hash for one in listing.wanted}
+        for claim in listing.claims:
+            subject = claim.claim.subject
+            if claim.claim.released:
+                continue
+            key = (listing.name, subject.checkpoint, subject.evaluation_hash)
+            if key in meant if cells is not None else subject.evaluation_hash in wanted:
+                end_claim(claim)
+                ended.append(claim)
+    runs = {claim.holder.flow_run for claim in ended if claim.holder is not None and claim.holder.flow_run}
+    return len(ended), _cancel_flow_runs(sorted(runs)) if cells is None else []
+
+
+def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
+    """Tells the Prefect server; a run ends without that too, when it notices that its claims are gone."""
+    told: list[str] = []
+    if not ids or prefect_api_url() is None:
+        return told
+    with get_client(sync_client=True) as client:
+        for one in ids:
+            try:
+                client.set_flow_run_state(one, state=Cancelling(message="assay cancel"), force=True)
+                told.append(one)
+            except (PrefectException, httpx.HTTPError) as error:
+                report_event(f"flow run {one} could not be told: {error}")
+    return told
+
+
+def _by_run(cells: Sequence[OpenCell]) -> dict[str, list[tuple[str, str]]]:
+    found: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    for cell in cells:
+        found[cell.run].append(_key(cell))
+    return found
+
+
+def _key(cell: OpenCell) -> tuple[str, str]:
+    return cell.checkpoint.name, cell.evaluation.hash

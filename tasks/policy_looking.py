@@ -1,0 +1,130 @@
+"""Looking at everything a policy is about: runs, records, claims, marks. Reads only, and builds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from typing import NamedTuple
+
+from resources import storage
+from resources.config import ResourceConfig
+from resources.errors import BadInput
+from resources.regions import price_per_hour, regions_for
+from tasks.claim_files import claims_folder, read_claims
+from tasks.names import name_of
+from tasks.policies import Policy, WantedEvaluation, wanted_evaluations
+from tasks.policy_marks import read_marks
+from tasks.reconciliation import OpenCell, RunListing, undecided
+from tasks.record_index import indexed_records
+from tasks.run_listing import expand_runs, look_at_run, with_digests
+
+
+def look(
+    policy: Policy,
+    *,
+    afresh: bool = False,
+    evaluations_of: Callable[[Policy, str], Sequence[WantedEvaluation]] = wanted_evaluations,
+) -> list[RunListing]:
+    """One listing for each run of a policy.
+
+    Args:
+        policy: the policy.
+        afresh: compare indices with the records they are of, however lately that was done.
+        evaluations_of: what a policy wants of a run.
+
+    Raises:
+        BadInput: a run or suite is not there, or the policy does not fit what answers.
+        StorageError: something could not be read.
+    """
+    listings = []
+    for run in expand_runs(policy.runs):
+        name = name_of(run)[0]
+        folder = run_folder(policy, name)
+        listing = RunListing(
+            run=run,
+            name=name,
+            wanted=evaluations_of(policy, run),
+            checkpoints=look_at_run(run, reference=policy.native_reference),
+            records=indexed_records(folder, afresh=afresh),
+            claims=read_claims(claims_folder(policy.evaluation_path, name)),
+            marks=read_marks(folder),
+        )
+        if unclear := undecided(listing):
+            known = {one.uri: one for one in with_digests(unclear, reference=policy.native_reference)}
+            listing = replace(listing, checkpoints=[known.get(one.uri, one) for one in listing.checkpoints])
+        listings.append(listing)
+    return listings
+
+
+def run_folder(policy: Policy, run_name: str) -> str:
+    """Where records, claims and marks of a run lie."""
+    return storage.join(policy.evaluation_path, run_name)
+
+
+class Estimate(NamedTuple):
+    """What a cell is expected to take, by what the same evaluation took of other checkpoints.
+
+    Where is a region, or None on a machine of one's own; `money` is in USD.
+    """
+
+    seconds: float | None
+    chip_hours: float | None
+    where: str
+    money: float | None
+
+
+class Estimates:
+    """Estimates for cells, from what records say and from the table of prices."""
+
+    def __init__(self, listings: Sequence[RunListing]) -> None:
+        self._typical: dict[str, tuple[float, float]] = {}
+        for listing in listings:
+            self._typical |= listing.records.typical
+        self._places: dict[str, tuple[str, Decimal | None]] = {}
+
+    def of(self, cell: OpenCell) -> Estimate:
+        """The estimate for one cell."""
+        wanted = cell.evaluation
+        resources = _resources(wanted)
+        where, hourly = self._place(wanted, resources)
+        known = self._typical.get(wanted.hash) or (
+            self._typical.get(wanted.native_hash) if wanted.native_hash else None
+        )
+        if known is None:
+            return Estimate(None, None, where, None)
+        seconds, chip_seconds = known
+        chips = resources.chip_count() / resources.replicas if resources else 0
+        # A cell has a replica to itself for its chip-seconds, on a CPU for as long as it takes.
+        hours = (chip_seconds / chips if chips else seconds) / 3600
+        money = round(float(hourly) * hours, 4) if hourly is not None else None
+        return Estimate(seconds, round(chip_seconds / 3600, 4), where, money)
+
+    def _place(self, wanted: WantedEvaluation, resources: ResourceConfig | None) -> tuple[str, Decimal | None]:
+        config = wanted.config
+        if resources is None:
+            return config.base_url or f"pool {config.pool_name}", None
+        key = resources.model_dump_json()
+        if key not in self._places:
+            one = resources.model_copy(update={"replicas": 1})
+            if resources.device.kind == "cpu" and not resources.regions:
+                self._places[key] = ("cpu", None)
+                return self._places[key]
+            name = getattr(resources.device, "variant", "cpu")
+            try:
+                region = regions_for(one)[0]
+            except BadInput:
+                self._places[key] = (name, None)
+            else:
+                self._places[key] = (f"{name} in {region.name}", price_per_hour(region, one))
+        return self._places[key]
+
+
+def _resources(wanted: WantedEvaluation) -> ResourceConfig | None:
+    """What a cell runs on; None where somebody else serves it."""
+    config = wanted.config
+    if config.native:
+        return config.resource_config or ResourceConfig()
+    if config.pool_name is not None or config.pool_config is None:
+        return None
+    return config.pool_config.resource_config

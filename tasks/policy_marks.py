@@ -1,0 +1,83 @@
+"""What people said about cells: try it again, or stop. Small files beside the records; no record is ever removed."""
+
+from __future__ import annotations
+
+import getpass
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import ValidationError
+
+from resources import storage
+from resources.config import Config
+
+_FOLDER = "marks"
+
+
+class Mark(Config):
+    """One thing that somebody said about some cells of a run, or about all that a policy wants of it."""
+
+    kind: Literal["retry", "stop"]
+    """Another try whatever came before, or none until such a mark."""
+    policy: str
+    """Name of the policy by which it was said."""
+    cells: tuple[tuple[str, str], ...] | None
+    """Names of checkpoints with hashes of evaluations; all of the policy, later ones too, when unset."""
+    at: float
+    """When, seconds since the epoch."""
+    user: str
+    """Who."""
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The newest mark of each cell, and of each policy as a whole."""
+
+    by_cell: Mapping[tuple[str, str], Mark] = field(default_factory=dict)
+    by_policy: Mapping[str, Mark] = field(default_factory=dict)
+
+    def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Mark | None:
+        """What was said last that is about a cell."""
+        found = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
+        return max((mark for mark in found if mark is not None), key=lambda mark: mark.at, default=None)
+
+
+def read_marks(run_folder: str) -> Marks:
+    """The marks of a run's cells.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    found: list[Mark] = []
+    for file in storage.list_files(storage.join(run_folder, _FOLDER)):
+        with suppress(FileNotFoundError, ValidationError):
+            found.append(Mark.model_validate_json(storage.read_bytes(file.uri)))
+    found.sort(key=lambda mark: mark.at)
+    by_cell = {cell: mark for mark in found for cell in mark.cells or ()}
+    return Marks(by_cell, {mark.policy: mark for mark in found if mark.cells is None})
+
+
+def write_mark(
+    run_folder: str, kind: Literal["retry", "stop"], cells: Sequence[tuple[str, str]] | None, *, policy: str
+) -> Mark:
+    """Says something of some cells, each a checkpoint's name and an evaluation's hash, or of all of a policy.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    listed = tuple(cells) if cells is not None else None
+    mark = Mark(kind=kind, policy=policy, cells=listed, at=time.time(), user=_user())
+    uri = storage.join(run_folder, _FOLDER, f"{int(mark.at)}-{secrets.token_hex(4)}.json")
+    storage.write_bytes(uri, mark.model_dump_json(indent=2).encode())
+    return mark
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "unknown"

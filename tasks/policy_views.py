@@ -1,0 +1,196 @@
+"""A reconciliation as tables for people and as JSON for scripts: what would run, what is missing and why, the grid."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from tasks.policies import Policy
+from tasks.policy_looking import Estimates
+from tasks.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
+
+_MOST_ROWS = 40
+_WORDS: dict[State, str] = {
+    "work": "to do",
+    "waiting": "incomplete",
+    "failed": "failed",
+    "backing_off": "infra failed",
+    "spent": "infra failed too often",
+    "claimed": "being evaluated",
+    "stopped": "cancelled",
+    "not_served": "cannot be served",
+}
+_TO_DO: dict[State, str] = {
+    "failed": "see its record, then assay retry",
+    "spent": "see its record, then assay retry",
+    "stopped": "assay retry",
+}
+_STYLES: dict[State, str] = {
+    "work": "cyan",
+    "waiting": "dim",
+    "failed": "red",
+    "backing_off": "yellow",
+    "spent": "red",
+    "claimed": "blue",
+    "stopped": "magenta",
+    "not_served": "dim",
+}
+
+
+def plan_json(policy: Policy, found: Reconciliation, estimates: Estimates) -> dict[str, Any]:
+    """What would run, in order, and what all of it is expected to take."""
+    cells = []
+    for cell in found.work:
+        estimate = estimates.of(cell)
+        cells.append({**_identity(cell), "note": cell.reason, **estimate._asdict()})
+    known = [cell for cell in cells if cell["seconds"] is not None]
+    total = {
+        "cells": len(cells),
+        "with_estimate": len(known),
+        "seconds": round(sum(cell["seconds"] for cell in known), 1) if known else None,
+        "chip_hours": round(sum(cell["chip_hours"] for cell in known), 3) if known else None,
+        "money": round(sum(cell["money"] or 0.0 for cell in known), 2)
+        if any(cell["money"] is not None for cell in known)
+        else None,
+    }
+    return {"policy": policy.name, "done": found.done_count, "total": total, "cells": cells}
+
+
+def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> Table:
+    """The same for people; of a long plan the first cells."""
+    content = plan_json(policy, found, estimates)
+    total, cells = content["total"], content["cells"]
+    table = Table("", "Checkpoint", "Evaluation", "Priority", "Where", "Seconds", "Chip-hours", "USD")
+    for number, cell in enumerate(cells[:_MOST_ROWS], start=1):
+        numbers = (_number(cell["seconds"]), _number(cell["chip_hours"], 3), _number(cell["money"], 2))
+        table.add_row(
+            str(number), cell["checkpoint"], cell["evaluation"], str(cell["priority"]), cell["where"], *numbers
+        )
+    if len(cells) > _MOST_ROWS:
+        table.add_row("…", f"and {len(cells) - _MOST_ROWS:,} more", "", "", "", "", "", "")
+    sums = (_number(total["seconds"]), _number(total["chip_hours"], 3), _number(total["money"], 2))
+    unknown = total["cells"] - total["with_estimate"]
+    table.add_section()
+    table.add_row("", f"{total['cells']:,} cells", f"{unknown:,} never measured" if unknown else "", "", "", *sums)
+    return table
+
+
+def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
+    """Every cell that is wanted and not done, with what it waits for."""
+    cells = [
+        {
+            **_identity(cell),
+            "state": cell.state,
+            "reason": cell.reason,
+            "until": moment(cell.until) if cell.until else None,
+        }
+        for cell in (*found.work, *found.others)
+    ]
+    counts = Counter(cell["state"] for cell in cells)
+    return {
+        "policy": policy.name,
+        "done": found.done_count,
+        "missing": dict(counts),
+        "not_eligible_checkpoints": found.left_out,
+        "cells": cells,
+    }
+
+
+def gaps_table(found: Reconciliation) -> Table:
+    """The same for people: a line for each checkpoint and reason, the cells that only wait for their turn together."""
+    table = Table("State", "Checkpoint", "Evaluation", "Why", "Until, or what to do")
+    for state, cells in found.by_state().items():
+        style = f"[{_STYLES[state]}]{_WORDS[state]}[/]"
+        for number, (cell, evaluations) in enumerate(_together(cells)):
+            if number == _MOST_ROWS:
+                table.add_row(style, f"and {len(cells) - number:,} more", "", "", "")
+                break
+            until = moment(cell.until) if cell.until else _TO_DO.get(state, "")
+            table.add_row(style, cell.checkpoint.name, evaluations, cell.reason or "", until)
+    return table
+
+
+def _together(cells: Sequence[OpenCell]) -> list[tuple[OpenCell, str]]:
+    """Cells of one checkpoint that wait for the same, as one line."""
+    groups: dict[tuple[str, str | None, float | None], list[OpenCell]] = {}
+    for cell in cells:
+        groups.setdefault((cell.checkpoint.name, cell.reason, cell.until), []).append(cell)
+    return [
+        (same[0], same[0].evaluation.title if len(same) == 1 else f"{len(same)} evaluations")
+        for same in groups.values()
+    ]
+
+
+def status_json(policy: Policy, listings: Sequence[RunListing], found: Reconciliation) -> dict[str, Any]:
+    """The grid: each checkpoint of each run, and the state of each suite's evaluations of it."""
+    states = {(cell.checkpoint.uri, cell.evaluation.hash): cell.state for cell in (*found.work, *found.others)}
+    runs = []
+    for listing in listings:
+        rows = []
+        for one in listing.checkpoints:
+            suites: dict[str, Counter[str]] = {}
+            recorded = frozenset().union(
+                *(
+                    s.hashes
+                    for s in listing.records.done.get(one.name, ())
+                    if s.listing == one.listing or s.digest == one.digest
+                )
+            )
+            for wanted in listing.wanted:
+                done = bool({wanted.hash, wanted.native_hash} & recorded)
+                state = states.get((one.uri, wanted.hash)) or ("done" if done else None)
+                if state is not None:
+                    suites.setdefault(wanted.suites[0], Counter())[state] += 1
+            rows.append({"checkpoint": one.name, "step": one.step, "suites": {k: dict(v) for k, v in suites.items()}})
+        names = list(dict.fromkeys(wanted.suites[0] for wanted in listing.wanted))
+        runs.append({"run": listing.name, "uri": listing.run, "suites": names, "checkpoints": rows})
+    return {"policy": policy.name, "done": found.done_count, "open": len(found.work) + len(found.others), "runs": runs}
+
+
+def status_tables(content: dict[str, Any]) -> list[Table]:
+    """The grid for people, the newest checkpoints of each run."""
+    tables = []
+    for run in content["runs"]:
+        table = Table("Checkpoint", *run["suites"], title=run["run"])
+        rows = run["checkpoints"]
+        if len(rows) > _MOST_ROWS:
+            table.add_row(f"{len(rows) - _MOST_ROWS:,} earlier", *("" for _ in run["suites"]))
+        for row in rows[-_MOST_ROWS:]:
+            table.add_row(row["checkpoint"], *(_square(row["suites"].get(suite)) for suite in run["suites"]))
+        if not rows:
+            table.add_row("none yet", *("" for _ in run["suites"]))
+        tables.append(table)
+    return tables
+
+
+def _square(states: dict[str, int] | None) -> str:
+    if not states:
+        return "[dim]·[/]"
+    if set(states) == {"done"}:
+        return "[green]✓[/]"
+    parts = [f"{states['done']} [green]✓[/]"] if states.get("done") else []
+    for state, number in states.items():
+        if state in _WORDS:
+            word = f"[{_STYLES[state]}]{_WORDS[state]}[/]"
+            parts.append(word if len(states) == 1 and number == 1 else f"{number} {word}")
+    return ", ".join(parts)
+
+
+def _identity(cell: OpenCell) -> dict[str, Any]:
+    return {
+        "run": cell.run,
+        "checkpoint": cell.checkpoint.name,
+        "step": cell.checkpoint.step,
+        "uri": cell.checkpoint.uri,
+        "suite": cell.evaluation.suites[0],
+        "evaluation": cell.evaluation.title,
+        "evaluation_hash": cell.evaluation.hash,
+        "priority": cell.evaluation.priority,
+    }
+
+
+def _number(value: float | None, digits: int = 0) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"

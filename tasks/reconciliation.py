@@ -1,0 +1,264 @@
+"""What is left to do: cells that a policy wants, less those that records settle. A function over listings."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Literal
+
+from tasks.checkpoint_rules import eligible_steps, might_be_eligible
+from tasks.claim_files import SeenClaim
+from tasks.policies import Policy, RetryBudget, WantedEvaluation
+from tasks.policy_marks import Marks
+from tasks.record_index import Evaluated, IndexedRecord, RunRecords
+from tasks.run_listing import SeenCheckpoint
+
+State = Literal["work", "waiting", "failed", "backing_off", "spent", "claimed", "stopped", "not_served"]
+"""What a cell that is wanted and not done is waiting for.
+
+work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry`, since the model or the benchmark was
+at fault; backing_off: a moment, after a failure of machines; spent: `assay retry`, since there were too many of those;
+claimed: whoever evaluates it; stopped: `assay retry`, after `assay cancel`; not_served: an export of a checkpoint in
+Levanter's own layout, or an evaluation by Levanter; or for one of two checkpoints of one name to go.
+"""
+
+
+@dataclass(frozen=True)
+class RunListing:
+    """All that is known of one run: what it holds, what was recorded, who is at work, and what people said."""
+
+    run: str
+    name: str
+    wanted: Sequence[WantedEvaluation]
+    checkpoints: Sequence[SeenCheckpoint]
+    records: RunRecords
+    claims: Sequence[SeenClaim] = ()
+    marks: Marks = field(default_factory=Marks)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCell:
+    """A cell that is wanted and not done; `until` is when that changes by itself, in seconds since the epoch."""
+
+    run: str
+    checkpoint: SeenCheckpoint
+    evaluation: WantedEvaluation
+    state: State
+    reason: str | None = None
+    until: float | None = None
+
+    @property
+    def title(self) -> str:
+        """Checkpoint and evaluation, for people."""
+        return f"{self.checkpoint.name} · {self.evaluation.title}"
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """Every wanted cell: counted where it is done, listed where it is not. `work` is in the order of doing.
+
+    `left_out` says how many complete checkpoints no rule takes.
+    """
+
+    done: Mapping[tuple[str, str], int]
+    work: Sequence[OpenCell]
+    others: Sequence[OpenCell]
+    left_out: int
+
+    @property
+    def done_count(self) -> int:
+        """Cells with a succeeded record of this very checkpoint and evaluation."""
+        return sum(self.done.values())
+
+    def by_state(self) -> dict[State, list[OpenCell]]:
+        """The open cells by what they wait for."""
+        found: dict[State, list[OpenCell]] = defaultdict(list)
+        for cell in (*self.work, *self.others):
+            found[cell.state].append(cell)
+        return dict(found)
+
+
+def undecided(listing: RunListing) -> list[SeenCheckpoint]:
+    """Checkpoints whose digests are needed: they have records, none of which was made of what the listing shows."""
+    told: dict[str, set[str | None]] = defaultdict(set)
+    for name, states in listing.records.done.items():
+        told[name].update(state.listing for state in states)
+    for record in listing.records.others:
+        told[record.checkpoint].add(record.listing)
+    return [
+        one for one in listing.checkpoints if one.complete and told.get(one.name) and one.listing not in told[one.name]
+    ]
+
+
+def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
+    """What is left to do. Nothing is read and nothing written; the same listings lead to the same answer.
+
+    Args:
+        listings: one for each run.
+        policy: which checkpoints are wanted, and what is done about failures.
+        now: seconds since the epoch.
+    """
+    done: Counter[tuple[str, str]] = Counter()
+    open_cells: list[OpenCell] = []
+    left_out = 0
+    for listing in listings:
+        seen = _Run(listing, policy, now=now)
+        left_out += seen.left_out
+        done.update(seen.done)
+        open_cells += seen.open
+    work = [cell for cell in open_cells if cell.state == "work"]
+    work.sort(key=lambda cell: (-cell.evaluation.priority, cell.checkpoint.step, cell.run))
+    others = [cell for cell in open_cells if cell.state != "work"]
+    return Reconciliation(done, work, others, left_out)
+
+
+class _Run:
+    """One run's part of it."""
+
+    def __init__(self, listing: RunListing, policy: Policy, *, now: float) -> None:
+        self._listing, self._policy, self._now = listing, policy, now
+        self.done: Counter[tuple[str, str]] = Counter()
+        self.open: list[OpenCell] = []
+        self._failures: dict[tuple[str, str], list[IndexedRecord]] = defaultdict(list)
+        for record in listing.records.others:
+            self._failures[record.checkpoint, record.evaluation_hash].append(record)
+        self._claims = {
+            (one.claim.subject.checkpoint, one.claim.subject.evaluation_hash): one for one in listing.claims
+        }
+        names = Counter(one.name for one in listing.checkpoints)
+        self._twice = {name for name, times in names.items() if times > 1}
+        complete = [one for one in listing.checkpoints if one.complete]
+        steps = {kind: [one.step for one in complete if one.kind == kind] for kind in ("huggingface", "levanter")}
+        self._all_steps = [*steps["huggingface"], *steps["levanter"]]
+        taken: dict[tuple[object, ...], set[int]] = {}
+        by_step: dict[int, list[WantedEvaluation]] = defaultdict(list)
+        for wanted in listing.wanted:
+            if wanted.rules not in taken:
+                taken[wanted.rules] = eligible_steps(wanted.rules, self._all_steps, final_step=policy.final_step)
+            for step in taken[wanted.rules]:
+                by_step[step].append(wanted)
+        sets: dict[int, tuple[list[WantedEvaluation], frozenset[str]]] = {}
+        interned: dict[tuple[str, ...], tuple[list[WantedEvaluation], frozenset[str]]] = {}
+        for step, evaluations in by_step.items():
+            key = tuple(one.hash for one in evaluations)
+            sets[step] = interned.setdefault(key, (evaluations, frozenset(key)))
+        self.left_out = sum(one.step not in sets for one in complete)
+        finished: Counter[tuple[str, ...] | frozenset[str]] = Counter()
+        for one in listing.checkpoints:
+            if not one.complete:
+                self._incomplete(one)
+            elif one.step in sets:
+                evaluations, hashes = sets[one.step]
+                recorded = self._recorded(one)
+                if hashes <= recorded:
+                    finished[hashes] += 1
+                else:
+                    self._one(one, evaluations, recorded)
+        for hashes, times in finished.items():
+            for hash_ in hashes:
+                self.done[listing.name, hash_] += times
+
+    def _recorded(self, one: SeenCheckpoint) -> frozenset[str]:
+        """Hashes of the evaluations that have a succeeded record of this very state of a checkpoint."""
+        states = [state.hashes for state in self._listing.records.done.get(one.name, ()) if _same(one, state)]
+        return states[0] if len(states) == 1 else frozenset().union(*states)
+
+    def _one(self, one: SeenCheckpoint, evaluations: Sequence[WantedEvaluation], recorded: Collection[str]) -> None:
+        for wanted in evaluations:
+            if wanted.hash in recorded or (wanted.native_hash is not None and wanted.native_hash in recorded):
+                self.done[self._listing.name, wanted.hash] += 1
+            else:
+                self.open.append(self._open(one, wanted))
+
+    def _incomplete(self, one: SeenCheckpoint) -> None:
+        for wanted in self._listing.wanted:
+            if might_be_eligible(wanted.rules, one.step, self._all_steps, final_step=self._policy.final_step):
+                self.open.append(self._cell(one, wanted, "waiting", "; ".join(one.problems)))
+
+    def _open(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
+        if one.name in self._twice:
+            return self._cell(one, wanted, "not_served", f"two checkpoints are called {one.name}: remove one of them")
+        if one.kind == "levanter" and not wanted.config.native:
+            why = "in Levanter's own layout: export it to Hugging Face format, or have Levanter evaluate it"
+            return self._cell(one, wanted, "not_served", why)
+        key = (one.name, wanted.hash)
+        mark = self._listing.marks.newest(*key, policy=self._policy.name)
+        if mark is not None and mark.kind == "stop":
+            return self._cell(one, wanted, "stopped", f"cancelled by {mark.user} at {moment(mark.at)}")
+        hashes = (wanted.hash, *filter(None, [wanted.native_hash]))
+        failures = [
+            record for hash_ in hashes for record in self._failures.get((one.name, hash_), ()) if _same(one, record)
+        ]
+        claim = self._claims.get(key)
+        if claim is not None and claim.claim.subject.listing not in (None, one.listing):
+            claim = None  # of the checkpoint as it was before
+        if claim is not None and claim.live(self._now) and claim.holder is not None:
+            who = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
+            return self._cell(one, wanted, "claimed", who, claim.holder.until())
+        last = max(failures, key=lambda record: record.created, default=None)
+        return self._after(one, wanted, last, claim, since=mark.at if mark is not None else 0.0)
+
+    def _after(
+        self,
+        one: SeenCheckpoint,
+        wanted: WantedEvaluation,
+        last: IndexedRecord | None,
+        claim: SeenClaim | None,
+        *,
+        since: float,
+    ) -> OpenCell:
+        """A cell by how it ended last; what was before somebody asked for another try does not count."""
+        if last is not None and last.created <= since:
+            last = None
+        if last is not None and last.status in ("failed", "withheld"):
+            return self._cell(one, wanted, "failed", last.reason)
+        dead = claim is not None and claim.died(self._now) and claim.claim.at > since
+        deaths = claim.claim.deaths + 1 if claim is not None and dead else 0
+        failures = deaths + (last.infra_failures if last is not None else 0)
+        if failures == 0:
+            return self._cell(one, wanted, "work")
+        reason = last.reason if last is not None else "the run that had it died"
+        died = claim.claim.at if claim is not None and deaths else 0.0
+        ended = max(last.created if last is not None else 0.0, died)
+        return self._by_budget(one, wanted, self._policy.retries, failures=failures, ended=ended, reason=reason)
+
+    def _by_budget(
+        self,
+        one: SeenCheckpoint,
+        wanted: WantedEvaluation,
+        budget: RetryBudget,
+        *,
+        failures: int,
+        ended: float,
+        reason: str | None,
+    ) -> OpenCell:
+        if failures > budget.infra_failures:
+            return self._cell(one, wanted, "spent", f"{failures} failures in a row; the last: {reason}")
+        due = ended + budget.delay_seconds(failures)
+        if self._now < due:
+            return self._cell(one, wanted, "backing_off", f"failure {failures}: {reason}", due)
+        return self._cell(one, wanted, "work", f"again after failure {failures}")
+
+    def _cell(
+        self,
+        one: SeenCheckpoint,
+        wanted: WantedEvaluation,
+        state: State,
+        reason: str | None = None,
+        until: float | None = None,
+    ) -> OpenCell:
+        return OpenCell(self._listing.name, one, wanted, state, reason, until)
+
+
+def _same(one: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
+    """Whether a record is of a checkpoint as it is now: by its digest, or by what a listing tells of it."""
+    if one.digest is not None:
+        return recorded.digest == one.digest
+    return recorded.listing is not None and recorded.listing == one.listing
+
+
+def moment(seconds: float) -> str:
+    """A time for people, in UTC."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

@@ -1,0 +1,217 @@
+"""Policies carried out: the flow on a Prefect server, with lm-eval itself, against the deterministic engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fakes import engine as engine_program
+from fakes.models import CONFIG, write_checkpoint
+from fakes.polling import eventually
+from fakes.processes import running_program
+from fakes.tokenizers import write_byte_tokenizer
+from flows.reconcile import load_policy, reconcile_policy
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import EvaluationIncomplete
+from resources.settings import process_environment
+from tasks.policy_looking import look
+from tasks.reconciliation import reconcile
+from tasks.records import Record, read_records
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]
+
+ASSAY = Path(sys.executable).with_name("assay")
+STEPS = (1, 2, 3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _harness_is_built() -> None:
+    ensure_environment(ENVIRONMENTS["lm-eval"])
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A run, a policy about it, and the endpoint that serves its checkpoints."""
+
+    folder: Path
+    url: str
+    api: str
+
+    @property
+    def policy(self) -> Path:
+        return self.folder / "policy.yaml"
+
+    def write_suite(self, name: str, *benchmarks: str) -> str:
+        evaluations = [{"label": one, "evals": [one], "max_eval_instances": 2} for one in benchmarks]
+        path = self.folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump({"name": name, "description": name, "evaluations": evaluations}))
+        return str(path)
+
+    def write_policy(self, *suites: str, **fields: Any) -> None:
+        content = {
+            "name": "watched",
+            "runs": [str(self.folder / "run*")],
+            "suites": list(suites),
+            "evaluation_path": str(self.folder / "out"),
+            "base_url": f"{self.url}/v1",
+            **fields,
+        }
+        self.policy.write_text(yaml.safe_dump(content))
+
+    def write_checkpoint(self, step: int, *, seed: int | None = None) -> Path:
+        folder = self.folder / "run" / "hf" / f"step-{step}"
+        shutil.rmtree(folder, ignore_errors=True)
+        config = {**CONFIG, "num_attention_heads": 1}
+        return write_byte_tokenizer(write_checkpoint(folder, seed=step if seed is None else seed, config=config))
+
+    def reconcile(self) -> dict[str, Any]:
+        return reconcile_policy(load_policy(str(self.policy)))
+
+    def command(self, *arguments: str) -> list[str]:
+        return [str(ASSAY), *arguments, str(self.policy)]
+
+    def start(self) -> subprocess.Popen[str]:
+        env = process_environment({"PREFECT_API_URL": self.api})
+        command = [*self.command("reconcile"), "--json"]
+        return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def ask(self, *arguments: str) -> dict[str, Any]:
+        done = subprocess.run(
+            [*self.command(*arguments), "--json"],
+            capture_output=True,
+            text=True,
+            env=process_environment(),
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def missing(self) -> dict[str, int]:
+        """Cells that are not done, by what they wait for."""
+        policy = load_policy(str(self.policy))
+        found = reconcile(look(policy), policy, now=time.time())
+        return {state: len(cells) for state, cells in found.by_state().items()}
+
+    def records(self) -> list[Record]:
+        return read_records(str(self.folder / "out"))
+
+    def attempts(self) -> Counter[str]:
+        """Attempts at each cell."""
+        return Counter(str(path.parent) for path in (self.folder / "out").rglob("attempt-*") if path.is_dir())
+
+    @property
+    def requests(self) -> int:
+        with urllib.request.urlopen(f"{self.url}/fake/stats", timeout=10) as response:
+            return json.load(response)["requests"]
+
+
+@contextmanager
+def watched(folder: Path, api: str, **faults: Any) -> Iterator[Watched]:
+    address = folder / "engine.json"
+    models = [part for step in STEPS for part in ("--model", f"run-{step}")]
+    with running_program(
+        str(engine_program.__file__), "--address-file", str(address), "--faults", json.dumps(faults), *models
+    ):
+        eventually(address.is_file)
+        yield Watched(folder, json.loads(address.read_text())["url"], api)
+
+
+def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Path, prefect_api: str):
+    with watched(tmp_path, prefect_api) as run:
+        run.write_checkpoint(1)
+        weights = run.write_checkpoint(2) / "model.safetensors"
+        whole = weights.read_bytes()
+        weights.write_bytes(whole[:-8])
+        facts = run.write_suite("facts", "demo_facts")
+        run.write_policy(facts)
+
+        assert run.reconcile()["succeeded"] == 1
+        assert run.missing() == {"waiting": 1}
+        asked = run.requests
+        assert run.reconcile()["open_before"] == {"waiting": 1}
+        assert run.requests == asked
+
+        weights.write_bytes(whole)  # it is whole now
+        run.write_policy(facts, run.write_suite("backwards", "demo_backwards"))  # and a suite more is wanted
+        assert run.reconcile()["succeeded"] == 3
+        assert run.missing() == {}
+
+        before = {record.attempt for record in run.records()}
+        run.write_checkpoint(1, seed=99)
+        assert run.missing() == {"work": 2}
+        assert run.reconcile()["succeeded"] == 2
+        after = {record.attempt for record in run.records()}
+        assert before < after and len(after) == 6
+        assert set(run.attempts().values()) == {1}
+
+
+def test_reconcilers_at_once_evaluate_each_cell_once(tmp_path: Path, prefect_api: str):
+    with watched(tmp_path, prefect_api) as run:
+        for step in STEPS:
+            run.write_checkpoint(step)
+        run.write_policy(run.write_suite("facts", "demo_facts"))
+        started = [run.start() for _ in range(3)]
+        outcomes = [process.communicate(timeout=300) for process in started]
+        assert [process.returncode for process in started] == [0, 0, 0], outcomes
+        told = [json.loads(printed) for printed, _ in outcomes]
+        assert {record.checkpoint.name for record in run.records()} == {"run-1", "run-2", "run-3"}
+        assert len(run.attempts()) == 3 and set(run.attempts().values()) == {1}
+        assert all(one["done_before"] + sum(one["open_before"].values()) == 3 for one in told), told
+
+
+def test_failure_of_the_benchmark_waits_for_a_person_and_a_record_stays(tmp_path: Path, prefect_api: str):
+    with watched(tmp_path, prefect_api) as run:
+        run.write_checkpoint(1)
+        broken = run.folder / "own"
+        broken.mkdir()
+        source = Path(engine_program.__file__).parents[2] / "tasks" / "bundled" / "demo_facts.yaml"
+        (broken / "demo_facts.yaml").write_text(source.read_text())  # without its questions
+        suite = {"suite": run.write_suite("facts", "demo_facts"), "benchmarks_path": str(broken)}
+        run.write_policy(**{"suites": [suite]})
+        with pytest.raises(EvaluationIncomplete):
+            run.reconcile()
+        [record] = run.records()
+        assert record.status == "failed"
+        assert run.reconcile()["open_before"] == {"failed": 1}
+        assert run.ask("retry", "--failed")["cells"] == ["run-1 · facts: demo_facts"]
+        assert run.missing() == {"work": 1}
+        assert run.records() == [record]
+
+
+def test_killed_reconciler_is_succeeded_and_a_cancelled_one_publishes_nothing(tmp_path: Path, prefect_api: str):
+    with watched(tmp_path, prefect_api, delay_seconds=8.0) as run:
+        run.write_checkpoint(1)
+        run.write_policy(run.write_suite("facts", "demo_facts"), retries={"first_delay_seconds": 0})
+        first = run.start()
+        eventually(lambda: run.requests > 2 or first.poll() is not None, seconds=120)
+        assert run.missing() == {"claimed": 1}
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate(timeout=60)
+        assert run.missing() == {"work": 1}  # on the same machine nobody waits for the lease
+
+        asked = run.requests
+        second = run.start()
+        eventually(lambda: run.requests > asked + 1 or second.poll() is not None, seconds=120)
+        assert run.ask("cancel")["claims_ended"] == 1
+        printed, errors = second.communicate(timeout=300)
+        assert second.returncode == 0, errors
+        assert json.loads(printed)["succeeded"] == 0
+        assert run.records() == []
+        assert run.missing() == {"stopped": 1}
+        run.ask("retry")
+        assert run.missing() == {"work": 1}

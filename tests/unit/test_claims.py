@@ -1,0 +1,225 @@
+"""Claims: who gets a cell, who loses it, and that nothing is published twice whoever dies or sleeps when."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from fakes.conditional_store import ConditionalStore, Steps, conditional_store
+from resources import storage
+from resources.conditional_writes import creates_exclusively
+from resources.errors import ClaimLost
+from resources.processes import ProcessMark
+from tasks.claim_files import Subject, end_claim, read_claims
+from tasks.claims import Claims
+
+LEASE = 60.0
+CELL = Subject(key="step-1.facts-0123456789", checkpoint="run-1", evaluation_hash="hash")
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.seconds = 1_000_000.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def elsewhere(number: int = 0) -> ProcessMark:
+    """A process of another machine, of which only time tells whether it is gone."""
+    return ProcessMark(machine=f"machine-{number}", pid=number + 1, started="1")
+
+
+def claims(folder: Path | str, clock: Clock, number: int = 0, **changes: Any) -> Claims:
+    given: dict[str, Any] = {"now": clock, "process": elsewhere(number), "lease_seconds": LEASE, "in_background": False}
+    return Claims(str(folder), **{**given, **changes})
+
+
+@pytest.fixture
+def store() -> Iterator[type[ConditionalStore]]:
+    creates_exclusively.cache_clear()
+    with conditional_store() as store:
+        yield store
+    creates_exclusively.cache_clear()
+
+
+def test_claimed_cell_is_refused_to_others_until_it_is_given_up(tmp_path: Path):
+    clock = Clock()
+    with claims(tmp_path, clock, 0) as first, claims(tmp_path, clock, 1) as second:
+        assert first.acquire([CELL]).ours == {CELL.key}
+        [standing] = second.acquire([CELL]).others
+        assert standing.live(clock())
+        assert standing.holder is not None and standing.holder.process == elsewhere(0)
+        first.release(CELL.key)
+        assert second.acquire([CELL]).ours == {CELL.key}
+        with pytest.raises(ClaimLost):
+            first.prove(CELL.key)
+    assert [seen.claim.released for seen in read_claims(str(tmp_path))] == [True]
+
+
+def test_silent_holder_loses_its_cell_after_the_lease_and_notices(tmp_path: Path):
+    clock = Clock()
+    with claims(tmp_path, clock, 0) as first, claims(tmp_path, clock, 1) as second:
+        first.acquire([CELL])
+        clock.seconds += LEASE - 1
+        first.renew()
+        clock.seconds += LEASE - 1
+        assert not second.acquire([CELL]).ours, "it was heard of since"
+        clock.seconds += 30
+        second.renew()
+        assert second.acquire([CELL]).ours == {CELL.key}
+        [seen] = read_claims(str(tmp_path))
+        assert seen.claim.deaths == 1
+        first.renew()  # it wakes up
+        with pytest.raises(ClaimLost):
+            first.raise_if_lost(CELL.key)
+        first.release(CELL.key)
+        second.prove(CELL.key)
+
+
+def test_holder_that_could_not_renew_in_time_counts_itself_out_without_asking(tmp_path: Path):
+    clock = Clock()
+    with claims(tmp_path, clock) as mine:
+        mine.acquire([CELL])
+        clock.seconds += LEASE + 1
+        with pytest.raises(ClaimLost):
+            mine.raise_if_lost(CELL.key)
+
+
+def test_dead_process_of_the_same_machine_is_succeeded_at_once(tmp_path: Path):
+    code = f"""
+from tasks.claim_files import Subject
+from tasks.claims import Claims
+import os, signal
+claims = Claims({str(tmp_path)!r}).__enter__()
+claims.acquire([Subject.model_validate_json({CELL.model_dump_json()!r})])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=Path(__file__).parents[2])
+    [seen] = read_claims(str(tmp_path))
+    assert seen.holder is not None
+    with Claims(str(tmp_path), in_background=False) as mine:
+        assert mine.acquire([CELL]).ours == {CELL.key}
+
+
+def test_claim_that_a_person_ends_is_lost(tmp_path: Path):
+    with claims(tmp_path, Clock()) as mine:
+        mine.acquire([CELL])
+        end_claim(read_claims(str(tmp_path))[0])
+        with pytest.raises(ClaimLost):
+            mine.prove(CELL.key)
+
+
+RACE = """
+import sys
+from pathlib import Path
+from tasks.claim_files import Subject
+from tasks.claims import Claims
+folder, work = sys.argv[1], Path(sys.argv[2])
+subjects = [Subject(key=f"step-{n}.cell", checkpoint=f"c-{n}", evaluation_hash="h") for n in range(12)]
+print("ready", flush=True)
+sys.stdin.readline()
+with Claims(folder) as claims:
+    for _ in range(50):
+        left = [one for one in subjects if not (work / one.key).exists()]
+        for key in claims.acquire(left).ours:
+            if not (work / key).exists():
+                with (work / f"{key}.log").open("a") as log:
+                    log.write("evaluated\\n")
+                claims.prove(key)
+                (work / key).touch()
+            claims.release(key)
+        if not left:
+            break
+"""
+
+
+def test_processes_that_race_for_cells_on_disk_evaluate_each_once(tmp_path: Path):
+    work = tmp_path / "work"
+    work.mkdir()
+    command = [sys.executable, "-c", RACE, str(tmp_path / "claims"), str(work)]
+    root = Path(__file__).parents[2]
+    processes = [
+        subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
+    ]
+    for process in processes:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    assert [process.wait(60) for process in processes] == [0] * 4
+    assert {path.name: path.read_text() for path in work.glob("*.log")} == {
+        f"step-{number}.cell.log": "evaluated\n" for number in range(12)
+    }
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    order=st.lists(st.integers(0, 5), max_size=80),
+    dies_at=st.dictionaries(st.integers(0, 2), st.integers(1, 14), max_size=2),
+    sleeps=st.dictionaries(st.integers(0, 2), st.sampled_from([0.0, LEASE / 2, 3 * LEASE]), max_size=3),
+)
+def test_whatever_the_order_nothing_is_published_twice_and_in_the_end_all_is(
+    store: type[ConditionalStore], order: list[int], dies_at: dict[int, int], sleeps: dict[int, float]
+):
+    store.reset()
+    creates_exclusively.cache_clear()
+    clock, evaluated, published = Clock(), Counter[int](), list[int]()
+
+    def evaluate(number: int) -> Callable[[], None]:
+        def body() -> None:
+            with claims("cond://claims", clock, number) as mine:
+                if not mine.acquire([CELL]).ours or storage.exists("cond://record"):
+                    return
+                evaluated[number] += 1
+                clock.seconds += sleeps.get(number, 0.0)
+                try:
+                    mine.prove(CELL.key)
+                except ClaimLost:
+                    return
+                if storage.create_bytes("cond://record", str(number).encode()):
+                    published.append(number)
+
+        return body
+
+    steps = Steps(itertools.chain(order, itertools.cycle(range(6))), dies_at=dies_at)
+    store.steps = steps
+    steps.run([evaluate(number) for number in range(3)])
+    assert len(published) <= 1
+    if not dies_at and not any(sleeps.values()):
+        assert evaluated.total() <= 1, "nobody slept or died, so nobody's cell was taken"
+    clock.seconds += 10 * LEASE
+    evaluate(3)()
+    assert len(published) == 1
+    assert storage.read_bytes("cond://record") == str(published[0]).encode()
+
+
+def test_store_without_exclusive_writes_is_found_out_and_one_of_two_withdraws(store: type[ConditionalStore]):
+    store.reset(exclusive=False)
+    clock, got = Clock(), list[bool]()
+
+    def body(number: int) -> Callable[[], None]:
+        def claim() -> None:
+            with claims("cond://claims", clock, number, sleep=lambda seconds: None) as mine:
+                assert not mine.exclusive
+                got.append(bool(mine.acquire([CELL]).ours))
+
+        return claim
+
+    # In turns, so that both have looked before either writes, and both have written before either looks again.
+    steps = Steps(itertools.cycle(range(2)), dies_at={})
+    store.steps = steps
+    steps.run([body(0), body(1)])
+    assert sorted(got) == [False, True]

@@ -1,0 +1,126 @@
+"""Replacing a file only if nobody else did, in each kind of store; and records, which rest on it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import fsspec
+import pytest
+from fsspec.registry import _registry
+from fsspec.spec import AbstractFileSystem
+
+from fakes.conditional_store import conditional_store
+from fakes.records import make_record
+from resources import storage
+from resources.conditional_writes import creates_exclusively, read_version, replace_bytes
+from tasks.records import read_record, write_record
+
+
+class Versioned(AbstractFileSystem):
+    """What clients of Google's and Amazon's stores take and say, as far as it is used; each write is a new version."""
+
+    cachable = False
+    _location = "https://storage.test"
+    objects: ClassVar[dict[str, tuple[int, bytes]]] = {}
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        if path not in self.objects:
+            raise FileNotFoundError(path)
+        version, content = self.objects[path]
+        told = {"generation": str(version), "ETag": f'"{version}"'}
+        return {"name": path, "type": "file", "size": len(content), **told}
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        return self.objects[path][1][start:end]
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **_: Any) -> None:
+        version = self.objects.get(path, (0, b""))[0]
+        if mode == "create" and version:
+            raise FileExistsError(path)
+        self.objects[path] = (version + 1, value)
+
+    def split_path(self, path: str) -> tuple[str, str, None]:
+        bucket, _, key = str(self._strip_protocol(path)).partition("/")
+        return bucket, key, None
+
+
+class Google(Versioned):
+    protocol = "gs"
+
+    def call(self, method: str, path: str, *, data: bytes, name: str, ifGenerationMatch: str, **_: Any) -> None:
+        assert (method, path) == ("POST", "https://storage.test/upload/storage/v1/b/bucket/o")
+        if ifGenerationMatch != str(self.objects[f"bucket/{name}"][0]):
+            raise FileExistsError(path)  # what gcsfs makes of 412
+        self.pipe_file(f"bucket/{name}", data)
+
+
+class Amazon(Versioned):
+    protocol = "s3"
+
+    def call_s3(self, method: str, *, Bucket: str, Key: str, Body: bytes, IfMatch: str) -> None:
+        assert method == "put_object"
+        if IfMatch != f'"{self.objects[f"{Bucket}/{Key}"][0]}"':
+            raise OSError(22, "At least one of the pre-conditions you specified did not hold")  # what s3fs makes of 412
+        self.pipe_file(f"{Bucket}/{Key}", Body)
+
+
+@pytest.fixture(params=["disk", "memory", "gs", "s3", "cond"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """A file in each kind of store."""
+    before = {name: _registry.get(name) for name in ("gs", "s3")}
+    for kind in (Google, Amazon):
+        kind.objects.clear()
+        fsspec.register_implementation(str(kind.protocol), kind, clobber=True)
+    try:
+        with conditional_store():
+            place = {"disk": str(tmp_path), "memory": f"memory://{tmp_path.name}"}
+            yield f"{place.get(request.param, f'{request.param}://bucket')}/file"
+    finally:
+        for name, kind in before.items():
+            _registry.pop(name, None)
+            if kind is not None:
+                _registry[name] = kind
+
+
+def test_file_is_replaced_only_if_it_is_what_was_read(uri: str):
+    assert read_version(uri) is None
+    storage.write_bytes(uri, b"first")
+    mine, theirs = read_version(uri), read_version(uri)
+    assert mine is not None and theirs is not None
+    assert replace_bytes(uri, b"theirs", standing=theirs)
+    assert not replace_bytes(uri, b"mine", standing=mine)
+    assert storage.read_bytes(uri) == b"theirs"
+    again = read_version(uri)
+    assert again is not None and replace_bytes(uri, b"mine", standing=again)
+    assert storage.read_bytes(uri) == b"mine"
+
+
+def test_store_that_lets_two_writers_create_one_file_is_found_out(tmp_path: Path):
+    with conditional_store(exclusive=False):
+        assert not creates_exclusively("cond://careless")
+    with conditional_store():
+        assert creates_exclusively("cond://careful")
+    assert creates_exclusively(str(tmp_path))
+
+
+def test_outcomes_that_come_at_once_over_a_failure_leave_the_success(tmp_path: Path):
+    cell = str(tmp_path / "cell")
+    write_record(cell, make_record(status="infra_failed"))
+    records = [make_record(status="infra_failed"), make_record(), make_record(status="failed")] * 4
+    threads = [threading.Thread(target=write_record, args=(cell, record)) for record in records]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    standing = read_record(cell)
+    assert standing is not None and standing.succeeded
+
+
+def test_failures_of_machines_in_a_row_are_counted_in_the_record(tmp_path: Path):
+    cell = str(tmp_path / "cell")
+    counted = [write_record(cell, make_record(status=status)).infra_failures for status in
+               ("infra_failed", "infra_failed", "failed", "infra_failed")]  # fmt: skip
+    assert counted == [1, 2, None, 1]

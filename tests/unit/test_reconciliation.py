@@ -1,0 +1,399 @@
+"""What a policy leaves to do: decided from listings alone, and looked up on disk."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fakes.models import write_checkpoint, write_run
+from fakes.records import make_record
+from flows.cli import app
+from flows.reconcile import load_policy
+from pools.model_files import digest_model_folder, inspect_model_folder
+from resources import storage
+from resources.errors import RecordStatus
+from resources.processes import ProcessMark
+from tasks.cells import plan_cells
+from tasks.checkpoint_rules import CheckpointRule
+from tasks.checkpoints import find_checkpoints
+from tasks.claim_files import Claim, Holder, SeenClaim, Subject
+from tasks.config import EvaluationConfig
+from tasks.policies import Policy, WantedEvaluation
+from tasks.policy_looking import Estimates, look
+from tasks.policy_marks import Mark, Marks
+from tasks.reconciliation import Reconciliation, RunListing, State, reconcile
+from tasks.record_index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
+from tasks.records import record_uri, write_record
+from tasks.run_listing import SeenCheckpoint, look_at_run
+
+NOW = 1_000_000.0
+NOTHING = RunRecords({}, (), {})
+
+
+def checkpoint(step: int, **changes: Any) -> SeenCheckpoint:
+    seen = SeenCheckpoint(f"/runs/run/hf/step-{step}", f"run-{step}", step, "huggingface", f"listing-{step}", ())
+    return replace(seen, **changes)
+
+
+def wanted(name: str, *rules: CheckpointRule, priority: int = 0, native: bool = False) -> WantedEvaluation:
+    content: dict[str, Any] = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}]}
+    content |= {"evaluator": "levanter_lm_evaluation_harness"} if native else {"base_url": "http://127.0.0.1:9/v1"}
+    config = EvaluationConfig.model_validate(content)
+    return WantedEvaluation((name,), priority, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
+
+
+def outcome(step: int, name: str, status: RecordStatus, **changes: Any) -> IndexedRecord:
+    row = IndexedRecord(
+        cell=f"step-{step}/lm_evaluation_harness/{name}",
+        checkpoint=f"run-{step}",
+        evaluation_hash=f"hash-{name}",
+        digest=f"digest-{step}",
+        listing=f"listing-{step}",
+        status=status,
+        created=NOW - 1000,
+        seconds=10.0,
+        chip_seconds=0.0,
+        infra_failures=1 if status == "infra_failed" else 0,
+        reason="the reason",
+    )
+    return row._replace(**changes)
+
+
+def done(step: int, *names: str, listing: str | None = None) -> dict[str, list[Evaluated]]:
+    hashes = frozenset(f"hash-{name}" for name in names)
+    return {f"run-{step}": [Evaluated(f"digest-{step}", listing or f"listing-{step}", hashes)]}
+
+
+def policy(**changes: Any) -> Policy:
+    content = {
+        "name": "p",
+        "runs": ["/runs/run"],
+        "suites": ["demo"],
+        "evaluation_path": "/out",
+        "retries": {"infra_failures": 2, "first_delay_seconds": 600},
+    }
+    return Policy.model_validate({**content, **changes})
+
+
+def decide(
+    checkpoints: list[SeenCheckpoint],
+    evaluations: list[WantedEvaluation],
+    records: RunRecords = NOTHING,
+    *,
+    now: float = NOW,
+    of: Policy | None = None,
+    **more: Any,
+) -> Reconciliation:
+    listing = RunListing("/runs/run", "run", evaluations, checkpoints, records, **more)
+    return reconcile([listing], of or policy(), now=now)
+
+
+def states(found: Reconciliation) -> dict[tuple[int, str], State]:
+    return {(cell.checkpoint.step, cell.evaluation.suites[0]): cell.state for cell in (*found.work, *found.others)}
+
+
+def test_work_is_what_is_wanted_less_what_is_recorded_in_order_of_priority_and_step():
+    first, second = wanted("first", priority=1), wanted("second", priority=2)
+    found = decide([checkpoint(2), checkpoint(1)], [first, second], RunRecords(done(1, "second"), (), {}))
+    assert [(cell.checkpoint.step, cell.evaluation.suites[0]) for cell in found.work] == [
+        (2, "second"),
+        (1, "first"),
+        (2, "first"),
+    ]
+    assert found.done_count == 1
+
+
+def test_suite_added_later_is_wanted_of_earlier_checkpoints():
+    records = RunRecords(done(1, "old") | done(2, "old"), (), {})
+    assert states(decide([checkpoint(1), checkpoint(2)], [wanted("old")], records)) == {}
+    assert states(decide([checkpoint(1), checkpoint(2)], [wanted("old"), wanted("new")], records)) == {
+        (1, "new"): "work",
+        (2, "new"): "work",
+    }
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        ({}, {}),
+        ({"listing": "written again"}, {(1, "a"): "work"}),
+        ({"listing": "copied", "digest": "digest-1"}, {}),
+        ({"digest": "another"}, {(1, "a"): "work"}),
+    ],
+)
+def test_record_counts_for_the_state_of_the_checkpoint_that_it_is_of(
+    seen: dict[str, str], expected: dict[tuple[int, str], State]
+):
+    found = decide([checkpoint(1, **seen)], [wanted("a")], RunRecords(done(1, "a"), (), {}))
+    assert states(found) == expected
+
+
+@pytest.mark.parametrize(
+    ("rules", "steps"),
+    [
+        ([CheckpointRule(which="all")], {5, 10, 15, 20}),
+        ([CheckpointRule(which="latest")], {20}),
+        ([CheckpointRule(which="first")], {5}),
+        ([CheckpointRule(which="final")], {15}),
+        ([CheckpointRule(every_n_steps=10)], {10, 20}),
+        ([CheckpointRule(steps=(5, 7))], {5}),
+        ([CheckpointRule(every_n_steps=15), CheckpointRule(which="latest")], {15, 20}),
+    ],
+)
+def test_rules_take_checkpoints_and_the_others_are_counted(rules: list[CheckpointRule], steps: set[int]):
+    checkpoints = [checkpoint(step) for step in (5, 10, 15, 20)]
+    found = decide(checkpoints, [wanted("a", *rules)], of=policy(final_step=15))
+    assert {cell.checkpoint.step for cell in found.work} == steps
+    assert found.left_out == 4 - len(steps)
+
+
+def test_incomplete_checkpoint_waits_with_what_it_lacks_where_it_would_be_wanted():
+    half = checkpoint(30, problems=("no weights",))
+    evaluations = [wanted("some", CheckpointRule(every_n_steps=10)), wanted("few", CheckpointRule(steps=(40,)))]
+    [cell] = decide([checkpoint(20), half], [evaluations[0]]).others
+    assert (cell.state, cell.reason, cell.checkpoint.step) == ("waiting", "no weights", 30)
+    assert states(decide([half], evaluations)) == {(30, "some"): "waiting"}
+
+
+@pytest.mark.parametrize(
+    ("status", "changes", "state"),
+    [
+        ("failed", {}, "failed"),
+        ("withheld", {}, "failed"),
+        ("infra_failed", {}, "work"),
+        ("infra_failed", {"created": NOW - 599}, "backing_off"),
+        ("infra_failed", {"created": NOW - 1199, "infra_failures": 2}, "backing_off"),
+        ("infra_failed", {"created": NOW - 1201, "infra_failures": 2}, "work"),
+        ("infra_failed", {"infra_failures": 3}, "spent"),
+        ("failed", {"listing": "as it was", "digest": "as it was"}, "work"),
+    ],
+)
+def test_failure_of_machines_is_tried_again_within_its_budget_and_no_other(
+    status: RecordStatus, changes: dict[str, Any], state: State
+):
+    records = RunRecords({}, [outcome(1, "a", status, **changes)], {})
+    assert states(decide([checkpoint(1)], [wanted("a")], records)) == {(1, "a"): state}
+
+
+def test_pause_is_told_until_when():
+    records = RunRecords({}, [outcome(1, "a", "infra_failed", created=NOW - 100)], {})
+    [cell] = decide([checkpoint(1)], [wanted("a")], records).others
+    assert cell.until == NOW + 500
+
+
+def claim(*, renewed: float, deaths: int = 0, released: bool = False, listing: str = "listing-1") -> SeenClaim:
+    subject = Subject(key="k", checkpoint="run-1", evaluation_hash="hash-a", listing=listing)
+    process = ProcessMark(machine="elsewhere", pid=1, started="1")
+    made = Claim(subject=subject, number=1, holder="h", deaths=deaths, released=released, at=renewed)
+    return SeenClaim(made, "uri", Holder(name="h", user="u", process=process, renewed=renewed, lease_seconds=60))
+
+
+@pytest.mark.parametrize(
+    ("standing", "state"),
+    [
+        (claim(renewed=NOW - 30), "claimed"),
+        (claim(renewed=NOW - 30, listing="another state of it"), "work"),
+        (claim(renewed=NOW - 300), "backing_off"),
+        (claim(renewed=NOW - 700), "work"),
+        (claim(renewed=NOW - 7000, deaths=2), "spent"),
+        (claim(renewed=NOW - 30, released=True), "work"),
+    ],
+)
+def test_claim_keeps_a_cell_while_its_holder_lives_and_counts_as_a_failure_when_it_died(
+    standing: SeenClaim, state: State
+):
+    assert states(decide([checkpoint(1)], [wanted("a")], claims=[standing])) == {(1, "a"): state}
+
+
+@pytest.mark.parametrize(
+    ("kind", "cells", "of", "state"),
+    [
+        ("stop", None, "p", "stopped"),
+        ("stop", None, "another policy", "failed"),
+        ("stop", (("run-1", "hash-a"),), "another policy", "stopped"),
+        ("retry", (("run-1", "hash-a"),), "p", "work"),
+    ],
+)
+def test_mark_of_a_person_stops_a_cell_or_clears_its_way(kind: Any, cells: Any, of: str, state: State):
+    mark = Mark(kind=kind, policy=of, cells=cells, at=NOW - 1, user="u")
+    marks = Marks(dict.fromkeys(cells or (), mark), {} if cells else {of: mark})
+    records = RunRecords({}, [outcome(1, "a", "failed")], {})
+    assert states(decide([checkpoint(1)], [wanted("a")], records, marks=marks)) == {(1, "a"): state}
+
+
+def test_native_checkpoint_is_work_for_levanter_and_reported_for_engines():
+    native = checkpoint(1, kind="levanter")
+    found = decide([native], [wanted("engine"), wanted("levanter", native=True)])
+    assert states(found) == {(1, "engine"): "not_served", (1, "levanter"): "work"}
+
+
+# On disk.
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Path:
+    """A policy about a run with two complete checkpoints and one that is being written."""
+    run = write_run(tmp_path / "run", [100, 200])
+    weights = write_checkpoint(run / "hf" / "step-300") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    suite = {"name": "facts", "description": "d", "evaluations": [{"label": "facts", "evals": ["demo_facts"]}]}
+    (tmp_path / "facts.yaml").write_text(yaml.safe_dump(suite))
+    content = {
+        "name": "p",
+        "runs": [str(tmp_path / "ru*")],
+        "suites": [str(tmp_path / "facts.yaml")],
+        "evaluation_path": str(tmp_path / "out"),
+        "base_url": "http://127.0.0.1:9/v1",
+    }
+    (tmp_path / "policy.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "policy.yaml"
+
+
+def asked(command: str, watched: Path, *options: str) -> Any:
+    done = CliRunner().invoke(app, [command, str(watched), *options, "--json"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    return json.loads(done.stdout)
+
+
+def publish(watched: Path, step: int, status: RecordStatus = "succeeded") -> Path:
+    """A record as an evaluation of that checkpoint leaves it."""
+    [listing] = look(load_policy(str(watched)))
+    [evaluation] = listing.wanted
+    [seen] = [one for one in listing.checkpoints if one.step == step]
+    digests = digest_model_folder(inspect_model_folder(seen.uri))
+    record = make_record(step=step, run="run", status=status, evaluation_hash=evaluation.hash)
+    reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
+    cell = watched.parent / "out" / "run" / f"step-{step}" / "lm_evaluation_harness" / f"facts-{status}"
+    write_record(str(cell), record.model_copy(update={"checkpoint": reference}))
+    return cell
+
+
+def test_commands_tell_plan_gaps_and_grid(watched: Path):
+    publish(watched, 100)
+    plan = asked("plan", watched)
+    assert [cell["checkpoint"] for cell in plan["cells"]] == ["run-200"]
+    assert plan["cells"][0]["seconds"] == pytest.approx(34.34, abs=30)
+    gaps = asked("gaps", watched)
+    assert (gaps["done"], gaps["missing"]) == (1, {"work": 1, "waiting": 1})
+    assert "model.safetensors" in gaps["cells"][1]["reason"]
+    [run] = asked("status", watched)["runs"]
+    assert [row["suites"] for row in run["checkpoints"]] == [
+        {"facts": {"done": 1}},
+        {"facts": {"work": 1}},
+        {"facts": {"waiting": 1}},
+    ]
+    for command in ("plan", "gaps", "status"):
+        shown = CliRunner().invoke(app, [command, str(watched)], env={"COLUMNS": "200"})
+        assert shown.exit_code == 0
+        assert "run-200" in shown.stdout
+
+
+def test_failed_cell_waits_until_somebody_asks_for_another_try(watched: Path):
+    cell = publish(watched, 100, "failed")
+    before = (cell / "record.json").read_bytes()
+    assert asked("gaps", watched)["missing"] == {"failed": 1, "work": 1, "waiting": 1}
+    assert asked("retry", watched, "--cell", "run-100:facts")["cells"] == ["run-100 · facts: demo_facts"]
+    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
+    assert (cell / "record.json").read_bytes() == before
+
+
+def test_cancelled_policy_stands_still_until_retry_and_keeps_what_is_done(watched: Path):
+    publish(watched, 100)
+    asked("cancel", watched)
+    assert asked("gaps", watched)["missing"] == {"stopped": 1, "waiting": 1}
+    asked("retry", watched)
+    assert asked("gaps", watched)["missing"] == {"work": 1, "waiting": 1}
+
+
+def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Path):
+    publish(watched, 100)
+    step = watched.parent / "run" / "hf" / "step-100"
+    copied = shutil.copytree(step, watched.parent / "aside", copy_function=shutil.copyfile)
+    shutil.rmtree(step)
+    copied.rename(step)
+    assert asked("gaps", watched)["done"] == 1
+    shutil.rmtree(step)
+    write_checkpoint(step, seed=99)
+    assert asked("gaps", watched)["done"] == 0
+
+
+def test_verdict_of_planning_is_that_of_discovery_and_its_cells_are_those_of_evaluation(watched: Path):
+    run = watched.parent / "run"
+    found = {one.uri: one.problems for one in find_checkpoints(str(run))}
+    assert {one.uri: one.problems for one in look_at_run(str(run))} == found
+    assert {one.uri: one.problems for one in look_at_run(str(run))} == found  # remembered
+    [listing] = look(load_policy(str(watched)))
+    config = listing.wanted[0].config
+    cells = plan_cells.fn([config], [one for one in find_checkpoints(str(run)) if one.complete])
+    assert {cell.evaluation_hash for cell in cells} == {listing.wanted[0].hash}
+    assert [cell.reference.listing for cell in cells] == [one.listing for one in listing.checkpoints if one.complete]
+
+
+def test_index_of_records_follows_what_is_written_changed_removed_and_lost(watched: Path):
+    folder = str(watched.parent / "out" / "run")
+    assert indexed_records(folder).done == {}
+    assert not Path(folder).exists(), "looking leaves no trace"
+    first, second = publish(watched, 100), publish(watched, 200, "failed")
+    rows = indexed_records(folder)
+    assert list(rows.done) == ["run-100"] and [row.checkpoint for row in rows.others] == ["run-200"]
+    (first / "record.json").unlink()
+    assert indexed_records(folder).done == {}
+    publish(watched, 200)
+    for name in ("summary.json", "records.json"):
+        (Path(folder) / "index" / name).write_text("{cut off")
+    assert list(indexed_records(folder).done) == ["run-200"]
+    assert second.exists()
+
+
+def test_index_that_is_believed_hears_news_and_is_compared_when_asked(watched: Path):
+    folder = str(watched.parent / "out" / "run")
+    publish(watched, 100)
+    clock = iter([1e9, 1e9 + 100.0])  # comparing took 100 s, so it is believed for a while
+    indexed_records(folder, now=lambda: next(clock))
+    cell = publish(watched, 200)
+
+    def later() -> float:
+        return 1e9 + 200.0
+
+    assert list(indexed_records(folder, now=later).done) == ["run-100"]
+    record = make_record(step=200, run="run")
+    note_record(folder, str(cell), record)
+    assert list(indexed_records(folder, now=later).done) == ["run-100", "run-200"]
+    storage.delete(record_uri(str(cell)))
+    assert list(indexed_records(folder, afresh=True).done) == ["run-100"]
+
+
+def test_policy_with_two_rules_in_one_or_final_without_a_step_is_refused(watched: Path):
+    content = yaml.safe_load(watched.read_text())
+    for change, words in [
+        ({"checkpoints": [{"which": "all", "steps": [1]}]}, "expected one of which, every_n_steps and steps"),
+        ({"checkpoints": "final"}, "the rule final needs final_step"),
+        ({"suites": [{"suit": "demo"}]}, "did you mean suite?"),
+    ]:
+        watched.write_text(yaml.safe_dump({**content, **change}))
+        refused = CliRunner().invoke(app, ["plan", str(watched)])
+        assert refused.exit_code != 0
+        assert words in str(refused.exception)
+
+
+def test_estimate_is_what_the_same_evaluation_took_at_the_price_of_its_machine(watched: Path):
+    content = yaml.safe_load(watched.read_text())
+    del content["base_url"]
+    content["resource_config"] = {"device": {"kind": "tpu", "variant": "v5litepod-8"}, "replicas": 2}
+    watched.write_text(yaml.safe_dump(content))
+    [listing] = look(load_policy(str(watched)))
+    [hash_] = [one.hash for one in listing.wanted]
+    measured = replace(listing, records=RunRecords({}, (), {hash_: (120.0, 8 * 90.0)}))
+    [cell, _] = reconcile([measured], policy(), now=NOW).work
+    estimate = Estimates([measured]).of(cell)
+    assert (estimate.seconds, estimate.chip_hours) == (120.0, 0.2)
+    assert estimate.where.startswith("v5litepod-8 in ")
+    assert estimate.money is not None and estimate.money > 0
+    assert Estimates([listing]).of(cell).seconds is None
