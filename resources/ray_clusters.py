@@ -28,6 +28,11 @@ from resources.settings import settings
 LOCAL = "local"
 """The name of this machine's cluster, where others have a region's."""
 DASHBOARD_PORT, CLIENT_PORT = 8265, 10001
+_VARIABLES = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # stays on 127.0.0.1
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "GRPC_ENABLE_FORK_SUPPORT": "0",  # else the server for Ray Clients dies now and then as it forks
+}
 _START_SECONDS = 120.0  # 8 s on two idle cores
 _PORTS: tuple[str, ...] = (
     "port",
@@ -174,7 +179,7 @@ def start_local(*, cpus: int | None = None) -> LocalCluster:
             resources=ResourceConfig.with_cpu(),
             environment=create_environment(
                 workspace=folder,
-                env_vars={"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_USAGE_STATS_ENABLED": "0"},
+                env_vars=_VARIABLES,
             ),
             max_retries_preemption=0,
             outlives_parent=True,

@@ -22,6 +22,7 @@ from resources.settings import set_process_environment_defaults
 
 _LOOK_SECONDS = 3.0
 _PROBE_SECONDS = 3.0
+_CONNECTING_TRIES = 3
 _ANSWER_SECONDS = 90.0  # a keeper's start takes 2 s; 30 s on two cores where all else starts too
 _NOT_WITH_THE_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "31536000"}
 """Else Ray ends this process, without unwinding anything, when the head has been away for 60 s."""
@@ -163,15 +164,25 @@ class RayConnection:
             terminate = _handler_of_sigterm()
             try:
                 with _unavailable(self._ray, self._asked):
-                    self._ray.init(
-                        address=self._asked, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
-                    )
+                    self._init()
             finally:
                 _restore_sigterm(terminate)
         self._through_client = self._ray.util.client.ray.is_connected()
         context = self._ray.get_runtime_context()
         self._gcs_address: str = context.gcs_address
         self._key = self._context_key()
+
+    def _init(self) -> None:
+        for left in reversed(range(_CONNECTING_TRIES)):
+            try:
+                self._ray.init(
+                    address=self._asked, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+                )
+                return
+            except ConnectionAbortedError:  # the Ray Client server starts a process for each of us, which may die
+                if left == 0:
+                    raise
+                self._ray.shutdown()
 
     def _bootstrap_address(self) -> str:
         """Host and port of what `ray.init` will connect to: `auto` is `RAY_ADDRESS`, else what was started here."""

@@ -14,6 +14,7 @@ from typing import Any
 from resources.backends import ray_placement
 from resources.backends.ray_kept_job import KeptJob
 from resources.backends.ray_orders import JobOrder
+from resources.backends.ray_turns import Turns
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs import JobAlreadyExists, JobDetails, JobStatus
@@ -34,6 +35,7 @@ class Keeper:
     def __init__(self, ray: Any, *, start: Callable[[Any, bytes, list[Any]], Any]) -> None:
         self._ray = ray
         self._start = start
+        self._turns = Turns()
         self._jobs: dict[str, KeptJob] = {}
         self._packages: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # a loop keeps weak references only
@@ -96,7 +98,9 @@ class Keeper:
             raise already_exists(order.name, self._jobs[existing].details())
         self._prune()
         package = [self._packages[order.workspace.digest]] if order.workspace.digest in self._packages else []
-        job = self._jobs[order.job_id] = KeptJob(self._ray, order, package=package, start=self._start)
+        job = self._jobs[order.job_id] = KeptJob(
+            self._ray, order, turns=self._turns, package=package, start=self._start
+        )
         task = asyncio.get_running_loop().create_task(job.run())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

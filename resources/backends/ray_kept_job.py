@@ -14,6 +14,7 @@ from resources.backends import ray_placement
 from resources.backends.ray_failures import classify_ray
 from resources.backends.ray_log import LogTail
 from resources.backends.ray_orders import JobOrder, ProcessEnd, ProcessOrder
+from resources.backends.ray_turns import Turns
 from resources.config import TpuConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs import JobDetails, JobStatus
@@ -31,14 +32,22 @@ class KeptJob:
     Args:
         ray: the module, connected to the cluster.
         order: what to run.
+        turns: at asking for places, of all jobs of the keeper.
         package: holds a reference to the workspace's package, if one was sent.
         start: begins one process, given its place, a pickled `ProcessOrder` and `package`; the result can be awaited.
     """
 
     def __init__(
-        self, ray: Any, order: JobOrder, *, package: list[Any], start: Callable[[Any, bytes, list[Any]], Any]
+        self,
+        ray: Any,
+        order: JobOrder,
+        *,
+        turns: Turns,
+        package: list[Any],
+        start: Callable[[Any, bytes, list[Any]], Any],
     ) -> None:
         self._ray = ray
+        self._turns = turns
         self._order = order
         self._package = package
         self._start = start
@@ -192,11 +201,15 @@ class KeptJob:
         finally:
             self._ending.set()
             placement.release()
+            self._turns.given_back()
 
     async def _placed(self) -> ray_placement.Placement | None:
+        resources, replicas = self._order.resources, self._order.replicas
         placing = asyncio.ensure_future(
-            ray_placement.place(
-                self._ray, self._order.resources, self._order.replicas, on_waiting=self._say_what_is_missing
+            self._turns.placed(
+                f"{replicas} {resources.model_dump_json()}",
+                lambda: ray_placement.place(self._ray, resources, replicas, on_waiting=self._say_what_is_missing),
+                on_waiting=self._say_what_is_missing,
             )
         )
         stopping = asyncio.ensure_future(self._stopping.wait())

@@ -6,4 +6,5 @@ import os
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # a Ray on 127.0.0.1 is found there
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else the server for Ray Clients dies now and then as it forks
 os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on a busy machine tests would wait for everybody else
