@@ -14,10 +14,19 @@ from resources.tpu import TpuTopology, canonical_variant, tpu_topology
 
 
 class Config(BaseModel):
-    """A frozen value that refuses keys it does not know; field docstrings become help texts in forms."""
+    """A frozen value that refuses keys it does not know; field docstrings become help texts in forms.
+
+    Forms show the names of fields as files and errors have them. Without a title of its own, a field that holds another
+    configuration would be called after its class there, and an optional one "Field".
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, populate_by_name=True, protected_namespaces=()
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+        field_title_generator=lambda name, _: name,
     )
 
 
@@ -97,7 +106,7 @@ def _type_as_variant(values: Any) -> Any:
     return {**{key: value for key, value in values.items() if key != "type"}, "variant": values["type"]}
 
 
-class _AnyOfInForms:
+class AnyOfInForms:
     """Emits `anyOf` for a tagged union: Prefect's run form reverts and merges members under `oneOf`."""
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
@@ -108,7 +117,7 @@ class _AnyOfInForms:
         return form
 
 
-Device = Annotated[CpuConfig | GpuConfig | TpuConfig, Field(discriminator="kind"), _AnyOfInForms()]
+Device = Annotated[CpuConfig | GpuConfig | TpuConfig, Field(discriminator="kind"), AnyOfInForms()]
 """What does the arithmetic: told apart by `kind`."""
 
 _SIZE = re.compile(r"^\d+(\.\d+)?\s*(k|m|g|t)(i?b?)?$", re.IGNORECASE)

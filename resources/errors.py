@@ -200,6 +200,13 @@ class StagingIncomplete(AssayError):
     """Some data could not be fetched for workers without a network, or does not load there."""
 
 
+class GateRefused(AssayError):
+    """A gate says NO-GO: a score is too low, worse than its baseline, or missing."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
 class EvaluationInterrupted(AssayError):
     """Some wanted cells have no succeeded record, and running again may well give them one."""
 

@@ -11,7 +11,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from resources.backends.local import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BackendUnavailable, BadInput
 from resources.files import replace_text
-from resources.jobs import Entrypoint, JobRequest, create_environment
+from resources.jobs import Entrypoint, JobHandle, JobRequest, create_environment
 from resources.region_table import Region
 from resources.settings import settings
 
@@ -191,20 +191,26 @@ def start_local(*, cpus: int | None = None) -> LocalCluster:
         dashboard=f"http://127.0.0.1:{ports['dashboard-port']}",
         folder=folder,
     )
+    try:
+        _wait_until_up(job, [ports[name] for name in _PORTS[:3]])
+        _record().parent.mkdir(parents=True, exist_ok=True)
+        replace_text(_record(), cluster.model_dump_json())
+    except BaseException:  # Ctrl-C too: nobody would know of the head, which outlives this process
+        _end(cluster)
+        raise
+    return cluster
+
+
+def _wait_until_up(job: JobHandle, ports: Sequence[int]) -> None:
     deadline = time.monotonic() + _START_SECONDS
-    while not all(_answers(ports[name]) for name in _PORTS[:3]):
-        if job.status().finished or time.monotonic() > deadline:
-            log = job.logs(20)
-            _end(cluster)
+    while not all(map(_answers, ports)):
+        if (status := job.status()).finished or time.monotonic() > deadline:
             raise BackendUnavailable(
                 expected=f"a Ray head on this machine after {_START_SECONDS:g} s",
-                found=f"it is {job.status()}\n{log}",
+                found=f"it is {status}\n{job.logs(20)}",
                 remedy="Read the log; free memory or ports where it complains of them.",
             )
         time.sleep(0.1)
-    _record().parent.mkdir(parents=True, exist_ok=True)
-    replace_text(_record(), cluster.model_dump_json())
-    return cluster
 
 
 def take_down_local() -> LocalCluster:

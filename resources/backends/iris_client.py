@@ -5,7 +5,6 @@ from __future__ import annotations
 import getpass
 import json
 import secrets
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from resources.backends.iris_job import IrisJob, unknown_job
 from resources.backends.iris_lease import LeaseKeeper
 from resources.backends.iris_resources import Group, check_groups, placement
 from resources.backends.iris_states import job_status, name_of, reason
+from resources.backends.processes import existing_folder, import_folders
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.jobs import (
@@ -136,7 +136,9 @@ class IrisClient(ActorsOnJobs):
 
     def shutdown(self) -> None:
         """Terminates all jobs of this client that do not outlive their parent."""
-        jobs = [job for job in self._ends_with_us if not job.status().finished]
+        with self._lock:
+            jobs, self._ends_with_us = self._ends_with_us, []
+        jobs = [job for job in jobs if not job.status().finished]
         with ThreadPoolExecutor(_ENDED_AT_ONCE) as pool:
             list(pool.map(IrisJob.terminate, jobs))
         self._leases.close()
@@ -235,13 +237,7 @@ class IrisClient(ActorsOnJobs):
 
 
 def _workspace(environment: EnvironmentConfig) -> Path | None:
-    if environment.workspace is None:
-        return None
-    if not environment.workspace.is_dir():
-        raise BadInput(
-            expected="a folder that exists", found=str(environment.workspace), remedy="Correct the path, or create it."
-        )
-    return environment.workspace.absolute()
+    return existing_folder(environment.workspace) if environment.workspace is not None else None
 
 
 def _in_workspace(folder: Path | None, workspace: Path | None) -> str:
@@ -257,8 +253,5 @@ def _import_folders(workspace: Path | None) -> list[str]:
     """Folders of the workspace that modules of a callable may come from."""
     if workspace is None:
         return []
-    interpreters = (Path(sys.prefix), Path(sys.base_prefix))
-    found = [workspace, *(Path(entry).absolute() for entry in sys.path)]
-    inside = [path for path in found if path.is_relative_to(workspace)]
-    ours = [path for path in inside if not any(path.is_relative_to(root) for root in interpreters)]
-    return list(dict.fromkeys(str(path.relative_to(workspace)) for path in ours))
+    inside = [path for path in (workspace, *map(Path, import_folders())) if path.is_relative_to(workspace)]
+    return list(dict.fromkeys(str(path.relative_to(workspace)) for path in inside))

@@ -16,7 +16,7 @@ from resources.backends.iris_states import (
     reason,
     said,
 )
-from resources.backends.waiting import wait_until_finished
+from resources.backends.waiting import logs_by_replica, wait_until_finished
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs import JobDetails, JobStatus
 
@@ -108,15 +108,10 @@ class IrisJob:
         """See `JobHandle.logs`; lines of several hosts of one replica follow each other."""
         tasks = self._controller.tasks(self._job_id)
         count = max(len(tasks) // self._hosts, 1)
-        if replica is None and count > 1:
-            return "\n".join(
-                f"==> replica {index} <==\n{self._lines(tasks, index, max_lines)}" for index in range(count)
-            )
-        if not 0 <= (index := replica or 0) < count:
-            raise BadInput(
-                expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those."
-            )
-        return self._lines(tasks, index, max_lines)
+        deadline = time.monotonic() + _LOG_END_SECONDS  # one for all: replicas of a lost machine say nothing more
+        return logs_by_replica(
+            lambda index: self._lines(tasks, index, max_lines, deadline=deadline), count, replica=replica
+        )
 
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`; None once the job has finished, since Iris forgets it then."""
@@ -176,20 +171,19 @@ class IrisJob:
         tasks = self._controller.tasks(job_id)
         return all(task.is_over and all(attempt.ended for attempt in task.attempts) for task in tasks)
 
-    def _lines(self, tasks: Sequence[Task], replica: int, max_lines: int) -> str:
+    def _lines(self, tasks: Sequence[Task], replica: int, max_lines: int, *, deadline: float) -> str:
         """The last lines of a replica's tasks, less those of its own program."""
         shown: list[str] = []
         for task in tasks[replica * self._hosts : (replica + 1) * self._hosts]:
             if task.attempts:
-                shown += self._lines_of(task, max_lines)
+                shown += self._lines_of(task, max_lines, deadline=deadline)
         text = "\n".join(shown[-max_lines:] if max_lines > 0 else [])
         return text.encode()[-_TAIL_BYTES:].decode(errors="ignore")
 
-    def _lines_of(self, task: Task, max_lines: int) -> list[str]:
-        deadline = time.monotonic() + (_LOG_END_SECONDS if task.is_over else 0)
+    def _lines_of(self, task: Task, max_lines: int, *, deadline: float) -> list[str]:
         while True:
             lines = self._controller.log_lines(task.task_id, max_lines + 3)
-            if (lines and _is_last(lines[-1][1])) or time.monotonic() >= deadline:
+            if not task.is_over or (lines and _is_last(lines[-1][1])) or time.monotonic() >= deadline:
                 break
             time.sleep(_POLL_SECONDS)
         shown: list[str] = []

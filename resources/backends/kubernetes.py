@@ -29,8 +29,8 @@ _LATER = {429, 500, 502, 503, 504}
 class Cluster:
     """One namespace of a cluster, as JSON: what is not there is None, and what exists already is not made again.
 
-    A request that the server turns down for the moment (429 and 503, after their `Retry-After`), and one that does
-    not get through, is sent again, for two minutes.
+    A request that the server turns down for the moment (429 and 503, after their `Retry-After`; 409 where others write
+    the same), and one that does not get through, is sent again, for two minutes.
 
     Raises:
         BackendUnavailable: by every method, where the server does not answer or does not let us.
@@ -146,10 +146,11 @@ class Cluster:
                     answer.read(cache_content=True)
                 return answer
             except ApiException as error:
-                if error.status in absent:
+                conflict = _said(error, "reason") == "Conflict"  # of two writers: quotas are counted so, too
+                if error.status in absent and not conflict:
                     return None
-                problem = f"{error.status} {_message_of(error)}"
-                if error.status not in _LATER:
+                problem = f"{error.status} {_said(error, 'message') or error.reason}"
+                if error.status not in _LATER and not conflict:
                     raise self._unavailable(verb, resource, name, problem, status=error.status) from error
                 retry_after = _seconds(error)
             except urllib3.exceptions.HTTPError as error:
@@ -216,12 +217,12 @@ def connect(context: str, namespace: str) -> Cluster:
     return Cluster(kubernetes.client.ApiClient(configuration), namespace or "default")
 
 
-def _message_of(error: ApiException) -> str:
-    body = error.body if error.body is not None else ""
+def _said(error: ApiException, field: str) -> str:
+    """A field of the server's answer, such as its message."""
     try:
-        return str(json.loads(body)["message"])
+        return str(json.loads(error.body or "")[field])
     except (ValueError, KeyError, TypeError):
-        return str(error.reason)
+        return ""
 
 
 def _seconds(error: ApiException) -> float:

@@ -164,7 +164,7 @@ class KubernetesClient(ActorsOnJobs):
         return [record.details() for record in all_records(self._cluster)]
 
     def check_resources(self, resources: ResourceConfig) -> None:
-        """See `Client.check_resources`. On GKE, whose node pools grow from nothing, the scheduler has the last word."""
+        """See `Client.check_resources`. Where node pools may grow from nothing, the scheduler has the last word."""
         where = placement(resources, replicas=resources.replicas)
         if where.node_resource is None:
             return
@@ -175,10 +175,15 @@ class KubernetesClient(ActorsOnJobs):
         require_node(where, nodes, device=resources.device)
 
     def shutdown(self) -> None:
-        """Terminates all jobs of this client that do not outlive their parent."""
+        """Terminates all jobs of this client that do not outlive their parent.
+
+        Raises:
+            AssayError: one could not be ended; its pods end themselves, after a lease.
+        """
         with self._lock:
-            jobs = [handle for handle in self._handles.values() if not handle.outlives_parent]
-        ending = [threading.Thread(target=handle.terminate) for handle in jobs if not handle.status().finished]
+            jobs = [self._handle(job.record, step=job.step) for job in self._owned if not job.record.finished]
+        problems: list[AssayError] = []
+        ending = [threading.Thread(target=_terminate, args=(job, problems)) for job in jobs]
         for thread in ending:
             thread.start()
         for thread in ending:
@@ -189,6 +194,8 @@ class KubernetesClient(ActorsOnJobs):
             self._cluster.delete("configmaps", heartbeat_name(self._owner.name))
             atexit.unregister(self._end_at_exit)
             self._beater = None
+        if problems:
+            raise problems[0]
 
     def _handle(self, record: Record, *, step: Callable[[], Record] | None = None) -> KubernetesJob:
         return KubernetesJob(self._cluster, record, step=step, poll_seconds=self._poll_seconds)
@@ -278,3 +285,10 @@ class KubernetesClient(ActorsOnJobs):
             for job in jobs:
                 with suppress(AssayError):  # then the lease ends it
                     stop(job)
+
+
+def _terminate(job: KubernetesJob, problems: list[AssayError]) -> None:
+    try:
+        job.terminate()
+    except AssayError as error:
+        problems.append(error)

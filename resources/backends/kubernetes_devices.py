@@ -16,7 +16,15 @@ GPU_RESOURCE, TPU_RESOURCE = "nvidia.com/gpu", "google.com/tpu"
 GPU_LABEL = "cloud.google.com/gke-accelerator"
 TPU_LABEL = "cloud.google.com/gke-tpu-accelerator"
 TPU_TOPOLOGY_LABEL = "cloud.google.com/gke-tpu-topology"
-NODE_POOL_LABEL = "cloud.google.com/gke-nodepool"
+NODE_POOL_LABELS = frozenset(
+    {
+        "cloud.google.com/gke-nodepool",
+        "eks.amazonaws.com/nodegroup",
+        "karpenter.sh/nodepool",
+        "kubernetes.azure.com/agentpool",
+    }
+)
+"""On nodes of clusters that may grow: of GKE, EKS, Karpenter and AKS."""
 _REGION_LABEL, _ZONE_LABEL = "topology.kubernetes.io/region", "topology.kubernetes.io/zone"
 _CHEAP_LABELS = ("cloud.google.com/gke-spot", "cloud.google.com/gke-preemptible")
 
@@ -108,7 +116,7 @@ def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
 
 
 def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device: Device) -> None:
-    """Nothing, if a node has the device, or if the cluster is GKE's, whose node pools grow from no node at all.
+    """Nothing, if a node has the device, or if the cluster's nodes come in pools, which may grow from no node at all.
 
     Raises:
         UnsatisfiableResources: no node has it, nor ever will have.
@@ -117,7 +125,7 @@ def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device
         tags, gives = node["metadata"].get("labels", {}), node.get("status", {}).get("allocatable", {})
         resource = where.node_resource
         enough = resource is None or int(gives.get(resource, "0")) >= int(where.limits[resource])
-        if NODE_POOL_LABEL in tags or (enough and where.node_selector.items() <= tags.items()):
+        if not NODE_POOL_LABELS.isdisjoint(tags) or (enough and where.node_selector.items() <= tags.items()):
             return
     raise UnsatisfiableResources(
         expected=f"a node with {where.node_resource} and the labels {where.node_selector or 'of any kind'}",

@@ -105,6 +105,7 @@ class _Follower:
         self._cluster, self._pod = cluster, pod
         self._chunks: deque[bytes] = deque()
         self._size = 0
+        self._lock = threading.Lock()
         self._connected = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
@@ -113,7 +114,8 @@ class _Follower:
     def text(self, max_bytes: int) -> str:
         """The last bytes, whole lines of them."""
         self._thread.join(_LAST_POLL_SECONDS)
-        content = b"".join(self._chunks)
+        with self._lock:  # it goes on where the pod's node is gone, and nobody ends the connection
+            content = b"".join(self._chunks)
         if len(content) > max_bytes:
             content = content[-max_bytes:].partition(b"\n")[2]
         return "\n".join(content.decode(errors="replace").replace("\0", "").splitlines()[-_KEPT_LINES:])
@@ -121,11 +123,13 @@ class _Follower:
     def _follow(self) -> None:
         try:
             for chunk in self._cluster.follow_log(self._pod, MAIN, max_lines=_KEPT_LINES, connected=self._connected):
-                self._chunks.append(chunk)
-                self._size += len(chunk)
-                while self._size - len(self._chunks[0]) > _KEPT_LOGS_BYTES:
-                    self._size -= len(self._chunks.popleft())
+                with self._lock:
+                    self._chunks.append(chunk)
+                    self._size += len(chunk)
+                    while self._size - len(self._chunks[0]) > _KEPT_LOGS_BYTES:
+                        self._size -= len(self._chunks.popleft())
         except BackendUnavailable as error:
-            self._chunks.append(f"(the rest of this log could not be read: {error.found})\n".encode())
+            with self._lock:
+                self._chunks.append(f"(the rest of this log could not be read: {error.found})\n".encode())
         finally:
             self._connected.set()

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from resources.backends.kubernetes_attempts import TERMINATED
 from resources.backends.kubernetes_endings import end_attempt, log_of, pod_name_of
 from resources.backends.kubernetes_manifests import ANNOUNCER
-from resources.backends.kubernetes_names import heartbeat_name, keeper_name
+from resources.backends.kubernetes_names import heartbeat_name, keeper_name, selector
 from resources.backends.kubernetes_records import Record, as_seen, is_silent, read_record, request_stop, write_record
 from resources.backends.waiting import wait_until_finished
 from resources.errors import BadInput, JobTimeout
@@ -110,7 +110,8 @@ class KubernetesJob:
         deadline = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
         while not (record := self._read() if self._step is None else self._step()).finished:
             heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
-            if self._step is None and is_silent(heartbeat, lease_seconds=record.lease_seconds):
+            silent = is_silent(heartbeat, lease_seconds=record.lease_seconds)
+            if self._step is None and (silent or (record.outlives_parent and not self._keeper_runs())):
                 self._end_for_owner(record)
                 return
             if time.monotonic() > deadline:
@@ -121,7 +122,20 @@ class KubernetesJob:
                 )
             time.sleep(min(_POLL_SECONDS, self._poll_seconds))
 
+    def _keeper_runs(self) -> bool:
+        """Whether a keeper's pod has started: one whose image is never found would not end its job either."""
+        keepers = self._cluster.list("pods", selector(job=self.job_id, part="keeper"))
+        return any(pod.get("status", {}).get("phase") == "Running" for pod in keepers)
+
     def _end_for_owner(self, record: Record) -> None:
+        if record.outlives_parent:  # nor may a keeper begin meanwhile
+            self._cluster.delete("jobs", keeper_name(self.job_id))
+            until = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
+            while self._cluster.list("pods", selector(job=self.job_id, part="keeper")) and time.monotonic() < until:
+                time.sleep(min(_POLL_SECONDS, self._poll_seconds))
+            record = self._read()
+        if record.finished:
+            return
         if record.attempts:
             end_attempt(self._cluster, record)
         ended = replace(record, status=JobStatus.STOPPED, reason=TERMINATED, counted=record.attempts)

@@ -66,6 +66,7 @@ class LocalClient(ActorsOnJobs):
         self._grace_seconds = grace_seconds
         self._device_root = device_root
         self._jobs: dict[str, LocalJob] = {}
+        self._has_pruned = False
         self._lock = threading.Lock()
 
     @property
@@ -93,8 +94,11 @@ class LocalClient(ActorsOnJobs):
         with self._lock:
             if running := self._running(request.name, adopt_existing=adopt_existing):
                 return running
-            if not self._jobs:
+            if not self._has_pruned:
                 self._prune()
+                self._has_pruned = True
+            for name in [name for name, job in self._jobs.items() if job.has_ended()]:
+                del self._jobs[name]  # each holds a pipe open
             folder = self._jobs_dir / f"{request.name}-{secrets.token_hex(4)}"
             folder.mkdir(parents=True, mode=0o700)
             if payload is not None:
@@ -140,7 +144,7 @@ class LocalClient(ActorsOnJobs):
         """See `Client.jobs`; those of every process of this machine."""
         found: list[JobDetails] = []
         for status in self._jobs_dir.glob("*/status.json"):
-            with suppress(OSError):  # another process prunes them
+            with suppress(OSError, KeyError, ValueError):  # another process prunes them; or it is no job of ours
                 found.append(LocalJob(status.parent).details())
         return sorted(found, key=lambda one: one.submitted_at or 0.0, reverse=True)
 

@@ -10,8 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from resources.backends.waiting import wait_until_finished
-from resources.errors import BadInput
+from resources.backends.waiting import logs_by_replica, wait_until_finished
 from resources.files import replace_json
 from resources.jobs import JobDetails, JobStatus
 
@@ -64,6 +63,10 @@ class LocalJob:
         """Where the job stands now."""
         return JobStatus(self.process_details()["status"])
 
+    def has_ended(self) -> bool:
+        """Whether it has finished, and its supervisor is gone; looks at files only then."""
+        return self._supervisor is not None and self._supervisor.poll() is not None and self.status().finished
+
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
         """See `JobHandle.wait`."""
         return wait_until_finished(
@@ -76,16 +79,11 @@ class LocalJob:
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`."""
-        count: int = self._specification["replicas"]
-        if replica is None and count > 1:
-            return "\n".join(
-                f"==> replica {index} <==\n{self.logs(max_lines, replica=index)}" for index in range(count)
-            )
-        if not 0 <= (index := replica or 0) < count:
-            raise BadInput(
-                expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those."
-            )
-        return _tail(self._folder / f"replica-{index}.log", max_lines)
+        return logs_by_replica(
+            lambda index: _tail(self._folder / f"replica-{index}.log", max_lines),
+            self._specification["replicas"],
+            replica=replica,
+        )
 
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`."""

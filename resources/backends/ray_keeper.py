@@ -92,6 +92,8 @@ class Keeper:
         Raises:
             JobAlreadyExists: one of that name is running.
         """
+        if order.job_id in self._jobs:  # asked again, since the first answer was lost on its way
+            return order.job_id
         if (existing := await self.running(name=order.name)) is not None:
             if adopt_existing:
                 return existing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import Callable
@@ -15,8 +16,9 @@ from resources.backends.ray_failures import classify_ray
 from resources.backends.ray_log import LogTail
 from resources.backends.ray_orders import JobOrder, ProcessEnd, ProcessOrder
 from resources.backends.ray_turns import Turns
+from resources.backends.waiting import logs_by_replica
 from resources.config import TpuConfig
-from resources.errors import AssayError, BadInput
+from resources.errors import AssayError
 from resources.jobs import JobDetails, JobStatus
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
@@ -104,13 +106,9 @@ class KeptJob:
 
     def logs(self, max_lines: int, *, replica: int | None) -> str:
         """See `JobHandle.logs`; a replica of several hosts has a part for each of them."""
-        count = self._order.replicas
-        if replica is None and count > 1:
-            return "\n".join(f"==> replica {one} <==\n{self.logs(max_lines, replica=one)}" for one in range(count))
-        if not 0 <= (index := replica or 0) < count:
-            raise BadInput(
-                expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those."
-            )
+        return logs_by_replica(lambda index: self._log_of(index, max_lines), self._order.replicas, replica=replica)
+
+    def _log_of(self, index: int, max_lines: int) -> str:
         hosts = {host: log for (of, host), log in sorted(self._logs.items()) if of == index}
         if set(hosts) <= {0}:
             return hosts[0].last(max_lines) if hosts else ""
@@ -160,6 +158,7 @@ class KeptJob:
             reason = f"its keeper failed: {traceback.format_exc()}"
         finally:
             self.status, self._reason = status, reason
+            self._package = []  # finished jobs are remembered, and would keep it in Ray's memory
             self._finished.set()
             self._ending.set()
 
@@ -204,11 +203,13 @@ class KeptJob:
             self._turns.given_back()
 
     async def _placed(self) -> ray_placement.Placement | None:
-        resources, replicas = self._order.resources, self._order.replicas
+        resources, replicas, since = self._order.resources, self._order.replicas, time.monotonic()
         placing = asyncio.ensure_future(
             self._turns.placed(
                 f"{replicas} {resources.model_dump_json()}",
-                lambda: ray_placement.place(self._ray, resources, replicas, on_waiting=self._say_what_is_missing),
+                lambda: ray_placement.place(
+                    self._ray, resources, replicas, on_waiting=self._say_what_is_missing, since=since
+                ),
                 on_waiting=self._say_what_is_missing,
             )
         )

@@ -71,7 +71,14 @@ class _Bundle:
     env_vars: Mapping[str, str]
 
 
-async def place(ray: Any, resources: ResourceConfig, replicas: int, *, on_waiting: Callable[[str], None]) -> Placement:
+async def place(
+    ray: Any,
+    resources: ResourceConfig,
+    replicas: int,
+    *,
+    on_waiting: Callable[[str], None],
+    since: float | None = None,
+) -> Placement:
     """Reserves the places of all replicas at once, and waits for them as long as it takes.
 
     Args:
@@ -79,10 +86,11 @@ async def place(ray: Any, resources: ResourceConfig, replicas: int, *, on_waitin
         resources: what one replica gets.
         replicas: how many.
         on_waiting: told after a second, and again whenever it has changed, what the job waits for.
+        since: on the monotonic clock, when it was asked for first; now when None.
 
     Cancelling it gives back what was reserved.
     """
-    started = time.monotonic()
+    started = time.monotonic() if since is None else since
     said: str | None = None
     claim: _Claim | None = None
     pause_seconds = _QUIET_SECONDS
@@ -94,6 +102,10 @@ async def place(ray: Any, resources: ResourceConfig, replicas: int, *, on_waitin
             if claim is None:
                 grows = slices and await asyncio.to_thread(has_autoscaler, ray, nodes)
                 claim = _next_claim(ray, nodes, resources, replicas, anywhere=anywhere, grows=grows)
+            reason = reason_to_wait(nodes, resources, replicas)
+            if reason != said and time.monotonic() - started >= _QUIET_SECONDS:
+                on_waiting(reason)
+                said = reason
             if claim is None:
                 await asyncio.sleep(pause_seconds)
             elif await claim.granted_within(pause_seconds):
@@ -104,10 +116,6 @@ async def place(ray: Any, resources: ResourceConfig, replicas: int, *, on_waitin
             elif not claim.lasts:
                 claim = claim.withdraw()
                 anywhere = True
-            reason = reason_to_wait(nodes, resources, replicas)
-            if reason != said and time.monotonic() - started >= _QUIET_SECONDS:
-                on_waiting(reason)
-                said = reason
             pause_seconds = min(pause_seconds * 1.5, _LAST_SLICE_LOOK_SECONDS if slices else _LAST_LOOK_SECONDS)
     except BaseException:
         if claim is not None:

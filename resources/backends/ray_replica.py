@@ -160,8 +160,8 @@ class _Run:
         with self._lock:
             self._told_to_end = True
             supervisor = self._supervisor
-        if supervisor is not None:
-            supervisor.terminate()
+        if supervisor is not None and supervisor.stdin is not None:
+            supervisor.stdin.close()  # a signal would kill one that has only begun, as if from outside
             return
         time.sleep(_PREPARING_SECONDS)
         if self._supervisor is None:

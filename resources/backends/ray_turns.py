@@ -1,7 +1,7 @@
 """Turns at asking Ray for places: of jobs that ask for the same, one at a time, in the order in which they came.
 
 Ray looks at placement groups that wait once a second, and at a new one at once. So whoever's turn it is asks anew when
-another job has given its places back: 200 short jobs on two cores then take 30 s in place of 190 s.
+another job has given its places back: 200 short jobs on two busy cores then take 50 s in place of 190 s.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from typing import Any
 
 from resources.backends.ray_placement import Placement
 
-_SETTLING_SECONDS = (0.05, 0.2, None)  # nodes hear a moment later that something was given back
+_SETTLING_SECONDS = 0.2  # until all nodes have heard that something was given back
+_FIRST_UNDISTURBED_SECONDS, _LAST_UNDISTURBED_SECONDS = 0.05, 2.0  # a busy Ray grants late, and is to be let
 
 
 class Turns:
@@ -23,9 +23,11 @@ class Turns:
     def __init__(self) -> None:
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._given_back = asyncio.Event()
+        self._given_back_at = float("-inf")
 
     def given_back(self) -> None:
         """Some job has released its places."""
+        self._given_back_at = asyncio.get_running_loop().time()
         self._given_back.set()
         self._given_back = asyncio.Event()
 
@@ -47,27 +49,34 @@ class Turns:
         if turn.locked():
             on_waiting("waits behind jobs that ask for the same")
         async with turn:
-            pauses = iter(_SETTLING_SECONDS)
+            undisturbed_seconds = _FIRST_UNDISTURBED_SECONDS
             while True:
-                given_back, pause = self._given_back, next(pauses, None)
                 asking = asyncio.ensure_future(ask())
-                waiting = asyncio.ensure_future(given_back.wait())
                 try:
-                    await asyncio.wait({asking, waiting}, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                    await self._worth_asking_anew(asking, undisturbed_seconds)
+                    asking.cancel()
+                    await asyncio.wait({asking})
                 except asyncio.CancelledError:
-                    with suppress(asyncio.CancelledError):
-                        (await _taken_back(asking)).release()
+                    asking.cancel()
+                    asking.add_done_callback(_release)
                     raise
-                finally:
-                    waiting.cancel()
-                with suppress(asyncio.CancelledError):
-                    return await _taken_back(asking)
-                if given_back.is_set():
-                    pauses = iter(_SETTLING_SECONDS)
+                if not asking.cancelled():  # the answer, even one that came this moment
+                    return asking.result()
+                undisturbed_seconds = min(undisturbed_seconds * 1.5, _LAST_UNDISTURBED_SECONDS)
+
+    async def _worth_asking_anew(self, asking: asyncio.Task[Placement], undisturbed_seconds: float) -> None:
+        """Returns when the answer is there, or when a new question may be answered sooner."""
+        given_back = self._given_back
+        heard = asyncio.get_running_loop().time() - self._given_back_at > _SETTLING_SECONDS
+        await asyncio.wait({asking}, timeout=undisturbed_seconds)
+        if heard and not asking.done():
+            waiting = asyncio.ensure_future(given_back.wait())
+            try:
+                await asyncio.wait({asking, waiting}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                waiting.cancel()
 
 
-async def _taken_back(asking: asyncio.Task[Placement]) -> Placement:
-    """The answer if there is one, even one that came this moment; else a CancelledError."""
-    if not asking.done():
-        asking.cancel()
-    return await asking
+def _release(asking: asyncio.Task[Placement]) -> None:
+    if not asking.cancelled() and asking.exception() is None:
+        asking.result().release()

@@ -1,10 +1,11 @@
-"""Waiting for a job of any backend, and the error that says how it ended."""
+"""What handles of all backends share: waiting, the error that says how a job ended, logs by replica."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-from resources.errors import JobFailed, JobTimeout
+from resources.errors import BadInput, JobFailed, JobTimeout
 from resources.jobs import JobHandle, JobStatus
 
 _FIRST_POLL_SECONDS = 0.01
@@ -60,3 +61,21 @@ def failure_of(job: JobHandle, *, where: str) -> JobFailed:
         f"{job.logs(_SHOWN_LINES)}".rstrip(),
         remedy=where[:1].upper() + where[1:],
     )
+
+
+def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | None) -> str:
+    """The log of one replica, or those of all under headings when None.
+
+    Args:
+        read: gives the log of one, by its index.
+        count: how many there are.
+        replica: which one.
+
+    Raises:
+        BadInput: there is no such replica.
+    """
+    if replica is None and count > 1:
+        return "\n".join(f"==> replica {index} <==\n{read(index)}" for index in range(count))
+    if not 0 <= (index := replica or 0) < count:
+        raise BadInput(expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those.")
+    return read(index)

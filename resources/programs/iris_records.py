@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import suppress
+from http.client import HTTPException
 from typing import Any
 
 NAME = "assay"
@@ -37,8 +38,11 @@ def call_controller(controller: str, method: str, /, **fields: Any) -> dict[str,
         headers={"Content-Type": "application/json"},
     )
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a cluster's inside is behind no proxy
-    with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
-        return json.load(answer)
+    try:
+        with opener.open(request, timeout=_TIMEOUT_SECONDS) as answer:
+            return json.load(answer)
+    except HTTPException as error:  # an answer that broke off, which is no OSError
+        raise ConnectionError(f"{type(error).__name__}: {error}") from error
 
 
 class Records:

@@ -217,6 +217,7 @@ class Replica:
     def _stopped(self) -> int:
         """Says that nothing runs any more, and waits for Iris to end this task."""
         self._write(f"{MARK}{self._records.stop_reason or 'terminated'}\n".encode())
+        shutil.rmtree(self._run_folder, ignore_errors=True)
         if self._terminated:
             return 128 + signal.SIGTERM
         self._records.say(state=STOPPED, announcement=None)

@@ -298,7 +298,7 @@ def _load_libc() -> Any:
 def _step_aside(libc: Any) -> None:
     """Goes on in a child, and leaves the parent waiting for it.
 
-    Workers of Ray kill their children, though not grandchildren, when they exit; killed ourselves, we could end nothing.
+    Workers of Ray kill their children when they exit, though not grandchildren; killed, we could end nothing.
     """
     child = os.fork()
     if child == 0:

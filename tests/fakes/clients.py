@@ -9,24 +9,26 @@ from fakes.iris_cluster import shared_cluster
 from resources.backends.local import LocalClient
 from resources.jobs import Client
 
+GRACE_SECONDS = 1.5  # enough for a shell to say good-bye on a busy machine; the stubborn take all of it
+
 
 def _ray_client() -> Client:
     from fakes.ray_cluster import client_of, shared_ray
 
-    return client_of(shared_ray())
+    return client_of(shared_ray(), grace_seconds=GRACE_SECONDS)
 
 
 def _kubernetes_client() -> Client:
     from fakes.kubernetes_cluster import client_of, shared_server
 
-    return client_of(shared_server(), grace_seconds=0.5)
+    return client_of(shared_server(), grace_seconds=GRACE_SECONDS)
 
 
 CLIENTS: dict[str, Callable[[Path], Client]] = {
-    "iris": lambda folder: shared_cluster().client(),
+    "iris": lambda folder: shared_cluster().client(grace_seconds=GRACE_SECONDS),
     "kubernetes": lambda _: _kubernetes_client(),
-    "local": lambda folder: LocalClient(folder / "jobs", grace_seconds=0.5),
+    "local": lambda folder: LocalClient(folder / "jobs", grace_seconds=GRACE_SECONDS),
     "ray": lambda _: _ray_client(),
 }
-"""From a folder of the test's own to a client with half a second of grace; an expensive cluster is started once per
+"""From a folder of the test's own to a client with little grace; an expensive cluster is started once per
 process by the entry itself, and ended at exit."""

@@ -37,13 +37,20 @@ class IrisCluster:
             assert line or self.process.poll() is None, "the Iris cluster has ended"
 
     def client(
-        self, *, patience_seconds: float = 20.0, lease_seconds: float = 60.0, poll_seconds: float = 0.2
+        self,
+        *,
+        patience_seconds: float = 20.0,
+        lease_seconds: float = 60.0,
+        poll_seconds: float = 0.2,
+        grace_seconds: float = 0.5,
     ) -> IrisClient:
-        """A client of its own, with half a second of grace."""
+        """A client of its own, with little grace."""
         from resources.backends.iris import IrisController
 
         controller = IrisController(self.address, patience_seconds=patience_seconds)
-        return IrisClient(controller, grace_seconds=0.5, poll_seconds=poll_seconds, lease_seconds=lease_seconds)
+        return IrisClient(
+            controller, grace_seconds=grace_seconds, poll_seconds=poll_seconds, lease_seconds=lease_seconds
+        )
 
     def end(self) -> None:
         """Ends the cluster and its jobs."""

@@ -94,11 +94,11 @@ def shared_ray() -> str:
     return str(cluster.address)
 
 
-def client_of(address: str) -> RayClient:
-    """A client with half a second of grace, of the Ray at `address`; leaves another one first."""
+def client_of(address: str, *, grace_seconds: float = 0.5) -> RayClient:
+    """A client with little grace, of the Ray at `address`; leaves another one first."""
     if ray.is_initialized() and ray.get_runtime_context().gcs_address != address:
         ray.shutdown()
-    return RayClient(address, grace_seconds=0.5)
+    return RayClient(address, grace_seconds=grace_seconds)
 
 
 def _stop(cluster: Cluster) -> None:

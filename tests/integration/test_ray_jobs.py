@@ -208,7 +208,7 @@ def test_job_that_outlives_its_driver_is_waited_for_by_another_and_the_driver_s_
 
 
 def test_many_jobs_at_once_all_succeed_with_few_workers(client: RayClient) -> None:
-    jobs = [client.submit(shell("true", f"one-{index}", resources=on("here", cpu=2))) for index in range(30)]
+    jobs = [client.submit(shell("true", f"one-{index}", resources=on("here", cpu=2))) for index in range(20)]
     assert set(wait_all(jobs, 110)) == {JobStatus.SUCCEEDED}
     workers = subprocess.run(["pgrep", "-fc", "ray::assay"], capture_output=True, text=True, check=False)
     assert int(workers.stdout) < 15

@@ -277,6 +277,20 @@ def test_two_hundred_jobs_live_at_once_and_are_told_apart(client: LocalClient, t
     assert wait_all(handles, 200) == [JobStatus.SUCCEEDED] * 200
 
 
+def test_client_that_has_run_many_jobs_holds_nothing_of_those_that_ended(client: LocalClient) -> None:
+    def descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    def run(name: str) -> None:
+        client.submit(JobRequest(name, shell("true"), resources=ON_CPU)).wait(30)
+
+    run("first")
+    before = descriptors()
+    for number in range(5):
+        run(f"job-{number}")
+    assert descriptors() <= before + 1
+
+
 def test_job_that_another_process_is_just_submitting_can_be_terminated(client: LocalClient, tmp_path: Path) -> None:
     submitted: list[LocalJob] = []
     request = JobRequest("job", shell(f"echo $$ > {tmp_path}/pid; {FOR_EVER}"), resources=ON_CPU)
@@ -313,3 +327,13 @@ def test_folders_of_the_oldest_finished_jobs_are_removed(tmp_path: Path) -> None
     left = sorted(folder.name for folder in tmp_path.iterdir())
     assert len(left) == 201
     assert left[:2] == [left[0], "old-005"] and left[0].startswith("new-")
+
+
+def test_list_of_jobs_leaves_out_folders_that_it_cannot_read(client: LocalClient, tmp_path: Path) -> None:
+    job = client.submit(JobRequest("job", shell("true"), resources=ON_CPU))
+    job.wait(30)
+    foreign = tmp_path / "jobs" / "of-an-earlier-version"
+    foreign.mkdir()
+    for name in ("status.json", "specification.json"):
+        (foreign / name).write_text("{}")
+    assert [one.job_id for one in client.jobs()] == [job.job_id]

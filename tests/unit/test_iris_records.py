@@ -1,0 +1,99 @@
+"""How replicas and submitters on Iris hear of each other when the controller answers badly, or for one job only."""
+
+from __future__ import annotations
+
+import runpy
+import socket
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import resources
+from fakes.polling import eventually
+from resources.backends.iris_lease import LeaseKeeper
+from resources.errors import BackendUnavailable, BadInput
+
+pytestmark = pytest.mark.timeout(60)
+
+RECORDS = runpy.run_path(str(Path(resources.__file__).parent / "programs/iris_records.py"))
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"no HTTP at all\r\n\r\n", b""])
+def test_answer_that_breaks_off_is_an_unreachable_controller_and_nothing_else(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def break_off() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=break_off)
+        thread.start()
+        with pytest.raises(OSError):
+            RECORDS["call_controller"](f"127.0.0.1:{server.getsockname()[1]}", "ListEndpoints")
+        thread.join()
+
+
+class Controller:
+    """A controller that knows three jobs, and refuses whatever concerns one of them."""
+
+    address = "controller:1"
+
+    def __init__(self) -> None:
+        self.away = False
+        self.heard: list[str] = []
+
+    def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
+        """All run."""
+        if self.away:
+            raise BackendUnavailable(expected="a controller", found="none", remedy="Wait.")
+        return dict.fromkeys(job_ids, "JOB_STATE_RUNNING")
+
+    def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
+        """Takes all leases but one."""
+        if "refused" in name:
+            raise BadInput(expected="another job", found=name, remedy="None.")
+        self.heard.append(task_id)
+        return True
+
+    def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Any]:
+        """None that could hear."""
+        return []
+
+
+@pytest.fixture
+def controller() -> Controller:
+    return Controller()
+
+
+def lease_keeper(controller: Controller) -> LeaseKeeper:
+    return LeaseKeeper(controller, renew_seconds=0.02)  # pyright: ignore[reportArgumentType]
+
+
+def test_lease_that_is_refused_or_a_controller_that_was_away_costs_no_other_job_its_own(controller: Controller) -> None:
+    leases = lease_keeper(controller)
+    for name in ("first", "refused", "last"):
+        leases.add(f"/me/{name}-1")
+    eventually(lambda: {"/me/first-1/0", "/me/last-1/0"} <= set(controller.heard))
+    controller.away = True
+    controller.heard.clear()
+    controller.away = False
+    eventually(lambda: "/me/last-1/0" in controller.heard)
+    leases.close()
+
+
+def test_leases_of_jobs_submitted_after_a_shutdown_are_renewed_and_earlier_ones_are_not(controller: Controller) -> None:
+    leases = lease_keeper(controller)
+    leases.add("/me/before-1")
+    eventually(lambda: controller.heard)
+    leases.close()
+    leases.add("/me/after-1")
+    eventually(lambda: "/me/after-1/0" in controller.heard)
+    controller.heard.clear()
+    eventually(lambda: len(controller.heard) > 2)
+    leases.close()
+    assert set(controller.heard[1:]) == {"/me/after-1/0"}

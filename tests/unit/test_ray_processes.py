@@ -1,0 +1,121 @@
+"""What a keeper and a node of the Ray backend do without a Ray: orders that come twice, ends that come early."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.polling import eventual_pid, eventually
+from resources.backends.ray_code import SentFolder
+from resources.backends.ray_keeper import Keeper
+from resources.backends.ray_orders import JobOrder, ProcessEnd, ProcessOrder
+from resources.backends.ray_replica import run_process
+from resources.config import ResourceConfig
+from resources.jobs import Command, EnvironmentConfig, JobStatus
+
+pytestmark = pytest.mark.timeout(60)
+
+JOB_ID = "job-0123abcd"
+FOR_EVER = "while :; do sleep 1; done"
+
+
+def shell(script: str) -> Command:
+    return Command("sh", ("-c", script))
+
+
+def job_order(workspace: Path) -> JobOrder:
+    """A job of one replica."""
+    return JobOrder(
+        job_id=JOB_ID,
+        name="job",
+        client="client",
+        entrypoint=shell("true"),
+        environment=EnvironmentConfig(workspace=workspace),
+        resources=ResourceConfig(),
+        replicas=1,
+        max_retries_failure=0,
+        max_retries_preemption=0,
+        outlives_parent=False,
+        workspace=SentFolder.of(workspace, digest=None),
+        working_directory=str(workspace),
+        imports=(),
+        grace_seconds=0.5,
+        submitted_at=0.0,
+        address="127.0.0.1:6379",
+    )
+
+
+def process_order(workspace: Path, script: str) -> ProcessOrder:
+    """The only process of that job."""
+    return ProcessOrder(
+        job_id=JOB_ID,
+        attempt=1,
+        replica=0,
+        replicas=1,
+        host=0,
+        hosts=1,
+        entrypoint=shell(script),
+        environment=EnvironmentConfig(workspace=workspace, python=Path(sys.executable)),
+        device_variables={},
+        given={},
+        is_tpu=False,
+        workspace=SentFolder.of(workspace, digest=None),
+        working_directory=str(workspace),
+        imports=(),
+        grace_seconds=20.0,
+    )
+
+
+def run_until(told: Callable[[], object], workspace: Path, script: str) -> tuple[ProcessEnd, bytes]:
+    """Runs a process whose keeper tells it to end once `told` is true; its end, and all of its output."""
+    reported: list[bytes] = []
+
+    def ask(method: str, **arguments: Any) -> Any:
+        if method == "until_end":
+            return bool(eventually(told, seconds=50))
+        reported.append(arguments["output"])
+        return None
+
+    end = run_process(process_order(workspace, script), ask=ask, package=bytes)
+    return end, b"".join([*reported, end.output])
+
+
+def test_process_told_to_end_as_its_supervisor_begins_was_stopped_and_not_preempted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    end, _ = run_until(lambda: list(tmp_path.glob(f"assay-{JOB_ID}-*/supervisor.log")), tmp_path, FOR_EVER)
+    assert end.outcome == "stopped"
+
+
+def test_process_told_to_end_ends_in_good_order(tmp_path: Path) -> None:
+    script = f"trap 'echo bye; exit 0' TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}"
+    end, output = run_until((tmp_path / "pid").exists, tmp_path, script)
+    assert end.outcome == "stopped"
+    assert output.endswith(b"bye\n")
+
+
+def test_process_ended_by_somebody_else_was_preempted(tmp_path: Path) -> None:
+    def killed() -> bool:
+        os.kill(eventual_pid(tmp_path / "pid"), signal.SIGKILL)
+        return eventually(lambda: False, seconds=50)
+
+    end, _ = run_until(killed, tmp_path, f"echo $$ > {tmp_path}/pid; {FOR_EVER}")
+    assert (end.outcome, end.reason) == ("preempted", "exit code -9")
+
+
+async def test_order_that_reaches_the_keeper_twice_is_one_job_and_no_conflict_with_itself(tmp_path: Path) -> None:
+    keeper = Keeper(None, start=lambda place, order, package: asyncio.Future())  # never placed: there is no cluster
+    order = job_order(tmp_path)
+    assert await keeper.submit(order=order, adopt_existing=False) == JOB_ID
+    assert await keeper.submit(order=order, adopt_existing=False) == JOB_ID
+    assert [details.job_id for details in await keeper.jobs()] == [JOB_ID]
+    assert await keeper.finished(job_id=JOB_ID, seconds=20) is JobStatus.FAILED

@@ -1,0 +1,140 @@
+"""Who may ask Ray for places, and when it is worth asking anew."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from resources.backends.ray_placement import Placement
+from resources.backends.ray_turns import Turns
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Grants:
+    """A Ray with so many places; like the real one it answers a new question at once, and one that waits never."""
+
+    def __init__(self, places: int, *, seconds: float = 0.0) -> None:
+        self.free = places
+        self.seconds = seconds
+        self.asked: list[str] = []
+        self.granted: list[str] = []
+
+    async def ask(self, name: str) -> Placement:
+        """A place for whoever has this name."""
+        self.asked.append(name)
+        await asyncio.sleep(self.seconds)
+        if not self.free:
+            await asyncio.Event().wait()
+        self.free -= 1
+        self.granted.append(name)
+        return Placement([], self.take_back)
+
+    def take_back(self) -> None:
+        """Releases a place."""
+        self.free += 1
+
+
+def placed(turns: Turns, grants: Grants, name: str, shape: str = "cpu") -> asyncio.Task[Placement]:
+    """A job of this name that waits for its turn and its place."""
+    return asyncio.ensure_future(turns.placed(shape, lambda: grants.ask(name), on_waiting=lambda reason: None))
+
+
+def give_back(turns: Turns, placement: Placement) -> None:
+    """A job has ended."""
+    placement.release()
+    turns.given_back()
+
+
+async def test_jobs_that_ask_for_the_same_are_served_in_their_order_as_places_come_back() -> None:
+    turns, grants = Turns(), Grants(1)
+    said: list[str] = []
+    names = ["first", "second", "third"]
+    jobs = [
+        asyncio.ensure_future(turns.placed("cpu", lambda name=name: grants.ask(name), on_waiting=said.append))
+        for name in names
+    ]
+    for job in jobs:
+        give_back(turns, await job)
+    assert grants.granted == names
+    assert said == ["waits behind jobs that ask for the same"] * 2
+
+
+async def test_other_shapes_do_not_wait_behind_a_job_that_gets_no_place() -> None:
+    turns, full, empty = Turns(), Grants(0), Grants(1)
+    large = placed(turns, full, "large", "eight cores")
+    await placed(turns, empty, "small")
+    assert not large.done()
+    large.cancel()
+
+
+async def test_job_that_gives_up_lets_the_next_one_ask() -> None:
+    turns, grants = Turns(), Grants(1)
+    first = await placed(turns, grants, "first")
+    waiting, next_one = placed(turns, grants, "waiting"), placed(turns, grants, "next")
+    await asyncio.sleep(0)
+    waiting.cancel()
+    give_back(turns, first)
+    await next_one
+    assert waiting.cancelled()
+    assert grants.granted == ["first", "next"]
+
+
+async def test_job_that_is_cancelled_just_while_it_asks_anew_gives_up() -> None:
+    turns, asked = Turns(), asyncio.Event()
+
+    async def ask() -> Placement:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            job.cancel()
+        raise AssertionError
+
+    job = asyncio.ensure_future(turns.placed("cpu", ask, on_waiting=lambda reason: None))
+    await asked.wait()
+    turns.given_back()
+    done, _ = await asyncio.wait({job}, timeout=10)
+    assert done and job.cancelled()
+
+
+async def test_place_that_is_granted_to_a_job_as_it_gives_up_is_given_back() -> None:
+    turns, asked, released = Turns(), asyncio.Event(), asyncio.Event()
+
+    async def ask() -> Placement:
+        asked.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            return Placement([], released.set)
+        raise AssertionError
+
+    job = asyncio.ensure_future(turns.placed("cpu", ask, on_waiting=lambda reason: None))
+    await asked.wait()
+    job.cancel()
+    await asyncio.wait_for(released.wait(), 10)
+    assert job.cancelled()
+
+
+async def test_ray_that_grants_late_is_let_while_others_give_back_without_end() -> None:
+    turns, grants = Turns(), Grants(1, seconds=0.3)
+    job = placed(turns, grants, "job")
+    while not job.done():
+        turns.given_back()
+        await asyncio.sleep(0.01)
+    assert grants.granted == ["job"]
+    assert len(grants.asked) < 10
+
+
+async def test_error_of_ray_reaches_the_job_and_the_next_one_gets_its_turn() -> None:
+    turns, grants = Turns(), Grants(1)
+
+    async def refuse() -> Placement:
+        raise RuntimeError("no placement groups today")
+
+    failing = asyncio.ensure_future(turns.placed("cpu", refuse, on_waiting=lambda reason: None))
+    next_one = placed(turns, grants, "next")
+    with pytest.raises(RuntimeError, match="today"):
+        await failing
+    await next_one
