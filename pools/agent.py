@@ -139,6 +139,8 @@ class Agent:
         finally:
             self._stop.set()
             self._replica.stop()
+            if self._entrance is not None:
+                self._entrance.close()
             self._staging.close()
 
     def _obey(self) -> None:

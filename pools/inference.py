@@ -20,7 +20,7 @@ from pools.config import InferencePoolConfig
 from pools.director import Patience, assign
 from pools.endpoint import RunningModel
 from pools.launch import Launcher, Servable, VllmLauncher, environment_name
-from pools.pool_jobs import is_local, pool_environment
+from pools.pool_jobs import is_local, labelled, pool_environment
 from pools.proxy.client import ProxyClient
 from pools.proxy.process import ProxyProcess
 from pools.proxy.state import DesiredState, Failure, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
@@ -52,6 +52,7 @@ class InferencePool:
         launcher: how an engine server is started; vLLM from its pinned environment when left out.
         on_event: told in a line what the pool is doing.
         own_session: hold a lease of one's own, which `load` needs; a pool that is kept for others has none.
+        label: what the names of its jobs on the backend contain.
 
     Raises:
         EnvironmentBuildFailed: the engine's environment could not be built.
@@ -67,6 +68,7 @@ class InferencePool:
         launcher: Launcher | None = None,
         on_event: Callable[[str], None] = lambda line: None,
         own_session: bool = True,
+        label: str | None = None,
     ) -> None:
         self.config = config
         self._checkpoints = list(checkpoints)
@@ -74,8 +76,9 @@ class InferencePool:
         self._launcher = launcher
         self._on_event = on_event
         self._own_session = own_session
+        self._label = label
         self._keys = ProxyKeys.new()
-        self._proxy_process = ProxyProcess(config, client=self._client, keys=self._keys)
+        self._proxy_process = ProxyProcess(config, client=self._client, keys=self._keys, label=label)
         self._proxy: ProxyClient | None = None
         self._agents = AgentJobs(
             self._submit_agent,
@@ -151,7 +154,7 @@ class InferencePool:
         token = {POOL_JOIN_TOKEN_VARIABLE: self._keys.join.get_secret_value()}
         return self._client.submit(
             JobRequest(
-                name=f"{name}-{secrets.token_hex(3)}",
+                name=labelled(name, self._label, secrets.token_hex(3)),
                 entrypoint=Call(run_agent, (name, self.config, self._launcher, self.access.address)),
                 resources=self.config.resource_config.model_copy(update={"replicas": 1}),
                 environment=pool_environment(self.config, env_vars=token),

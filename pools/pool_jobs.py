@@ -28,6 +28,11 @@ def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]
     return create_environment(workspace=workspace, env_vars=dict(env_vars))
 
 
+def labelled(name: str, label: str | None, suffix: str) -> str:
+    """The name of a job: what it is, whose, and what makes it the only one of that name."""
+    return "-".join(part for part in (name, label, suffix) if part)
+
+
 def placed_with(resources: ResourceConfig) -> dict[str, Any]:
     """Region, zone and image of the replicas, for a job that is to run near them."""
     return resources.model_dump(include={"regions", "zone", "image"})

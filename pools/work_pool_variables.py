@@ -31,13 +31,17 @@ _CPU_MACHINES = tuple(
     for family, per_core in (("standard", 4), ("highmem", 8))
     if (family, cores) != ("highmem", 128)  # has less memory per core than its family
 )
-_GPU_MACHINES: dict[str, dict[int, str]] = {
-    "A100": {1: "a2-highgpu-1g", 2: "a2-highgpu-2g", 4: "a2-highgpu-4g", 8: "a2-highgpu-8g", 16: "a2-megagpu-16g"},
-    "A100-80GB": {1: "a2-ultragpu-1g", 2: "a2-ultragpu-2g", 4: "a2-ultragpu-4g", 8: "a2-ultragpu-8g"},
-    "H100": {1: "a3-highgpu-1g", 2: "a3-highgpu-2g", 4: "a3-highgpu-4g", 8: "a3-highgpu-8g"},
-    "L4": {1: "g2-standard-12", 2: "g2-standard-24", 4: "g2-standard-48", 8: "g2-standard-96"},
-    "T4": {1: "n1-standard-8", 2: "n1-standard-16", 4: "n1-standard-32"},
+_GPU_MACHINES: dict[str, dict[int, _Machine]] = {
+    "A100": {
+        **{count: _Machine(f"a2-highgpu-{count}g", 12 * count, 85 * count) for count in (1, 2, 4, 8)},
+        16: _Machine("a2-megagpu-16g", 96, 1360),
+    },
+    "A100-80GB": {count: _Machine(f"a2-ultragpu-{count}g", 12 * count, 170 * count) for count in (1, 2, 4, 8)},
+    "H100": {count: _Machine(f"a3-highgpu-{count}g", 26 * count, 234 * count) for count in (1, 2, 4, 8)},
+    "L4": {count: _Machine(f"g2-standard-{12 * count}", 12 * count, 48 * count) for count in (1, 2, 4, 8)},
+    "T4": {count: _Machine(f"n1-standard-{8 * count}", 8 * count, 30 * count) for count in (1, 2, 4)},
 }
+"""By how many GPUs they have; cores and memory come with them."""
 _GPU_TYPES = {
     "A100": "NVIDIA_TESLA_A100",
     "A100-80GB": "NVIDIA_A100_80GB",
@@ -108,7 +112,7 @@ def _kubernetes(resources: ResourceConfig) -> dict[str, Any]:
     variables: dict[str, Any] = {
         "cpu": str(resources.cpu * share),
         "memory": str(size_in_bytes(resources.ram) * share),
-        "disk": str(size_in_bytes(resources.disk)),
+        "disk": str(size_in_bytes(resources.disk) * share),
         "node_selector": placed.node_selector,
         "affinity": placed.affinity,
         "tolerations": placed.tolerations,
@@ -142,12 +146,12 @@ def _cloud_run(resources: ResourceConfig) -> dict[str, Any]:
 
 def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
     share = resources.replicas
-    variables: dict[str, Any] = {"boot_disk_size_gb": max(100, -(-size_in_bytes(resources.disk) // 10**9))}
+    cores, memory = resources.cpu * share, size_in_bytes(resources.ram) * share
+    variables: dict[str, Any] = {"boot_disk_size_gb": max(100, -(-size_in_bytes(resources.disk) * share // 10**9))}
     if resources.preemptible:
         variables["scheduling"] = {"strategy": "SPOT"}
     match resources.device:
         case CpuConfig():
-            cores, memory = resources.cpu * share, size_in_bytes(resources.ram) * share
             fitting = [one for one in _CPU_MACHINES if one.cores >= cores and one.memory_gib * _GIB >= memory]
             if not fitting:
                 largest = max(_CPU_MACHINES, key=lambda one: one.memory_gib)
@@ -157,12 +161,25 @@ def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
         case GpuConfig(variant=variant, count=count):
             model, wanted = "T4" if variant == "auto" else gpu_model(variant), count * share
             machines = _GPU_MACHINES.get(model, {})
-            fitting_count = next((size for size in machines if size >= wanted), None)
+            fitting_count = next(
+                (
+                    size
+                    for size, one in machines.items()
+                    if size >= wanted and one.cores >= cores and one.memory_gib * _GIB >= memory
+                ),
+                None,
+            )
             if fitting_count is None:
-                nearest = [f"{max(sizes)} x {name}" for name, sizes in _GPU_MACHINES.items() if not machines]
-                raise _beyond("Vertex AI", f"{wanted} x {variant}", ", ".join(nearest) or f"{max(machines)} x {model}")
+                nearest = [
+                    f"{size} x {name} with {one.cores} cores and {one.memory_gib} GiB"
+                    for name, sizes in _GPU_MACHINES.items()
+                    for size, one in [max(sizes.items())]
+                    if name == model or not machines
+                ]
+                found = f"{wanted} x {variant} with {cores} cores and {memory / _GIB:g} GiB"
+                raise _beyond("Vertex AI", found, ", ".join(nearest))
             return variables | {
-                "machine_type": machines[fitting_count],
+                "machine_type": machines[fitting_count].name,
                 "accelerator_type": _GPU_TYPES[model],
                 "accelerator_count": fitting_count,
             }

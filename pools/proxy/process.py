@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from pools.config import InferencePoolConfig
-from pools.pool_jobs import is_local, placed_with, pool_environment
+from pools.pool_jobs import is_local, labelled, placed_with, pool_environment
 from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
 from pools.proxy.state import ProxyLimits
 from resources.config import ResourceConfig
@@ -26,10 +26,13 @@ class ProxyProcess:
         keys: that it asks for.
     """
 
-    def __init__(self, config: InferencePoolConfig, *, client: Client, keys: ProxyKeys) -> None:
+    def __init__(
+        self, config: InferencePoolConfig, *, client: Client, keys: ProxyKeys, label: str | None = None
+    ) -> None:
         self._config = config
         self._client = client
         self._keys = keys
+        self._label = label
         self._job: JobHandle | None = None
         self._address: ProxyAddress | None = None
         self._restarts = 0
@@ -45,7 +48,7 @@ class ProxyProcess:
         """Starts it, on the address it had before if there was one.
 
         Raises:
-            ProxyFailed: it does not listen.
+            ProxyFailed: it does not listen, or runs on another machine than before.
         """
         config = self._config
         local = is_local(self._client)
@@ -69,19 +72,18 @@ class ProxyProcess:
         try:
             job = self._job = self._client.submit(
                 JobRequest(
-                    name=f"proxy-{secrets.token_hex(6)}",
+                    name=labelled("proxy", self._label, secrets.token_hex(6)),
                     entrypoint=Command("python", tuple(arguments)),
                     resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
                     environment=pool_environment(config, env_vars=self._keys.as_environment()),
                     max_retries_preemption=0,  # it is started again by who knows its address
                 )
             )
-            self._address = wait_for_address(
+            address = wait_for_address(
                 job.announced,
                 timeout_seconds=_START_SECONDS if local else config.startup_timeout_seconds,
                 is_running=lambda: not job.status().finished,
             )
-            return self._address
         except ProxyFailed as error:
             log = self._job.logs(max_lines=10).rstrip() if self._job else ""
             raise ProxyFailed(
@@ -89,6 +91,15 @@ class ProxyProcess:
                 found=f"{error.found}. Last lines of its log:\n{log}",
                 remedy="choose another proxy_port, or 0 for a free one",
             ) from error
+        before = self._address or address
+        if (address.host, address.port) != (before.host, before.port):
+            raise ProxyFailed(
+                expected=f"the proxy back at {before.host}:{before.port}, where replicas and evaluators look for it",
+                found=f"it was started again on another machine, at {address.host}:{address.port}",
+                remedy="run again; cells that have a record are not repeated",
+            )
+        self._address = address
+        return address
 
     def restart_if_ended(self) -> bool:
         """Starts it again if its process has ended; whether it had.

@@ -316,3 +316,39 @@ def test_resume_without_an_answer_that_was_given_before_is_no_result(
 def test_resume_may_ask_for_what_was_not_answered_and_what_was_under_way(script: Callable[[str], ModuleType]):
     outcome = script("resume").Outcome(100, got_before=50, asked_before=60, in_flight=10, asked_after=50, replayed=50)
     assert outcome.bound == 60
+
+
+def test_job_that_is_timed_is_gone_at_the_end_and_both_times_are_seen_from_outside(
+    script: Callable[[str], ModuleType], tmp_path: Path
+):
+    jobs = script("jobs")
+    slow_to_end = 0.1
+
+    def starts(path: Path) -> Callable[[], object]:
+        ends = jobs.as_process(path)
+        return lambda: (time.sleep(slow_to_end), ends())
+
+    times = jobs.timed(starts, tmp_path / "pid", gone_at_return=True, quiet_seconds=0)
+    assert times.started > 0 and times.ended > slow_to_end
+    assert jobs.is_gone(int((tmp_path / "pid").read_text()))
+
+
+def test_job_of_ours_whose_process_outlives_its_end_is_no_result(script: Callable[[str], ModuleType], tmp_path: Path):
+    jobs = script("jobs")
+    started: list[Callable[[], object]] = []
+
+    def starts(path: Path) -> Callable[[], object]:
+        started.append(jobs.as_process(path))
+        return lambda: None
+
+    with pytest.raises(SystemExit, match="its process was there"):
+        jobs.timed(starts, tmp_path / "pid", gone_at_return=True, quiet_seconds=0)
+    started[0]()
+
+
+def test_jobs_are_compared_by_the_medians_of_each_side(script: Callable[[str], ModuleType]):
+    jobs = script("jobs")
+    times = {"ours": [jobs.Times(one, one / 10) for one in (3.0, 1.0, 9.0)], "theirs": [jobs.Times(6.0, 0.1)] * 3}
+    started, ended = jobs.comparisons(jobs.Contest("some", jobs.as_process, jobs.as_process, {"ray": "2"}), times)
+    assert (started.name, started.ours, started.theirs, started.ratio) == ("jobs.some.started", 3000, 6000, 2.0)
+    assert (ended.ours, ended.facts["ours_slowest"], ended.facts["ray"]) == (pytest.approx(300), 900.0, "2")

@@ -1,0 +1,324 @@
+"""Milliseconds until a job runs and until it has ended, through our clients and through what is below them.
+
+    make bench NAME=jobs
+
+Started is from the call that submits until the program's first line has run, which writes its process id; ended is from
+the call that ends the job until that process is gone. Both are seen from outside, in the same way on both sides. Ours
+says more when it returns, that nothing of the job is left; the script gives up if the process is still there then.
+
+| | ours | theirs |
+| --- | --- | --- |
+| `local` | a command | the same by `subprocess.Popen`, `terminate` and `wait` |
+| `ray` | a command | the same by Ray's own `JobSubmissionClient` |
+| `ray_call` | a callable | the same as a bare task of `ray.remote`, ended by `ray.cancel(force=True)` |
+| `iris` | a command | the same by Iris' own client |
+
+What is compared is not the same thing: a bare process or task has no supervisor that ends its children with it or with
+us, keeps its log, starts it again, or tells a failure from a machine that was lost. The difference is what that costs.
+A bare task runs in a worker that is there already, where a callable of ours begins with an interpreter of its own. To
+end the task is to end the worker, so Ray gets another one before the next turn.
+Ray and Iris run on this machine, with the settings of a cluster: our replicas on Iris ask every 2 s whether they are to
+end. The sides take turns, and the first round is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import metadata
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+if __name__ == "__main__":  # beside the package of stand-ins
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from side_by_side import (
+    BENCH,
+    Comparison,
+    end_children_on_sigterm,
+    give_up,
+    interleaved,
+    print_comparison,
+    print_table,
+    say,
+)
+
+from fakes import ray_variables  # noqa: F401 before ray is imported
+from resources.backends.choice import client_from_url
+from resources.config import ResourceConfig
+from resources.jobs import Client, Entrypoint, JobRequest, create_environment
+
+WORK = BENCH / "jobs"
+BACKENDS = ("local", "iris", "ray")
+"""Ray last: processes of its dashboard go on for a minute."""
+RUNS_SECONDS = 600
+_LOOK_SECONDS = 0.001
+_START_SECONDS = 120.0
+_END_SECONDS = 60.0
+_QUIET_SECONDS = 1.0  # between a start and the end: what a start leaves to do is not to be measured with the end
+_numbers = count()
+
+Side = Literal["ours", "theirs"]
+Ends = Callable[[], object]
+"""Asks for the end of what was started."""
+Starts = Callable[[Path], Ends]
+"""Starts a program that writes its process id into a file, and runs until it is ended."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one job."""
+
+    started: float
+    ended: float
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Two ways to run the same program."""
+
+    name: str
+    ours: Starts
+    theirs: Starts
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    prepare: Callable[[], object] = lambda: None
+    """Called before each job, so that the one before makes no difference."""
+
+
+def begin(path: Path) -> None:
+    """The program as a callable."""
+    written = path.with_suffix(".new")
+    written.write_text(str(os.getpid()))
+    written.rename(path)
+    time.sleep(RUNS_SECONDS)
+
+
+def command(path: Path) -> list[str]:
+    """The program as a command."""
+    written = path.with_suffix(".new")
+    return ["sh", "-c", f"echo $$ > {written} && mv {written} {path} && exec sleep {RUNS_SECONDS}"]
+
+
+def through_client(client: Client, path: Path, *, call: bool = False) -> Ends:
+    """Starts it as a job of ours."""
+    program, *arguments = command(path)
+    entrypoint = Entrypoint.from_callable(begin, [path]) if call else Entrypoint.from_binary(program, arguments)
+    return client.submit(
+        JobRequest(
+            f"bench-{next(_numbers)}",
+            entrypoint,
+            resources=ResourceConfig(),
+            environment=create_environment(workspace=path.parent),
+        )
+    ).terminate
+
+
+def as_process(path: Path) -> Ends:
+    """Starts it as a bare process."""
+    process = subprocess.Popen(command(path))
+
+    def end() -> None:
+        process.terminate()
+        process.wait()
+
+    return end
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, whoever has yet to ask how."""
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except ProcessLookupError:
+        return True
+    except FileNotFoundError:  # it has ended in between, or the system has no such files
+        return Path("/proc/self/stat").is_file()
+
+
+def seconds_until(condition: Callable[[], bool], since: float, *, at_most: float, what: str) -> float:
+    """Wall seconds from `since` until something holds; ends the script if that takes too long."""
+    while not condition():
+        if time.monotonic() - since > at_most:
+            give_up(f"{what} took more than {at_most:g} s")
+        time.sleep(_LOOK_SECONDS)
+    return time.monotonic() - since
+
+
+def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: float = _QUIET_SECONDS) -> Times:
+    """Runs the program once.
+
+    Args:
+        starts: starts it.
+        path: where it is to write its process id.
+        gone_at_return: whether the process must be gone once its end was asked for.
+        quiet_seconds: how long it runs.
+    """
+    began = time.monotonic()
+    ends = starts(path)
+    started = seconds_until(path.exists, began, at_most=_START_SECONDS, what="a start")
+    pid = int(path.read_text())
+    time.sleep(quiet_seconds)
+    began = time.monotonic()
+    ends()
+    if gone_at_return and not is_gone(pid):
+        give_up("our client said that a job had ended, and its process was there")
+    return Times(started, seconds_until(lambda: is_gone(pid), began, at_most=_END_SECONDS, what="an end"))
+
+
+def measured(contest: Contest, *, rounds: int) -> dict[Side, list[Times]]:
+    """The times of each side, in turns."""
+    found: defaultdict[Side, list[Times]] = defaultdict(list)
+    sides: dict[Side, Starts] = {"ours": contest.ours, "theirs": contest.theirs}
+    for turn, name in enumerate(interleaved(("ours", "theirs"), rounds + 1)):
+        side: Side = "ours" if name == "ours" else "theirs"
+        contest.prepare()
+        times = timed(sides[side], WORK / f"{contest.name}-{turn}", gone_at_return=side == "ours")
+        say(f"{contest.name}, {side}: started in {times.started:.3f} s, ended in {times.ended:.3f} s")
+        if turn >= len(sides):
+            found[side].append(times)
+    return dict(found)
+
+
+@contextmanager
+def local_contests() -> Iterator[list[Contest]]:
+    """This machine, with a process for each job and one for its supervisor."""
+    client = client_from_url("local")
+    try:
+        yield [Contest("local", partial(through_client, client), as_process)]
+    finally:
+        client.shutdown()
+
+
+@contextmanager
+def ray_contests() -> Iterator[list[Contest]]:
+    """A Ray of one node, with the dashboard, through which its own client submits."""
+    import ray
+    from ray.job_submission import JobSubmissionClient
+
+    from fakes.ray_cluster import connected, ray_cluster
+
+    with ray_cluster(num_cpus=8, include_dashboard=True, dashboard_port=0) as cluster, connected(str(cluster.address)):
+        assert cluster.head_node is not None
+        submission = JobSubmissionClient(f"http://{cluster.head_node.webui_url}")
+
+        def takes_jobs() -> bool:
+            try:
+                return bool(submission.submit_job(entrypoint="true"))
+            except RuntimeError as error:  # the node's agent is there seconds after the node
+                say(f"Ray takes no jobs yet: {error}")
+                time.sleep(_QUIET_SECONDS)
+                return False
+
+        seconds_until(takes_jobs, time.monotonic(), at_most=_START_SECONDS, what="the start of Ray's job agent")
+        task = ray.remote(max_retries=0)(begin)
+
+        def as_submission(path: Path) -> Ends:
+            # Its shell would stay between our program and the stop; a job of ours has none.
+            submitted = submission.submit_job(entrypoint=f"exec {shlex.join(command(path))}")
+            return partial(submission.stop_job, submitted)
+
+        def as_task(path: Path) -> Ends:
+            return partial(ray.cancel, task.remote(path), force=True)
+
+        def have_idle_worker() -> None:
+            ray.get(ray.remote(lambda: None).remote())
+
+        client = client_from_url("ray://auto")
+        facts = {"ray": ray.__version__}
+        try:
+            yield [
+                Contest("ray", partial(through_client, client), as_submission, facts, have_idle_worker),
+                Contest("ray_call", partial(through_client, client, call=True), as_task, facts, have_idle_worker),
+            ]
+        finally:
+            client.shutdown()
+
+
+@contextmanager
+def iris_contests() -> Iterator[list[Contest]]:
+    """An Iris of one process: controller, autoscaler and workers."""
+    from iris.client import IrisClient
+    from iris.cluster.types import Entrypoint as IrisEntrypoint
+    from iris.cluster.types import ResourceSpec
+
+    from fakes.iris_cluster import start_cluster
+
+    cluster = start_cluster()
+    client = client_from_url(f"iris://{cluster.address}")
+    own = IrisClient.remote(f"http://{cluster.address}", workspace=WORK)
+
+    def as_iris_job(path: Path) -> Ends:
+        resources = ResourceSpec(cpu=1, memory="4g", disk="16g")
+        return own.submit(IrisEntrypoint.from_command(*command(path)), f"bare-{next(_numbers)}", resources).terminate
+
+    try:
+        yield [Contest("iris", partial(through_client, client), as_iris_job, {"iris": metadata.version("marin-iris")})]
+    finally:
+        client.shutdown()
+        own.shutdown()
+        cluster.end()
+
+
+CONTESTS: Mapping[str, Callable[[], Any]] = {"local": local_contests, "iris": iris_contests, "ray": ray_contests}
+
+
+def comparisons(contest: Contest, times: Mapping[Side, list[Times]]) -> list[Comparison]:
+    """Two lines: the medians of the starts, and of the ends."""
+    made = []
+    for what in ("started", "ended"):
+        figures = {side: [1000 * getattr(one, what) for one in times[side]] for side in times}
+        made.append(
+            Comparison(
+                f"jobs.{contest.name}.{what}",
+                "ms",
+                statistics.median(figures["ours"]),
+                statistics.median(figures["theirs"]),
+                better="less",
+                facts={
+                    "rounds": len(figures["ours"]),
+                    "ours_slowest": round(max(figures["ours"]), 1),
+                    "theirs_slowest": round(max(figures["theirs"]), 1),
+                    **contest.facts,
+                },
+            )
+        )
+    return made
+
+
+def main() -> None:
+    """Measures each backend, prints a table and two lines for each contest."""
+    end_children_on_sigterm()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7, help="counted jobs of each side (default: 7)")
+    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="which (default: all)")
+    given = parser.parse_args()
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    found: list[Comparison] = []
+    for backend in given.backends:
+        with ExitStack() as stack:
+            for contest in stack.enter_context(CONTESTS[backend]()):
+                found += comparisons(contest, measured(contest, rounds=given.rounds))
+    print_table(
+        f"Median milliseconds of {given.rounds} jobs",
+        ("job", "ours", "theirs", "ours / theirs"),
+        [(one.name, one.ours, one.theirs, one.ours / one.theirs) for one in found],
+    )
+    for comparison in found:
+        print_comparison(comparison)
+
+
+if __name__ == "__main__":
+    main()

