@@ -34,17 +34,22 @@ from pools.config import InferencePoolConfig, ModelConfig
 from resources import errors
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.environments import ENVIRONMENTS
+from resources.region_table import EgressPrice, Price, Prices, RayCluster, Region, Regions
+from resources.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
+from tasks.checkpoint_rules import CheckpointRule
 from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.options.alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
 from tasks.options.helm import HelmOptions
 from tasks.options.levanter import LevanterOptions
 from tasks.options.lm_eval import LmEvalOptions
+from tasks.policies import Policy, PolicySuite, RetryBudget
 from tasks.records import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.samples import Sample
 from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
 from tasks.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
+from tasks.training_config import TrainAndEvaluateConfig, TrainLmOnPodConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -72,6 +77,9 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
     *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterOptions),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
+    *(Policy, PolicySuite, CheckpointRule, RetryBudget),
+    *(TrainAndEvaluateConfig, TrainLmOnPodConfig),
+    *(Regions, Region, RayCluster, Prices, Price, EgressPrice),
     *(WeightsAndBiasesSink, MlflowSink, ObjectStoreSink, HuggingFaceSink),
     *(InferencePoolConfig, ModelConfig, ResourceConfig, CpuConfig, GpuConfig, TpuConfig),
     *(Record, CheckpointReference, Metric, Counts, SinkState, Sample),
@@ -176,7 +184,9 @@ def default_in_words(field: FieldInfo) -> str:
         kind = type(field.default)
         changed = field.default.model_dump(mode="json", exclude_defaults=True)
         return f"{type_in_words(kind)} with {f'`{json.dumps(changed)}`' if changed else 'its defaults'}"
-    return "none" if field.default in (None, {}, ()) else f"`{json.dumps(field.default)}`"
+    if field.default in (None, {}, ()):
+        return "none"
+    return f"`{json.dumps(field.default, default=lambda one: one.model_dump(mode='json', exclude_defaults=True))}`"
 
 
 def command_tables() -> str:
@@ -361,6 +371,19 @@ def test_suite_examples_in_yaml_are_valid_suites(tmp_path: Path):
         file = tmp_path / "suite.yaml"
         file.write_text(fence.text)
         load_suite(str(file))
+
+
+def test_policy_training_and_region_examples_in_yaml_are_valid(tmp_path: Path):
+    readers: dict[str, Callable[[Path], Any]] = {
+        "# A policy": lambda file: load_config(str(file), Policy),
+        "# A training with evaluations": lambda file: load_config(str(file), TrainAndEvaluateConfig),
+        "# Two regions": load_regions,
+    }
+    for beginning, read in readers.items():
+        [example] = [fence for fence in FENCES if fence.language == "yaml" and fence.text.startswith(beginning)]
+        file = tmp_path / "example.yaml"
+        file.write_text(example.text)
+        read(file)
 
 
 def test_sink_examples_in_yaml_are_valid_sinks(tmp_path: Path):
