@@ -12,10 +12,12 @@ from rich.table import Table
 
 from flows.cli_cluster import cluster_app
 from flows.cli_evaluate import evaluate, show_series
+from flows.cli_gate import gate
 from flows.cli_jobs import SUBMIT_SETTINGS, jobs_app, submit
 from flows.cli_policy import cancel, gaps, plan, reconcile, retry, status
 from flows.cli_pools import faults, pool_app
 from flows.cli_records import compare, records, report
+from flows.cli_schedule import notify, policy_app, watch
 from flows.cli_suites import stage, suites
 from flows.cli_train import demo_train, train_and_evaluate
 from flows.cli_work_pools import work_pool_app
@@ -54,8 +56,8 @@ def _common(
 def main() -> None:
     """Runs the command line; errors that are meant for the user are shown without a traceback.
 
-    Exit codes: 0 every wanted cell has a succeeded record, 1 one failed or was withheld, 2 infrastructure, 3 bad
-    input.
+    Exit codes: 0 every wanted cell has a succeeded record, 1 one failed or was withheld, or a gate says NO-GO, 2
+    infrastructure, 3 bad input.
     """
     set_process_environment_defaults(_EMBEDDED_PREFECT)
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # what follows belongs to a submitted program
@@ -138,14 +140,15 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-for _command in (evaluate, checkpoints, records, compare, report, suites, stage, publish, demo, faults, doctor):
+for _command in (evaluate, gate, checkpoints, records, compare, report, suites, stage, publish, demo, faults, doctor):
     app.command()(_command)
-for _command in (plan, gaps, status, reconcile, retry, cancel):
+for _command in (plan, gaps, status, reconcile, retry, cancel, watch, notify):
     app.command()(_command)
 for _command in (train_and_evaluate, demo_train):
     app.command()(_command)
 app.command(context_settings=SUBMIT_SETTINGS)(submit)
 app.add_typer(pool_app, name="pool")
+app.add_typer(policy_app, name="policy")
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(work_pool_app, name="work-pools")

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from flows.cli_gate import Summary, load_gate, show_verdict, write_summary
 from flows.console import ERR, OUT, Json, print_json
 
 
@@ -42,6 +43,10 @@ def evaluate(
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None,
     judge_annotator: Annotated[str | None, typer.Option(help="How it is asked: AlpacaEval's configuration.")] = None,
     sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None,
+    gate: Annotated[
+        str | None, typer.Option(help="YAML file with a gate; the exit code is 1 where it says NO-GO.")
+    ] = None,
+    summary: Summary = None,
     as_json: Json = False,
 ) -> None:
     """Evaluate the checkpoints of a run that have no succeeded record yet."""
@@ -54,7 +59,12 @@ def evaluate(
     )
     from flows.running import run_series
     from flows.series import evaluate_checkpoints
+    from resources.errors import BadInput
     from tasks.config import CheckpointSelection
+
+    if summary is not None and gate is None:
+        raise BadInput(expected="--gate beside --summary", found="none", remedy="leave --summary out, or name a gate")
+    judged_by = load_gate(gate) if gate is not None else None
 
     options = EvaluationOptions(
         model=model,
@@ -94,11 +104,13 @@ def evaluate(
         request, chosen = suite_request_from_options(options), load_suite(suite)
         first = chosen.evaluations_of(request)[0]
         place = {"evaluation_path": first.evaluation_path, "run_name": first.run_name}
-        result = run_series(lambda: evaluate_suite(chosen, request, selection), **place, console=ERR)
+        result = run_series(lambda: evaluate_suite(chosen, request, selection, judged_by), **place, console=ERR)
     else:
         wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
         place = {"evaluation_path": wanted.evaluation_path, "run_name": wanted.run_name}
-        result = run_series(lambda: evaluate_checkpoints(wanted, selection), **place, console=ERR)
+        result = run_series(lambda: evaluate_checkpoints(wanted, selection, judged_by), **place, console=ERR)
+    if result.verdict is not None:
+        write_summary(result.verdict, summary)
     show_series(result, as_json=as_json)
 
 
@@ -112,6 +124,7 @@ def show_series(result: Any, *, as_json: bool) -> None:
                 "evaluated": result.evaluated,
                 "already_recorded": result.already_recorded,
                 "report": result.report,
+                "gate": result.verdict.as_dict() if result.verdict else None,
                 "results": results_rows(result.records),
                 "records": [json.loads(record.model_dump_json()) for record in result.records],
             }
@@ -125,5 +138,7 @@ def show_series(result: Any, *, as_json: bool) -> None:
             OUT.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
         if result.report:
             OUT.print(f"Report: {result.report}", soft_wrap=True, highlight=False)
+        if result.verdict is not None:
+            show_verdict(result.verdict)
     if result.error is not None:
         raise result.error

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from flows.console import ERR, OUT, Json, print_json
 from resources.errors import BackendUnavailable, BadInput, JobFailed
@@ -124,7 +125,8 @@ def jobs_list(
     table = Table("Job", "Status", "Attempts", "Submitted", "Why")
     table.columns[0].overflow = "fold"
     for one in found:
-        table.add_row(one.job_id, one.status, str(one.attempts), _when(one.submitted_at), one.reason or "")
+        why = Text(one.reason or "")  # as it is: brackets in it are no markup
+        table.add_row(one.job_id, one.status, str(one.attempts), _when(one.submitted_at), why)
     OUT.print(table if found else "No job is remembered there.")
 
 
@@ -140,7 +142,7 @@ def jobs_status(job_id: _JobId, backend: _Backend = None, cluster: _Cluster = No
     table = Table(show_header=False, box=None)
     for label, value in asdict(details).items():
         shown = _when(details.submitted_at) if label == "submitted_at" else str(value if value is not None else "–")
-        table.add_row(label.replace("_", " "), shown)
+        table.add_row(label.replace("_", " "), Text(shown))
     OUT.print(table)
 
 

@@ -24,16 +24,22 @@ def apply(
     regions: RegionsFile = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
     deploy: Annotated[bool, typer.Option("--deploy", help="Also deploy every flow to each of them.")] = False,
+    accelerators: Annotated[
+        int | None, typer.Option(help="Accelerators that all runs of the server may use at a time.", min=1)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Make the server's work pools as the regions file says; a second time changes nothing."""
     from flows.deploying import deploy_to, require_server
     from resources.regions import known_regions, load_regions
+    from tasks.accelerators import limit_accelerators
     from tasks.work_pools import apply_work_pools, wanted_work_pools
 
     require_server()
     table = load_regions(regions) if regions else known_regions()
     changes = asyncio.run(apply_work_pools(wanted_work_pools(table), dry_run=dry_run))
+    if accelerators is not None and not dry_run:
+        limit_accelerators(accelerators)
     if deploy and not dry_run:
         for region in table.regions:
             if region.work_pool:

@@ -6,38 +6,58 @@ from collections.abc import Sequence
 
 from prefect import flow
 
+from flows.hooks import leave_nothing
 from tasks.announcing import announce
 from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoints import Checkpoint, discover_one, layouts_for
 from tasks.claiming import Shares
 from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells, stage_tokenizers
+from tasks.gates import Gate
+from tasks.gating import conclude_by
 from tasks.provisioning import as_served, provisioned
 from tasks.publishing import publish_report
 from tasks.records import Record, now
+from tasks.run_marks import marked
 
 
-@flow(name="evaluate-checkpoint", flow_run_name="evaluate {config.model_path}", persist_result=False)
-def evaluate_checkpoint(config: EvaluationConfig) -> list[Record]:
+@flow(
+    name="evaluate-checkpoint",
+    flow_run_name="evaluate {config.place} · {config.asked}",
+    persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
+)
+def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> list[Record]:
     """Evaluates one checkpoint: the one at model_path, or the newest complete one below it if asked to look.
+
+    Args:
+        config: What is evaluated, and how.
+        gate: What its scores must show; the flow run fails where it says NO-GO.
 
     Raises:
         AssayError: it is not there, not complete, or its cell has no succeeded record in the end.
+        GateRefused: the gate says NO-GO.
     """
     latest = config.discover_latest_checkpoint
-    return evaluate_each([config], [discover_one(config.model_path, latest=latest, **layouts_for([config]))])
+    checkpoint = discover_one(config.model_path, latest=latest, **layouts_for([config]))
+    return evaluate_each([config], [checkpoint], gate=gate)
 
 
-def evaluate_each(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Record]:
+def evaluate_each(
+    configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint], *, gate: Gate | None = None
+) -> list[Record]:
     """Makes one or several evaluations of checkpoints on one pool, leaving out cells that have a succeeded record.
 
     Raises:
         AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
+        GateRefused: the gate says NO-GO; it may let pass that a cell failed or was withheld.
     """
     configs = [as_served(config) for config in configs]
-    cells = plan_cells(configs, checkpoints)
-    evaluate_wanted(configs, cells, wait=True)
-    return conclude(cells)
+    with marked(configs):
+        cells = plan_cells(configs, checkpoints)
+        evaluate_wanted(configs, cells, wait=True)
+        return conclude(cells) if gate is None else conclude_by(gate, cells)
 
 
 def evaluate_wanted(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:

@@ -6,21 +6,25 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Annotated, Any
 
 from prefect import flow
-from prefect.runtime import deployment
+from prefect.runtime import deployment, flow_run
+from pydantic import Field
 
 from flows.evaluation import evaluate_wanted
+from flows.hooks import leave_nothing
 from flows.loading import load_config
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
 from tasks.cells import Cell, plan_cells
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, find_checkpoints
 from tasks.policies import Policy, check_policy_paths
 from tasks.policy_looking import look
+from tasks.policy_runs import collapse_waiting
 from tasks.progress import report_event
 from tasks.reconciliation import OpenCell, Reconciliation, reconcile
 from tasks.records import Record, now, read_record
+from tasks.run_marks import marked
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,26 @@ class Pass:
         }
 
 
-@flow(name="reconcile-policy", persist_result=False)
-def reconcile_policy(policy: Policy | str) -> dict[str, Any]:
+@flow(
+    name="reconcile-policy",
+    flow_run_name="reconcile {policy}",
+    persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
+)
+def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy) -> dict[str, Any]:
     """Evaluates the cells that a policy, given whole or as a file, wants and that no record settles.
 
     Cells that another run has claimed are left to it. Nothing to do is a success.
 
+    Args:
+        policy: A YAML file with one, in any store, or a policy whole.
+
     Raises:
         AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
     """
+    if deployment.id:
+        collapse_waiting(deployment.id, beside=str(flow_run.id))
     outcome = reconcile_once(load_policy(policy) if isinstance(policy, str) else policy)
     if outcome.error is not None:
         raise outcome.error
@@ -88,7 +103,8 @@ def reconcile_once(policy: Policy) -> Pass:
         try:
             planned = _planned(group)
             cells += planned
-            evaluate_wanted(_configs(group), planned, wait=False)
+            with marked(_configs(group)):
+                evaluate_wanted(_configs(group), planned, wait=False)
         except AssayError as error:
             errors.append(error)
             report_event(f"{group[0].title} and {len(group) - 1} more: {error.found}")

@@ -9,7 +9,8 @@ from rich.console import Console
 
 from flows.live import live_view
 from resources.errors import AssayError, BadInput
-from tasks.progress import CellDone, Update, listening
+from tasks.gate_verdicts import Verdict
+from tasks.progress import CellDone, Judged, Update, listening
 from tasks.publishing import report_uri
 from tasks.records import Record, current_records, now, read_records
 
@@ -23,6 +24,8 @@ class SeriesResult:
     already_recorded: int
     report: str | None
     error: AssayError | None
+    verdict: Verdict | None = None
+    """What the gate said, where there is one."""
 
 
 def run_series(
@@ -43,11 +46,15 @@ def run_series(
     evaluated: set[int] = set()
     error: AssayError | None = None
     records: list[Record] = []
+    verdict: Verdict | None = None
     with live_view(console) as show:
 
         def take(update: Update) -> None:
+            nonlocal verdict
             if isinstance(update, CellDone):
                 evaluated.add(update.cell)
+            elif isinstance(update, Judged):
+                verdict = update.verdict
             show(update)
 
         with listening(take):
@@ -61,6 +68,5 @@ def run_series(
         found = [record for record in read_records(evaluation_path) if record.checkpoint.run == run_name]
         records = current_records(found)
     already = sum(record.succeeded and record.created < began for record in records)
-    return SeriesResult(
-        records, len(evaluated), already, report_uri(evaluation_path, run_name) if records else None, error
-    )
+    report = report_uri(evaluation_path, run_name) if records else None
+    return SeriesResult(records, len(evaluated), already, report, error, verdict)

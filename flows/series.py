@@ -5,18 +5,33 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.evaluation import evaluate_each
+from flows.hooks import leave_nothing
 from tasks.checkpoints import discover, layouts_for
 from tasks.config import CheckpointSelection, EvaluationConfig
+from tasks.gates import Gate
 from tasks.records import Record
 
 
-@flow(name="evaluate-checkpoints", flow_run_name="evaluate run {config.model_path}", persist_result=False)
+@flow(
+    name="evaluate-checkpoints",
+    flow_run_name="evaluate {config.place}{selection.words} · {config.asked}",
+    persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
+)
 def evaluate_checkpoints(
-    config: EvaluationConfig, selection: CheckpointSelection = CheckpointSelection()
+    config: EvaluationConfig, selection: CheckpointSelection = CheckpointSelection(), gate: Gate | None = None
 ) -> list[Record]:
     """Evaluates the complete checkpoints of a run; those that have a succeeded record are not evaluated again.
 
+    Args:
+        config: What is evaluated, and how.
+        selection: Which checkpoints.
+        gate: What their scores must show; the flow run fails where it says NO-GO.
+
     Raises:
         AssayError: the run holds no complete checkpoint, or a wanted cell has no succeeded record in the end.
+        GateRefused: the gate says NO-GO.
     """
-    return evaluate_each([config], discover(config.model_path, selection, **layouts_for([config])))
+    checkpoints = discover(config.model_path, selection, **layouts_for([config]))
+    return evaluate_each([config], checkpoints, gate=gate)

@@ -9,15 +9,16 @@ from prefect.logging import get_run_logger
 from pydantic import model_validator
 
 from resources.config import Config
+from tasks.names import in_few_words
 from tasks.staging import fill_from, share_staged, stage
-from tasks.suites import load_suite
+from tasks.suites import SuiteName, load_suite
 from tasks.wanted_data import Wanted, wanted_by
 
 
 class StagingRequest(Config):
     """What is to be staged, from where, and to where."""
 
-    suites: tuple[str, ...] = ()
+    suites: tuple[SuiteName, ...] = ()
     """Suites by name, or YAML files."""
     tokenizers: tuple[str, ...] = ()
     """Tokenizers on the hub, as owner/name or owner/name@revision."""
@@ -45,12 +46,17 @@ class StagingRequest(Config):
         return self
 
     @property
+    def place(self) -> str:
+        """What is staged, for the name of the flow run."""
+        return in_few_words([*self.suites, *self.tokenizers]) or f"from {self.fill_from}"
+
+    @property
     def wanted(self) -> Wanted:
         """What the suites need, and the tokenizers."""
         return wanted_by([load_suite(name) for name in self.suites], tokenizers=self.tokenizers)
 
 
-@flow(name="stage-data", persist_result=False)
+@flow(name="stage-data", flow_run_name="stage {request.place}", persist_result=False)
 def stage_data(request: StagingRequest) -> dict[str, Any]:
     """Stages what suites need on this machine, and says what is there then, with revisions and sizes.
 

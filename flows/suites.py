@@ -5,29 +5,48 @@ from __future__ import annotations
 from prefect import flow
 
 from flows.evaluation import evaluate_each
+from flows.hooks import leave_nothing
 from tasks.checkpoints import discover, layouts_for
 from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluatorName
+from tasks.gates import Gate
 from tasks.records import Record
-from tasks.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
+from tasks.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
 
 _LATEST = CheckpointSelection(which="latest")
 
 
-@flow(name="evaluate-suite", flow_run_name="evaluate run {request.model_path}", persist_result=False)
+@flow(
+    name="evaluate-suite",
+    flow_run_name="evaluate {request.place}{selection.words} · {suite}",
+    persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
+)
 def evaluate_suite(
-    suite: Suite | str, request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()
+    suite: SuiteName | Suite,
+    request: SuiteRequest,
+    selection: CheckpointSelection = CheckpointSelection(),
+    gate: Gate | None = None,
 ) -> list[Record]:
-    """Makes every evaluation of a suite, given whole, by name or as a file, on checkpoints of a run and on one pool.
+    """Makes every evaluation of a suite on checkpoints of a run and on one pool.
+
+    Args:
+        suite: One that comes with Assay, a YAML file with one, or a suite whole.
+        request: Of which run, and where its records go.
+        selection: Which checkpoints.
+        gate: What their scores must show; the flow run fails where it says NO-GO.
 
     Raises:
         AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
+        GateRefused: the gate says NO-GO.
     """
     chosen = load_suite(suite) if isinstance(suite, str) else suite
     evaluations = chosen.evaluations_of(request)
-    return evaluate_each(evaluations, discover(request.model_path, selection, **layouts_for(evaluations)))
+    checkpoints = discover(request.model_path, selection, **layouts_for(evaluations))
+    return evaluate_each(evaluations, checkpoints, gate=gate)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, latest · default_eval", persist_result=False)
 def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record]:
     """The latest checkpoint of a run by the core set, or by another named set."""
     suite = load_suite("default_eval")
@@ -37,61 +56,61 @@ def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record
     return evaluate_suite(suite, request, _LATEST)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, latest · default_key_evals", persist_result=False)
 def default_key_evals(request: SuiteRequest) -> list[Record]:
     """The latest checkpoint of a run by key generation and multiple choice."""
     return evaluate_suite("default_key_evals", request, _LATEST)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, latest · default_base_eval", persist_result=False)
 def default_base_eval(request: SuiteRequest) -> list[Record]:
     """The latest checkpoint of a run, as a base model."""
     return evaluate_suite("default_base_eval", request, _LATEST)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, latest · default_sft_eval", persist_result=False)
 def default_sft_eval(request: SuiteRequest) -> list[Record]:
     """The latest checkpoint of a run, as a model that follows instructions."""
     return evaluate_suite("default_sft_eval", request, _LATEST)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · helm", persist_result=False)
 def run_helm(request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()) -> list[Record]:
     """MMLU as HELM asks it."""
     return evaluate_suite("helm", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · key_evals", persist_result=False)
 def run_key_evals(request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()) -> list[Record]:
     """Key generation and multiple choice."""
     return evaluate_suite("key_evals", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · base_model_evals", persist_result=False)
 def run_base_model_evals(request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()) -> list[Record]:
     """The core set with GPQA, and MMLU in both forms."""
     return evaluate_suite("base_model", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · sft_model_evals", persist_result=False)
 def run_sft_model_evals(request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()) -> list[Record]:
     """What a model that follows instructions is asked, through its chat template."""
     return evaluate_suite("sft_model", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · alpaca_eval", persist_result=False)
 def run_alpaca_eval(request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()) -> list[Record]:
     """Win rate over reference answers, as a judge sees them."""
     return evaluate_suite("alpaca_eval", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · on_gpu", persist_result=False)
 def run_on_gpu(request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()) -> list[Record]:
     """MMLU and the core set, on GPU engines."""
     return evaluate_suite("on_gpu", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · uncheatable_evals", persist_result=False)
 def run_uncheatable_evals(
     request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()
 ) -> list[Record]:
@@ -99,13 +118,13 @@ def run_uncheatable_evals(
     return evaluate_suite("uncheatable", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}{selection.words} · lm_eval_harness", persist_result=False)
 def run_lm_eval_harness(request: SuiteRequest, selection: CheckpointSelection = CheckpointSelection()) -> list[Record]:
     """Ten fields of lm-eval."""
     return evaluate_suite("lm_eval_harness", request, selection)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, one step · helm", persist_result=False)
 def evaluate_helm_on_step(
     request: SuiteRequest, evals: tuple[EvalTaskConfig, ...], step: int | None = None
 ) -> list[Record]:
@@ -113,7 +132,7 @@ def evaluate_helm_on_step(
     return _on_step("helm", request, evals, step=step)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, one step · lm_evaluation_harness", persist_result=False)
 def evaluate_lm_evaluation_harness_on_step(
     request: SuiteRequest, evals: tuple[EvalTaskConfig, ...], step: int | None = None
 ) -> list[Record]:
@@ -121,7 +140,7 @@ def evaluate_lm_evaluation_harness_on_step(
     return _on_step("lm_evaluation_harness", request, evals, step=step)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, one step · alpaca_eval", persist_result=False)
 def evaluate_alpaca_eval_on_step(
     request: SuiteRequest, evals: tuple[EvalTaskConfig, ...], step: int | None = None
 ) -> list[Record]:
@@ -129,7 +148,7 @@ def evaluate_alpaca_eval_on_step(
     return _on_step("alpaca_eval", request, evals, step=step)
 
 
-@flow(persist_result=False)
+@flow(flow_run_name="evaluate {request.place}, one step · levanter", persist_result=False)
 def evaluate_levanter_lm_evaluation_harness_on_step(
     request: SuiteRequest, evals: tuple[EvalTaskConfig, ...], step: int | None = None
 ) -> list[Record]:

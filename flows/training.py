@@ -7,15 +7,19 @@ from contextlib import nullcontext
 
 from prefect import flow
 
+from flows.hooks import leave_nothing
 from resources.errors import AssayError, NoCheckpoints
 from tasks.announcing import announce
-from tasks.cells import conclude, plan_cells
+from tasks.cells import Cell, conclude, plan_cells
+from tasks.checkpoint_events import emit
+from tasks.checkpoints import Checkpoint
 from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells
 from tasks.progress import report_event
 from tasks.provisioning import as_served, prepare_environments, provisioned, served_alike
 from tasks.publishing import publish_report
 from tasks.records import Record, now
+from tasks.run_marks import marked
 from tasks.training import finished, is_trained, plan_training, training
 from tasks.training_cells import ArrivingCells, Exports
 from tasks.training_config import TrainAndEvaluateConfig
@@ -23,8 +27,10 @@ from tasks.training_config import TrainAndEvaluateConfig
 
 @flow(
     name="train-and-evaluate",
-    flow_run_name="train and evaluate {config.training.output_path}",
+    flow_run_name="train and evaluate {config.place}",
     persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
 )
 def train_and_evaluate(config: TrainAndEvaluateConfig) -> list[Record]:
     """Trains a model and evaluates each checkpoint as soon as it is complete; ends when both are done.
@@ -45,9 +51,10 @@ def train_and_evaluate(config: TrainAndEvaluateConfig) -> list[Record]:
     with nullcontext() if trained else training(config.training) as job:
         report_event("trained already" if job is None else f"training as job {job.job_id}")
         exports = Exports(config.exports, every_n_steps=config.every_n_steps)
-        cells = ArrivingCells(configs, exports, job, poll_seconds=config.poll_seconds)
+        cells = ArrivingCells(configs, exports, job, poll_seconds=config.poll_seconds, plan=_planned)
         try:
-            _evaluate(cells, configs)
+            with marked(configs):
+                _evaluate(cells, configs)
         except AssayError as error:
             failure = error
             report_event(f"the evaluation ended: {error.found}")
@@ -64,6 +71,12 @@ def train_and_evaluate(config: TrainAndEvaluateConfig) -> list[Record]:
     if any(one.sinks for one in configs):
         announce(list(cells.planned.values()), since=began)
     return conclude(list(cells.planned.values()))
+
+
+def _planned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
+    """The cells of some checkpoints, which whoever else waits for them is told of: they are complete."""
+    emit(checkpoints)
+    return plan_cells(configs, checkpoints)
 
 
 def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig]) -> None:

@@ -15,7 +15,7 @@ from tasks.sinks.config import Sink
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="tell the sinks", cache_policy=NO_CACHE, persist_result=False)
 def announce(cells: Sequence[Cell], *, since: datetime) -> None:
     """Sends the records of earlier runs to sinks that lack them, then the report to those that got something new.
 

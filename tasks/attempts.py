@@ -92,7 +92,7 @@ def worth_another_try(_task: object, _run: object, state: Any) -> bool:
 
 
 @task(
-    task_run_name="evaluate {cell.title}",
+    task_run_name="evaluate {cell.title}: {cell.config.asked}",
     retries=1,
     retry_delay_seconds=2,
     retry_condition_fn=worth_another_try,

@@ -55,7 +55,7 @@ class Cell:
         return f"{self.reference.name} · {EVALUATOR_TITLES[self.config.evaluator]}"
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)
 def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
     """A cell for each checkpoint and evaluation, checkpoint by checkpoint, with its record where one stands.
 

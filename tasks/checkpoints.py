@@ -162,7 +162,7 @@ def _huggingface(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
     return Checkpoint(folder, run, name, step, held.modified, problems=held.problems, folder=held)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="look at {path}", cache_policy=NO_CACHE, persist_result=False)
 def discover(
     path: str,
     selection: CheckpointSelection,
@@ -202,7 +202,7 @@ def discover(
     return select(complete, selection)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="look at {path}", cache_policy=NO_CACHE, persist_result=False)
 def discover_one(
     path: str, *, latest: bool, kinds: Collection[Kind] = SERVED, reference: str | None = None
 ) -> Checkpoint:

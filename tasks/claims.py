@@ -138,7 +138,7 @@ class Claims:
         after = claims_by_key(self._folder) if made else {}
         ours = set()
         for key, (claim, uri) in made.items():
-            if self._stands(uri, after.get(key, []), succeeded=before.get(key)):
+            if self._stands(uri, after.get(key, [])):
                 with self._lock:
                     self._held[key] = (claim, uri)
                     self._lost.discard(key)
@@ -241,20 +241,26 @@ class Claims:
         later = [read_file(file.uri, Claim) for file in files[position + 1 :]]
         return any(claim is not None and claim.succeeds == self._me.name for claim in later)
 
-    def _stands(self, uri: str, files: Sequence[ClaimFile], *, succeeded: SeenClaim | None) -> bool:
-        """Whether a claim just made is the last one, and the one it succeeds still the one that was found dead.
+    def _stands(self, uri: str, files: Sequence[ClaimFile]) -> bool:
+        """Whether a claim just made is the last one, and nobody who made an earlier one still has the cell.
 
         Every claim made before is seen here, since looking comes after making: so of two, one withdraws at least.
+        What is earlier goes, the first ones first: until the last of them, whoever was succeeded can tell by it.
         """
         if not files or files[-1].uri != uri:
             return False
-        for earlier in files[:-1]:
-            if earlier.number == files[-1].number:
+        read = [(file, read_file(file.uri, Claim)) for file in files]
+        earlier = [(file, claim) for file, claim in read if file.number < files[-1].number]
+        for file, claim in earlier:
+            if claim is None or claim.released:
                 continue
-            if succeeded is None or earlier.uri != succeeded.uri or read_file(earlier.uri, Claim) != succeeded.claim:
+            if any(one is not None and one.succeeds == claim.holder and at.number > file.number for at, one in read):
+                continue  # its holder sees that too
+            holder = read_file(holder_uri(self._folder, claim.holder), Holder)
+            if SeenClaim(claim, file.uri, holder).live(self._now()):
                 return False
-        if succeeded is not None:
-            storage.delete(succeeded.uri)
+        for file, _ in earlier:
+            storage.delete(file.uri)
         return True
 
 

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, ResourceConfig
-from tasks.names import name_of
+from tasks.names import in_few_words, name_of
 from tasks.options.alpaca_eval import AlpacaEvalOptions
 from tasks.options.helm import HelmOptions
 from tasks.options.levanter import LevanterOptions
@@ -63,6 +63,15 @@ class CheckpointSelection(Config):
     """Keep only steps that are multiples of this, and the last one."""
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
     """How long to wait for checkpoints that are still being written before they are left out."""
+
+    @property
+    def words(self) -> str:
+        """What it leaves of a run, to stand behind the run's name; nothing where it leaves all."""
+        if self.steps:
+            return f", {'step' if len(self.steps) == 1 else 'steps'} {in_few_words(map(str, self.steps))}"
+        if self.every_n_steps is not None:
+            return f", every {self.every_n_steps:,} steps"
+        return "" if self.which == "all" else f", {self.which}"
 
     @model_validator(mode="after")
     def _one_rule(self) -> CheckpointSelection:
@@ -183,6 +192,17 @@ class EvaluationConfig(Config):
     def run_name(self) -> str:
         """The run's name in records and reports."""
         return self.model_name or (self.pool_config.model.name if self.pool_config else name_of(self.model_path)[0])
+
+    @property
+    def place(self) -> str:
+        """The run, and the step where model_path names one, for the names of flow runs."""
+        step = name_of(self.model_path)[2]
+        return f"{self.run_name} step-{step}" if step else self.run_name
+
+    @property
+    def asked(self) -> str:
+        """The benchmarks in a few words."""
+        return in_few_words([task.metric_key for task in self.evals])
 
     @property
     def asks_in_chat(self) -> bool:

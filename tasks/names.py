@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from resources import storage
 
@@ -29,6 +30,23 @@ def name_of(uri: str) -> tuple[str, str, int]:
         parts = parts[:-1]
     run = _as_name(parts[-1]) if parts else "model"
     return run, (f"{run}-{step}" if step is not None else run), step or 0
+
+
+def in_few_words(names: Iterable[str]) -> str:
+    """The first two names, and how many more there are."""
+    every = list(names)
+    return ", ".join(every[:2]) + (f" and {len(every) - 2} more" if len(every) > 2 else "")
+
+
+def artifact_key(title: str) -> str:
+    """What the keys of Prefect's artifacts about a run begin with."""
+    cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in title.lower())
+    return "-".join(part for part in cleaned.split("-") if part)[:60] or "evaluation"
+
+
+def job_label(flow_run: str | None) -> str | None:
+    """What names of a flow run's jobs contain, so that they are found without it; None outside of flow runs."""
+    return f"run{flow_run.replace('-', '')[:12]}" if flow_run else None
 
 
 def _as_name(component: str) -> str:

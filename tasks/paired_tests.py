@@ -11,10 +11,9 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
-from scipy import stats
 
 RESAMPLES = 9_999
 """Samples that a bootstrap draws; with them no p is below 0.0001."""
@@ -69,7 +68,7 @@ def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:
     difference = (won - lost) / questions if questions else math.nan
     if questions < 2:
         return Finding("none", difference, None, None, None)
-    p = float(stats.binomtest(won, won + lost, 0.5).pvalue) if won + lost else 1.0
+    p = float(_stats().binomtest(won, won + lost, 0.5).pvalue) if won + lost else 1.0
     share_won, share_lost = (won + 1) / (questions + 2), (lost + 1) / (questions + 2)
     middle = share_won - share_lost
     reach = _z() * math.sqrt((share_won + share_lost - middle**2) / (questions + 2))
@@ -91,8 +90,8 @@ def paired_bootstrap(differences: np.ndarray, *, seed: Sequence[int], resamples:
         p = 1.0 if mean == 0.0 else max(1 / (resamples + 1), 2.0 ** (1 - questions))
         return Finding("paired bootstrap", mean, mean, mean, p)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
-        drawn = stats.bootstrap(
+        warnings.simplefilter("ignore", _stats().DegenerateDataWarning)
+        drawn = _stats().bootstrap(
             (differences,),
             np.mean,
             n_resamples=resamples,
@@ -115,7 +114,7 @@ def compare_means(first: float, second: float, *, stderrs: tuple[float | None, f
     stderr = math.hypot(*known)
     if len(known) < 2 or stderr == 0.0:
         return Finding("none", difference, None, None, None)
-    p = float(2 * stats.norm.sf(abs(difference) / stderr))
+    p = float(2 * _stats().norm.sf(abs(difference) / stderr))
     return Finding("z, unpaired", difference, difference - _z() * stderr, difference + _z() * stderr, p)
 
 
@@ -130,7 +129,7 @@ def adjusted(p_values: Sequence[float | None], *, by: Adjustment) -> list[float 
     known = np.array([p for p in p_values if p is not None])
     if len(known) == 0 or by == "none":
         return list(p_values)
-    found = iter(stats.false_discovery_control(known, method="bh") if by == "bh" else _holm(known))
+    found = iter(_stats().false_discovery_control(known, method="bh") if by == "bh" else _holm(known))
     return [None if p is None else float(next(found)) for p in p_values]
 
 
@@ -143,4 +142,10 @@ def _holm(p_values: np.ndarray) -> np.ndarray:
 
 
 def _z() -> float:
-    return float(stats.norm.ppf(0.5 + CONFIDENCE / 2))
+    return float(_stats().norm.ppf(0.5 + CONFIDENCE / 2))
+
+
+def _stats() -> Any:
+    from scipy import stats  # 1 to 2.6 s, which a flow that compares nothing need not spend
+
+    return stats

@@ -18,7 +18,7 @@ from tasks.names import name_of
 from tasks.options.alpaca_eval import Judge
 from tasks.provisioning import as_served
 from tasks.sinks.config import Sinks
-from tasks.suites import SuiteRequest, load_suite
+from tasks.suites import SuiteName, SuiteRequest, load_suite
 
 
 class RetryBudget(Config):
@@ -60,7 +60,7 @@ class PolicyServing(Config):
 class PolicySuite(PolicyServing):
     """A suite of a policy."""
 
-    suite: str
+    suite: SuiteName
     """Name of a suite, or a YAML file with one."""
     only: tuple[str, ...] = ()
     """Labels of the evaluations that are wanted; all when empty."""
@@ -107,6 +107,10 @@ class Policy(PolicyServing):
     """Folder with config and tokenizer for checkpoints in Levanter's own layout; an export of the run when unset."""
     most_cells_at_once: int = Field(default=200, ge=1)
     """Cells that one reconciliation takes on; the others stay for the next, or for another machine."""
+
+    def __str__(self) -> str:
+        """Its name, for the names of flow runs."""
+        return self.name
 
     @field_validator("name")
     @classmethod
@@ -208,6 +212,7 @@ def check_policy_paths(policy: Policy) -> None:
         BadInput: there are some.
     """
     paths = [*policy.runs, policy.evaluation_path, *filter(None, [one.benchmarks_path for one in policy.suites])]
+    paths += [one.suite for one in policy.suites if one.suite.endswith((".yaml", ".yml", ".json"))]
     relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
     if relative:
         raise BadInput(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from tasks.policies import Policy
 from tasks.policy_looking import Estimates
@@ -109,7 +110,8 @@ def gaps_table(found: Reconciliation) -> Table:
                 table.add_row(style, f"and {len(cells) - number:,} more", "", "", "")
                 break
             until = moment(cell.until) if cell.until else _TO_DO.get(state, "")
-            table.add_row(style, cell.checkpoint.name, evaluations, cell.reason or "", until)
+            why = Text(cell.reason or "")  # as it is: brackets in it are no markup
+            table.add_row(style, cell.checkpoint.name, Text(evaluations), why, until)
     return table
 
 

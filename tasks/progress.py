@@ -6,9 +6,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
+
+if TYPE_CHECKING:
+    from tasks.gate_verdicts import Verdict
 
 
 @dataclass(frozen=True)
@@ -45,7 +49,14 @@ class CellDone:
     seconds: float
 
 
-Update = Event | CellProgress | CellDone
+@dataclass(frozen=True)
+class Judged:
+    """A gate said GO or NO-GO."""
+
+    verdict: Verdict
+
+
+Update = Event | CellProgress | CellDone | Judged
 _listener: ContextVar[Callable[[Update], None] | None] = ContextVar("progress_listener", default=None)
 
 
@@ -57,6 +68,11 @@ def listening(listener: Callable[[Update], None]) -> Iterator[None]:
         yield
     finally:
         _listener.reset(token)
+
+
+def reported() -> Callable[[Update], None]:
+    """What tells whoever listens now, also where another listener takes its place."""
+    return _listener.get() or (lambda update: None)
 
 
 def report(update: Update) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
@@ -19,8 +20,10 @@ from pools.session import PoolSession
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import settings
+from tasks.accelerators import accelerators_reserved
 from tasks.config import EvaluationConfig
 from tasks.evaluators.registry import EVALUATORS
+from tasks.names import job_label
 from tasks.progress import report_event
 from tasks.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 
@@ -46,6 +49,7 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
 
     Raises:
         BadInput: the evaluations want to be served in different ways.
+        UnsatisfiableResources: more accelerators than the Prefect server's limit leaves.
     """
     served = [config for config in configs if not config.native]
     prepare_environments(configs)
@@ -64,12 +68,13 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
         by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
         yield EndpointServing(config.base_url, by_name, served_name=config.served_model_name)
         return
-    pool = start_pool(config.pool_config, checkpoints)
-    try:
-        yield PoolServing(pool.session)
-    finally:
-        report_event("closing the pool")
-        pool.close()
+    with accelerators_reserved(config.pool_config.resource_config):
+        pool = start_pool(config.pool_config, checkpoints)
+        try:
+            yield PoolServing(pool.session)
+        finally:
+            report_event("closing the pool")
+            pool.close()
 
 
 def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
@@ -125,7 +130,13 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
     )
 
 
-@task(retries=2, retry_delay_seconds=[5, 30], cache_policy=NO_CACHE, persist_result=False)
+@task(
+    task_run_name="prepare environments",
+    retries=2,
+    retry_delay_seconds=[5, 30],
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
     """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then."""
     names = [EVALUATORS[config.evaluator].environment(config) for config in configs]
@@ -136,8 +147,8 @@ def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
         ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
 
 
-@task(cache_policy=NO_CACHE, persist_result=False)
+@task(task_run_name="start the pool of {config.model.name}", cache_policy=NO_CACHE, persist_result=False)
 def start_pool(config: InferencePoolConfig, checkpoints: Sequence[Servable]) -> InferencePool:
     """Starts a pool. Not retried: an engine that does not start says why, and would say it again."""
-    pool = InferencePool(config, checkpoints, on_event=report_event)
+    pool = InferencePool(config, checkpoints, on_event=report_event, label=job_label(flow_run.id))
     return pool.__enter__()

@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 
 from resources import storage
 from tasks.config import EvaluationConfig
+from tasks.names import artifact_key
 from tasks.progress import report_event
 from tasks.records import Record, current_records, read_records
 from tasks.reports import curves_svg, results_rows, write_report
@@ -25,7 +26,13 @@ def report_uri(evaluation_path: str, run_name: str) -> str:
     return storage.join(evaluation_path, run_name, REPORT_NAME)
 
 
-@task(retries=3, retry_delay_seconds=[1, 5, 20], cache_policy=NO_CACHE, persist_result=False)
+@task(
+    task_run_name="report on {config.run_name}",
+    retries=3,
+    retry_delay_seconds=[1, 5, 20],
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
 def publish_report(config: EvaluationConfig) -> str:
     """Writes the report over all records of a run, with the table, plot and link artifacts beside it.
 
@@ -38,29 +45,26 @@ def publish_report(config: EvaluationConfig) -> str:
     report_event(f"writing {uri}")
     records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
     write_report(records, uri, title=run, records_at=config.evaluation_path)
-    publish_artifacts(current_records(records), uri, title=run)
+    folder = storage.join(config.evaluation_path, run)
+    publish_artifacts(current_records(records), uri, title=run, records_at=folder)
     return uri
 
 
-def publish_artifacts(records: Sequence[Record], page: str, *, title: str) -> None:
-    """The same results as a table, a plot and a link in the Prefect UI."""
-    key = _artifact_key(title)
+def publish_artifacts(records: Sequence[Record], page: str, *, title: str, records_at: str) -> None:
+    """The same results as a table and a plot in the Prefect UI, with links to the page and to the records."""
+    key = artifact_key(title)
     rows = [{**row, "reason": _in_a_line(row["reason"])} for row in results_rows(records)]
     create_table_artifact(rows, key=f"{key}-results", description=f"Results of {title}")
     svg = base64.b64encode(curves_svg(records).encode()).decode()
     create_image_artifact(
         f"data:image/svg+xml;base64,{svg}", key=f"{key}-curves", description=f"Curves of {title} over training steps"
     )
-    link = Path(page).absolute().as_uri() if storage.is_local(page) else page
-    create_link_artifact(link, key=f"{key}-report", link_text=page, description=f"Report of {title}")
+    for what, place in (("report", page), ("records", records_at)):
+        link = Path(place).absolute().as_uri() if storage.is_local(place) else place
+        create_link_artifact(link, key=f"{key}-{what}", link_text=place, description=f"{what.capitalize()} of {title}")
 
 
 def _in_a_line(reason: str | None) -> str:
     """What was found, without the log behind it: a table has room for a line."""
     found = [line.removeprefix("Found:") for line in (reason or "").splitlines() if line.startswith("Found:")]
     return found[0].strip()[:_REASON_CHARACTERS] if found else (reason or "")[:_REASON_CHARACTERS]
-
-
-def _artifact_key(title: str) -> str:
-    cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in title.lower())
-    return "-".join(part for part in cleaned.split("-") if part)[:60] or "evaluation"

@@ -9,10 +9,12 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from functools import cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, ValidationError, field_validator, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema
 
 from pools.config import InferencePoolConfig, ModelConfig, check_name
 from resources import storage
@@ -120,6 +122,10 @@ class Suite(Config):
             raise ValueError(f"expected evaluations with labels of their own, found twice: {', '.join(twice)}")
         return evaluations
 
+    def __str__(self) -> str:
+        """Its name, for the names of flow runs."""
+        return self.name
+
     def evaluations_of(self, request: SuiteRequest) -> tuple[EvaluationConfig, ...]:
         """The evaluations of one model, all served by the same pool or endpoint.
 
@@ -181,6 +187,24 @@ class SuiteRequest(Config):
     """Wall clock of one cell."""
     wandb_tags: tuple[str, ...] = ()
     """Tags that go into every record, beside the suite's name."""
+
+    @property
+    def place(self) -> str:
+        """The run, and the step where model_path names one, for the names of flow runs."""
+        run, _, step = name_of(self.model_path)
+        return (self.model_name or run) + (f" step-{step}" if step else "")
+
+
+class _SuitesAsChoices:
+    """Emits the suites that come with Assay as choices, and beside them any text, for forms."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        choices = {"type": "string", "enum": list(_contents()), "title": "built in"}
+        return {"anyOf": [choices, {"type": "string", "title": "file"}]}
+
+
+SuiteName = Annotated[str, _SuitesAsChoices()]
+"""Name of a suite, or a YAML file with one."""
 
 
 def load_suite(name_or_file: str) -> Suite:

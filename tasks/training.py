@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,10 +16,11 @@ from pydantic import BaseModel, ValidationError
 
 from resources import storage
 from resources.config import TpuConfig
-from resources.errors import BadInput, JobFailed, StorageError
+from resources.errors import BackendUnavailable, BadInput, JobFailed, StorageError
 from resources.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment, current_client
 from resources.region_check import check_gcs_paths_same_region
 from resources.settings import training_variables
+from tasks.progress import report_event
 from tasks.provenance import git_state
 from tasks.training_config import TrainLmOnPodConfig
 from tasks.training_layout import Training, training_of
@@ -28,7 +30,10 @@ from tasks.training_variables import variables_of
 ENVIRONMENT_OF = {"cpu": "levanter", "gpu": "levanter-cuda", "tpu": "levanter-tpu"}
 """The pinned environment with JAX for a device."""
 CONFIG_NAME = "train_config.json"
+SILENCE_SECONDS = 600.0
+"""How long a backend may give no answer before a training there counts as lost; a controller may be started again."""
 _JOB_NAME = "train_lm"
+_LOOK_AGAIN_SECONDS = 5.0
 
 
 class _Refusal(BaseModel):
@@ -74,21 +79,41 @@ def training(config: TrainLmOnPodConfig, *, client: Client | None = None) -> Ite
         job.terminate()
 
 
-def finished(job: JobHandle) -> JobStatus:
+def finished(
+    job: JobHandle, *, silence_seconds: float = SILENCE_SECONDS, sleep: Callable[[float], None] = time.sleep
+) -> JobStatus:
     """Waits for the end of a training.
 
     Raises:
         BadInput: Levanter cannot follow its configuration.
         JobFailed: it failed or was stopped.
+        BackendUnavailable: the backend gave no answer for `silence_seconds`.
     """
     try:
-        return job.wait()
+        while True:
+            try:
+                return job.wait()
+            except BackendUnavailable as error:
+                report_event(f"the training cannot be looked at: {error.found}")
+                _wait_for_answer(job, silence_seconds, sleep)
     except JobFailed as error:
         try:
             refusal = _Refusal.model_validate_json(job.announced() or "")
         except ValidationError:
             raise error from None
         raise BadInput(expected=refusal.expected, found=refusal.found, remedy=refusal.remedy) from error
+
+
+def _wait_for_answer(job: JobHandle, silence_seconds: float, sleep: Callable[[float], None]) -> None:
+    until = time.monotonic() + silence_seconds
+    while True:
+        sleep(_LOOK_AGAIN_SECONDS)
+        try:
+            job.status()
+            return
+        except BackendUnavailable:
+            if time.monotonic() >= until:
+                raise
 
 
 def plan_training(config: TrainLmOnPodConfig) -> Training:

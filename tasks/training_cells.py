@@ -20,6 +20,7 @@ from tasks.config import EvaluationConfig
 from tasks.evaluation import stage_tokenizers
 from tasks.progress import Event, report, report_event
 from tasks.serving import Serving
+from tasks.training import SILENCE_SECONDS
 
 _STEP_LINE = re.compile(r'\{"tracker": "json_logger".*"train/loss".*\}')
 _SECONDS_BETWEEN_STEPS = 10.0
@@ -57,6 +58,7 @@ class Exports:
         for file in storage.list_files(self._uri):
             grouped[storage.parent(file.uri)].append(file)
         now = {folder: tuple(files) for folder, files in grouped.items()}
+        looked_into: dict[str, tuple[FileInfo, ...]] = {}
         settled = [folder for folder, files in now.items() if last or self._seen.get(folder) == files]
         self._seen = now
         told: list[Checkpoint] = []
@@ -64,12 +66,13 @@ class Exports:
             if self._looked_into.get(folder) == now[folder]:
                 continue
             found = _checkpoint_at(folder)
-            self._looked_into[folder] = now[folder]
+            looked_into[folder] = now[folder]
             if found is not None and found.complete:
                 self._last_step = max(self._last_step, found.step)
                 told += self._wanted(found)
             elif found is not None and last:
                 report_event(f"left out {found.uri}: {'; '.join(found.problems)}")
+        self._looked_into |= looked_into  # only now: had one of them not been readable, none would have been told
         if last and self._last_step in self._left_out:
             told.append(self._left_out.pop(self._last_step))
         return sorted(told, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
@@ -105,6 +108,10 @@ class ArrivingCells(Collection[Cell]):
         poll_seconds: between two looks.
         plan: finds out which cells some checkpoints are for.
         sleep: waits.
+        silence_seconds: how long the backend of the training may give no answer.
+
+    Raises:
+        BackendUnavailable: on iteration, where it gave none for longer.
     """
 
     def __init__(
@@ -116,12 +123,13 @@ class ArrivingCells(Collection[Cell]):
         poll_seconds: float,
         plan: Callable[[Sequence[EvaluationConfig], Sequence[Checkpoint]], list[Cell]] = plan_cells,
         sleep: Callable[[float], None] = time.sleep,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self.planned: dict[tuple[str, str], Cell] = {}
         self.serving: Serving | None = None
         self._configs = configs
         self._exports = exports
-        self._training = _Watched(job) if job is not None else None
+        self._training = _Watched(job, silence_seconds) if job is not None else None
         self._poll_seconds = poll_seconds
         self._plan_cells = plan
         self._sleep = sleep
@@ -191,18 +199,22 @@ class ArrivingCells(Collection[Cell]):
 class _Watched:
     """A training job, and what is told of it."""
 
-    def __init__(self, job: JobHandle) -> None:
+    def __init__(self, job: JobHandle, silence_seconds: float) -> None:
         self._job = job
+        self._silence_seconds = silence_seconds
         self._preemptions = 0
-        self._told_at = time.monotonic()
+        self._told_at = self._answered_at = time.monotonic()
 
     def has_ended(self) -> bool:
         try:
             details = self._job.details()
             self._tell(details)
         except BackendUnavailable as error:  # a training of days must not end because a controller is restarted
+            if time.monotonic() - self._answered_at > self._silence_seconds:
+                raise
             report_event(f"the training cannot be looked at: {error.found}")
             return False
+        self._answered_at = time.monotonic()
         return details.status.finished
 
     def _tell(self, details: JobDetails) -> None:

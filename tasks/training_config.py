@@ -8,9 +8,10 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from resources import storage
-from resources.config import Config, ResourceConfig
+from resources.config import Config, ResourceConfig, TpuConfig
 from tasks.config import EvaluationConfig
-from tasks.suites import SuiteRequest, load_suite
+from tasks.names import in_few_words, name_of
+from tasks.suites import SuiteName, SuiteRequest, load_suite
 
 EXPORTS = "hf"
 """Folder of a run with its checkpoints in Hugging Face's layout."""
@@ -55,6 +56,15 @@ class TrainLmOnPodConfig(Config):
     @classmethod
     def _without_slash(cls, path: str | None) -> str | None:
         return path.rstrip("/") if path else None
+
+    @model_validator(mode="after")
+    def _replicas_train_together(self) -> TrainLmOnPodConfig:
+        if self.resources.replicas > 1 and not isinstance(self.resources.device, TpuConfig):
+            raise ValueError(
+                f"expected one replica, found {self.resources.replicas}: only TPU slices find each other; these would "
+                "train apart and write into one folder"
+            )
+        return self
 
     @property
     def exports(self) -> str | None:
@@ -110,7 +120,7 @@ class TrainAndEvaluateConfig(Config):
     """The training; it needs an output_path."""
     evaluations: tuple[ExportsEvaluation, ...] = ()
     """Evaluations that one pool serves."""
-    suite: str | None = None
+    suite: SuiteName | None = None
     """A suite by its name or file, in place of evaluations."""
     request: ExportsRequest | None = None
     """Where the suite's records go, and on what its engines run."""
@@ -152,6 +162,12 @@ class TrainAndEvaluateConfig(Config):
         exports = self.training.exports
         assert exports is not None, "checked when it was made"
         return exports
+
+    @property
+    def place(self) -> str:
+        """The run and what is asked of it, for the name of the flow run."""
+        asked = self.suite or in_few_words(one.asked for one in self.evaluations)
+        return f"{name_of(self.exports)[0]} · {asked}"
 
     def asked(self) -> tuple[EvaluationConfig, ...]:
         """The evaluations, those of the suite where one is named.

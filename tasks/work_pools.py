@@ -13,7 +13,7 @@ import httpx
 from prefect.client.orchestration import PrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkerStatus, WorkPool
-from prefect.exceptions import ObjectNotFound
+from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
 from pools.work_pools import WorkPoolState
@@ -90,12 +90,12 @@ async def prefect_server() -> AsyncIterator[PrefectClient]:
     """A client of the Prefect server.
 
     Raises:
-        PrefectUnavailable: it does not answer.
+        PrefectUnavailable: it does not answer, or not as it should, such as without a login.
     """
     try:
         async with get_client() as client:
             yield client
-    except httpx.TransportError as error:
+    except (httpx.TransportError, PrefectHTTPStatusError) as error:
         raise PrefectUnavailable(
             expected=f"the Prefect server at {PREFECT_API_URL.value()} to answer",
             found=str(error) or type(error).__name__,

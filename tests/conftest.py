@@ -13,7 +13,6 @@ import pytest
 from fakes import ray_variables  # noqa: F401 before any test imports ray
 from resources.settings import settings
 
-
 _WITH_REAL_SERVERS = {"contract", "integration", "e2e", "faults"}
 
 

@@ -7,8 +7,11 @@ a file in any store that is written once all is done, or null; and `digest`, wha
 Levanter does not read is refused in `refused.json`. The training ends when standard input is closed.
 """
 
+# ruff: noqa: E402 - what is imported arranges things for the exit, which are to come before ours
+
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -16,6 +19,23 @@ import sys
 import threading
 from pathlib import Path
 from typing import Any
+
+EXIT_CODE = [1]  # what an exception and `refuse` end with
+
+
+def end_without_teardown() -> None:
+    """Ends this process before the interpreter takes itself apart.
+
+    Its threads stand still then, with whatever locks they hold: a progress bar that is closed waited for the one of
+    logging, and a training that had failed never ended.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(EXIT_CODE[0])
+
+
+if __name__ == "__main__":
+    atexit.register(end_without_teardown)  # the first to be registered is the last to be called
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 import draccus
@@ -71,3 +91,4 @@ def end_with_parent() -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    EXIT_CODE[0] = 0

@@ -5,12 +5,10 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
-from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from resources import storage
-from resources.config import Config
+from resources.config import AnyOfInForms, Config
 from resources.errors import BadInput
 
 _KEY_FIELD = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
@@ -191,19 +189,8 @@ def _web_address(address: str) -> str:
     return address.rstrip("/")
 
 
-class _AnyOfInForms:
-    """Emits `anyOf` for a tagged union: Prefect's run form reverts and merges members under `oneOf`."""
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        form = handler(schema)
-        form.pop("discriminator", None)
-        if "oneOf" in form:
-            form["anyOf"] = form.pop("oneOf")
-        return form
-
-
 Sink = Annotated[
-    ObjectStoreSink | WeightsAndBiasesSink | MlflowSink | HuggingFaceSink, Field(discriminator="kind"), _AnyOfInForms()
+    ObjectStoreSink | WeightsAndBiasesSink | MlflowSink | HuggingFaceSink, Field(discriminator="kind"), AnyOfInForms()
 ]
 """Where results are announced: told apart by `kind`."""
 

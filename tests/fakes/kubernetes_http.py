@@ -20,9 +20,10 @@ class Server(Protocol):
 class Refused(Exception):
     """An answer other than success."""
 
-    def __init__(self, code: int, message: str, *, retry_after: float | None = None) -> None:
+    def __init__(self, code: int, message: str, *, reason: str = "", retry_after: float | None = None) -> None:
         super().__init__(message)
         self.code, self.message, self.retry_after = code, message, retry_after
+        self.reason = reason
 
 
 def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
@@ -42,6 +43,7 @@ def handler_of(server: Server) -> type[BaseHTTPRequestHandler]:
                     self._stream(found)
             except Refused as refused:
                 status = {"kind": "Status", "status": "Failure", "message": refused.message, "code": refused.code}
+                status |= {"reason": refused.reason} if refused.reason else {}
                 self._send(refused.code, json.dumps(status).encode(), retry_after=refused.retry_after)
 
         do_GET = do_POST = do_PATCH = do_DELETE = do_PUT = _answer

@@ -159,7 +159,7 @@ class KubernetesServer:
         if sum(len(text) for text in manifest.get("data", {}).values()) > _LARGEST_BYTES * 4 / 3:
             raise Refused(422, f"{name}: Too long: must have at most {_LARGEST_BYTES} bytes")
         if (resource, name) in self.objects:
-            raise Refused(409, f'{resource} "{name}" already exists')
+            raise Refused(409, f'{resource} "{name}" already exists', reason="AlreadyExists")
         for owner in manifest["metadata"].get("ownerReferences", ()):
             if self.objects.get(("jobs", owner["name"]), {}).get("metadata", {}).get("uid") != owner["uid"]:
                 return manifest  # the garbage collector would take it at once
@@ -222,7 +222,8 @@ class KubernetesServer:
             if (refusal.verb, refusal.resource) == (verb, resource) and refusal.times > 0:
                 refusal.times -= 1
                 message = f'{resource} is forbidden: User "somebody" cannot do this'
-                raise Refused(refusal.code, message, retry_after=refusal.retry_after)
+                reason = "Conflict" if refusal.code == 409 else ""
+                raise Refused(refusal.code, message, reason=reason, retry_after=refusal.retry_after)
 
     def _changed(self, found: dict[str, Any]) -> dict[str, Any]:
         self._version += 1

@@ -15,6 +15,7 @@ from typing import IO
 
 import pytest
 
+from fakes.polling import eventually
 from resources.settings import process_environment
 
 ASSAY = str(Path(sys.executable).with_name("assay"))
@@ -157,6 +158,28 @@ def test_cluster_of_this_machine_runs_jobs_and_goes_without_touching_another_ray
     assert looks_like_another_ray.poll() is None
     code, _, err = assay(project, "cluster", "status", "local")
     assert code == 3 and "assay cluster up local" in err
+
+
+@pytest.mark.timeout(180)
+def test_cluster_whose_start_is_interrupted_leaves_no_head_behind(project: Path, session_cache: Path):
+    def heads() -> list[str]:
+        return [path.name for path in (session_cache / "jobs").glob("ray-head-*")]
+
+    def is_starting(job_id: str) -> bool:
+        found = False
+        for pid in processes_of(job_id):
+            with suppress(OSError):  # it may have ended
+                found |= b"gcs_server" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return found
+
+    before = set(heads())
+    with start(project, "cluster", "up", "local", "--cpus", "1") as starting:
+        eventually(lambda: any(is_starting(job_id) for job_id in heads() if job_id not in before), seconds=60)
+        starting.send_signal(signal.SIGINT)
+        assert starting.wait(60) == 130
+    [job_id] = set(heads()) - before
+    assert jobs(project)[job_id] == "stopped"
+    assert not processes_of(job_id)
 
 
 def processes_of(job_id: str) -> list[int]:

@@ -146,6 +146,7 @@ def test_right_that_is_missing_is_named(client: KubernetesClient, server: Kubern
 def test_cluster_that_is_busy_or_restarts_is_asked_again(client: KubernetesClient, server: KubernetesServer) -> None:
     server.refusals += [
         Refusal("POST", "jobs", 429, retry_after=1),
+        Refusal("POST", "jobs", 409),  # as when many jobs count towards one quota
         Refusal("GET", "configmaps", 503, times=2),
         Refusal("PATCH", "jobs", 500),
         Refusal("GET", "pods", 503),
@@ -192,16 +193,17 @@ def test_slice_of_several_vms_is_one_replica_that_announces_by_its_first(
     assert "services" in {kind for (kind, name) in server.objects if job.job_id in name}
 
 
-def test_device_that_no_node_has_is_refused_unless_node_pools_could_grow(server: KubernetesServer) -> None:
+@pytest.mark.parametrize("pool", ["cloud.google.com/gke-nodepool", "karpenter.sh/nodepool"])
+def test_device_that_no_node_has_is_refused_unless_node_pools_could_grow(server: KubernetesServer, pool: str) -> None:
     client = client_of(server)
     client.check_resources(ResourceConfig())
     with pytest.raises(UnsatisfiableResources, match=r"nvidia\.com/gpu"):
         client.check_resources(ResourceConfig.with_gpu("H100"))
-    server.objects["nodes", "plain"]["metadata"]["labels"]["cloud.google.com/gke-nodepool"] = "default"
+    server.objects["nodes", "plain"]["metadata"]["labels"][pool] = "default"
     try:
         client.check_resources(ResourceConfig.with_gpu("H100"))
     finally:
-        del server.objects["nodes", "plain"]["metadata"]["labels"]["cloud.google.com/gke-nodepool"]
+        del server.objects["nodes", "plain"]["metadata"]["labels"][pool]
     server.refusals.append(Refusal("GET", "nodes", 403))
     client.check_resources(ResourceConfig.with_gpu("H100"))
 
@@ -225,6 +227,22 @@ while not (folder / "pid").exists():
 if mode == "hang":
     time.sleep(600)
 """
+
+
+def test_shutdown_that_may_delete_nothing_says_so_and_the_pods_end_themselves(
+    server: KubernetesServer, tmp_path: Path
+) -> None:
+    client = client_of(server, lease_seconds=1)
+    for name in ("first", "second"):
+        client.submit(request(f"echo $$ > {tmp_path}/{name}; {FOR_EVER}", name))
+    pids = [eventual_pid(tmp_path / name) for name in ("first", "second")]
+    server.refusals.append(Refusal("DELETE", "jobs", 403, times=1000))
+    try:
+        with pytest.raises(BackendUnavailable, match="the verb 'delete' on 'jobs'"):
+            client.shutdown()
+        eventually(lambda: not any(map(is_alive, pids)))
+    finally:
+        server.refusals.clear()
 
 
 @pytest.mark.parametrize("mode", ["hang", "leave"])
@@ -270,6 +288,20 @@ def test_keeper_whose_image_lacks_our_code_fails_its_job(server: KubernetesServe
         job.wait(40)
     job.terminate()
     assert job.status() is JobStatus.STOPPED
+
+
+def test_job_whose_keeper_never_starts_is_terminated_without_it(server: KubernetesServer) -> None:
+    client = client_of(server, lease_seconds=300)
+    server.missing_images.add("registry.example/typo:1")
+    try:
+        image = ResourceConfig(image="registry.example/typo:1")
+        job = client.submit(request("true", resources=image, outlives_parent=True))
+        eventually(lambda: server.pods(job.job_id))
+        client.attach(job.job_id).terminate()
+    finally:
+        server.missing_images.clear()
+    assert job.status() is JobStatus.STOPPED
+    assert not server.pods(job.job_id)
 
 
 def test_context_that_the_kubeconfig_lacks_is_named(monkeypatch: pytest.MonkeyPatch, server: KubernetesServer) -> None:

@@ -162,16 +162,16 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
 
 def test_reconcilers_at_once_evaluate_each_cell_once(tmp_path: Path, prefect_api: str):
     with watched(tmp_path, prefect_api) as run:
-        for step in STEPS:
+        for step in STEPS[:2]:
             run.write_checkpoint(step)
         run.write_policy(run.write_suite("facts", "demo_facts"))
-        started = [run.start() for _ in range(3)]
+        started = [run.start() for _ in range(2)]
         outcomes = [process.communicate(timeout=300) for process in started]
-        assert [process.returncode for process in started] == [0, 0, 0], outcomes
+        assert [process.returncode for process in started] == [0, 0], outcomes
         told = [json.loads(printed) for printed, _ in outcomes]
-        assert {record.checkpoint.name for record in run.records()} == {"run-1", "run-2", "run-3"}
-        assert len(run.attempts()) == 3 and set(run.attempts().values()) == {1}
-        assert all(one["done_before"] + sum(one["open_before"].values()) == 3 for one in told), told
+        assert {record.checkpoint.name for record in run.records()} == {"run-1", "run-2"}
+        assert len(run.attempts()) == 2 and set(run.attempts().values()) == {1}
+        assert all(one["done_before"] + sum(one["open_before"].values()) == 2 for one in told), told
 
 
 def test_failure_of_the_benchmark_waits_for_a_person_and_a_record_stays(tmp_path: Path, prefect_api: str):
@@ -193,12 +193,13 @@ def test_failure_of_the_benchmark_waits_for_a_person_and_a_record_stays(tmp_path
         assert run.records() == [record]
 
 
+@pytest.mark.timeout(900)
 def test_killed_reconciler_is_succeeded_and_a_cancelled_one_publishes_nothing(tmp_path: Path, prefect_api: str):
     with watched(tmp_path, prefect_api, delay_seconds=8.0) as run:
         run.write_checkpoint(1)
         run.write_policy(run.write_suite("facts", "demo_facts"), retries={"first_delay_seconds": 0})
         first = run.start()
-        eventually(lambda: run.requests > 2 or first.poll() is not None, seconds=120)
+        eventually(lambda: run.requests > 2 or first.poll() is not None, seconds=300)
         assert run.missing() == {"claimed": 1}
         os.kill(first.pid, signal.SIGKILL)
         first.communicate(timeout=60)
@@ -206,7 +207,7 @@ def test_killed_reconciler_is_succeeded_and_a_cancelled_one_publishes_nothing(tm
 
         asked = run.requests
         second = run.start()
-        eventually(lambda: run.requests > asked + 1 or second.poll() is not None, seconds=120)
+        eventually(lambda: run.requests > asked + 1 or second.poll() is not None, seconds=300)
         assert run.ask("cancel")["claims_ended"] == 1
         printed, errors = second.communicate(timeout=300)
         assert second.returncode == 0, errors

@@ -19,7 +19,7 @@ from resources import storage
 from resources.conditional_writes import creates_exclusively
 from resources.errors import ClaimLost
 from resources.processes import ProcessMark
-from tasks.claim_files import Subject, end_claim, read_claims
+from tasks.claim_files import Claim, Subject, end_claim, read_claims
 from tasks.claims import Claims
 
 LEASE = 60.0
@@ -121,6 +121,34 @@ def test_claim_that_a_person_ends_is_lost(tmp_path: Path):
             mine.prove(CELL.key)
 
 
+def test_cell_whose_claim_a_person_ended_can_be_claimed_again(tmp_path: Path):
+    clock = Clock()
+    with claims(tmp_path, clock, 0) as first, claims(tmp_path, clock, 1) as second:
+        first.acquire([CELL])
+        end_claim(read_claims(str(tmp_path))[0])
+        assert second.acquire([CELL]).ours == {CELL.key}, "before the first one has noticed"
+        with pytest.raises(ClaimLost):
+            first.prove(CELL.key)
+        first.release(CELL.key)  # leaves its old claim behind
+        second.prove(CELL.key)
+    with claims(tmp_path, clock, 2) as third:
+        assert third.acquire([CELL]).ours == {CELL.key}
+
+
+@pytest.mark.parametrize("withdrawn", [True, False], ids=["withdrawn", "died before it withdrew"])
+def test_claim_of_one_who_had_looked_too_early_stands_in_nobodys_way(tmp_path: Path, withdrawn: bool):
+    clock = Clock()
+    with claims(tmp_path, clock, 0) as first, claims(tmp_path, clock, 1) as second:
+        first.acquire([CELL])
+        first.release(CELL.key)
+        assert second.acquire([CELL]).ours == {CELL.key}
+        late = Claim(subject=CELL, number=1, holder="late", released=withdrawn, at=clock())
+        storage.write_bytes(str(tmp_path / f"{CELL.key}.1.json"), late.model_dump_json().encode())
+        second.prove(CELL.key)
+    with claims(tmp_path, clock, 2) as third:
+        assert third.acquire([CELL]).ours == {CELL.key}
+
+
 RACE = """
 import sys
 from pathlib import Path
@@ -170,9 +198,14 @@ def test_processes_that_race_for_cells_on_disk_evaluate_each_once(tmp_path: Path
     order=st.lists(st.integers(0, 5), max_size=80),
     dies_at=st.dictionaries(st.integers(0, 2), st.integers(1, 14), max_size=2),
     sleeps=st.dictionaries(st.integers(0, 2), st.sampled_from([0.0, LEASE / 2, 3 * LEASE]), max_size=3),
+    cancelled=st.booleans(),
 )
 def test_whatever_the_order_nothing_is_published_twice_and_in_the_end_all_is(
-    store: type[ConditionalStore], order: list[int], dies_at: dict[int, int], sleeps: dict[int, float]
+    store: type[ConditionalStore],
+    order: list[int],
+    dies_at: dict[int, int],
+    sleeps: dict[int, float],
+    cancelled: bool,
 ):
     store.reset()
     creates_exclusively.cache_clear()
@@ -194,11 +227,15 @@ def test_whatever_the_order_nothing_is_published_twice_and_in_the_end_all_is(
 
         return body
 
+    def cancel() -> None:
+        for seen in read_claims("cond://claims") if cancelled else []:
+            end_claim(seen)
+
     steps = Steps(itertools.chain(order, itertools.cycle(range(6))), dies_at=dies_at)
     store.steps = steps
-    steps.run([evaluate(number) for number in range(3)])
+    steps.run([*(evaluate(number) for number in range(3)), cancel])
     assert len(published) <= 1
-    if not dies_at and not any(sleeps.values()):
+    if not dies_at and not any(sleeps.values()) and not cancelled:
         assert evaluated.total() <= 1, "nobody slept or died, so nobody's cell was taken"
     clock.seconds += 10 * LEASE
     evaluate(3)()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.job_following import LogTail, ending_of, follow, is_lost
 from flows.submitting import SubmitOptions, client_of, job_name, request_of
-from resources.config import CpuConfig, GpuConfig, TpuConfig
+from resources.backends.local import LocalClient
+from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, NoMatchingRegion
 from resources.jobs import Command, JobDetails, JobRequest, JobStatus
 
@@ -195,3 +197,17 @@ def test_following_bears_a_backend_that_is_silent_for_a_while():
 def test_submit_no_wait_with_auto_stop_is_refused():
     shown = CliRunner().invoke(app, ["submit", "--no-wait", "--auto-stop", "--", sys.executable])
     assert isinstance(shown.exception, BadInput)
+
+
+@pytest.mark.parametrize("command", ["list", "status"])
+def test_jobs_show_a_reason_with_brackets_as_it_is(tmp_path: Path, command: str):
+    client = LocalClient(tmp_path / "jobs")
+    request = JobRequest("job", Command("true"), resources=ResourceConfig())
+    submitted = client.submit(request)
+    submitted.wait(60)
+    told = tmp_path / "jobs" / submitted.job_id / "status.json"
+    told.write_text(json.dumps({**json.loads(told.read_text()), "reason": "see [/tmp/x]"}))
+    arguments = ["jobs", command, *([submitted.job_id] if command == "status" else []), "--backend", client.url]
+    shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert shown.exit_code == 0, shown.output
+    assert "see [/tmp/x]" in shown.output

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from fakes.jobs import FakeClient, FakeJob
 from resources.config import Device, GpuConfig, ResourceConfig, TpuConfig
-from resources.errors import BadInput, JobFailed
-from resources.jobs import Call, JobRequest, JobStatus
-from tasks.training import ENVIRONMENT_OF, is_trained, plan_training, run_levanter_train_lm, training
+from resources.errors import BackendUnavailable, BadInput, JobFailed
+from resources.jobs import Call, JobDetails, JobRequest, JobStatus
+from tasks.training import ENVIRONMENT_OF, finished, is_trained, plan_training, run_levanter_train_lm, training
 from tasks.training_config import TrainAndEvaluateConfig, TrainLmOnPodConfig
 from tasks.training_layout import run_id_of, training_of
 from tasks.training_variables import accelerator_defaults, variables_of
@@ -195,6 +195,11 @@ def test_training_on_a_tpu_needs_a_key_for_wandb_unless_that_is_off(
         assert made()["RUN_ID"] == "run-a"
 
 
+def test_training_of_replicas_that_would_not_find_each_other_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="expected one replica, found 2"):
+        config(tmp_path / "run-a", resources=ResourceConfig.with_gpu("H100", 8, replicas=2))
+
+
 def test_training_that_fails_raises_and_one_that_was_refused_says_what_to_do(tmp_path: Path) -> None:
     def fail(job: FakeJob) -> None:
         job.ends_as, job.log = JobStatus.FAILED, "out of memory"
@@ -207,6 +212,33 @@ def test_training_that_fails_raises_and_one_that_was_refused_says_what_to_do(tmp
         run_levanter_train_lm(config(tmp_path / "run-a"), client=FakeClient(fail))
     with pytest.raises(BadInput, match="bogus"):
         run_levanter_train_lm(config(tmp_path / "run-a"), client=FakeClient(refuse))
+
+
+def test_training_goes_on_while_its_backend_is_silent_unless_that_lasts(tmp_path: Path) -> None:
+    class Silent(FakeJob):
+        """Gives no answer while it is waited for the first time."""
+
+        answers = True
+
+        def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+            if not self.said.reason:
+                self.says(JobStatus.RUNNING, reason="seen")
+                raise BackendUnavailable(expected="an answer", found="a controller that starts", remedy="wait")
+            return super().wait(timeout, raise_on_failure=raise_on_failure)
+
+        def status(self) -> JobStatus:
+            if not self.answers:
+                raise BackendUnavailable(expected="an answer", found="no controller", remedy="start it")
+            return super().status()
+
+    def silent() -> Silent:
+        return Silent("train_lm-1", JobDetails(job_id="train_lm-1", name="train_lm", status=JobStatus.RUNNING))
+
+    assert finished(silent(), sleep=lambda seconds: None) is JobStatus.SUCCEEDED
+    gone = silent()
+    gone.answers = False
+    with pytest.raises(BackendUnavailable, match="no controller"):
+        finished(gone, silence_seconds=0.0, sleep=lambda seconds: None)
 
 
 def test_training_ends_with_the_block_that_it_was_for(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from fakes.jobs import FakeClient, FakeJob
 from fakes.models import write_checkpoint, write_run
+from fakes.stores import folder_store
 from pools.model_files import digest_model_folder
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, StorageError
@@ -236,6 +237,36 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
         sleep=lambda seconds: None,
     )
     assert names(list(cells)) == ["run-1"]
+
+
+def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob) -> None:
+    class Gone(FakeJob):
+        """Cannot be asked any more."""
+
+        def details(self):
+            raise BackendUnavailable(expected="an answer", found="its head is gone", remedy="start it")
+
+    write_run(run, [1])
+    gone = Gone(job.job_id, job.said)
+    cells = ArrivingCells([CONFIG], Exports(str(run / "hf")), gone, poll_seconds=1.0, silence_seconds=0.0)
+    with pytest.raises(BackendUnavailable, match="its head is gone"):
+        list(cells)
+
+
+def test_checkpoint_is_told_though_another_could_not_be_read_at_first(run: Path, tmp_path: Path) -> None:
+    def fail(file: Path, start: int) -> None:
+        if "step-2" in file.parts:
+            raise ConnectionResetError("the store is gone")
+
+    write_run(run, [1, 2])
+    with folder_store(tmp_path / "reads") as store:
+        exports = Exports(f"store://{run}/hf")
+        exports.look()
+        store.before_read = staticmethod(fail)
+        with pytest.raises(StorageError):
+            exports.look()
+        store.reset(tmp_path / "reads")
+        assert steps(exports.look()) == [1, 2]
 
 
 def test_progress_of_a_training_is_read_from_its_log() -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 from decimal import Decimal
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -12,6 +15,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from prefect.client.schemas.objects import FlowRun
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.utilities.templating import apply_values
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 from pydantic import ValidationError
@@ -19,11 +23,11 @@ from pydantic import ValidationError
 from flows.deploying import DEPLOYMENTS, deployments_for
 from pools.work_pools import Source, WorkPoolState, choose_work_pool
 from resources.config import ResourceConfig
-from resources.errors import BadInput, NoMatchingRegion, NoUsableWorkPool, UnsatisfiableResources
+from resources.errors import BadInput, NoMatchingRegion, NoUsableWorkPool, PrefectUnavailable, UnsatisfiableResources
 from resources.region_table import Regions, WorkPoolType
 from resources.regions import load_regions
 from resources.tpu import TPU_TOPOLOGIES
-from tasks.work_pools import LOCAL_WORK_POOL, base_job_template, wanted_work_pools
+from tasks.work_pools import LOCAL_WORK_POOL, base_job_template, wanted_work_pools, work_pool_states
 
 REPOSITORY = Path(__file__).parents[2]
 OURS = load_regions(REPOSITORY / "deployments" / "regions.yaml")
@@ -209,6 +213,20 @@ def test_cpu_machine_is_the_smallest_that_fits(cpu: int, ram: str, machine: str)
     assert choose_work_pool(ResourceConfig(cpu=cpu, ram=ram), regions=only).job_variables["machine_type"] == machine
 
 
+def test_gpu_machine_has_the_cores_and_the_memory_that_are_asked_for() -> None:
+    only = regions(region("us-east5", "vertex-ai"))
+    wanted = ResourceConfig.with_gpu("L4", cpu=16, ram="80g")
+    variables = choose_work_pool(wanted, regions=only).job_variables
+    assert (variables["machine_type"], variables["accelerator_count"]) == ("g2-standard-24", 2)
+    with pytest.raises(UnsatisfiableResources, match="8 x L4 with 96 cores and 384 GiB"):
+        choose_work_pool(ResourceConfig.with_gpu("L4", ram="500g"), regions=only)
+
+
+def test_disk_of_replicas_that_share_a_machine_is_for_all_of_them() -> None:
+    wanted = ResourceConfig.with_gpu("H100", 2, replicas=4, disk="100g")
+    assert choose_work_pool(wanted, regions=THREE).job_variables["disk"] == str(400 * 2**30)
+
+
 def test_preemptible_is_said_in_the_words_of_each_type() -> None:
     spot = {"key": "cloud.google.com/gke-spot", "operator": "Exists", "effect": "NoSchedule"}
     vertex = regions(region("us-east5", "vertex-ai"))
@@ -304,3 +322,21 @@ def test_deployments_of_a_region_are_those_of_this_machine_without_their_schedul
     assert [one["entrypoint"] for one in moved] == [one["entrypoint"] for one in local]
     assert {(one["name"], one["work_pool"]["name"]) for one in moved} == {("us-east5", "pool-us-east5")}
     assert all(one["pull"] == [] and "schedules" not in one and "triggers" not in one for one in moved)
+
+
+def test_server_that_lets_nobody_in_is_told_without_a_traceback() -> None:
+    class Closed(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Closed) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}/api"
+        with temporary_settings({PREFECT_API_URL: address}), pytest.raises(PrefectUnavailable, match="401"):
+            asyncio.run(work_pool_states(["pool"]))
+        server.shutdown()

@@ -1,0 +1,110 @@
+"""`assay gate`: GO or NO-GO on records that are there; and what `assay evaluate --gate` shows of a verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from flows.console import OUT, Json, print_json
+
+if TYPE_CHECKING:
+    from tasks.gate_verdicts import JudgedCheckpoint, Verdict
+    from tasks.gates import Gate
+
+Summary = Annotated[
+    Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")
+]
+
+
+def gate(
+    file: Annotated[str, typer.Argument(help="YAML file with a gate.", metavar="GATE")],
+    records: Annotated[str, typer.Option(help="Folder given as --output to evaluate.")] = "evaluations",
+    run: Annotated[str | None, typer.Option(help="The run; may be left out where there is one only.")] = None,
+    step: Annotated[
+        int | None, typer.Option(help="Training step; as the gate says, the latest or every one, when left out.")
+    ] = None,
+    summary: Summary = None,
+    as_json: Json = False,
+) -> None:
+    """Say GO or NO-GO on recorded results, with the reasons. Exit code 0 is GO, 1 is NO-GO."""
+    from tasks.gate_verdicts import judge
+
+    wanted = load_gate(file)
+    verdict = judge(wanted, _checkpoints(records, run=run, step=step), evaluation_path=records)
+    write_summary(verdict, summary)
+    if as_json:
+        print_json(verdict.as_dict())
+    else:
+        show_verdict(verdict)
+    verdict.raise_unless_go()
+
+
+def load_gate(uri: str) -> Gate:
+    """A gate from a YAML or JSON file, in any store.
+
+    Raises:
+        BadInput: it is not there, or not valid.
+    """
+    from flows.loading import load_config
+    from tasks.gates import Gate
+
+    return load_config(uri, Gate)
+
+
+def show_verdict(verdict: Verdict) -> None:
+    """Prints the verdict as a table, and at its end GO or NO-GO."""
+    from tasks.gate_views import verdict_table
+
+    OUT.print(verdict_table(verdict))
+    OUT.print(f"{verdict.gate}: {verdict.word}", highlight=False, markup=False)
+
+
+def write_summary(verdict: Verdict, file: Path | None) -> None:
+    """Appends the verdict to a file as Markdown, if there is to be one.
+
+    Raises:
+        BadInput: the file cannot be written.
+    """
+    from resources.errors import BadInput
+    from tasks.gate_views import verdict_markdown
+
+    if file is None:
+        return
+    try:
+        with file.open("a", encoding="utf-8") as page:
+            page.write(verdict_markdown(verdict))
+    except OSError as error:
+        raise BadInput(
+            expected=f"--summary {file} to be a file that can be written",
+            found=str(error),
+            remedy="name another one, in a folder that is there",
+        ) from error
+
+
+def _checkpoints(path: str, *, run: str | None, step: int | None) -> list[JudgedCheckpoint]:
+    """The checkpoints with records below a folder, of one run.
+
+    Raises:
+        BadInput: there are none, or of several runs.
+    """
+    from resources.errors import BadInput
+    from tasks.gate_verdicts import judged_checkpoints
+    from tasks.records import find_records
+
+    found = find_records(path)
+    runs = sorted({one.record.checkpoint.run for one in found})
+    if run is None and len(runs) > 1:
+        raise BadInput(expected="--run, one of those recorded", found=", ".join(runs), remedy="name one of them")
+    found = [one for one in found if run is None or one.record.checkpoint.run == run]
+    steps = sorted({one.record.checkpoint.step for one in found})
+    found = [one for one in found if step is None or one.record.checkpoint.step == step]
+    if not found:
+        there = f"steps {', '.join(map(str, steps))}" if steps else f"runs {', '.join(runs)}" if runs else "none"
+        raise BadInput(
+            expected=f"records of {run or 'a run'}{'' if step is None else f' at step {step}'} below {path}",
+            found=there,
+            remedy="evaluate it, or name another --records, --run or --step",
+        )
+    return judged_checkpoints(found)

@@ -1,0 +1,112 @@
+"""Policies that carry themselves out: `assay policy deploy`, `assay watch` and `assay notify`."""
+
+from __future__ import annotations
+
+import re
+from datetime import timedelta
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from flows.console import ERR, OUT, Json, print_json
+from resources.errors import BadInput
+
+policy_app = typer.Typer(help="Policies that carry themselves out.", no_args_is_help=True)
+
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_Policy = Annotated[str, typer.Argument(help="YAML file with a policy.", metavar="POLICY")]
+
+
+@policy_app.command("deploy")
+def deploy(
+    policy: _Policy,
+    every: Annotated[str | None, typer.Option(help="Time between two runs, such as 10m; 10m when left out.")] = None,
+    cron: Annotated[str | None, typer.Option(help="When to run, in cron's five fields, in place of --every.")] = None,
+    work_pool: Annotated[str, typer.Option(help="The Prefect work pool that runs it.")] = "assay-local",
+    on_event: Annotated[bool, typer.Option("--on-event", help="Also run when a checkpoint is complete.")] = False,
+    silent_after: Annotated[
+        str, typer.Option(help="Mark flow runs as crashed that show no sign of life for so long.")
+    ] = "10m",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would change, and change nothing.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Have Prefect carry out a policy by itself; a second time changes nothing."""
+    from flows.deploying import require_server
+    from flows.policy_deploying import PolicyDeployment, deploy_policy
+    from flows.reconcile import load_policy
+
+    if every is not None and cron is not None:
+        raise BadInput(expected="--every or --cron", found="both", remedy="leave one of them out")
+    require_server()
+    wanted = PolicyDeployment(
+        load_policy(policy),
+        policy,
+        work_pool,
+        every=None if cron is not None else duration(every or "10m"),
+        cron=cron,
+        on_event=on_event,
+    )
+    changes = deploy_policy(wanted, silent_after=duration(silent_after), dry_run=dry_run)
+    if as_json:
+        print_json(
+            [{"kind": one.kind, "name": one.name, "action": one.action, "differs": one.differs} for one in changes]
+        )
+        return
+    shown = Table("Kind", "Name", "Would" if dry_run else "Was", "Differs in")
+    words = {"create": "created", "update": "updated", "unchanged": "unchanged", "remove": "removed"}
+    for one in changes:
+        shown.add_row(one.kind, one.name, one.action if dry_run else words[one.action], ", ".join(one.differs))
+    OUT.print(shown)
+
+
+def watch(
+    policy: _Policy,
+    every: Annotated[str, typer.Option(help="Time between two looks.")] = "5s",
+) -> None:
+    """Say when a checkpoint of a policy's runs is complete, until Ctrl-C: what --on-event waits for."""
+    from flows.deploying import require_server
+    from flows.reconcile import load_policy
+    from flows.watching import watch as look_again
+
+    require_server()
+    look_again(
+        load_policy(policy),
+        every_seconds=duration(every).total_seconds(),
+        on_event=lambda line: ERR.print(line, markup=False, highlight=False, soft_wrap=True),
+    )
+
+
+def notify(
+    uri: Annotated[str, typer.Argument(help="A checkpoint, or any file of it.", metavar="CHECKPOINT")],
+    as_json: Json = False,
+) -> None:
+    """Say that a checkpoint is complete, if it is: for notifications of a bucket."""
+    from flows.deploying import require_server
+    from tasks.checkpoint_events import CompleteCheckpoint, checkpoint_at, send
+
+    require_server()
+    found = checkpoint_at(uri)
+    if found is not None and found.complete:
+        send([CompleteCheckpoint(found.uri, found.run, found.name, found.step)])
+        said, problems = f"{found.name} is complete: said so", []
+    else:  # no failure: a bucket tells of each file, and one of them is the last
+        problems = list(found.problems) if found is not None else ["no checkpoint is there yet"]
+        said = f"not said: {'; '.join(problems)}"
+    if as_json:
+        sent = not problems
+        print_json({"checkpoint": found.uri if found is not None else uri, "sent": sent, "problems": problems})
+    else:
+        OUT.print(said, highlight=False, markup=False, soft_wrap=True)
+
+
+def duration(text: str) -> timedelta:
+    """A time such as 30s, 10m, 2h or 1d.
+
+    Raises:
+        BadInput: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([smhd])", text.strip())
+    if match is None or float(match[1]) == 0:
+        raise BadInput(expected="a time such as 30s, 10m, 2h or 1d", found=repr(text), remedy="write one of these")
+    return timedelta(seconds=float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,290 @@
+"""Deployments of policies: a reconciliation now and then, one at a time, and whenever a checkpoint is complete."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, StateType
+from prefect.client.schemas.responses import DeploymentResponse
+from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
+from prefect.events import Automation, EventTrigger
+from prefect.events.actions import ChangeFlowRunState, RunDeployment
+from prefect.events.schemas.automations import AutomationCore, Posture
+from prefect.exceptions import ObjectNotFound
+from prefect.settings import get_current_settings
+from prefect.utilities.callables import parameter_schema
+from pydantic import ValidationError
+
+from flows.reconcile import reconcile_policy
+from resources import storage
+from resources.errors import BadInput
+from tasks.checkpoint_events import CHECKPOINT_COMPLETE, resources_of
+from tasks.policies import Policy, check_policy_paths
+from tasks.prefect_client import prefect_client
+
+ENTRYPOINT = "flows.reconcile.reconcile_policy"
+TAG = "assay"
+SILENCE_AUTOMATION = "assay: flow runs without a sign of life"
+"""Name of the automation that looks after flow runs whose worker is gone too."""
+_BURST = timedelta(seconds=2)
+"""Events so shortly after another start nothing of their own: the run that the first one starts begins after them."""
+_ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
+_HEARTBEAT = "prefect.flow-run.heartbeat"
+
+Action = Literal["create", "update", "unchanged", "remove"]
+_Wanted = TypeVar("_Wanted")
+
+
+@dataclass(frozen=True)
+class PolicyDeployment:
+    """A policy as it is to be deployed.
+
+    A policy in an object store travels as its address, and each run reads it anew; one in a local file travels whole,
+    since a worker elsewhere does not have the file. Without a schedule only events and people start it.
+    """
+
+    policy: Policy
+    uri: str
+    work_pool: str
+    every: timedelta | None = None
+    cron: str | None = None
+    on_event: bool = False
+
+    @property
+    def name(self) -> str:
+        """As it is called in Prefect."""
+        return f"{reconcile_policy.name}/{self.policy.name}"
+
+    @property
+    def event_automation(self) -> str:
+        """Name of the automation that starts it."""
+        return f"{self.name} on {CHECKPOINT_COMPLETE}"
+
+    def parameters(self) -> dict[str, Any]:
+        """What each run is given."""
+        whole = storage.is_local(self.uri)
+        return {"policy": self.policy.model_dump(mode="json") if whole else self.uri}
+
+    def schedules(self) -> list[DeploymentScheduleCreate]:
+        """At most one.
+
+        Raises:
+            BadInput: the cron line cannot be read.
+        """
+        if self.cron is not None:
+            try:
+                return [DeploymentScheduleCreate(schedule=CronSchedule(cron=self.cron))]
+            except ValidationError as error:
+                raise BadInput(
+                    expected="a line of five fields as cron reads it, such as '0 * * * *'",
+                    found=repr(self.cron),
+                    remedy="correct --cron",
+                ) from error
+        return [DeploymentScheduleCreate(schedule=IntervalSchedule(interval=self.every))] if self.every else []
+
+
+@dataclass(frozen=True)
+class Change:
+    """What applying does, or would do, to one thing on the server."""
+
+    kind: Literal["deployment", "automation"]
+    name: str
+    action: Action
+    differs: tuple[str, ...] = ()
+    """What is not as wanted now."""
+
+
+def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run: bool = False) -> list[Change]:
+    """Makes deployment and automations as wanted; a second time changes nothing.
+
+    Of several runs at once one goes on, and the others wait: an event that comes while a run is at work is looked
+    after by one that begins later. What waits is collapsed by that one, see `collapse_waiting`.
+
+    Args:
+        wanted: the deployment.
+        silent_after: how long a flow run may show no sign of life before it is marked as crashed.
+        dry_run: find out what would change, and change nothing.
+
+    Raises:
+        BadInput: there is no such work pool, the policy has relative paths, or flow runs at work are silent for longer.
+        PrefectUnavailable: the server does not answer.
+    """
+    check_policy_paths(wanted.policy)
+    _require_longer_than_heartbeats(silent_after)
+    with prefect_client() as client:
+        _require_work_pool(client, wanted.work_pool)
+        deployment = _deployment(client, wanted)
+        changes = [deployment]
+        identifier = None
+        if not dry_run and deployment.action != "unchanged":
+            identifier = _deploy(client, wanted)
+        there = _present(client, wanted)
+        identifier = identifier or (there.id if there else None)
+        triggered = _on_event(wanted, identifier) if wanted.on_event else None
+        for name, automation in ((wanted.event_automation, triggered), (SILENCE_AUTOMATION, _silence(silent_after))):
+            changes += _automation(client, name, automation, dry_run=dry_run)
+    return changes
+
+
+def _require_longer_than_heartbeats(silent_after: timedelta) -> None:
+    heartbeat = get_current_settings().flows.heartbeat_frequency
+    if heartbeat is None or silent_after.total_seconds() < 1.5 * heartbeat:
+        raise BadInput(
+            expected="flow runs that show signs of life more often than --silent-after asks for, with time to spare",
+            found="none, as Prefect is set" if heartbeat is None else f"one every {heartbeat} s",
+            remedy="raise --silent-after, or lower PREFECT_FLOWS_HEARTBEAT_FREQUENCY here and at the workers",
+        )
+
+
+def _require_work_pool(client: SyncPrefectClient, name: str) -> None:
+    try:
+        client.read_work_pool(name)
+    except ObjectNotFound:
+        raise BadInput(
+            expected=f"a work pool {name} on the server",
+            found="none of that name",
+            remedy="make it (assay work-pools apply), or name another one with --work-pool",
+        ) from None
+
+
+def _present(client: SyncPrefectClient, wanted: PolicyDeployment) -> DeploymentResponse | None:
+    try:
+        return client.read_deployment_by_name(wanted.name)
+    except ObjectNotFound:
+        return None
+
+
+def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
+    there = _present(client, wanted)
+    if there is None:
+        return Change("deployment", wanted.name, "create")
+    now = {
+        "parameters": there.parameters,
+        "work pool": there.work_pool_name,
+        "entrypoint": there.entrypoint,
+        "schedule": [_as_told(one.schedule) for one in there.schedules if one.active],
+        "runs at once": there.global_concurrency_limit.limit if there.global_concurrency_limit else None,
+        "tags": sorted(there.tags),
+    }
+    then = {
+        "parameters": wanted.parameters(),
+        "work pool": wanted.work_pool,
+        "entrypoint": ENTRYPOINT,
+        "schedule": [_as_told(one.schedule) for one in wanted.schedules()],
+        "runs at once": 1,
+        "tags": sorted(_tags(wanted)),
+    }
+    differs = tuple(key for key in then if now[key] != then[key])
+    return Change("deployment", wanted.name, "update" if differs else "unchanged", differs)
+
+
+def _as_told(schedule: Any) -> Any:
+    """A schedule without what the server adds to it."""
+    return getattr(schedule, "cron", None) or getattr(schedule, "interval", None)
+
+
+def _tags(wanted: PolicyDeployment) -> list[str]:
+    return [TAG, f"policy={wanted.policy.name}"]
+
+
+def _deploy(client: SyncPrefectClient, wanted: PolicyDeployment) -> Any:
+    return client.create_deployment(
+        flow_id=client.create_flow_from_name(reconcile_policy.name),
+        name=wanted.policy.name,
+        description=f"Evaluate what the policy {wanted.policy.name} wants and no record settles yet.",
+        entrypoint=ENTRYPOINT,
+        pull_steps=[],
+        parameters=wanted.parameters(),
+        parameter_openapi_schema=parameter_schema(reconcile_policy).model_dump_for_openapi(),
+        enforce_parameter_schema=True,
+        work_pool_name=wanted.work_pool,
+        schedules=wanted.schedules(),
+        tags=_tags(wanted),
+        concurrency_limit=1,
+        concurrency_options=ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
+        paused=False,
+    )
+
+
+def _on_event(wanted: PolicyDeployment, deployment: Any) -> AutomationCore:
+    resources = resources_of(wanted.policy.runs)
+    return AutomationCore(
+        name=wanted.event_automation,
+        description="Made by `assay policy deploy`: a complete checkpoint of its runs starts a reconciliation.",
+        trigger=EventTrigger(expect={CHECKPOINT_COMPLETE}, match={"prefect.resource.id": resources}, within=_BURST),
+        actions=[
+            RunDeployment(
+                source="selected",
+                deployment_id=deployment,
+                parameters=None,
+                job_variables=None,
+                schedule_after=_BURST,
+            )
+        ]
+        if deployment
+        else [],
+        owner_resource=f"prefect.deployment.{deployment}",
+    )
+
+
+def _silence(silent_after: timedelta) -> AutomationCore:
+    """The server notices by itself only when a flow's process ends before its worker."""
+    expected = {_HEARTBEAT, *(f"prefect.flow-run.{name}" for name in _ENDINGS)}
+    return AutomationCore(
+        name=SILENCE_AUTOMATION,
+        description="Made by `assay policy deploy`: what its worker can no longer report is marked as crashed.",
+        trigger=EventTrigger(
+            after={_HEARTBEAT},
+            expect=expected,
+            match={"prefect.resource.id": "prefect.flow-run.*"},
+            match_related={"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"},
+            for_each={"prefect.resource.id"},
+            posture=Posture.Proactive,
+            threshold=1,
+            within=silent_after,
+        ),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CRASHED,
+                name="Crashed",
+                message=f"no sign of life for {silent_after}: the worker is gone with it",
+                force=True,
+            )
+        ],
+    )
+
+
+def _automation(
+    client: SyncPrefectClient, name: str, wanted: AutomationCore | None, *, dry_run: bool
+) -> Iterator[Change]:
+    present = client.read_automations_by_name(name)
+    there: Automation | None = present[0] if present else None
+    if wanted is None:
+        if there is not None:
+            if not dry_run:
+                client.delete_automation(there.id)
+            yield Change("automation", name, "remove")
+        return
+    if there is None:
+        if not dry_run:
+            client.create_automation(wanted)
+        yield Change("automation", name, "create")
+        return
+    now, then = (_comparable(one) for one in (there, wanted))
+    differs = tuple(key for key in then if now.get(key) != then[key])
+    if differs and not dry_run:
+        client.delete_automation(there.id)  # the server refuses to change one that has an owner
+        client.create_automation(wanted)
+    yield Change("automation", name, "update" if differs else "unchanged", differs)
+
+
+def _comparable(automation: AutomationCore) -> dict[str, Any]:
+    dumped = automation.model_dump(mode="json", include={"enabled", "trigger", "actions"})
+    for key in ("after", "expect", "for_each"):
+        dumped["trigger"][key] = sorted(dumped["trigger"][key])
+    return dumped

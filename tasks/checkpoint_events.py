@@ -1,0 +1,140 @@
+"""The event `checkpoint.complete`: Prefect's server is told that a checkpoint can be evaluated now.
+
+Whoever knows it first says so: a watcher, the training flow, or a notification of a bucket. An event starts a
+reconciliation, which looks at everything, so one that is told twice changes nothing and one that is lost is made good
+by the next schedule.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from prefect.events import Event, Resource, emit_event
+
+from resources import storage
+from resources.errors import BadInput
+from tasks.checkpoints import Checkpoint, find_checkpoints
+from tasks.names import name_of
+from tasks.policies import Policy
+from tasks.prefect_client import prefect_client
+from tasks.run_listing import SeenCheckpoint, expand_runs, look_at_run
+
+CHECKPOINT_COMPLETE = "checkpoint.complete"
+"""Name of the event."""
+_RESOURCE = "assay.checkpoint."
+_GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True)
+class CompleteCheckpoint:
+    """What the event tells."""
+
+    uri: str
+    run: str
+    name: str
+    step: int
+    policy: str | None = None
+    """Whose watcher noticed it; unset where nobody watched for a policy."""
+
+    def labels(self) -> dict[str, str]:
+        """The event's resource: `assay.checkpoint.<uri>`, with what people search for."""
+        told = {
+            "prefect.resource.id": f"{_RESOURCE}{storage.absolute(self.uri)}",
+            "prefect.resource.name": self.name,
+            "assay.run": self.run,
+            "assay.step": str(self.step),
+        }
+        return told | ({"assay.policy": self.policy} if self.policy is not None else {})
+
+
+def resources_of(runs: Iterable[str]) -> list[str]:
+    """The resources that an automation for some runs, or patterns of runs, has to match.
+
+    Prefect knows a star at the end only. What matches too much starts a reconciliation that finds nothing to do.
+    """
+    found: dict[str, None] = {}
+    for run in runs:
+        location = storage.absolute(run.rstrip("/"))
+        glob = _GLOB.search(location)
+        for one in [f"{location[: glob.start()]}*"] if glob else [location, f"{location}/*"]:
+            found[f"{_RESOURCE}{one}"] = None
+    return list(found)
+
+
+def send(told: Sequence[CompleteCheckpoint]) -> None:
+    """Sends an event for each checkpoint, and returns when the server has them.
+
+    Raises:
+        PrefectUnavailable: it does not answer.
+    """
+    if not told:
+        return
+    # Each has an id of its own: a second event of one id makes the server lose others where it keeps them in SQLite.
+    events = [Event(event=CHECKPOINT_COMPLETE, resource=Resource(one.labels())) for one in told]
+    with prefect_client() as client:
+        client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
+
+
+def emit(checkpoints: Iterable[Checkpoint]) -> None:
+    """Tells the server beside whatever a flow does; where it cannot be told, the flow goes on."""
+    for one in checkpoints:
+        told = CompleteCheckpoint(one.uri, one.run, one.name, one.step)
+        emit_event(event=CHECKPOINT_COMPLETE, resource=told.labels())
+
+
+class Watched:
+    """The runs of a policy, of which each checkpoint is told once it is complete, and again if it is written again.
+
+    It remembers in memory only. At its first look at a run the newest checkpoint speaks for those before it, since
+    one reconciliation looks at them all.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._told: dict[str, dict[str, str]] = {}
+
+    def look(self) -> list[CompleteCheckpoint]:
+        """Those that are complete and were not returned yet; a listing of each run.
+
+        Raises:
+            StorageError: a run cannot be listed.
+        """
+        try:
+            runs = expand_runs(self._policy.runs)
+        except BadInput:  # no run matches the patterns yet
+            return []
+        found: list[CompleteCheckpoint] = []
+        for run in runs:
+            complete = [one for one in look_at_run(run, reference=self._policy.native_reference) if one.complete]
+            before = self._told.get(run)
+            fresh = [one for one in complete if (before or {}).get(one.uri) != one.listing]
+            self._told[run] = {one.uri: one.listing for one in complete}
+            found += [self._told_of(run, one) for one in (fresh[-1:] if before is None else fresh)]
+        return found
+
+    def forget(self, told: Iterable[CompleteCheckpoint]) -> None:
+        """Lets some be returned again, since nobody could be told of them."""
+        for one in told:
+            for listings in self._told.values():
+                listings.pop(one.uri, None)
+
+    def _told_of(self, run: str, one: SeenCheckpoint) -> CompleteCheckpoint:
+        return CompleteCheckpoint(one.uri, name_of(run)[0], one.name, one.step, self._policy.name)
+
+
+def checkpoint_at(uri: str) -> Checkpoint | None:
+    """The checkpoint at a location, or the one that a file belongs to; None where that is none, or not written yet.
+
+    Raises:
+        StorageError: the location cannot be listed.
+    """
+    for folder in (uri.rstrip("/"), storage.parent(uri)):
+        try:
+            found = find_checkpoints(folder, kinds=("huggingface", "levanter"))
+        except BadInput:  # not there, a file, or no checkpoint
+            continue
+        if match := next((one for one in found if one.uri == folder), None):
+            return match
+    return None

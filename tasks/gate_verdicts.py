@@ -1,0 +1,223 @@
+"""What a gate says of some checkpoints: GO or NO-GO, with a reason for each rule."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resources.errors import BadInput, GateRefused
+from tasks.comparison import ComparedMetric, Comparison, compare
+from tasks.gates import BaselineRule, BoundRule, Gate
+from tasks.record_search import FoundRecord, RecordFilter, records_of_checkpoints
+from tasks.records import Metric, Record, current_records
+from tasks.results import measured, title_of
+
+_ROUNDING = 1e-9  # 0.52 - 0.5 is more than 0.02 to a computer
+
+
+@dataclass(frozen=True)
+class Reason:
+    """What one rule says of one checkpoint, or of one of its scores."""
+
+    checkpoint: str
+    rule: str
+    found: str
+    go: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a gate says, and why."""
+
+    gate: str
+    reasons: tuple[Reason, ...]
+
+    @property
+    def go(self) -> bool:
+        """Whether everything asked for holds. Where nothing was looked at, nothing is known to hold."""
+        return bool(self.reasons) and all(reason.go for reason in self.reasons)
+
+    @property
+    def word(self) -> str:
+        """GO or NO-GO."""
+        return "GO" if self.go else "NO-GO"
+
+    @property
+    def refusals(self) -> tuple[Reason, ...]:
+        """The reasons for NO-GO."""
+        return tuple(reason for reason in self.reasons if not reason.go)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for scripts."""
+        return {"gate": self.gate, "verdict": self.word, "reasons": [vars(reason) for reason in self.reasons]}
+
+    def raise_unless_go(self) -> None:
+        """Turns NO-GO into an error.
+
+        Raises:
+            GateRefused: it is NO-GO.
+        """
+        if self.go:
+            return
+        lines = [f"{one.checkpoint}: {one.rule}: {one.found}" for one in self.refusals] or ["no record to look at"]
+        raise GateRefused(
+            expected=f"the gate {self.gate} to say GO",
+            found=f"NO-GO, for {len(lines)} of {max(1, len(self.reasons))} reasons:\n" + "\n".join(lines),
+            remedy="look at these scores; a checkpoint that is meant to pass needs another one, or another gate",
+        )
+
+
+@dataclass(frozen=True)
+class JudgedCheckpoint:
+    """A checkpoint with its records, and how many of its wanted cells have none."""
+
+    name: str
+    step: int
+    records: tuple[FoundRecord, ...]
+    without_record: int = 0
+
+
+def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_path: str) -> Verdict:
+    """What a gate says of checkpoints of one run.
+
+    Args:
+        gate: the rules.
+        checkpoints: of which it judges all or the latest, as it says.
+        evaluation_path: where the names of baselines are looked up.
+
+    Raises:
+        StorageError: records or samples cannot be read.
+    """
+    ordered = sorted(checkpoints, key=lambda one: one.step)
+    judged = ordered if gate.checkpoints == "every" else ordered[-1:]
+    reasons = (reason for one in judged for reason in _reasons(gate, one, evaluation_path))
+    return Verdict(gate.name, tuple(reasons))
+
+
+def judged_checkpoints(found: Sequence[FoundRecord]) -> list[JudgedCheckpoint]:
+    """Checkpoints by the newest records of their cells; a quick look hides no full evaluation."""
+    newest = {id(record) for record in current_records([one.record for one in found])}
+    by_name: dict[str, list[FoundRecord]] = {}
+    for one in found:
+        if id(one.record) in newest:
+            by_name.setdefault(one.record.checkpoint.name, []).append(one)
+    return [JudgedCheckpoint(name, ones[0].record.checkpoint.step, tuple(ones)) for name, ones in by_name.items()]
+
+
+def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str) -> Iterator[Reason]:
+    yield from _cells(gate, checkpoint)
+    for rule in gate.rules:
+        match rule:
+            case BoundRule():
+                yield from _bounded(rule, checkpoint)
+            case BaselineRule():
+                yield from _compared(rule, checkpoint, evaluation_path)
+
+
+def _cells(gate: Gate, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
+    statuses = Counter(one.record.status for one in checkpoint.records)
+    failed = statuses["failed"] + statuses["infra_failed"] + checkpoint.without_record
+    cells = len(checkpoint.records) + checkpoint.without_record
+    without = f", {checkpoint.without_record} of them without a record" if checkpoint.without_record else ""
+    yield Reason(
+        checkpoint.name,
+        "every cell succeeded" if gate.max_failed == 0 else f"at most {gate.max_failed} cells failed",
+        f"{failed} of {cells} failed{without}{_which(checkpoint.records, 'failed', 'infra_failed')}",
+        cells > 0 and failed <= gate.max_failed,
+    )
+    withheld = statuses["withheld"]
+    yield Reason(
+        checkpoint.name,
+        "no score withheld" if gate.max_withheld == 0 else f"at most {gate.max_withheld} scores withheld",
+        f"{withheld} of {cells} withheld{_which(checkpoint.records, 'withheld')}",
+        withheld <= gate.max_withheld,
+    )
+
+
+def _which(records: Sequence[FoundRecord], *statuses: str) -> str:
+    named = [f"{title_of(r.evaluator)}: {', '.join(r.benchmarks)}" for r in _records(records) if r.status in statuses]
+    return f" ({'; '.join(named)})" if named else ""
+
+
+def _records(found: Sequence[FoundRecord]) -> list[Record]:
+    return [one.record for one in found]
+
+
+def _wanted(rule: BoundRule | BaselineRule) -> RecordFilter:
+    evaluators = (rule.evaluator,) if rule.evaluator else ()
+    return RecordFilter(evaluators=evaluators, benchmarks=(rule.benchmark,), metrics=(rule.metric,), latest=False)
+
+
+def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
+    metrics = _scores(rule, checkpoint)
+    if not metrics:
+        yield Reason(checkpoint.name, rule.words, _missing(rule, checkpoint), go=False)
+    for metric in metrics:
+        passed = (
+            math.isfinite(metric.value)
+            and (rule.at_least is None or metric.value >= rule.at_least)
+            and (rule.at_most is None or metric.value <= rule.at_most)
+        )
+        shown = f"{metric.benchmark} · {metric.name} = {measured(metric.value, metric.stderr)} (n = {metric.n:,})"
+        yield Reason(checkpoint.name, rule.words, shown, passed)
+
+
+def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> list[Metric]:
+    wanted = _wanted(rule)
+    records = [record for record in wanted.select(_records(checkpoint.records)) if record.succeeded]
+    return [metric for record in records for metric in record.metrics if wanted.takes(metric.benchmark, metric.name)]
+
+
+def _missing(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> str:
+    asked = _wanted(rule.model_copy(update={"metric": "*"})).select(_records(checkpoint.records))
+    if not asked:
+        return "no such score: it was not asked"
+    statuses = ", ".join(sorted({record.status for record in asked}))
+    names = sorted({metric.name for record in asked for metric in record.metrics})
+    return f"no such score: {statuses}" + (f", with {', '.join(names)}" if names else "")
+
+
+def _compared(rule: BaselineRule, checkpoint: JudgedCheckpoint, evaluation_path: str) -> Iterator[Reason]:
+    metrics = _scores(rule, checkpoint)
+    if not metrics:
+        yield Reason(checkpoint.name, rule.words, _missing(rule, checkpoint), go=False)
+        return
+    try:
+        comparison = _comparison(rule, checkpoint, evaluation_path)
+    except BadInput as error:  # no baseline, nothing in common, not measured alike: not known, so no GO
+        yield Reason(checkpoint.name, rule.words, f"cannot be compared: {error.found}", go=False)
+        return
+    for key in comparison.only_first:
+        yield Reason(checkpoint.name, rule.words, f"{key}: only the baseline has this score", go=False)
+    for key in comparison.only_second:
+        yield Reason(checkpoint.name, rule.words, f"{key}: the baseline has no such score", go=False)
+    for metric in comparison.metrics:
+        found, go = _against_baseline(rule, metric)
+        yield Reason(checkpoint.name, rule.words, f"{metric.benchmark} · {metric.metric}: {found}", go)
+
+
+def _comparison(rule: BaselineRule, checkpoint: JudgedCheckpoint, evaluation_path: str) -> Comparison:
+    [baseline] = records_of_checkpoints([rule.not_worse_than], evaluation_path=evaluation_path)
+    labels = (rule.not_worse_than, checkpoint.name)
+    return compare(baseline, checkpoint.records, labels=labels, wanted=_wanted(rule), anyway=rule.anyway)
+
+
+def _against_baseline(rule: BaselineRule, metric: ComparedMetric) -> tuple[str, bool]:
+    """What was found, in words, and whether it passes."""
+    n = f"{metric.pairing.pairs:,} questions of both" if metric.pairing else metric.unpaired_because
+    shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"
+    if metric.higher_is_better is None:
+        return f"{shown}; nothing says which direction is better", False
+    change = metric.finding.difference if metric.higher_is_better else -metric.finding.difference
+    if not math.isfinite(change):
+        return f"{shown}; not a number", False
+    if rule.significantly:
+        if metric.adjusted_p is None:
+            return f"{shown}; not tested: neither samples nor standard errors", False
+        shown += f"; p = {metric.adjusted_p:.3f}"
+        if metric.verdict != "worse":
+            return shown, True
+    return shown, change >= -rule.by_more_than - _ROUNDING

@@ -1,0 +1,45 @@
+"""A verdict for people: a table in a terminal, and Markdown for the summary of a CI job and for Prefect's UI."""
+
+from __future__ import annotations
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from tasks.gate_verdicts import Reason, Verdict
+
+
+def verdict_table(verdict: Verdict) -> Table:
+    """One line for each reason, those for NO-GO first."""
+    style = "green" if verdict.go else "red"
+    title = Text(f"{verdict.gate}: ").append(verdict.word, style=f"bold {style}")
+    table = Table(title=title, box=box.SIMPLE_HEAD, leading=1)
+    table.add_column("", no_wrap=True)
+    for heading in ("checkpoint", "asked", "found"):
+        table.add_column(heading, overflow="fold")
+    for reason in _ordered(verdict):
+        mark = Text("GO", style="green") if reason.go else Text("NO-GO", style="red")
+        table.add_row(mark, *map(Text, (reason.checkpoint, reason.rule, reason.found)))
+    return table
+
+
+def verdict_markdown(verdict: Verdict) -> str:
+    """The same as Markdown."""
+    lines = [
+        f"## {verdict.word}: {verdict.gate}",
+        "",
+        "| Verdict | Checkpoint | Asked | Found |",
+        "| --- | --- | --- | --- |",
+    ]
+    for reason in _ordered(verdict):
+        cells = (reason.checkpoint, reason.rule, reason.found)
+        lines.append(f"| {'GO' if reason.go else '**NO-GO**'} | {' | '.join(map(_in_a_cell, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def _ordered(verdict: Verdict) -> list[Reason]:
+    return sorted(verdict.reasons, key=lambda reason: reason.go)
+
+
+def _in_a_cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", "<br>").replace("*", "\\*")

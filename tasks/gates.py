@@ -1,0 +1,103 @@
+"""Gates: what the records of a checkpoint must show before it goes on, as a file that can be reviewed.
+
+A gate never says GO for what it cannot know: a score that is missing, or cannot be compared, is a reason for NO-GO.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from resources.config import AnyOfInForms, Config
+from tasks.config import EvaluatorName
+
+
+class _Scored(Config):
+    """Which scores a rule is about."""
+
+    benchmark: str
+    """Benchmark as its metrics are published, or a pattern such as mmlu*; every score that matches must pass."""
+    metric: str
+    """Metric as the harness calls it, such as acc, or a pattern."""
+    evaluator: EvaluatorName | None = None
+    """Only scores of this harness; those of every harness when unset."""
+
+    @property
+    def scores(self) -> str:
+        """Which scores, in words."""
+        return f"{self.benchmark} · {self.metric}" + (f" ({self.evaluator})" if self.evaluator else "")
+
+
+class BoundRule(_Scored):
+    """A score must not be below, or above, a number."""
+
+    at_least: float | None = None
+    """The lowest value that passes, on the harness's own scale."""
+    at_most: float | None = None
+    """The highest value that passes, for metrics where less is better."""
+
+    @model_validator(mode="after")
+    def _bounded(self) -> BoundRule:
+        if self.at_least is None and self.at_most is None:
+            raise ValueError("expected at_least, at_most or not_worse_than in each rule, found none of them")
+        for bound in (self.at_least, self.at_most):
+            if bound is not None and not math.isfinite(bound):
+                raise ValueError(f"expected a number, found {bound}")
+        return self
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        bounds = (("at least", self.at_least), ("at most", self.at_most))
+        return f"{self.scores} {' and '.join(f'{word} {value:g}' for word, value in bounds if value is not None)}"
+
+
+class BaselineRule(_Scored):
+    """A score must not be worse than that of another checkpoint, on the questions both were asked where there are
+    samples."""
+
+    not_worse_than: str
+    """The other checkpoint as `assay compare` takes it: NAME, RUN@STEP, PATH:NAME or the folder of a record."""
+    by_more_than: float = Field(default=0.0, ge=0)
+    """How much worse it may be, on the harness's own scale."""
+    significantly: bool = False
+    """Refuse only what is more than chance: adjusted p below 0.05 in the test of `assay compare`."""
+    anyway: bool = False
+    """Compare also what was not measured alike."""
+
+    @property
+    def words(self) -> str:
+        """What it asks for."""
+        margin = f" by more than {self.by_more_than:g}" if self.by_more_than else ""
+        chance = "significantly " if self.significantly else ""
+        return f"{self.scores} not {chance}worse than {self.not_worse_than}{margin}"
+
+
+def _kind(rule: Any) -> str:
+    """Rules are told apart by what they name; forms and files need no word for it."""
+    named = rule if isinstance(rule, dict) else vars(rule)
+    return "baseline" if "not_worse_than" in named else "bound"
+
+
+Rule = Annotated[
+    Annotated[BoundRule, Tag("bound")] | Annotated[BaselineRule, Tag("baseline")],
+    Discriminator(_kind),
+    AnyOfInForms(),
+]
+
+
+class Gate(Config):
+    """What must hold for GO. Without rules, every cell must have succeeded."""
+
+    name: str = "gate"
+    """What it is called in verdicts."""
+    checkpoints: Literal["latest", "every"] = "latest"
+    """Judge the checkpoint with the highest step of those looked at, or each of them."""
+    rules: tuple[Rule, ...] = ()
+    """What scores must show; each must hold."""
+    max_withheld: int = Field(default=0, ge=0)
+    """Cells of a checkpoint whose score may be withheld, since counts did not agree."""
+    max_failed: int = Field(default=0, ge=0)
+    """Cells of a checkpoint that may have failed, or have no record."""

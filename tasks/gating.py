@@ -1,0 +1,70 @@
+"""A gate at the end of a flow: the verdict is shown in Prefect's UI, and NO-GO fails the flow run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from prefect import task
+from prefect.artifacts import create_markdown_artifact
+from prefect.cache_policies import NO_CACHE
+
+from resources.errors import EvaluationIncomplete
+from tasks.cells import Cell, conclude
+from tasks.gate_verdicts import JudgedCheckpoint, Verdict, judge
+from tasks.gate_views import verdict_markdown
+from tasks.gates import Gate
+from tasks.names import artifact_key
+from tasks.progress import Judged, report, report_event
+from tasks.record_search import FoundRecord
+from tasks.records import Record, read_record
+
+
+def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
+    """The records that stand for some cells, if a gate says GO; it may tolerate some that failed or were withheld.
+
+    Raises:
+        GateRefused: it says NO-GO.
+        EvaluationInterrupted: cells have no succeeded record, and running again may well give them one.
+    """
+    verdict = judge_cells(gate, cells)
+    report(Judged(verdict))
+    try:
+        records = conclude(cells)
+    except EvaluationIncomplete:
+        records = [one.record for cell in cells for one in _standing(cell)]
+    verdict.raise_unless_go()
+    return records
+
+
+@task(task_run_name="gate {gate.name}", cache_policy=NO_CACHE, persist_result=False)
+def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
+    """What a gate says of the checkpoints of some cells, shown in Prefect's UI.
+
+    Raises:
+        StorageError: records or samples cannot be read.
+    """
+    by_name: dict[str, list[Cell]] = {}
+    for cell in cells:
+        by_name.setdefault(cell.reference.name, []).append(cell)
+    checkpoints = [_judged(name, ones) for name, ones in by_name.items()]
+    verdict = judge(gate, checkpoints, evaluation_path=cells[0].config.evaluation_path)
+    report_event(f"gate {verdict.gate}: {verdict.word}")
+    create_markdown_artifact(
+        verdict_markdown(verdict),
+        key=f"{artifact_key(cells[0].reference.run)}-gate",
+        description=f"Gate {gate.name} on {cells[0].reference.run}",
+    )
+    return verdict
+
+
+def _judged(name: str, cells: Sequence[Cell]) -> JudgedCheckpoint:
+    found = [_standing(cell) for cell in cells]
+    records = tuple(one for ones in found for one in ones)
+    return JudgedCheckpoint(name, cells[0].reference.step, records, sum(not ones for ones in found))
+
+
+def _standing(cell: Cell) -> list[FoundRecord]:
+    """The record of a cell with its folder, the better and newer of the two ways of evaluating it; none without one."""
+    ways = [one for one in (cell, cell.alternative) if one is not None]
+    found = [FoundRecord(one.uri, record) for one in ways if (record := read_record(one.uri)) is not None]
+    return sorted(found, key=lambda one: (one.record.succeeded, one.record.created))[-1:]

@@ -1,0 +1,73 @@
+"""What a flow run that was cancelled or crashed may leave: claims, and jobs on a cluster. Both end by themselves too.
+
+A claim ends with its lease, a job with whoever submitted it or with a lease: this only makes it sooner.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from pydantic import ValidationError
+
+from pools.pool_jobs import is_local
+from resources.errors import AssayError
+from resources.jobs import Client
+from tasks.claim_files import claims_folder, end_claim, read_claims
+from tasks.names import job_label, name_of
+from tasks.policies import Policy
+from tasks.run_listing import expand_runs
+
+
+def claims_folders(parameters: Mapping[str, Any]) -> list[str]:
+    """Where a flow run with these parameters has its claims: those of a policy, or of one request.
+
+    Raises:
+        StorageError: runs of a policy cannot be listed.
+        ValidationError: the parameters are none of a flow of ours.
+    """
+    if "policy" in parameters:
+        policy = Policy.model_validate(parameters["policy"])
+        return [claims_folder(policy.evaluation_path, name_of(run)[0]) for run in expand_runs(policy.runs)]
+    folders: list[str] = []
+    for key in ("config", "request"):
+        request = parameters.get(key)
+        if isinstance(request, Mapping) and {"evaluation_path", "model_path"} <= request.keys():
+            folders.append(claims_folder(request["evaluation_path"], name_of(request["model_path"])[0]))
+    return folders
+
+
+def end_claims(parameters: Mapping[str, Any], *, flow_run: str) -> int:
+    """Ends the claims of a flow run, so that the next one need not wait for their lease; how many there were.
+
+    Raises:
+        StorageError: they cannot be read or written.
+    """
+    ended = 0
+    with suppress(ValidationError):
+        for folder in claims_folders(parameters):
+            for seen in read_claims(folder):
+                held = not seen.claim.released and seen.holder is not None and seen.holder.flow_run == flow_run
+                ended += held and end_claim(seen)
+    return ended
+
+
+def end_jobs(client: Client, *, flow_run: str) -> int:
+    """Ends the jobs of a flow run that are left on a cluster; how many there were.
+
+    Those of this machine end with the process that submitted them, and are not looked for.
+
+    Raises:
+        BackendUnavailable: the cluster does not answer.
+    """
+    if is_local(client):
+        return 0
+    label = job_label(flow_run)
+    ended = 0
+    for job in client.jobs():
+        if not job.status.finished and label in job.name.split("-"):
+            with suppress(AssayError):  # it ended meanwhile
+                client.attach(job.job_id).terminate()
+                ended += 1
+    return ended

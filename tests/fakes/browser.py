@@ -1,0 +1,143 @@
+"""A real Chromium, driven over its DevTools protocol: pages that need a server, a keyboard and a mouse."""
+
+from __future__ import annotations
+
+import base64
+import json
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.sync.client import connect
+from websockets.sync.connection import Connection
+
+from fakes.polling import eventually
+
+BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+_FLAGS = (
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-proxy-server",
+    "--remote-debugging-port=0",
+)
+_LARGEST_MESSAGE = 64 * 2**20  # a screenshot of a long page
+
+
+def chromium_binary() -> str:
+    """Where Chromium is; the test is skipped without one."""
+    for name in BINARIES:
+        if found := shutil.which(name):
+            return found
+    pytest.skip("no Chromium: install one (apt-get install chromium, or brew install --cask chromium)")
+
+
+class ProtocolError(Exception):
+    """Chromium could not do what it was asked."""
+
+
+class Page:
+    """One tab. Elements are named by JavaScript expressions, so that a test says how a person finds them."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._calls = 0
+
+    def call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """One call of the protocol, and its result; events that come meanwhile are passed over."""
+        self._calls += 1
+        self._connection.send(json.dumps({"id": self._calls, "method": method, "params": parameters}))
+        while True:
+            answer = json.loads(self._connection.recv(timeout=60))
+            if answer.get("id") == self._calls:
+                if "error" in answer:
+                    raise ProtocolError(answer["error"])
+                return answer["result"]
+
+    def go(self, url: str) -> None:
+        """Opens a page."""
+        self.call("Page.navigate", url=url)
+
+    def value(self, expression: str) -> Any:
+        """What an expression comes to in the page."""
+        answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
+
+    def until(self, expression: str, *, seconds: float = 30.0) -> Any:
+        """The same, once it is true; what is looked at may not be there yet.
+
+        The page itself looks every 100 ms: asked from here so often, a large page has no time for anything else.
+        """
+        look = (
+            "new Promise((resolve) => { const end = Date.now() + 1000; const look = () => { let found = null;"
+            f" try {{ found = ({expression}); }} catch (_) {{}}"
+            " if (found || Date.now() > end) resolve(found); else setTimeout(look, 100); }; look(); })"
+        )
+
+        def found() -> Any:
+            try:
+                return self.value(look)
+            except ProtocolError:  # the page went away meanwhile, for another one
+                return None
+
+        return eventually(found, seconds=seconds)
+
+    def click(self, element: str) -> None:
+        """Brings an element into view and clicks it, as a mouse does."""
+        self.until(f"!!({element})")
+        place = self.value(
+            f"(() => {{ const one = ({element}); one.scrollIntoView({{block: 'center'}});"
+            " const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
+        )
+        for kind in ("mousePressed", "mouseReleased"):
+            self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+
+    def fill(self, element: str, text: str) -> None:
+        """Clicks a field, selects what is in it, and types a text in its place."""
+        self.click(element)
+        self.call("Input.dispatchKeyEvent", type="keyDown", commands=["selectAll"], key="a")
+        self.call("Input.insertText", text=text)
+
+    def press(self, key: str, code: int) -> None:
+        """A key of the keyboard, such as Enter, 13."""
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
+
+    def screenshot(self, file: Path) -> None:
+        """What is to be seen, as a PNG."""
+        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
+
+
+@contextmanager
+def browser(folder: Path, *, width: int = 1300, height: int = 2400) -> Iterator[Page]:
+    """Chromium with one tab, for as long as the block lasts; its profile lies in `folder`."""
+    profile = folder / "profile"
+    size = f"--window-size={width},{height}"
+    process = subprocess.Popen(
+        [chromium_binary(), *_FLAGS, size, f"--user-data-dir={profile}", "about:blank"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        file = profile / "DevToolsActivePort"
+        eventually(lambda: file.is_file() and len(file.read_text().split()) == 2)
+        port, path = file.read_text().split()
+        with connect(f"ws://127.0.0.1:{port}{path}", max_size=_LARGEST_MESSAGE, proxy=None) as main:
+            pages = Page(main).call("Target.getTargets")["targetInfos"]
+        tab = next(one["targetId"] for one in pages if one["type"] == "page")
+        address = f"ws://127.0.0.1:{port}/devtools/page/{tab}"
+        with connect(address, max_size=_LARGEST_MESSAGE, proxy=None) as connection:
+            yield Page(connection)
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,229 @@
+"""Flow runs as Prefect shows them, with a gate at their end; and the steps of the CI workflow, run as CI does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from fakes import engine as engine_program
+from fakes.models import CONFIG, write_checkpoint
+from fakes.polling import eventually
+from fakes.processes import running_program
+from fakes.records import make_metric, make_record
+from fakes.tokenizers import write_byte_tokenizer
+from flows.deploying import deployments_for
+from flows.series import evaluate_checkpoints
+from resources import storage
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import GateRefused
+from resources.settings import process_environment
+from tasks.cells import plan_cells
+from tasks.checkpoints import discover
+from tasks.config import CheckpointSelection, EvaluationConfig
+from tasks.gates import Gate
+from tasks.provisioning import as_served
+from tasks.records import write_record
+from tasks.suites import SuiteRequest, load_suite
+from tasks.work_pools import LOCAL_WORK_POOL, base_job_template
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]
+
+ROOT = Path(__file__).parents[2]
+WORKFLOW = yaml.safe_load((ROOT / "deployments" / "ci" / "evaluate.yml").read_text())
+QUESTIONS = 2
+LOW = {"benchmark": "demo_facts", "metric": "acc", "at_least": 0.0}
+HIGH = LOW | {"at_least": 1.01}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _harness_is_built() -> None:
+    ensure_environment(ENVIRONMENTS["lm-eval"])
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training run, called like no other of these tests, with two complete checkpoints."""
+    folder = tmp_path_factory.mktemp("runs") / "gated"
+    for step in (1, 2):
+        config = {**CONFIG, "num_attention_heads": 1}
+        write_byte_tokenizer(write_checkpoint(folder / "hf" / f"step-{step}", seed=step, config=config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The deterministic engine, which serves the checkpoints of the run."""
+    address = tmp_path_factory.mktemp("engine") / "engine.json"
+    models = ("--model", "gated-1", "--model", "gated-2")
+    with running_program(str(engine_program.__file__), "--address-file", str(address), "--faults", "{}", *models):
+        eventually(address.is_file)
+        yield f"{json.loads(address.read_text())['url']}/v1"
+
+
+def asked(api: str, what: str, **wanted: Any) -> list[dict[str, Any]]:
+    """Flow runs, task runs or artifacts, as the server has them."""
+    return httpx.post(f"{api}/{what}/filter", json=wanted).raise_for_status().json()
+
+
+def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
+    run: Path, base_url: str, tmp_path: Path, prefect_api: str
+):
+    config = EvaluationConfig.model_validate(
+        {
+            "model_path": str(run),
+            "evaluation_path": str(tmp_path / "out"),
+            "base_url": base_url,
+            "evals": [{"name": "demo_facts"}],
+            "max_eval_instances": QUESTIONS,
+            "wandb_tags": ["suite=mine", "policy=nightly"],
+        }
+    )
+    latest = CheckpointSelection(which="latest")
+
+    with pytest.raises(GateRefused, match=r"NO-GO(.|\n)*gated-2: demo_facts · acc at least 1.01"):
+        evaluate_checkpoints(config, latest, Gate.model_validate({"name": "release", "rules": [HIGH]}))
+
+    [flow_run] = asked(prefect_api, "flow_runs", flow_runs={"tags": {"all_": ["run=gated"]}})
+    assert flow_run["name"] == "evaluate gated, latest · demo_facts"
+    assert flow_run["state_type"] == "FAILED"
+    tags = {"run=gated", "evaluator=lm-eval", "suite=mine", "policy=nightly"}
+    assert set(flow_run["tags"]) == tags
+    tasks = asked(prefect_api, "task_runs", flow_runs={"id": {"any_": [flow_run["id"]]}})
+    tagged = {one["name"]: set(one["tags"]) for one in tasks}
+    assert {"plan", "evaluate gated-2 · lm-eval: demo_facts", "report on gated", "gate release"} <= tagged.keys()
+    assert tagged["evaluate gated-2 · lm-eval: demo_facts"] == tags
+    artifacts = {
+        one["key"]: one
+        for one in asked(prefect_api, "artifacts", flow_runs={"id": {"any_": [flow_run["id"]]}})
+        if one["key"]
+    }
+    kinds = {"progress": "progress", "results": "table", "curves": "image", "report": "markdown", "gate": "markdown"}
+    assert {f"gated-{what}": kind for what, kind in kinds.items()}.items() <= {
+        key: one["type"] for key, one in artifacts.items()
+    }.items()
+    assert artifacts["gated-progress"]["data"] == 100.0
+    assert "1 of 1 cells" in artifacts["gated-progress"]["description"]
+    assert str(tmp_path / "out" / "gated") in artifacts["gated-records"]["data"]
+    assert "NO-GO: release" in artifacts["gated-gate"]["data"]
+
+    records = evaluate_checkpoints(config, latest, Gate.model_validate({"rules": [LOW]}))
+    assert [record.checkpoint.name for record in records] == ["gated-2"]
+    [shown] = asked(prefect_api, "artifacts/latest", artifacts={"key": {"any_": ["gated-gate"]}})
+    assert "## GO: gate" in shown["data"]
+
+
+@dataclass(frozen=True)
+class Checkout:
+    """What a runner of the workflow has: the team's files, and a run whose cells all have records."""
+
+    folder: Path
+    run: Path
+    api: str
+
+    def step(self, job: str, name: str, *, gate: dict[str, Any]) -> list[str]:
+        """The shell's command for a step of the workflow, with a gate of its own."""
+        [script] = [one["run"] for one in WORKFLOW["jobs"][job]["steps"] if one.get("name") == name]
+        (self.folder / f"{gate['name']}.yaml").write_text(yaml.safe_dump(gate))
+        return ["bash", "-e", "-c", script]
+
+    def environment(self, gate: dict[str, Any]) -> dict[str, str]:
+        """The variables that the workflow sets."""
+        venv = Path(sys.executable).parent
+        return process_environment(
+            {
+                "PATH": f"{venv}:/usr/local/bin:/usr/bin:/bin",
+                "PREFECT_API_URL": self.api,
+                "PREFECT_API_AUTH_STRING": "",  # of a secret that is not set
+                "DEPLOYMENT": "evaluate-suite/local",
+                "MODEL_PATH": str(self.run),
+                "RECORDS": str(self.folder / "records"),
+                "SUITE": str(self.folder / "mine.yaml"),
+                "GATE": f"{gate['name']}.yaml",
+                "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),
+            }
+        )
+
+    def start(self, job: str, name: str, gate: dict[str, Any]) -> subprocess.Popen[str]:
+        """Begins a step, as a runner does."""
+        return subprocess.Popen(
+            self.step(job, name, gate=gate),
+            cwd=self.folder,
+            env=self.environment(gate),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+
+@pytest.fixture(scope="module")
+def checkout(run: Path, tmp_path_factory: pytest.TempPathFactory, prefect_api: str) -> Checkout:
+    """Its cells have records already, so no engine is started."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "assay").symlink_to(ROOT)
+    evaluation = {"label": "facts", "evals": ["demo_facts"], "max_eval_instances": QUESTIONS}
+    suite = {"name": "mine", "description": "Facts.", "engine_kwargs": {"max_model_len": 64}}
+    (folder / "mine.yaml").write_text(yaml.safe_dump({**suite, "evaluations": [evaluation]}))
+    request = SuiteRequest(model_path=str(run), evaluation_path=str(folder / "records"))
+    configs = [as_served(one) for one in load_suite(str(folder / "mine.yaml")).evaluations_of(request)]
+    for cell in plan_cells.fn(configs, discover.fn(str(run), CheckpointSelection())):
+        record = make_record(
+            metrics=(make_metric(value=0.5, n=QUESTIONS),),
+            checkpoint=cell.reference,
+            cell=storage.basename(cell.uri),
+            evaluation=cell.config.model_dump(mode="json"),
+            evaluation_hash=cell.evaluation_hash,
+        )
+        write_record(cell.uri, record)
+    return Checkout(folder, run, prefect_api)
+
+
+GO = {"name": "go", "rules": [LOW]}
+NO_GO = {"name": "no-go", "rules": [HIGH]}
+
+
+def test_step_on_the_runner_ends_as_the_gate_says_and_leaves_a_summary(checkout: Checkout):
+    steps = [checkout.start("here", "Evaluate", gate) for gate in (GO, NO_GO)]
+    outputs = [step.communicate(timeout=300)[0] for step in steps]
+    assert [step.returncode for step in steps] == [0, 1], outputs
+    assert all("Evaluated 0, already recorded 2" in text or "all 2 cells" in text for text in outputs), outputs
+    summary = (checkout.folder / "summary.md").read_text()
+    assert {line for line in summary.splitlines() if line.startswith("## ")} == {"## GO: go", "## NO-GO: no-go"}
+
+
+@pytest.fixture(scope="module")
+def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A worker of this machine's work pool, and the deployment of the flow for suites."""
+    pool = {"name": LOCAL_WORK_POOL, "type": "process", "base_job_template": base_job_template("process")}
+    httpx.post(f"{prefect_api}/work_pools/", json=pool)  # another test may have made it
+    content = deployments_for(LOCAL_WORK_POOL, name="local")
+    content["deployments"] = [one for one in content["deployments"] if one["entrypoint"].endswith("evaluate_suite")]
+    folder = tmp_path_factory.mktemp("worker")
+    (folder / "prefect.yaml").write_text(yaml.safe_dump(content))
+    env = process_environment({"PREFECT_API_URL": prefect_api, "PREFECT_WORKER_QUERY_SECONDS": "1"})
+    prefect = [sys.executable, "-m", "prefect"]
+    deploy = [*prefect, "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
+    done = subprocess.run(deploy, env=env, cwd=folder, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    start = [*prefect, "worker", "start", "--pool", LOCAL_WORK_POOL]
+    with subprocess.Popen(start, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
+        try:
+            yield
+        finally:
+            process.terminate()
+
+
+@pytest.mark.usefixtures("worker")
+def test_step_that_waits_for_a_deployed_flow_ends_as_the_gate_says(checkout: Checkout):
+    steps = [checkout.start("deployed", "Evaluate, and wait", gate) for gate in (GO, NO_GO)]
+    outputs = [step.communicate(timeout=400)[0] for step in steps]
+    assert [step.returncode for step in steps] == [0, 1], outputs
+    assert "Completed" in outputs[0] and "Failed" in outputs[1], outputs

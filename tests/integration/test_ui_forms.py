@@ -1,0 +1,253 @@
+"""Flows started from Prefect's UI: the run forms of the deployments, filled by hand in a real Chromium."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from fakes.browser import Page, browser
+from fakes.polling import eventually
+from flows.deploying import deployments_for
+from flows.suites import evaluate_suite
+from resources.config import TpuConfig
+from resources.settings import process_environment
+from tasks.config import CheckpointSelection
+from tasks.gates import BaselineRule, Gate
+from tasks.suites import built_in_suites
+from tasks.work_pools import LOCAL_WORK_POOL, base_job_template
+
+pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
+
+FLOWS = {
+    "evaluate-checkpoint": "flows.evaluation.evaluate_checkpoint",
+    "evaluate-checkpoints": "flows.series.evaluate_checkpoints",
+    "evaluate-suite": "flows.suites.evaluate_suite",
+    "reconcile-policy": "flows.reconcile.reconcile_policy",
+    "train-and-evaluate": "flows.training.train_and_evaluate",
+}
+# A field is found by its label, inside the one it belongs to; a choice in a list by its text.
+FINDERS = """
+window.field = (...names) => names.reduce((root, name) => {
+  const labels = root ? [...root.querySelectorAll("label")] : [];
+  const label = labels.find((one) => one.textContent.replace(" (Optional)", "") === name);
+  return label && label.closest("div.group");
+}, document);
+window.withText = (root, selector, text) =>
+  root && [...root.querySelectorAll(selector)].find((one) => one.textContent.trim() === text);
+"""
+
+
+@dataclass(frozen=True)
+class Form:
+    """The run form of a deployment, as it stands in a page."""
+
+    page: Page
+
+    def tab(self, *field: str, choose: str) -> None:
+        """Chooses one of the kinds of value that a field may have."""
+        self.page.click(f"withText({_field(*field)}, '[role=tab]', {json.dumps(choose)})")
+
+    def tabs(self, *field: str) -> list[str]:
+        """Which kinds those are."""
+        return self.page.value(
+            f"[...{_field(*field)}.querySelector('[role=tablist]').querySelectorAll('[role=tab]')]"
+            ".map((one) => one.textContent)"
+        )
+
+    def choices(self, *field: str) -> list[str]:
+        """Opens the list of a field, and says what is in it."""
+        self.page.click(f"{_field(*field)}.querySelector('[aria-haspopup=listbox]')")
+        self.page.until("document.querySelectorAll('[role=option]').length")
+        return self.page.value("[...document.querySelectorAll('[role=option]')].map((one) => one.textContent.trim())")
+
+    def choose(self, *field: str, choice: str) -> None:
+        """Takes a choice from the list of a field."""
+        assert choice in self.choices(*field)
+        self.page.click(f"withText(document, '[role=option]', {json.dumps(choice)})")
+        self.page.until("!document.querySelector('[role=option]')")
+
+    def type(self, *field: str, text: str) -> None:
+        """Types into a field, in place of what is there."""
+        self.page.fill(f"{_field(*field)}.querySelector('textarea, input')", text)
+
+    def add(self, *field: str) -> None:
+        """Adds an item to the list in a field."""
+        self.page.click(f"withText({_field(*field)}, 'button', 'Add item')")
+
+    def help_texts(self) -> dict[str, str]:
+        """What stands below the label of each field that is shown; of several of one name, any."""
+        return self.page.value(
+            "Object.fromEntries([...document.querySelectorAll('div.group label')].map((one) =>"
+            " [one.textContent.replace(' (Optional)', ''), one.parentElement.querySelector('p')?.textContent ?? '']))"
+        )
+
+    def submit(self) -> None:
+        """Presses the button."""
+        self.page.click("withText(document, 'button', 'Submit')")
+
+    def says(self, text: str) -> None:
+        """Waits until a text is to be seen."""
+        self.page.until(f"document.body.textContent.includes({json.dumps(text)})")
+
+
+def _field(*names: str) -> str:
+    return f"field({', '.join(map(json.dumps, names))})"
+
+
+@pytest.fixture(scope="module")
+def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a Prefect server with its UI, which Prefect's own server for tests does not serve."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    env = process_environment(
+        {
+            "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")),
+            "PREFECT_UI_API_URL": f"{address}/api",
+            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        }
+    )
+    command = [sys.executable, "-m", "prefect", "server", "start", "--no-services", "--port", address.split(":")[-1]]
+    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as server:
+        try:
+            eventually(lambda: _listens(address) or server.poll() is not None, seconds=180)
+            yield address
+        finally:
+            server.terminate()
+
+
+def _listens(address: str) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", int(address.split(":")[-1]))).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
+@pytest.fixture(scope="module")
+def deployed(prefect_ui: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Deployments of this machine's work pool: ids by flow."""
+    api = f"{prefect_ui}/api"
+    pool = {"name": LOCAL_WORK_POOL, "type": "process", "base_job_template": base_job_template("process")}
+    httpx.post(f"{api}/work_pools/", json=pool).raise_for_status()
+    content = deployments_for(LOCAL_WORK_POOL, name="local")
+    content["deployments"] = [one for one in content["deployments"] if one["entrypoint"] in FLOWS.values()]
+    file = tmp_path_factory.mktemp("deployments") / "prefect.yaml"
+    file.write_text(yaml.safe_dump(content))
+    deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    env = process_environment({"PREFECT_API_URL": api})
+    done = subprocess.run(deploy, env=env, cwd=file.parent, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {flow: httpx.get(f"{api}/deployments/name/{flow}/local").json()["id"] for flow in FLOWS}
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("chromium")) as one:
+        yield one
+
+
+def opened(page: Page, server: str, deployed: dict[str, str], flow: str) -> Form:
+    """The form of a deployment's run, in the page."""
+    page.go(f"{server}/v2/deployments/deployment/{deployed[flow]}/run")
+    page.until(
+        f"location.href.includes({json.dumps(deployed[flow])})"
+        " && document.querySelector('div.group label')"
+        " && [...document.querySelectorAll('button')].some((one) => one.textContent === 'Submit')"
+    )
+    page.value(FINDERS)
+    return Form(page)
+
+
+def runs_of(server: str, deployment: str) -> list[dict[str, Any]]:
+    """The flow runs of a deployment, as the server has them."""
+    wanted = {"deployments": {"id": {"any_": [deployment]}}}
+    return httpx.post(f"{server}/api/flow_runs/filter", json=wanted).json()
+
+
+@pytest.mark.parametrize(
+    ("flow", "tabs", "resources"),
+    [
+        ("evaluate-checkpoint", [("config", "resource_config", "ResourceConfig")], ("config", "resource_config")),
+        ("evaluate-checkpoints", [("config", "resource_config", "ResourceConfig")], ("config", "resource_config")),
+        ("evaluate-suite", [("request", "resource_config", "ResourceConfig")], ("request", "resource_config")),
+        (
+            "reconcile-policy",
+            [("policy", "Policy"), ("policy", "resource_config", "ResourceConfig")],
+            ("policy", "resource_config"),
+        ),
+        ("train-and-evaluate", [], ("config", "training", "resources")),
+    ],
+)
+def test_form_explains_every_field_and_offers_the_device_as_one_of_three(
+    page: Page, prefect_ui: str, deployed: dict[str, str], flow: str, tabs: list[tuple[str, ...]], resources: Any
+):
+    form = opened(page, prefect_ui, deployed, flow)
+    for *field, choice in tabs:
+        form.tab(*field, choose=choice)
+    page.until(f"!!{_field(*resources, 'device')}")
+    assert form.tabs(*resources, "device") == ["CpuConfig", "GpuConfig", "TpuConfig"]
+    explained = form.help_texts()
+    assert len(explained) > 12
+    assert [name for name, text in explained.items() if not text] == []
+    form.tab(*resources, "device", choose="GpuConfig")
+    page.until(f"!!{_field(*resources, 'device', 'count')}")
+    form.tab(*resources, "device", choose="CpuConfig")
+    page.until(f"!{_field(*resources, 'device', 'count')}")
+
+
+def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
+    page: Page, prefect_ui: str, deployed: dict[str, str]
+):
+    form = opened(page, prefect_ui, deployed, "evaluate-suite")
+    assert form.tabs("suite") == ["built in", "file", "Suite"]
+    assert form.choices("suite") == list(built_in_suites())
+    form.choose("suite", choice="key_evals")
+    form.type("request", "model_path", text="gs://bucket/runs/a")
+    form.type("request", "evaluation_path", text="gs://bucket/evaluations")
+    form.tab("request", "resource_config", choose="ResourceConfig")
+    form.tab("request", "resource_config", "device", choose="TpuConfig")
+    form.type("request", "resource_config", "device", "variant", text="v5p-8")
+    form.choose("selection", "which", choice="latest")
+    form.tab("gate", choose="Gate")
+    form.add("gate", "rules")
+    form.tab("gate", "rules", choose="BaselineRule")
+    form.type("gate", "rules", "benchmark", text="mmlu*")
+    form.type("gate", "rules", "metric", text="acc")
+    form.type("gate", "rules", "not_worse_than", text="base@1000")
+    form.type("gate", "rules", "by_more_than", text="0.02")
+    form.submit()
+    [run] = eventually(lambda: runs_of(prefect_ui, deployed["evaluate-suite"]))
+
+    asked = evaluate_suite.validate_parameters(run["parameters"])
+    assert asked["suite"] == "key_evals"
+    assert (asked["request"].model_path, asked["request"].evaluation_path) == (
+        "gs://bucket/runs/a",
+        "gs://bucket/evaluations",
+    )
+    assert asked["request"].resource_config.device == TpuConfig(variant="v5p-8")
+    assert asked["selection"] == CheckpointSelection(which="latest")
+    rule = BaselineRule(benchmark="mmlu*", metric="acc", not_worse_than="base@1000", by_more_than=0.02)
+    assert asked["gate"] == Gate(rules=(rule,))
+
+
+def test_wrong_value_is_refused_in_words_and_nothing_is_started(page: Page, prefect_ui: str, deployed: dict[str, str]):
+    form = opened(page, prefect_ui, deployed, "evaluate-checkpoints")
+    form.type("selection", "wait_for_incomplete_seconds", text="-5")
+    form.submit()
+    waiting = f"{_field('selection', 'wait_for_incomplete_seconds')}.querySelector('input')"
+    page.until(f"document.activeElement === {waiting}")  # the browser leads back to it, and says why
+    assert page.value(f"{waiting}.validationMessage") == "Value must be greater than or equal to 0."
+    form.type("selection", "wait_for_incomplete_seconds", text="5")
+    form.submit()
+    form.says("'model_path' is a required property")
+    form.says("'evals' is a required property")
+    assert runs_of(prefect_ui, deployed["evaluate-checkpoints"]) == []

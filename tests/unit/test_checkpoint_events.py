@@ -1,0 +1,115 @@
+"""What is told of complete checkpoints, once each, and which runs an automation listens to."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from prefect.events import ResourceSpecification
+from prefect.events.schemas.events import Resource
+
+from fakes.models import write_checkpoint
+from flows.cli_schedule import duration
+from flows.loading import load_config
+from flows.watching import watch
+from resources.errors import BadInput, PrefectUnavailable
+from tasks.checkpoint_events import CompleteCheckpoint, Watched, checkpoint_at, resources_of
+from tasks.policies import Policy
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Policy:
+    """About every run whose folder begins with run."""
+    content = {
+        "name": "watched",
+        "runs": [str(tmp_path / "run*")],
+        "suites": ["key_evals"],
+        "evaluation_path": str(tmp_path / "out"),
+        "base_url": "http://127.0.0.1:1/v1",
+    }
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump(content))
+    return load_config(str(file), Policy)
+
+
+def make(folder: Path, step: int, *, run: str = "run-a", seed: int = 0) -> Path:
+    return write_checkpoint(folder / run / "hf" / f"step-{step}", seed=seed)
+
+
+def test_watched_checkpoint_is_told_once_it_is_complete_once_and_again_when_rewritten(tmp_path: Path, policy: Policy):
+    watched = Watched(policy)
+    assert watched.look() == []  # no run yet
+    for step in (1, 2):
+        make(tmp_path, step)
+    newest = CompleteCheckpoint(str(tmp_path / "run-a/hf/step-2"), "run-a", "run-a-2", 2, "watched")
+    assert watched.look() == [newest]  # speaks for the one before it
+    assert watched.look() == []
+
+    weights = make(tmp_path, 3) / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.write_bytes(whole[:-8])
+    assert watched.look() == []
+    weights.write_bytes(whole)
+    assert [one.name for one in watched.look()] == ["run-a-3"]
+
+    shutil.rmtree(tmp_path / "run-a/hf/step-1")
+    make(tmp_path, 1, seed=5)
+    make(tmp_path, 9, run="run-b")
+    assert [one.name for one in watched.look()] == ["run-a-1", "run-b-9"]
+
+
+def test_watching_tells_later_what_the_server_could_not_be_told(tmp_path: Path, policy: Policy):
+    make(tmp_path, 1)
+    told: list[str] = []
+    lines: list[str] = []
+    away = iter([True, False, False])
+
+    def tell(found: list[CompleteCheckpoint]) -> None:
+        if next(away):
+            raise PrefectUnavailable(expected="the server", found="nobody", remedy="wait")
+        told.extend(one.name for one in found)
+
+    watch(policy, every_seconds=5, on_event=lines.append, tell=tell, sleep=lambda seconds: None, looks=3)
+    assert told == ["run-a-1"]
+    assert lines[0] == "looking again: nobody" and len(lines) == 2
+
+
+@pytest.mark.parametrize(
+    ("run", "checkpoint", "listens"),
+    [
+        ("gs://bucket/run-a", "gs://bucket/run-a/hf/step-1", True),
+        ("gs://bucket/run-a/", "gs://bucket/run-a", True),
+        ("gs://bucket/run-a", "gs://bucket/run-ab/hf/step-1", False),
+        ("gs://bucket/run-*", "gs://bucket/run-ab/hf/step-1", True),
+        ("gs://bucket/run-[ab]/x", "gs://bucket/other/hf/step-1", False),
+        ("/runs/run-?", "/runs/run-a/hf/step-1", True),
+    ],
+)
+def test_automation_listens_to_the_checkpoints_of_its_runs(run: str, checkpoint: str, listens: bool):
+    told = Resource(CompleteCheckpoint(checkpoint, "run", "run-1", 1).labels())
+    assert ResourceSpecification({"prefect.resource.id": resources_of([run])}).matches(told) is listens
+
+
+def test_notification_of_any_file_of_a_checkpoint_finds_it(tmp_path: Path):
+    folder = make(tmp_path, 7)
+    for uri in (str(folder), f"{folder}/", str(folder / "model.safetensors")):
+        found = checkpoint_at(uri)
+        assert found is not None and (found.uri, found.step, found.complete) == (str(folder), 7, True)
+    assert checkpoint_at(str(tmp_path / "run-a")) is None
+    assert checkpoint_at(str(tmp_path / "nowhere" / "at" / "all")) is None
+    (folder / "config.json").unlink()
+    found = checkpoint_at(str(folder / "model.safetensors"))
+    assert found is not None and not found.complete
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("10m", 600), ("1.5h", 5400), ("2d", 172800)])
+def test_duration_is_read_as_people_write_it(text: str, seconds: float):
+    assert duration(text).total_seconds() == seconds
+
+
+@pytest.mark.parametrize("text", ["10", "m", "0s", "-5m", "1w", "soon"])
+def test_duration_that_is_none_is_refused(text: str):
+    with pytest.raises(BadInput, match="such as 30s"):
+        duration(text)

@@ -1,0 +1,59 @@
+"""The workflow that a team copies: valid by the published schema, its scripts by the shell, its commands by the CLI."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+
+from flows.cli import app
+from flows.cli_gate import load_gate
+from tasks.gates import BaselineRule, BoundRule
+
+CI = Path(__file__).parents[2] / "deployments" / "ci"
+WORKFLOW: dict[str, Any] = yaml.safe_load((CI / "evaluate.yml").read_text())
+SCRIPTS = {
+    f"{job}: {step['name']}": step["run"]
+    for job, content in WORKFLOW["jobs"].items()
+    for step in content["steps"]
+    if "run" in step
+}
+
+
+def test_workflow_is_valid_by_the_published_schema_and_a_mistake_is_not(tmp_path: Path):
+    check = [str(Path(sys.executable).with_name("check-jsonschema")), "--builtin-schema", "vendor.github-workflows"]
+    done = subprocess.run([*check, str(CI / "evaluate.yml")], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    wrong = tmp_path / "evaluate.yml"
+    wrong.write_text((CI / "evaluate.yml").read_text().replace("runs-on:", "run-on:", 1))
+    assert subprocess.run([*check, str(wrong)], capture_output=True, timeout=60).returncode == 1
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_script_of_a_step_is_one_that_the_shell_reads(script: str):
+    assert "${{" not in script, "values go through the environment: a path from outside must not become code"
+    done = subprocess.run(["bash", "-n"], input=script, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 0, done.stderr
+
+
+def test_commands_of_the_workflow_are_those_of_this_version():
+    command = typer.main.get_command(app)
+    [line] = re.findall(r"\.venv/bin/assay (.+)", SCRIPTS["here: Evaluate"].replace("\\\n", " "))
+    name, *options = shlex.split(line)
+    known = {option for parameter in command.commands[name].params for option in parameter.opts}  # pyright: ignore[reportAttributeAccessIssue]
+    assert {option for option in options if option.startswith("--")} <= known
+    assert f"prefect=={metadata.version('prefect')}" in SCRIPTS["deployed: Install"]
+    deployments = yaml.safe_load((CI.parent / "prefect.yaml").read_text())["deployments"]
+    assert "flows.suites.evaluate_suite" in {one["entrypoint"] for one in deployments if one["name"] == "local"}
+
+
+def test_example_of_a_gate_is_one():
+    assert {type(rule) for rule in load_gate(str(CI / "gate.yaml")).rules} == {BoundRule, BaselineRule}

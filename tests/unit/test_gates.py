@@ -1,0 +1,295 @@
+"""Gates: what passes, what does not, and that nothing passes for want of a score."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from fakes.records import make_metric, make_record, make_samples, publish
+from flows.cli import app
+from flows.cli_gate import load_gate
+from resources.errors import BadInput, GateRefused
+from tasks.gate_verdicts import JudgedCheckpoint, Reason, Verdict, judge, judged_checkpoints
+from tasks.gate_views import verdict_markdown
+from tasks.gates import BaselineRule, BoundRule, Gate
+from tasks.records import FoundRecord, Metric, Record, find_records
+
+FACTS = {"benchmark": "demo_facts", "metric": "acc"}
+QUESTIONS = 40
+
+
+def gate(*rules: dict[str, Any], **fields: Any) -> Gate:
+    return Gate.model_validate({"rules": rules, **fields})
+
+
+def verdict(folder: Path, wanted: Gate, *, step: int | None = None) -> Verdict:
+    """What a gate says of the records below a folder, or of those of one step."""
+    found = [one for one in find_records(str(folder)) if step in (None, one.record.checkpoint.step)]
+    return judge(wanted, judged_checkpoints(found), evaluation_path=str(folder))
+
+
+def about(found: Verdict, rule: str) -> list[Reason]:
+    return [reason for reason in found.reasons if rule in reason.rule]
+
+
+def scored(folder: Path, step: int, scores: Sequence[float], **fields: Any) -> None:
+    """A record with samples, whose value is the mean of their scores."""
+    mean = sum(scores) / len(scores)
+    record = make_record(step=step, metrics=(make_metric(value=mean, n=len(scores)),), **fields)
+    publish(folder, record, make_samples(scores))
+
+
+@pytest.mark.parametrize(
+    ("bounds", "value", "go"),
+    [
+        ({"at_least": 0.5}, 0.5, True),
+        ({"at_least": 0.5}, 0.499, False),
+        ({"at_most": 12.0}, 12.0, True),
+        ({"at_most": 12.0}, 12.1, False),
+        ({"at_least": 0.2, "at_most": 0.4}, 0.3, True),
+        ({"at_least": 0.2}, float("nan"), False),
+        ({"at_least": 0.2}, float("inf"), False),
+    ],
+)
+def test_bound_passes_values_up_to_it_and_never_what_is_no_number(
+    tmp_path: Path, bounds: dict[str, float], value: float, go: bool
+):
+    record = make_record(metrics=(make_metric(value=value),))
+    found = judge(gate(FACTS | bounds), [judged(record)], evaluation_path=str(tmp_path))
+    assert found.go is go
+    assert [reason.go for reason in about(found, "demo_facts")] == [go]
+
+
+def judged(*records: Record) -> JudgedCheckpoint:
+    """A checkpoint whose records lie nowhere."""
+    found = tuple(FoundRecord("nowhere", record) for record in records)
+    return JudgedCheckpoint(records[0].checkpoint.name, records[0].checkpoint.step, found)
+
+
+@pytest.mark.parametrize(
+    ("rule", "said"),
+    [
+        ({"benchmark": "mmlu", "metric": "acc"}, "not asked"),
+        ({"benchmark": "demo_facts", "metric": "acc_norm"}, "with acc"),
+        ({"benchmark": "demo_facts", "metric": "acc", "evaluator": "helm"}, "not asked"),
+    ],
+)
+@pytest.mark.parametrize("asked", [{"at_least": 0.0}, {"not_worse_than": "run-a@100"}])
+def test_score_that_is_missing_is_a_reason_for_no_go(
+    tmp_path: Path, rule: dict[str, Any], asked: dict[str, Any], said: str
+):
+    publish(tmp_path, make_record(step=100))
+    found = verdict(tmp_path, gate(rule | asked))
+    assert not found.go
+    [reason] = found.refusals
+    assert said in reason.found
+
+
+def test_pattern_asks_every_score_that_matches_and_names_the_one_that_fails(tmp_path: Path):
+    metrics = (make_metric("mmlu_law", 0.6), make_metric("mmlu_art", 0.3), make_metric("other", 0.1))
+    publish(tmp_path, make_record(metrics=metrics))
+    found = verdict(tmp_path, gate({"benchmark": "mmlu*", "metric": "acc", "at_least": 0.5}))
+    passed, refused = about(found, "mmlu")
+    assert passed.go and "mmlu_law · acc = 0.600" in passed.found
+    assert not refused.go and "mmlu_art · acc = 0.300" in refused.found
+
+
+@pytest.mark.parametrize(
+    ("statuses", "fields", "go"),
+    [
+        (["succeeded", "succeeded"], {}, True),
+        (["succeeded", "withheld"], {}, False),
+        (["succeeded", "withheld"], {"max_withheld": 1}, True),
+        (["succeeded", "withheld"], {"max_failed": 1}, False),
+        (["succeeded", "failed"], {}, False),
+        (["succeeded", "infra_failed"], {"max_failed": 1}, True),
+        (["failed", "infra_failed"], {"max_failed": 1}, False),
+    ],
+)
+def test_cells_that_did_not_succeed_are_counted_against_what_is_allowed(
+    statuses: list[Any], fields: dict[str, int], go: bool
+):
+    records = [
+        make_record(status=status, metrics=(make_metric(f"benchmark_{number}"),))
+        for number, status in enumerate(statuses)
+    ]
+    assert judge(gate(**fields), [judged(*records)], evaluation_path="nowhere").go is go
+
+
+def test_cell_without_a_record_counts_as_failed_and_nothing_at_all_is_no_go():
+    checkpoint = judged(make_record())
+    missing = JudgedCheckpoint(checkpoint.name, checkpoint.step, checkpoint.records, without_record=1)
+    [reason] = judge(gate(), [missing], evaluation_path="nowhere").refusals
+    assert "1 of 2 failed, 1 of them without a record" in reason.found
+    assert not judge(gate(), [], evaluation_path="nowhere").go
+    with pytest.raises(GateRefused, match="no record to look at"):
+        judge(gate(), [], evaluation_path="nowhere").raise_unless_go()
+
+
+def test_gate_judges_the_latest_checkpoint_or_every_one_as_it_says(tmp_path: Path):
+    publish(tmp_path, make_record(step=100, metrics=(make_metric(value=0.1),)))
+    publish(tmp_path, make_record(step=2000, metrics=(make_metric(value=0.9),)))
+    rule = FACTS | {"at_least": 0.5}
+    assert verdict(tmp_path, gate(rule)).go
+    assert {reason.checkpoint for reason in verdict(tmp_path, gate(rule)).reasons} == {"run-a-2000"}
+    every = verdict(tmp_path, gate(rule, checkpoints="every"))
+    assert [reason.checkpoint for reason in every.refusals] == ["run-a-100"]
+
+
+@pytest.mark.parametrize(
+    ("change", "rule", "go"),
+    [
+        (0, {}, True),
+        (4, {}, True),
+        (-4, {}, False),
+        (-4, {"by_more_than": 0.1}, True),  # 40 questions, so 4 are 0.1
+        (-5, {"by_more_than": 0.1}, False),
+        (-2, {"significantly": True}, True),  # McNemar: p = 0.5
+        (-12, {"significantly": True}, False),  # p < 0.001
+        (-12, {"significantly": True, "by_more_than": 0.4}, True),
+    ],
+)
+def test_baseline_is_compared_question_by_question(tmp_path: Path, change: int, rule: dict[str, Any], go: bool):
+    right = 20
+    scored(tmp_path, 100, [1.0] * right + [0.0] * (QUESTIONS - right))
+    scored(tmp_path, 200, [1.0] * (right + change) + [0.0] * (QUESTIONS - right - change))
+    found = verdict(tmp_path, gate(FACTS | {"not_worse_than": "run-a@100"} | rule))
+    assert found.go is go
+    [reason] = about(found, "worse than run-a@100")
+    assert f"{QUESTIONS} questions of both" in reason.found
+
+
+@pytest.mark.parametrize(("first", "second", "go"), [(10.0, 9.0, True), (9.0, 10.0, False)])
+def test_baseline_of_a_metric_where_less_is_better_is_read_the_right_way(
+    tmp_path: Path, first: float, second: float, go: bool
+):
+    def perplexity(value: float) -> tuple[Metric, ...]:
+        return (make_metric("texts", value, name="word_perplexity", higher_is_better=False, stderr=None),)
+
+    publish(tmp_path, make_record(step=1, metrics=perplexity(first)))
+    publish(tmp_path, make_record(step=2, metrics=perplexity(second)))
+    rule = {"benchmark": "texts", "metric": "word_perplexity", "not_worse_than": "run-a@1"}
+    assert verdict(tmp_path, gate(rule)).go is go
+
+
+@pytest.mark.parametrize(
+    ("other", "rule", "said"),
+    [
+        ({"evaluation_hash": "another"}, {}, "cannot be compared: other settings"),
+        ({"status": "withheld"}, {}, "cannot be compared"),
+        ({}, {"not_worse_than": "run-z@1"}, "run-z@1"),
+        ({"metrics": (make_metric(stderr=None),)}, {"significantly": True}, "not tested"),
+        ({"metrics": (make_metric(higher_is_better=None),)}, {}, "which direction is better"),
+    ],
+)
+def test_comparison_that_cannot_be_made_is_a_reason_for_no_go(
+    tmp_path: Path, other: dict[str, Any], rule: dict[str, Any], said: str
+):
+    publish(tmp_path, make_record(step=1, **other))
+    mine = {key: value for key, value in other.items() if key == "metrics"}
+    publish(tmp_path, make_record(step=2, **mine))
+    found = verdict(tmp_path, gate(FACTS | {"not_worse_than": "run-a@1"} | rule))
+    [reason] = found.refusals
+    assert said in reason.found
+
+
+def test_score_that_only_the_baseline_has_is_a_reason_for_no_go(tmp_path: Path):
+    publish(tmp_path, make_record(step=1, metrics=(make_metric("mmlu_law"), make_metric("mmlu_art"))))
+    publish(tmp_path, make_record(step=2, metrics=(make_metric("mmlu_law"),)))
+    rule = {"benchmark": "mmlu*", "metric": "acc", "not_worse_than": "run-a@1", "anyway": True}
+    [reason] = verdict(tmp_path, gate(rule)).refusals
+    assert "mmlu_art" in reason.found and "only the baseline" in reason.found
+
+
+def test_rules_are_told_apart_by_what_they_name_and_survive_a_file(tmp_path: Path):
+    rules = (FACTS | {"at_least": 0.5}, FACTS | {"not_worse_than": "run-a@1", "significantly": True})
+    file = tmp_path / "gate.yaml"
+    file.write_text(yaml.safe_dump({"name": "release", "rules": list(rules)}))
+    read = load_gate(str(file))
+    assert [type(rule) for rule in read.rules] == [BoundRule, BaselineRule]
+    assert Gate.model_validate_json(read.model_dump_json()) == read
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ({"rules": [FACTS]}, "at_least, at_most or not_worse_than"),
+        ({"rules": [FACTS | {"at_leats": 0.5}]}, "did you mean at_least?"),
+        ({"rules": [{"benchmark": "demo_facts", "at_least": 0.5}]}, "metric"),
+        ({"rules": [FACTS | {"at_least": 0.5, "not_worse_than": "run-a@1"}]}, "at_least"),
+        ({"max_witheld": 1}, "did you mean max_withheld?"),
+    ],
+)
+def test_gate_that_is_not_valid_is_refused_in_words(tmp_path: Path, content: dict[str, Any], said: str):
+    file = tmp_path / "gate.yaml"
+    file.write_text(yaml.safe_dump(content))
+    with pytest.raises(BadInput, match="a valid Gate") as refused:
+        load_gate(str(file))
+    assert said in refused.value.found
+
+
+def test_bound_that_is_no_number_is_refused():
+    with pytest.raises(ValidationError, match="expected a number"):
+        gate(FACTS | {"at_least": float("nan")})
+
+
+def test_verdict_as_markdown_keeps_to_its_table_whatever_was_found():
+    reasons = (
+        Reason("run-a-1", "mmlu* · acc at least 0.5", "a | b\nc", go=False),
+        Reason("run-a-1", "x", "y", go=True),
+    )
+    text = verdict_markdown(Verdict("release", reasons))
+    assert text.startswith("## NO-GO: release\n")
+    rows = [line for line in text.splitlines() if line.startswith("| ") and "---" not in line]
+    assert rows[1:] == [
+        "| **NO-GO** | run-a-1 | mmlu\\* · acc at least 0.5 | a \\| b<br>c |",
+        "| GO | run-a-1 | x | y |",
+    ]
+
+
+@pytest.fixture
+def release(tmp_path: Path) -> Path:
+    """A gate in a file, beside records of a run in `evaluations`."""
+    publish(tmp_path / "evaluations", make_record(step=1, metrics=(make_metric(value=0.7),)))
+    publish(tmp_path / "evaluations", make_record(step=2, metrics=(make_metric(value=0.3),)))
+    file = tmp_path / "gate.yaml"
+    file.write_text(yaml.safe_dump({"name": "release", "rules": [FACTS | {"at_least": 0.5}]}))
+    return file
+
+
+def test_command_says_go_or_no_go_for_people_scripts_and_summaries(release: Path):
+    records, summary = ["--records", str(release.parent / "evaluations")], release.parent / "summary.md"
+    go = CliRunner().invoke(app, ["gate", str(release), *records, "--step", "1", "--summary", str(summary)])
+    assert go.exit_code == 0 and go.stdout.rstrip().endswith("release: GO")
+    no_go = CliRunner().invoke(app, ["gate", str(release), *records, "--summary", str(summary), "--json"])
+    assert isinstance(no_go.exception, GateRefused) and no_go.exception.exit_code == 1
+    told = json.loads(no_go.stdout)
+    assert told["verdict"] == "NO-GO"
+    assert [reason["checkpoint"] for reason in told["reasons"] if not reason["go"]] == ["run-a-2"]
+    assert [line for line in summary.read_text().splitlines() if line.startswith("## ")] == [
+        "## GO: release",
+        "## NO-GO: release",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--step", "3"], "steps 1, 2"),
+        (["--run", "run-z"], "runs run-a"),
+        (["--records", "nowhere-at-all"], "none"),
+        (["--summary", "no/such/folder/summary.md"], "No such file"),
+    ],
+)
+def test_command_about_records_that_are_not_there_is_bad_input(release: Path, arguments: list[str], said: str):
+    records = ["--records", str(release.parent / "evaluations")]
+    done = CliRunner().invoke(app, ["gate", str(release), *records, *arguments])
+    assert isinstance(done.exception, BadInput) and done.exception.exit_code == 3
+    assert said in done.exception.found

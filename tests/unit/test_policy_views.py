@@ -1,0 +1,27 @@
+"""What people see of a policy: reasons as they were written, whatever is in them."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from tasks.checkpoint_rules import CheckpointRule
+from tasks.config import EvaluationConfig
+from tasks.policies import WantedEvaluation
+from tasks.policy_views import gaps_table
+from tasks.reconciliation import OpenCell, Reconciliation
+from tasks.run_listing import SeenCheckpoint
+
+CONFIG = EvaluationConfig.model_validate(
+    {"model_path": "run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
+)
+
+
+def test_gaps_show_a_reason_with_brackets_as_it_is():
+    seen = SeenCheckpoint("run/hf/step-1", "run-1", 1, "huggingface", "listing", ())
+    wanted = WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), CONFIG, "hash", None)
+    cell = OpenCell("run", seen, wanted, "failed", "no such file: [/data/x], [bold]")
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(gaps_table(Reconciliation({}, [], [cell], 0)))
+    assert "no such file: [/data/x], [bold]" in shown.getvalue()
