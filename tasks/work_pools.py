@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import httpx
-from prefect.client.orchestration import PrefectClient, get_client
+from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkerStatus, WorkPool
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL
+from prefect.exceptions import ObjectNotFound
 
 from pools.work_pools import WorkPoolState
-from resources.errors import BadInput, PrefectUnavailable
+from resources.errors import BadInput
 from resources.region_table import Region, Regions, WorkPoolType
+from tasks.prefect_client import async_prefect_client
 
 LOCAL_WORK_POOL = "assay-local"
 """The work pool of the machine at hand, whose worker runs flows as processes."""
@@ -85,24 +83,6 @@ def _spec(region: Region) -> WorkPoolSpec:
     )
 
 
-@asynccontextmanager
-async def prefect_server() -> AsyncIterator[PrefectClient]:
-    """A client of the Prefect server.
-
-    Raises:
-        PrefectUnavailable: it does not answer, or not as it should, such as without a login.
-    """
-    try:
-        async with get_client() as client:
-            yield client
-    except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        raise PrefectUnavailable(
-            expected=f"the Prefect server at {PREFECT_API_URL.value()} to answer",
-            found=str(error) or type(error).__name__,
-            remedy="start it (prefect server start), or correct PREFECT_API_URL",
-        ) from error
-
-
 async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = False) -> list[WorkPoolChange]:
     """Makes the server's work pools as specified; a second time changes nothing. Limits and pauses are left alone.
 
@@ -113,7 +93,7 @@ async def apply_work_pools(specs: Sequence[WorkPoolSpec], *, dry_run: bool = Fal
     Raises:
         BadInput: one exists with another type, which the server cannot change; nothing was changed then.
     """
-    async with prefect_server() as client:
+    async with async_prefect_client() as client:
         present = {spec.name: await _read(client, spec.name) for spec in specs}
         for spec in specs:
             there = present[spec.name]
@@ -163,7 +143,7 @@ async def _apply(client: PrefectClient, change: WorkPoolChange) -> None:
 
 async def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
     """What the server says of work pools, by name."""
-    async with prefect_server() as client:
+    async with async_prefect_client() as client:
         return {name: await _state(client, name) for name in names}
 
 
