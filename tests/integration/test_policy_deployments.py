@@ -162,6 +162,7 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
     assert found["global_concurrency_limit"]["limit"] == 1
     assert [one["schedule"]["interval"] for one in found["schedules"]] == [7200.0]
     assert "assay" in found["tags"] and found["pull_steps"] == []
+    eventually(lambda: any(run["auto_scheduled"] for run in deployed.field.runs("Scheduled")), seconds=60)
 
     with pytest.raises(BadInput, match="work pool elsewhere"):
         deployed.apply(work_pool="elsewhere")

@@ -40,6 +40,7 @@ from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
+from tasks.gates import BaselineRule, BoundRule, Gate
 from tasks.options.alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
 from tasks.options.helm import HelmOptions
 from tasks.options.levanter import LevanterOptions
@@ -78,6 +79,7 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterOptions),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
     *(Policy, PolicySuite, CheckpointRule, RetryBudget),
+    *(Gate, BoundRule, BaselineRule),
     *(TrainAndEvaluateConfig, TrainLmOnPodConfig),
     *(Regions, Region, RayCluster, Prices, Price, EgressPrice),
     *(WeightsAndBiasesSink, MlflowSink, ObjectStoreSink, HuggingFaceSink),
