@@ -14,7 +14,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from fakes.clients import CLIENTS
+from fakes.clients import CLIENTS, WITH_ACTORS
 from fakes.polling import eventually
 from resources.actor_handle import ActorHandle
 from resources.actors import create_actor, create_actor_group, get_actor
@@ -125,7 +125,7 @@ def _classes_travel() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module", params=sorted(CLIENTS))
+@pytest.fixture(scope="module", params=WITH_ACTORS)
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     client = CLIENTS[request.param](tmp_path_factory.mktemp("actors"))
     yield client

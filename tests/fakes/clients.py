@@ -32,3 +32,5 @@ CLIENTS: dict[str, Callable[[Path], Client]] = {
 }
 """From a folder of the test's own to a client with little grace; an expensive cluster is started once per
 process by the entry itself, and ended at exit."""
+WITH_ACTORS = ("iris", "local", "ray")
+"""Backends whose actors are tested; they are made of jobs and announcements, which every backend is tested for."""
