@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import signal
 from collections import defaultdict
@@ -124,7 +125,8 @@ def _listening_sockets() -> dict[str, tuple[str, int]]:
 
 
 def _readable(address: str) -> str:
-    """An IPv4 address as people write it; an IPv6 one as Linux does."""
-    if len(address) != 8:
-        return address
-    return ".".join(str(byte) for byte in reversed(bytes.fromhex(address)))
+    """An address as people write it, for the words in which Linux gives it: each of four bytes, the last one first."""
+    words = bytes.fromhex(address)
+    packed = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))
+    readable = ipaddress.ip_address(packed)
+    return str(getattr(readable, "ipv4_mapped", None) or readable)

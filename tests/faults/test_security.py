@@ -152,12 +152,13 @@ def _use_a_pool(folder: Path) -> _Used:
     events: list[str] = []
     client = LocalClient()
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}, "resource_config": {"replicas": 2}})
+    others = set(descendants(os.getpid()))  # clusters and servers of other tests
     with InferencePool(
         config, [checkpoint], client=client, launcher=FakeLauncher(folder), on_event=events.append
     ) as pool:
         opened = pool.session.open(MODEL, cell="cell", attempt="first", mirror=str(evaluation))
         _ask_for_the_canary(opened.running.base_url, pool.key)
-        running = descendants(os.getpid())
+        running = [pid for pid in descendants(os.getpid()) if pid not in others]
         command_lines = tuple(" ".join(command_line(pid)) for pid in running)
         listening = tuple(place for pid in running for place in listens_on(pid))
         headers = {"Authorization": f"Bearer {pool.key}"}

@@ -170,28 +170,37 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
         deployed.apply(silent_after=timedelta(minutes=3))
 
 
+@pytest.mark.skipif(
+    os.environ.get("ASSAY_QUIET_MACHINE") != "1", reason="two bursts of 50 events want a machine of their own"
+)
 def test_checkpoint_is_evaluated_by_itself_and_once_however_often_it_is_told(deployed: Deployed):
     deployed.apply()
-    whole = deployed.checkpoint(1)
+    eventually(lambda: not deployed.field.runs(*WAITING, "Running"), seconds=120)
+    one, two = (1, 2) if not (deployed.folder / "run").exists() else (11, 12)  # others where it is tried again
+    before, told_before = {run["id"] for run in deployed.field.runs()}, deployed.told()
+    whole = deployed.checkpoint(one)
     weights = whole / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-8])
     told = deployed.field.assay("notify", str(weights))
     assert told["sent"] is False and told["problems"], told
-    assert deployed.field.runs() == []
+    assert {run["id"] for run in deployed.field.runs()} == before
     weights.write_bytes(content)
     asked = deployed.requests
-    send([deployed.event(1)] * 50)
+    send([deployed.event(one)] * 50)
     eventually(lambda: deployed.requests > asked, seconds=90)
 
-    deployed.checkpoint(2)  # while the first one is evaluated
-    emit(find_checkpoints(str(whole.with_name("step-2"))))  # as the training flow does
-    send([deployed.event(2)] * 49)
-    eventually(lambda: deployed.told() == 100)
-    eventually(lambda: deployed.succeeded() == {"run-1", "run-2"}, seconds=120)
+    deployed.checkpoint(two)  # while the first one is evaluated
+    emit(find_checkpoints(str(whole.with_name(f"step-{two}"))))  # as the training flow does
+    send([deployed.event(two)] * 49)
+    eventually(lambda: deployed.told() == told_before + 100)
+    eventually(lambda: deployed.succeeded() >= {f"run-{one}", f"run-{two}"}, seconds=120)
     eventually(lambda: not deployed.field.runs(*WAITING, "Running"), seconds=60)
-    assert set(deployed.attempts().values()) == {1}
-    states = Counter(run["state"]["name"] for run in deployed.field.runs())
+    tries = {
+        cell: count for cell, count in deployed.attempts().items() if f"/step-{one}/" in cell or f"/step-{two}/" in cell
+    }
+    assert set(tries.values()) == {1}, tries
+    states = Counter(run["state"]["name"] for run in deployed.field.runs() if run["id"] not in before)
     assert states.keys() <= {"Completed", "Cancelled"} and 2 <= states["Completed"] <= 4, states
 
 
