@@ -33,6 +33,15 @@ _LAST_POLL_SECONDS = 2.0
 class JobAlreadyExists(AssayError):
     """A job of that name is running on this client."""
 
+    @classmethod
+    def of(cls, running: JobDetails) -> JobAlreadyExists:
+        """The error for a name that a running job has."""
+        return cls(
+            expected=f"no running job named {running.name}",
+            found=f"{running.job_id} is {running.status}",
+            remedy="Choose another name, wait for it, or submit with adopt_existing=True.",
+        )
+
 
 class JobStatus(StrEnum):
     """Where a job stands, over all its replicas and attempts."""

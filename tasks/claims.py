@@ -12,7 +12,6 @@ a while in which both become visible the first in order stays: best effort, and 
 
 from __future__ import annotations
 
-import getpass
 import secrets
 import threading
 import time
@@ -23,7 +22,7 @@ from dataclasses import dataclass
 from resources import storage
 from resources.conditional_writes import creates_exclusively
 from resources.errors import AssayError, ClaimLost
-from resources.processes import ProcessMark
+from resources.processes import ProcessMark, acting_user
 from tasks.claim_files import (
     Claim,
     ClaimFile,
@@ -76,7 +75,7 @@ class Claims:
         self._now, self._sleep = now, sleep
         self._me = Holder(
             name=f"holder-{secrets.token_hex(8)}",
-            user=_user(),
+            user=acting_user(),
             process=process or ProcessMark.of_this_process(),
             flow_run=flow_run,
             renewed=now(),
@@ -270,10 +269,3 @@ def _lost(key: str, folder: str) -> ClaimLost:
         found=f"the claim of it in {folder} was ended, succeeded or not renewed in time",
         remedy="see who has it with `assay gaps`; what was answered is in the journal",
     )
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # an account without a name, as in many containers
-        return "unknown"

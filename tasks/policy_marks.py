@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import getpass
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from pydantic import ValidationError
 
 from resources import storage
 from resources.config import Config
+from resources.processes import acting_user
 
 _FOLDER = "marks"
 
@@ -70,14 +70,7 @@ def write_mark(
         StorageError: the folder cannot be written.
     """
     listed = tuple(cells) if cells is not None else None
-    mark = Mark(kind=kind, policy=policy, cells=listed, at=time.time(), user=_user())
+    mark = Mark(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user())
     uri = storage.join(run_folder, _FOLDER, f"{int(mark.at)}-{secrets.token_hex(4)}.json")
     storage.write_bytes(uri, mark.model_dump_json(indent=2).encode())
     return mark
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):
-        return "unknown"

@@ -148,15 +148,11 @@ class IrisClient(ActorsOnJobs):
 
     def _running(self, name: str, *, adopt_existing: bool) -> IrisJob | None:
         job = self._jobs.get(name)
-        if job is None or (status := job.status()).finished:
+        if job is None or job.status().finished:
             return None
         if adopt_existing:
             return job
-        raise JobAlreadyExists(
-            expected=f"no running job named {name}",
-            found=f"{job.job_id} is {status}",
-            remedy="Choose another name, wait for it, or submit with adopt_existing=True.",
-        )
+        raise JobAlreadyExists.of(job.details())
 
     def _launch(self, request: JobRequest) -> Launch:
         environment = request.environment or create_environment()

@@ -245,11 +245,7 @@ class KubernetesClient(ActorsOnJobs):
             return None
         if adopt_existing:
             return job
-        raise JobAlreadyExists(
-            expected=f"no running job named {name}",
-            found=f"{job.job_id} is {job.status()}",
-            remedy="Choose another name, wait for it, or submit with adopt_existing=True.",
-        )
+        raise JobAlreadyExists.of(job.details())
 
     def _start_beating(self) -> None:
         if self._beater is None:

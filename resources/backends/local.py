@@ -166,11 +166,7 @@ class LocalClient(ActorsOnJobs):
             return None
         if adopt_existing:
             return job
-        raise JobAlreadyExists(
-            expected=f"no running job named {name}",
-            found=f"{job.job_id} is {job.status()}",
-            remedy="Choose another name, wait for it, or submit with adopt_existing=True.",
-        )
+        raise JobAlreadyExists.of(job.details())
 
     def _prune(self) -> None:
         """Removes the folders of the oldest jobs, but of none that runs."""

@@ -19,11 +19,10 @@ from resources.backends.processes import existing_folder, import_folders
 from resources.backends.ray_code import SentFolder
 from resources.backends.ray_connection import KeeperGone, RayConnection
 from resources.backends.ray_job import RayJob, wait_for_all
-from resources.backends.ray_keeper import already_exists
 from resources.backends.ray_orders import JobOrder
 from resources.config import ResourceConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs import Call, EnvironmentConfig, JobDetails, JobRequest, create_environment
+from resources.jobs import Call, EnvironmentConfig, JobAlreadyExists, JobDetails, JobRequest, create_environment
 from resources.packaging import package_workspace
 
 _END_SECONDS = 60.0
@@ -64,7 +63,7 @@ class RayClient(ActorsOnJobs):
         if running := self._running(connection, request.name):
             if adopt_existing:
                 return running
-            raise already_exists(request.name, running.details())
+            raise JobAlreadyExists.of(running.details())
         environment = request.environment or create_environment()
         workspace = _workspace(environment)
         working_directory = existing_folder(request.working_directory or workspace)

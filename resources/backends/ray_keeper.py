@@ -97,7 +97,7 @@ class Keeper:
         if (existing := await self.running(name=order.name)) is not None:
             if adopt_existing:
                 return existing
-            raise already_exists(order.name, self._jobs[existing].details())
+            raise JobAlreadyExists.of(self._jobs[existing].details())
         self._prune()
         package = [self._packages[order.workspace.digest]] if order.workspace.digest in self._packages else []
         job = self._jobs[order.job_id] = KeptJob(
@@ -183,12 +183,3 @@ class Keeper:
         for digest in list(self._packages)[:-_KEPT_PACKAGES]:
             if digest not in needed:
                 del self._packages[digest]
-
-
-def already_exists(name: str, running: JobDetails) -> JobAlreadyExists:
-    """The error for a name that is taken."""
-    return JobAlreadyExists(
-        expected=f"no running job named {name}",
-        found=f"{running.job_id} is {running.status}",
-        remedy="Choose another name, wait for it, or submit with adopt_existing=True.",
-    )

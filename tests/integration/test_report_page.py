@@ -5,13 +5,13 @@ from __future__ import annotations
 import html
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fakes.browser import chromium_binary
 from fakes.records import make_metric, make_record, of_every_evaluator
 from resources.errors import RecordStatus
 from tasks.records import Record
@@ -20,7 +20,6 @@ from tasks.reports import render_report
 pytestmark = pytest.mark.chromium
 
 PHONE, DESKTOP = 390, 1280
-BINARIES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     "--headless",
     "--no-sandbox",
@@ -80,10 +79,7 @@ addEventListener("load", () => {
 
 @pytest.fixture(scope="module")
 def chromium() -> str:
-    for name in BINARIES:
-        if found := shutil.which(name):
-            return found
-    pytest.skip("no Chromium: install one (apt-get install chromium, or brew install --cask chromium)")
+    return chromium_binary()
 
 
 def observed(chromium: str, folder: Path, page: str, *, dark: bool = False) -> list[dict[str, Any]]:
