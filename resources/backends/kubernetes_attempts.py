@@ -22,7 +22,7 @@ from resources.jobs import EnvironmentConfig, JobRequest, JobStatus
 from resources.programs.run_in_pod import ORPHANED
 
 if TYPE_CHECKING:
-    from resources.backends.kubernetes import Cluster
+    from resources.backends.kubernetes_cluster import Cluster
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 60.0
 TERMINATED = "terminated"

@@ -45,7 +45,7 @@ from resources.errors import AssayError, BackendUnavailable, BadInput
 from resources.jobs import EnvironmentConfig, JobAlreadyExists, JobDetails, JobRequest, JobStatus, create_environment
 
 if TYPE_CHECKING:
-    from resources.backends.kubernetes import Cluster
+    from resources.backends.kubernetes_cluster import Cluster
 
 _BEATS_PER_LEASE = 10
 

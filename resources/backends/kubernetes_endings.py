@@ -14,7 +14,7 @@ from resources.backends.kubernetes_records import Record
 from resources.errors import BackendUnavailable, JobTimeout
 
 if TYPE_CHECKING:
-    from resources.backends.kubernetes import Cluster
+    from resources.backends.kubernetes_cluster import Cluster
 
 LONGEST_LOG_BYTES = 1 << 20
 _KEPT_LOGS_BYTES = 900_000  # of all pods of an attempt: a ConfigMap holds 1 MiB

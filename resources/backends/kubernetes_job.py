@@ -18,7 +18,7 @@ from resources.errors import BadInput, JobTimeout
 from resources.jobs import JobDetails, JobStatus
 
 if TYPE_CHECKING:
-    from resources.backends.kubernetes import Cluster
+    from resources.backends.kubernetes_cluster import Cluster
 
 _TERMINATE_MARGIN_SECONDS = 180.0  # more than `end_attempt` waits for a lost node
 _POLL_SECONDS = 0.5

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import cloudpickle
 
-from resources.backends.kubernetes import Cluster, connect
 from resources.backends.kubernetes_attempts import Bounds, OwnedJob
+from resources.backends.kubernetes_cluster import Cluster, connect
 from resources.backends.kubernetes_devices import placement
 from resources.backends.kubernetes_manifests import Owner, secret_content
 from resources.backends.kubernetes_records import beat, read_record

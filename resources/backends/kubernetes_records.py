@@ -25,7 +25,7 @@ from resources.jobs import JobDetails, JobStatus
 from resources.programs.run_in_pod import ORPHANED
 
 if TYPE_CHECKING:
-    from resources.backends.kubernetes import Cluster
+    from resources.backends.kubernetes_cluster import Cluster
 
 _KEPT_JOBS = 200
 _KEPT_HEARTBEAT_SECONDS = 24 * 3600

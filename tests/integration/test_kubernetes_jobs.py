@@ -212,7 +212,7 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from fakes.kubernetes_cluster import IMAGE, cluster_of
-from resources.backends.kubernetes import connect
+from resources.backends.kubernetes_cluster import connect
 from resources.backends.kubernetes_client import KubernetesClient
 from resources.config import ResourceConfig
 from resources.jobs import Command, JobRequest

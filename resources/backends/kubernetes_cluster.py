@@ -1,0 +1,223 @@
+"""Kubernetes clusters: the connection to one, and the only module that imports the `kubernetes` package."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import kubernetes
+import urllib3
+from kubernetes.client.exceptions import ApiException
+from kubernetes.config.config_exception import ConfigException
+
+from resources.errors import BackendUnavailable
+
+Resource = Literal["jobs", "pods", "configmaps", "secrets", "services", "nodes"]
+
+_CONNECT_SECONDS, _READ_SECONDS = 10.0, 60.0
+_PATIENCE_SECONDS = 120.0  # a regional control plane is upgraded without a pause, a zonal one is gone for minutes
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.5, 8.0
+_PAGE = 500
+_LATER = {429, 500, 502, 503, 504}
+
+
+class Cluster:
+    """One namespace of a cluster, as JSON: what is not there is None, and what exists already is not made again.
+
+    A request that the server turns down for the moment (429 and 503, after their `Retry-After`; 409 where others write
+    the same), and one that does not get through, is sent again, for two minutes.
+
+    Raises:
+        BackendUnavailable: by every method, where the server does not answer or does not let us.
+    """
+
+    def __init__(
+        self, api: kubernetes.client.ApiClient, namespace: str, *, patience_seconds: float = _PATIENCE_SECONDS
+    ) -> None:
+        self._api = api
+        self._patience_seconds = patience_seconds
+        self.namespace = namespace
+
+    def get(self, resource: Resource, name: str) -> dict[str, Any] | None:
+        """One object, or None."""
+        return self._json("GET", resource, name)
+
+    def list(self, resource: Resource, selector: str = "") -> list[dict[str, Any]]:
+        """All objects with these labels."""
+        found: list[dict[str, Any]] = []
+        query = {"limit": str(_PAGE), **({"labelSelector": selector} if selector else {})}
+        while True:
+            page = self._json("GET", resource, query=query) or {}
+            found += page.get("items", [])
+            if not (more := page.get("metadata", {}).get("continue")):
+                return found
+            query = {**query, "continue": more}
+
+    def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
+        """Makes an object; one of that name that exists already is taken for the same, and returned."""
+        made = self._json("POST", resource, body=manifest)
+        return made or self.get(resource, manifest["metadata"]["name"]) or dict(manifest)
+
+    def patch(self, resource: Resource, name: str, change: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Merges `change` into an object; None if there is none."""
+        return self._json("PATCH", resource, name, body=change)
+
+    def delete(self, resource: Resource, name: str, *, grace_seconds: int | None = None) -> None:
+        """Deletes an object with all that it owns, and returns before that is done."""
+        options: dict[str, Any] = {"propagationPolicy": "Foreground"}
+        if grace_seconds is not None:
+            options["gracePeriodSeconds"] = grace_seconds
+        self._json("DELETE", resource, name, body=options)
+
+    def log(self, pod: str, container: str, *, max_lines: int, max_bytes: int) -> str | None:
+        """The last lines that a container has written so far; None if it has not started, or its pod is gone."""
+        query = {"container": container, "tailLines": str(max_lines), "limitBytes": str(max_bytes)}
+        answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404})
+        return None if answer is None else answer.data.decode(errors="replace")
+
+    def follow_log(self, pod: str, container: str, *, max_lines: int, connected: threading.Event) -> Iterator[bytes]:
+        """The last lines of a container and then what it writes, until it ends; nothing if it has not started.
+
+        Sets `connected` once the server has begun to answer.
+        """
+        query = {"container": container, "tailLines": str(max_lines), "follow": "true"}
+        answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404}, stream=True)
+        connected.set()
+        if answer is None:
+            return
+        try:
+            while chunk := answer.read1(64 * 1024):
+                yield chunk
+        except urllib3.exceptions.HTTPError as error:
+            raise self._unavailable("GET", "pods", f"{pod}/log", str(error), status=None) from error
+        finally:
+            answer.close()
+
+    def _json(
+        self,
+        verb: str,
+        resource: Resource,
+        name: str = "",
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any] | None:
+        absent = {409} if verb == "POST" else {404}
+        answer = self._request(verb, resource, name, query=query, body=body, absent=absent)
+        return None if answer is None else json.loads(answer.data)
+
+    def _request(
+        self,
+        verb: str,
+        resource: Resource,
+        name: str,
+        *,
+        absent: set[int],
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        stream: bool = False,
+    ) -> Any:
+        """The answer, read unless `stream`; None for a status in `absent`."""
+        group = "apis/batch/v1" if resource == "jobs" else "api/v1"
+        inside = "" if resource == "nodes" else f"/namespaces/{self.namespace}"
+        path = f"/{group}{inside}/{resource}" + (f"/{name}" if name else "")
+        kind = "application/merge-patch+json" if verb == "PATCH" else "application/json"
+        deadline, pause = time.monotonic() + self._patience_seconds, _FIRST_RETRY_SECONDS
+        while True:
+            retry_after = 0.0
+            try:
+                found: Any = self._api.call_api(
+                    path,
+                    verb,
+                    query_params=list((query or {}).items()),
+                    header_params={"Accept": "application/json, */*", "Content-Type": kind},
+                    body=dict(body) if body else None,
+                    auth_settings=["BearerToken"],
+                    _preload_content=False,
+                    _request_timeout=(_CONNECT_SECONDS, None if stream else _READ_SECONDS),
+                )
+                answer = found[0]  # a response of urllib3, since nothing is to be loaded
+                if not stream:
+                    answer.read(cache_content=True)
+                return answer
+            except ApiException as error:
+                conflict = _said(error, "reason") == "Conflict"  # of two writers: quotas are counted so, too
+                if error.status in absent and not conflict:
+                    return None
+                problem = f"{error.status} {_said(error, 'message') or error.reason}"
+                if error.status not in _LATER and not conflict:
+                    raise self._unavailable(verb, resource, name, problem, status=error.status) from error
+                retry_after = _seconds(error)
+            except urllib3.exceptions.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}"
+            wait = max(pause, retry_after)
+            if time.monotonic() + wait > deadline:
+                raise self._unavailable(verb, resource, name, problem, status=None)
+            time.sleep(wait)
+            pause = min(pause * 2, _LAST_RETRY_SECONDS)
+
+    def _unavailable(
+        self, verb: str, resource: Resource, name: str, problem: str, *, status: int | None
+    ) -> BackendUnavailable:
+        right = {"POST": "create", "GET": "get" if name else "list"}.get(verb, verb.lower())
+        what = f"pods/{name.rpartition('/')[2]}" if name.endswith("/log") else resource
+        remedies = {
+            401: "Log in to the cluster again, such as with `gcloud container clusters get-credentials`.",
+            403: f"Have somebody grant the verb {right!r} on {what!r} in the namespace {self.namespace}.",
+            422: "The cluster may be older than Kubernetes 1.29, which jobs need; or a policy there forbids this.",
+            None: "See whether the cluster is up and can be reached from here, and try again.",
+        }
+        return BackendUnavailable(
+            expected=f"the cluster {self._api.configuration.host} to let us {right} {what} {name}".rstrip(),
+            found=problem,
+            remedy=remedies.get(status, "Mend what the server names."),
+        )
+
+
+def connect(context: str, namespace: str) -> Cluster:
+    """The namespace of a cluster.
+
+    Args:
+        context: a context of the kubeconfig; when empty, the cluster that this process runs in, else the
+            kubeconfig's current one.
+        namespace: `default` when empty.
+
+    Raises:
+        BackendUnavailable: there is no such context, or no cluster is configured.
+    """
+    configuration = kubernetes.client.Configuration()
+    try:
+        if context:
+            kubernetes.config.load_kube_config(context=context, client_configuration=configuration)
+        else:
+            try:
+                kubernetes.config.load_incluster_config(client_configuration=configuration)
+            except ConfigException:
+                kubernetes.config.load_kube_config(client_configuration=configuration)
+    except ConfigException as error:
+        raise BackendUnavailable(
+            expected=f"a context {context!r} in the kubeconfig" if context else "a cluster around us, or a kubeconfig",
+            found=str(error),
+            remedy="See `kubectl config get-contexts`, and name one: ASSAY_JOBS=kubernetes://context/namespace.",
+        ) from error
+    configuration.retries = False  # pyright: ignore[reportAttributeAccessIssue]  # `Cluster` retries, and knows what
+    configuration.connection_pool_maxsize = 32  # logs of a whole gang are followed at once
+    return Cluster(kubernetes.client.ApiClient(configuration), namespace or "default")
+
+
+def _said(error: ApiException, field: str) -> str:
+    """A field of the server's answer, such as its message."""
+    try:
+        return str(json.loads(error.body or "")[field])
+    except (ValueError, KeyError, TypeError):
+        return ""
+
+
+def _seconds(error: ApiException) -> float:
+    try:
+        return float((error.headers or {}).get("Retry-After", 0))
+    except ValueError:  # a date, which API servers do not send
+        return 0.0
