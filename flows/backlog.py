@@ -13,6 +13,7 @@ from resources import storage
 from resources.config import Config
 from resources.errors import BadInput
 from tasks.config import EvaluationConfig
+from tasks.names import how_many
 from tasks.records import RECORD_NAME, Record, SinkState, find_records, note_sinks
 from tasks.sinks.config import Sink, Sinks
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
@@ -95,7 +96,7 @@ def publish_missing(
     if not any(wanted.values()):
         raise BadInput(
             expected=f"succeeded records below {path}, and sinks for them",
-            found=f"{len(found)} records, none of which names a sink" if found else "no succeeded record",
+            found=f"{how_many(len(found), 'record')}, none of which names a sink" if found else "no succeeded record",
             remedy="name the sinks: assay publish PATH --sink FILE" if found else "evaluate something first",
         )
     outcomes: list[Published] = []

@@ -73,7 +73,8 @@ def main() -> None:
     except AssayError as error:
         if traceback:
             ERR.print_exception()
-        ERR.print(str(error), style="red", markup=False, highlight=False)
+        # In a log of CI lines are as long as they are: 80 columns are a guess of whoever sees no terminal.
+        ERR.print(str(error), style="red", markup=False, highlight=False, soft_wrap=not ERR.is_terminal)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         ERR.print("Interrupted; everything that was started has been ended. Run it again to go on.")

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli_gate import Summary, load_gate, show_verdict, write_summary
+from flows.cli_gate import GateFile, Summary, gate_of, show_verdict, write_summaries
 from flows.console import ERR, OUT, Json, print_json
 
 
@@ -43,9 +43,11 @@ def evaluate(
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None,
     judge_annotator: Annotated[str | None, typer.Option(help="How it is asked: AlpacaEval's configuration.")] = None,
     sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None,
-    gate: Annotated[
-        str | None, typer.Option(help="YAML file with a gate; the exit code is 1 where it says NO-GO.")
-    ] = None,
+    on_work_pool: Annotated[
+        bool, typer.Option("--on-work-pool", help="At the work pool of the best region, not here; waits for it.")
+    ] = False,
+    max_egress_usd: Annotated[float, typer.Option(help="What reading from another region may cost there.")] = 0.0,
+    gate: GateFile = None,
     summary: Summary = None,
     as_json: Json = False,
 ) -> None:
@@ -62,10 +64,7 @@ def evaluate(
     from resources.errors import BadInput
     from tasks.config import CheckpointSelection
 
-    if summary is not None and gate is None:
-        raise BadInput(expected="--gate beside --summary", found="none", remedy="leave --summary out, or name a gate")
-    judged_by = load_gate(gate) if gate is not None else None
-
+    judged_by = gate_of(gate, summary)
     options = EvaluationOptions(
         model=model,
         evals=tuple(eval_ or ()),
@@ -97,25 +96,46 @@ def evaluate(
         CheckpointSelection,
         source="the options",
     )
+    there: dict[str, Any] = {"gate": judged_by, "max_egress_usd": max_egress_usd, "on_event": _tell}
+    if on_work_pool and summary is not None:
+        raise BadInput(
+            expected="--summary where the gate is judged",
+            found="--summary and --on-work-pool",
+            remedy="leave --summary out; the verdict is an artifact of the flow run, and `assay gate` judges again",
+        )
     if suite is not None and config is None:
         from flows.suites import evaluate_suite
         from tasks.suites import load_suite
 
         request, chosen = suite_request_from_options(options), load_suite(suite)
+        if on_work_pool:
+            from flows.sent_series import send_suite
+
+            show_series(send_suite(chosen, request, selection=selection, **there), as_json=as_json)
+            return
         first = chosen.evaluations_of(request)[0]
         place = {"evaluation_path": first.evaluation_path, "run_name": first.run_name}
         result = run_series(lambda: evaluate_suite(chosen, request, selection, judged_by), **place, console=ERR)
     else:
         wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
+        if on_work_pool:
+            from flows.sent_series import send_evaluation
+
+            show_series(send_evaluation(wanted, selection, **there), as_json=as_json)
+            return
         place = {"evaluation_path": wanted.evaluation_path, "run_name": wanted.run_name}
         result = run_series(lambda: evaluate_checkpoints(wanted, selection, judged_by), **place, console=ERR)
-    if result.verdict is not None:
-        write_summary(result.verdict, summary)
+    write_summaries([result.verdict] if result.verdict else [], summary)
     show_series(result, as_json=as_json)
+
+
+def _tell(line: str) -> None:
+    ERR.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def show_series(result: Any, *, as_json: bool) -> None:
     """Prints what a series came to; raises its error afterwards, so that it decides the exit code."""
+    from tasks.names import how_many
     from tasks.reports import results_rows, results_table
 
     if as_json:
@@ -133,7 +153,7 @@ def show_series(result: Any, *, as_json: bool) -> None:
         if result.records:
             OUT.print(results_table(result.records))
         if result.evaluated == 0 and result.error is None:
-            OUT.print(f"Nothing to evaluate: all {result.already_recorded} cells have succeeded records.")
+            OUT.print(f"Nothing to evaluate: {how_many(result.already_recorded, 'cell')} recorded already.")
         else:
             OUT.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
         if result.report:

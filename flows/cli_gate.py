@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,12 @@ if TYPE_CHECKING:
 
 Summary = Annotated[
     Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")
+]
+
+
+GateFile = Annotated[
+    str | None,
+    typer.Option("--gate", help="YAML file with a gate; the exit code is 1 where it says NO-GO.", metavar="GATE"),
 ]
 
 
@@ -33,7 +40,7 @@ def gate(
 
     wanted = load_gate(file)
     verdict = judge(wanted, _checkpoints(records, run=run, step=step), evaluation_path=records)
-    write_summary(verdict, summary)
+    write_summaries([verdict], summary)
     if as_json:
         print_json(verdict.as_dict())
     else:
@@ -53,6 +60,19 @@ def load_gate(uri: str) -> Gate:
     return load_config(uri, Gate)
 
 
+def gate_of(uri: str | None, summary: Path | None) -> Gate | None:
+    """The gate that `--gate` names, if it does.
+
+    Raises:
+        BadInput: it is not there or not valid, or there is a `--summary` without one.
+    """
+    from resources.errors import BadInput
+
+    if uri is None and summary is not None:
+        raise BadInput(expected="--gate beside --summary", found="none", remedy="leave --summary out, or name a gate")
+    return load_gate(uri) if uri is not None else None
+
+
 def show_verdict(verdict: Verdict) -> None:
     """Prints the verdict as a table, and at its end GO or NO-GO."""
     from tasks.gate_views import verdict_table
@@ -61,8 +81,8 @@ def show_verdict(verdict: Verdict) -> None:
     OUT.print(f"{verdict.gate}: {verdict.word}", highlight=False, markup=False)
 
 
-def write_summary(verdict: Verdict, file: Path | None) -> None:
-    """Appends the verdict to a file as Markdown, if there is to be one.
+def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
+    """Appends verdicts to a file as Markdown, if there is to be one.
 
     Raises:
         BadInput: the file cannot be written.
@@ -74,7 +94,7 @@ def write_summary(verdict: Verdict, file: Path | None) -> None:
         return
     try:
         with file.open("a", encoding="utf-8") as page:
-            page.write(verdict_markdown(verdict))
+            page.writelines(map(verdict_markdown, verdicts))
     except OSError as error:
         raise BadInput(
             expected=f"--summary {file} to be a file that can be written",

@@ -53,7 +53,7 @@ def submit(
 ) -> None:
     """Run a program as a job, with the code of this folder; exit code 0, 1 it failed, 2 infrastructure, 3 bad input."""
     from flows.job_following import follow
-    from flows.submitting import SubmitOptions, client_of, request_of
+    from flows.submitting import SubmitOptions, client_of, described, request_of
 
     if auto_stop and not wait:
         raise BadInput(
@@ -89,7 +89,7 @@ def submit(
     if not wait:
         OUT.print(job.job_id, highlight=False, soft_wrap=True)
         return
-    _note(f"{job.job_id} on {client.url}")
+    _note(f"{job.job_id} on {described(client)}")
     place = f" --cluster {cluster}" if cluster else f" --backend {backend}" if backend else ""
     goes_on = f"{job.job_id} goes on. assay jobs logs -f {job.job_id}{place}   comes back to it"
     try:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from flows.cli_gate import GateFile, Summary, gate_of, show_verdict, write_summaries
 from flows.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
+    from tasks.batches import Batch
     from tasks.policies import Policy
     from tasks.reconciliation import Reconciliation, RunListing
 
@@ -26,12 +28,15 @@ def plan(policy: _Policy, afresh: _Afresh = False, as_json: Json = False) -> Non
     from tasks.policy_views import plan_json, plan_table
 
     wanted, listings, found = _looked(policy, afresh=afresh)
-    estimates = Estimates(listings)
+    batches = _batches(wanted, listings, found)
+    estimates = Estimates(listings, batches if wanted.dispatch == "work_pools" else None)
     if as_json:
-        print_json(plan_json(wanted, found, estimates))
+        print_json(plan_json(wanted, found, estimates, batches))
         return
     if found.work:
         OUT.print(plan_table(wanted, found, estimates))
+    for batch in batches:
+        OUT.print(batch.described(), highlight=False, markup=False, soft_wrap=True)
     OUT.print(_summary(found), highlight=False)
 
 
@@ -84,6 +89,7 @@ def retry(
     as_json: Json = False,
 ) -> None:
     """Have cells tried again that failed, failed too often or were cancelled; no record is removed."""
+    from tasks.names import how_many
     from tasks.policy_acts import chosen
     from tasks.policy_acts import retry as clear
 
@@ -94,11 +100,12 @@ def retry(
         return
     for one in meant:
         OUT.print(f"{one.title}: {one.reason or one.state}", highlight=False, markup=False, soft_wrap=True)
-    OUT.print(f"{len(meant):,} cells may be tried again.", highlight=False)
+    OUT.print(f"{how_many(len(meant), 'cell')} may be tried again.", highlight=False)
 
 
 def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     """End what runs of a policy, or of some of its cells, and let nothing more of it begin until assay retry."""
+    from tasks.names import how_many
     from tasks.policy_acts import cancel as stop
     from tasks.policy_acts import chosen
 
@@ -107,27 +114,61 @@ def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     if as_json:
         print_json({"policy": wanted.name, "claims_ended": claims, "flow_runs_cancelled": flow_runs})
         return
-    OUT.print(f"Stopped. {claims:,} cells were being evaluated; these end, and publish nothing.", highlight=False)
+    running = f"{how_many(claims, 'cell')} {'was' if claims == 1 else 'were'} being evaluated"
+    OUT.print(f"Stopped. {running}, to end now and publish nothing.", highlight=False)
     OUT.print("assay retry lets them begin again.", highlight=False)
 
 
-def reconcile(policy: _Policy, as_json: Json = False) -> None:
-    """Evaluate what a policy wants and nothing has settled yet; cells that another run has are left to it."""
+def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, as_json: Json = False) -> None:
+    """Evaluate what a policy wants and nothing has settled yet; cells that another run has are left to it.
+
+    With --gate each run is judged in the end, whoever evaluated it. Exit code 0 is GO, 1 is NO-GO.
+    """
+    from flows.deploying import require_server
     from flows.live import live_view
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
-    from tasks.progress import listening
+    from tasks.gate_verdicts import Verdict
+    from tasks.names import how_many
+    from tasks.prefect_client import prefect_errors_in_words
+    from tasks.progress import Event, Judged, Update, listening
 
-    wanted = load_policy(policy)
-    try:
-        with live_view(ERR) as show, listening(show):
-            outcome = reconcile_policy(wanted)
-    except AssayError as error:
-        if as_json:
-            print_json({"policy": wanted.name, "error": str(error)})
-        raise
+    wanted, judged_by = load_policy(policy), gate_of(gate, summary)
+    if wanted.dispatch == "work_pools":
+        require_server()
+    verdicts: list[Verdict] = []
+    outcome: dict[str, Any] = {}
+    error: AssayError | None = None
+    with live_view(ERR) as show:
+
+        def take(update: Update) -> None:
+            if isinstance(update, Judged):
+                verdicts.append(update.verdict)
+            if isinstance(update, Event) and wanted.dispatch == "work_pools":  # none is skipped: they name prices
+                ERR.print(update.text, markup=False, highlight=False, soft_wrap=True)
+            else:
+                show(update)
+
+        with listening(take):
+            try:
+                with prefect_errors_in_words():
+                    outcome = reconcile_policy(wanted, judged_by)
+            except AssayError as raised:
+                error = raised
+    write_summaries(verdicts, summary)
+    judged = {"gate": [verdict.as_dict() for verdict in verdicts]} if judged_by is not None else {}
     if as_json:
-        print_json({"policy": wanted.name, **outcome})
+        print_json({"policy": wanted.name, **outcome, **({"error": str(error)} if error else {}), **judged})
+    else:
+        for verdict in verdicts:
+            show_verdict(verdict)
+    if error is not None:
+        raise error
+    if as_json:
+        return
+    if wanted.dispatch == "work_pools":
+        sent = f"Sent {how_many(outcome['scheduled'], 'cell')} to work pools, {outcome['done_before']:,} done before."
+        OUT.print(f"{sent} `assay status` shows them.", highlight=False)
         return
     evaluated, left = outcome["succeeded"], outcome["left_to_others"]
     others = f", {left} left to other runs" if left else ""
@@ -141,9 +182,42 @@ def _looked(uri: str, *, afresh: bool) -> tuple[Policy, list[RunListing], Reconc
 
     wanted = load_policy(uri)
     listings = look(wanted, afresh=afresh)
-    return wanted, listings, decide(listings, wanted, now=time.time())
+    found = decide(listings, wanted, now=time.time())
+    if wanted.dispatch == "work_pools":
+        found = _less_what_is_scheduled(wanted, listings, found)
+    return wanted, listings, found
+
+
+def _less_what_is_scheduled(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> Reconciliation:
+    from flows.deploying import require_server
+    from resources.errors import BadInput, PrefectUnavailable
+    from tasks.dispatches import read_dispatches, with_dispatches
+
+    try:
+        require_server()
+        sent = read_dispatches(wanted)
+    except (BadInput, PrefectUnavailable) as error:
+        ERR.print(f"What is scheduled at work pools is not known: {error.found}.", markup=False, soft_wrap=True)
+        return found
+    return with_dispatches(found, listings, sent, wanted, now=time.time())
+
+
+def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> list[Batch]:
+    """What the next reconciliation would send to work pools."""
+    if wanted.dispatch == "here" or not found.work:
+        return []
+    from flows.deploying import require_server
+    from tasks.dispatches import Dispatches
+    from tasks.dispatching import Dispatcher
+
+    require_server()
+    return Dispatcher(wanted, listings, Dispatches()).batches(found.work[: wanted.most_cells_at_once])
 
 
 def _summary(found: Reconciliation) -> str:
-    words = f"{found.done_count:,} cells done, {len(found.work):,} to do, {len(found.others):,} wait for something."
-    return words + (f" {found.left_out:,} checkpoints are not wanted." if found.left_out else "")
+    from tasks.names import how_many
+
+    done, left_out = how_many(found.done_count, "cell"), found.left_out
+    words = f"{done} done, {len(found.work):,} to do, {len(found.others):,} waiting for something."
+    not_wanted = f" {how_many(left_out, 'checkpoint')} {'is' if left_out == 1 else 'are'} not wanted."
+    return words + (not_wanted if left_out else "")

@@ -49,6 +49,7 @@ def records(
 ) -> None:
     """Show recorded results, or export them: one row for each metric; as JSON, whole records."""
     from tasks.export import exported, measured_rows
+    from tasks.names import how_many
     from tasks.record_search import RecordFilter
     from tasks.records import read_records
     from tasks.reports import results_table, rows_table
@@ -80,7 +81,8 @@ def records(
         )
     if form != "table":
         rows = list(measured_rows(found, wanted=wanted))
-        _write(exported(rows, form=form), output, what=f"{len(rows):,} rows of {len(found):,} records")
+        what = f"{how_many(len(rows), 'row')} of {how_many(len(found), 'record')}"
+        _write(exported(rows, form=form), output, what=what)
         return
     narrow = bool(wanted.benchmarks or wanted.metrics)
     table = (
@@ -94,7 +96,7 @@ def records(
     page = Console(file=io.StringIO(), width=_FILE_WIDTH)
     page.print(table)
     assert isinstance(page.file, io.StringIO)
-    _write(page.file.getvalue().encode(), output, what=f"{len(found):,} records")
+    _write(page.file.getvalue().encode(), output, what=how_many(len(found), "record"))
 
 
 def compare(

@@ -22,6 +22,7 @@ def suites(
     as_json: Json = False,
 ) -> None:
     """Show the suites there are, what they ask, and what they need."""
+    from tasks.names import how_many
     from tasks.suites import built_in_suites, load_suite
 
     if sets:
@@ -30,7 +31,8 @@ def suites(
     shown = [load_suite(name)] if name is not None else list(built_in_suites().values())
     if check:
         checked = _check(shown, benchmarks)
-        ERR.print(f"{checked} benchmarks are known to their harnesses.", highlight=False)
+        known = f"{how_many(checked, 'benchmark')} {'is' if checked == 1 else 'are'} known"
+        ERR.print(f"{known} to the harnesses.", highlight=False)
     elif benchmarks is not None:
         raise BadInput(expected="--check beside --benchmarks", found="none", remedy="add it, or leave --benchmarks out")
     if as_json:

@@ -7,12 +7,16 @@ from typing import Annotated
 
 import typer
 
+from flows.cli_gate import GateFile, Summary, gate_of, write_summaries
 from flows.console import ERR, OUT, Json
 from resources.settings import set_process_environment_defaults
 
 
 def train_and_evaluate(
-    config: Annotated[str, typer.Argument(help="YAML file with a TrainAndEvaluateConfig.")], as_json: Json = False
+    config: Annotated[str, typer.Argument(help="YAML file with a TrainAndEvaluateConfig.")],
+    gate: GateFile = None,
+    summary: Summary = None,
+    as_json: Json = False,
 ) -> None:
     """Train a model with Levanter and evaluate each checkpoint as soon as it is complete."""
     from flows.cli_evaluate import show_series
@@ -21,11 +25,13 @@ def train_and_evaluate(
     from flows.training import train_and_evaluate as flow
     from tasks.training_config import TrainAndEvaluateConfig
 
+    judged_by = gate_of(gate, summary)
     wanted = load_config(config, TrainAndEvaluateConfig)
     first = wanted.asked()[0]
     result = run_series(
-        lambda: flow(wanted), evaluation_path=first.evaluation_path, run_name=first.run_name, console=ERR
+        lambda: flow(wanted, judged_by), evaluation_path=first.evaluation_path, run_name=first.run_name, console=ERR
     )
+    write_summaries([result.verdict] if result.verdict else [], summary)
     show_series(result, as_json=as_json)
 
 

@@ -29,8 +29,9 @@ def apply(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the server's work pools as the regions file says; a second time changes nothing."""
+    """Make the server's work pools as the regions file says, and deploy what is sent to them; twice changes nothing."""
     from flows.deploying import deploy_to, require_server
+    from flows.region_deployments import deploy_sent_flows
     from resources.regions import known_regions, load_regions
     from tasks.accelerators import limit_accelerators
     from tasks.work_pools import apply_work_pools, wanted_work_pools
@@ -38,6 +39,7 @@ def apply(
     require_server()
     table = load_regions(regions) if regions else known_regions()
     changes = asyncio.run(apply_work_pools(wanted_work_pools(table), dry_run=dry_run))
+    deployed = deploy_sent_flows(table, dry_run=dry_run)
     if accelerators is not None and not dry_run:
         limit_accelerators(accelerators)
     if deploy and not dry_run:
@@ -47,16 +49,23 @@ def apply(
     if as_json:
         print_json(
             [
-                {"work_pool": one.spec.name, "type": one.spec.type, "action": one.action, "differs": one.differs}
+                {
+                    "work_pool": one.spec.name,
+                    "type": one.spec.type,
+                    "action": one.action,
+                    "differs": one.differs,
+                    "deployments": deployed.get(one.spec.name, []),
+                }
                 for one in changes
             ]
         )
         return
-    shown = Table("Work pool", "Type", "Would" if dry_run else "Was", "Differs in")
+    shown = Table("Work pool", "Type", "Would" if dry_run else "Was", "Differs in", "Deployments")
     words = {"create": "created", "update": "updated", "unchanged": "unchanged"}
     for one in changes:
         action = one.action if dry_run else words[one.action]
-        shown.add_row(one.spec.name, one.spec.type, action, "\n".join(one.differs[:5]))
+        flows = "\n".join(name.partition("/")[0] for name in deployed.get(one.spec.name, []))
+        shown.add_row(one.spec.name, one.spec.type, action, "\n".join(one.differs[:5]), flows)
     OUT.print(shown)
 
 

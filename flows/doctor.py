@@ -9,8 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from prefect.settings import PREFECT_API_URL
+
 from resources.environments import ENVIRONMENTS, is_built
-from resources.settings import pip_find_links, prefect_api_url, settings
+from resources.settings import pip_find_links, settings
 
 _ENGINE_DISK_BYTES = 6 * 1024**3
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
@@ -97,7 +99,7 @@ def _environments() -> list[Finding]:
 
 
 def _prefect() -> Finding:
-    url = prefect_api_url()
+    url = PREFECT_API_URL.value()
     return Finding("Prefect server", "ok", url or "embedded, started with each run")
 
 

@@ -15,6 +15,7 @@ from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells, stage_tokenizers
 from tasks.gates import Gate
 from tasks.gating import conclude_by
+from tasks.prefect_client import end_is_told
 from tasks.provisioning import as_served, provisioned
 from tasks.publishing import publish_report
 from tasks.records import Record, now
@@ -54,7 +55,7 @@ def evaluate_each(
         GateRefused: the gate says NO-GO; it may let pass that a cell failed or was withheld.
     """
     configs = [as_served(config) for config in configs]
-    with marked(configs):
+    with marked(configs), end_is_told():
         cells = plan_cells(configs, checkpoints)
         evaluate_wanted(configs, cells, wait=True)
         return conclude(cells) if gate is None else conclude_by(gate, cells)
@@ -67,9 +68,14 @@ def evaluate_wanted(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], 
     """
     began = now()
     with Shares([cell for cell in cells if not cell.done], wait=wait) as shares:
-        while share := shares.next():
-            with provisioned(configs, stage_tokenizers(share)) as serving:
-                evaluate_cells(share, serving, shares=shares)
+        evaluate_shares(configs, shares)
     publish_report(configs[0])
     if any(config.sinks for config in configs):
         announce(cells, since=began)
+
+
+def evaluate_shares(configs: Sequence[EvaluationConfig], shares: Shares) -> None:
+    """Evaluates what can be had of some cells, share by share, each on a pool of its own."""
+    while share := shares.next():
+        with provisioned(configs, stage_tokenizers(share)) as serving:
+            evaluate_cells(share, serving, shares=shares)

@@ -11,23 +11,34 @@ from prefect.logging.loggers import flow_run_logger
 from flows.loading import load_config
 from resources.errors import AssayError
 from resources.jobs import current_client
+from tasks.cancelled_runs import stop_claimed
 from tasks.leftovers import end_claims, end_jobs
+from tasks.names import how_many
 from tasks.policies import Policy
+from tasks.policy_runs import end_task_runs
+from tasks.run_marks import note_ending
 
 
 def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
-    """Ends the claims and jobs of a flow run at once, which would else end with their leases.
+    """Ends the claims and jobs of a flow run at once, which would else end with their leases; its progress says so.
+
+    Its task runs, which would be shown as running for ever where its process was killed, are over too.
 
     Its failure changes nothing but how long that takes, and is told in the log of the flow run.
     """
     log = flow_run_logger(flow_run, flow)
     parameters = dict(flow_run.parameters)
+    note_ending(flow_run.id, "crashed" if state.is_crashed() else "cancelled")
     try:
         if isinstance(parameters.get("policy"), str):
             parameters["policy"] = load_config(parameters["policy"], Policy)
+        if state.is_cancelled():
+            stop_claimed(parameters, flow_run_id=str(flow_run.id), name=flow_run.name)
         claims = end_claims(parameters, flow_run=str(flow_run.id))
         jobs = end_jobs(current_client(), flow_run=str(flow_run.id))
     except AssayError as error:
         log.warning("Claims and jobs of this run end with their leases: %s", error)
     else:
-        log.info("After state %s: %d claims and %d jobs of this run were left, and ended.", state.name, claims, jobs)
+        left = f"{how_many(claims, 'claim')} and {how_many(jobs, 'job')}"
+        log.info("After state %s: %s of this run were left, and ended.", state.name, left)
+    end_task_runs(flow_run.id)

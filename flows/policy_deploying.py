@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import DeploymentScheduleCreate
-from prefect.client.schemas.objects import ConcurrencyLimitStrategy, ConcurrencyOptions, StateType
+from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
 from prefect.events import Automation, EventTrigger
@@ -31,10 +31,12 @@ ENTRYPOINT = "flows.reconcile.reconcile_policy"
 TAG = "assay"
 SILENCE_AUTOMATION = "assay: flow runs without a sign of life"
 """Name of the automation that looks after flow runs whose worker is gone too."""
+CANCELLING_AUTOMATION = "assay: cancellations that nobody carries out"
+"""Name of the automation that looks after flow runs that were cancelled when their worker was gone."""
 _BURST = timedelta(seconds=2)
 """Events so shortly after another start nothing of their own: the run that the first one starts begins after them."""
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
-_HEARTBEAT = "prefect.flow-run.heartbeat"
+_EVENT = "prefect.flow-run."
 
 Action = Literal["create", "update", "unchanged", "remove"]
 _Wanted = TypeVar("_Wanted")
@@ -59,6 +61,15 @@ class PolicyDeployment:
     def name(self) -> str:
         """As it is called in Prefect."""
         return f"{reconcile_policy.name}/{self.policy.name}"
+
+    @property
+    def work_queue(self) -> str:
+        """The queue of its work pool that its flow runs wait in, from which workers take one at a time.
+
+        The queue counts flow runs in the server's database. A limit of the deployment would give each flow run a lease,
+        which a server that was started again has forgotten, and Prefect ends a flow run without one.
+        """
+        return f"policy-{self.policy.name}"
 
     @property
     def event_automation(self) -> str:
@@ -125,8 +136,12 @@ def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run:
             identifier = _deploy(client, wanted)
         there = _present(client, wanted)
         identifier = identifier or (there.id if there else None)
-        triggered = _on_event(wanted, identifier) if wanted.on_event else None
-        for name, automation in ((wanted.event_automation, triggered), (SILENCE_AUTOMATION, _silence(silent_after))):
+        automations = {
+            wanted.event_automation: _on_event(wanted, identifier) if wanted.on_event else None,
+            SILENCE_AUTOMATION: _silence(silent_after),
+            CANCELLING_AUTOMATION: _cancelling(silent_after),
+        }
+        for name, automation in automations.items():
             changes += _automation(client, name, automation, dry_run=dry_run)
     return changes
 
@@ -148,7 +163,9 @@ def _require_work_pool(client: SyncPrefectClient, name: str) -> None:
         raise BadInput(
             expected=f"a work pool {name} on the server",
             found="none of that name",
-            remedy="make it (assay work-pools apply), or name another one with --work-pool",
+            remedy=f"make it (prefect work-pool create {name} --type process; those of the regions file: assay "
+            f"work-pools apply) and start a worker for it (prefect worker start --pool {name}), or name another one "
+            "with --work-pool",
         ) from None
 
 
@@ -166,14 +183,16 @@ def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
     now = {
         "parameters": there.parameters,
         "work pool": there.work_pool_name,
+        "work queue": there.work_queue_name,
         "entrypoint": there.entrypoint,
         "schedule": [_as_told(one.schedule) for one in there.schedules if one.active],
-        "runs at once": there.global_concurrency_limit.limit if there.global_concurrency_limit else None,
+        "runs at once": _runs_at_once(client, there),
         "tags": sorted(there.tags),
     }
     then = {
         "parameters": wanted.parameters(),
         "work pool": wanted.work_pool,
+        "work queue": wanted.work_queue,
         "entrypoint": ENTRYPOINT,
         "schedule": [_as_told(one.schedule) for one in wanted.schedules()],
         "runs at once": 1,
@@ -181,6 +200,13 @@ def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
     }
     differs = tuple(key for key in then if now[key] != then[key])
     return Change("deployment", wanted.name, "update" if differs else "unchanged", differs)
+
+
+def _runs_at_once(client: SyncPrefectClient, there: DeploymentResponse) -> int | None:
+    try:
+        return client.read_work_queue_by_name(str(there.work_queue_name), there.work_pool_name).concurrency_limit
+    except ObjectNotFound:
+        return None
 
 
 def _as_told(schedule: Any) -> Any:
@@ -193,7 +219,7 @@ def _tags(wanted: PolicyDeployment) -> list[str]:
 
 
 def _deploy(client: SyncPrefectClient, wanted: PolicyDeployment) -> Any:
-    return client.create_deployment(
+    deployment = client.create_deployment(
         flow_id=client.create_flow_from_name(reconcile_policy.name),
         name=wanted.policy.name,
         description=f"Evaluate what the policy {wanted.policy.name} wants and no record settles yet.",
@@ -203,12 +229,14 @@ def _deploy(client: SyncPrefectClient, wanted: PolicyDeployment) -> Any:
         parameter_openapi_schema=parameter_schema(reconcile_policy).model_dump_for_openapi(),
         enforce_parameter_schema=True,
         work_pool_name=wanted.work_pool,
+        work_queue_name=wanted.work_queue,  # the server makes it
         schedules=wanted.schedules(),
         tags=_tags(wanted),
-        concurrency_limit=1,
-        concurrency_options=ConcurrencyOptions(collision_strategy=ConcurrencyLimitStrategy.ENQUEUE),
         paused=False,
     )
+    queue = client.read_work_queue_by_name(wanted.work_queue, wanted.work_pool)
+    client.update_work_queue(queue.id, concurrency_limit=1)
+    return deployment
 
 
 def _on_event(wanted: PolicyDeployment, deployment: Any) -> AutomationCore:
@@ -233,29 +261,54 @@ def _on_event(wanted: PolicyDeployment, deployment: Any) -> AutomationCore:
 
 
 def _silence(silent_after: timedelta) -> AutomationCore:
-    """The server notices by itself only when a flow's process ends before its worker."""
-    expected = {_HEARTBEAT, *(f"prefect.flow-run.{name}" for name in _ENDINGS)}
+    """The server notices by itself only when a flow's process ends before its worker.
+
+    Not forced, so that a run whose end the server told nobody of, before it was killed itself, keeps its state.
+    """
     return AutomationCore(
         name=SILENCE_AUTOMATION,
         description="Made by `assay policy deploy`: what its worker can no longer report is marked as crashed.",
-        trigger=EventTrigger(
-            after={_HEARTBEAT},
-            expect=expected,
-            match={"prefect.resource.id": "prefect.flow-run.*"},
-            match_related={"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"},
-            for_each={"prefect.resource.id"},
-            posture=Posture.Proactive,
-            threshold=1,
-            within=silent_after,
+        trigger=_missing(
+            after={"Pending", "Running", "heartbeat"}, expected={"Running", "heartbeat", *_ENDINGS}, within=silent_after
         ),
         actions=[
             ChangeFlowRunState(
                 state=StateType.CRASHED,
                 name="Crashed",
                 message=f"no sign of life for {silent_after}: the worker is gone with it",
-                force=True,
+                force=False,
             )
         ],
+    )
+
+
+def _cancelling(silent_after: timedelta) -> AutomationCore:
+    return AutomationCore(
+        name=CANCELLING_AUTOMATION,
+        description="Made by `assay policy deploy`: what was cancelled, and has no worker that ends it, is over.",
+        trigger=_missing(after={"Cancelling"}, expected=_ENDINGS, within=silent_after),
+        actions=[
+            ChangeFlowRunState(
+                state=StateType.CANCELLED,
+                name="Cancelled",
+                message=f"nobody has carried this out for {silent_after}: the worker is gone",
+                force=False,
+            )
+        ],
+    )
+
+
+def _missing(*, after: Collection[str], expected: Collection[str], within: timedelta) -> EventTrigger:
+    """Fires for each flow run of ours after one of some events if none of those expected follows in time."""
+    return EventTrigger(
+        after={_EVENT + name for name in after},
+        expect={_EVENT + name for name in expected},
+        match={"prefect.resource.id": "prefect.flow-run.*"},
+        match_related={"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"},
+        for_each={"prefect.resource.id"},
+        posture=Posture.Proactive,
+        threshold=1,
+        within=within,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Annotated, Any
@@ -12,15 +12,22 @@ from prefect import flow
 from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
+from flows.dispatching import dispatch
 from flows.evaluation import evaluate_wanted
 from flows.hooks import leave_nothing
 from flows.loading import load_config
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
+from tasks.batches import served_together
+from tasks.cancelled_runs import stopping_if_cancelled
 from tasks.cells import Cell, plan_cells
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, find_checkpoints
+from tasks.gates import Gate
+from tasks.names import how_many
 from tasks.policies import Policy, check_policy_paths
+from tasks.policy_gating import conclude_policy
 from tasks.policy_looking import look
-from tasks.policy_runs import collapse_waiting
+from tasks.policy_runs import collapse_waiting, settle_lost
+from tasks.prefect_client import end_is_told
 from tasks.progress import report_event
 from tasks.reconciliation import OpenCell, Reconciliation, reconcile
 from tasks.records import Record, now, read_record
@@ -36,6 +43,7 @@ class Pass:
     failed: int
     left: int
     error: AssayError | None
+    scheduled: int = 0
 
     def as_dict(self) -> dict[str, Any]:
         """For `--json`, and as what the flow returns."""
@@ -46,6 +54,7 @@ class Pass:
             "succeeded": self.succeeded,
             "failed": self.failed,
             "left_to_others": self.left,
+            "scheduled": self.scheduled,
             "error": str(self.error) if self.error else None,
         }
 
@@ -57,22 +66,29 @@ class Pass:
     on_cancellation=[leave_nothing],
     on_crashed=[leave_nothing],
 )
-def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy) -> dict[str, Any]:
+def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate: Gate | None = None) -> dict[str, Any]:
     """Evaluates the cells that a policy, given whole or as a file, wants and that no record settles.
 
     Cells that another run has claimed are left to it. Nothing to do is a success.
 
     Args:
         policy: A YAML file with one, in any store, or a policy whole.
+        gate: What the scores of each run must show by now; the flow run fails where it says NO-GO.
 
     Raises:
         AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
+        GateRefused: the gate says NO-GO.
     """
     if deployment.id:
         collapse_waiting(deployment.id, beside=str(flow_run.id))
-    outcome = reconcile_once(load_policy(policy) if isinstance(policy, str) else policy)
-    if outcome.error is not None:
-        raise outcome.error
+        settle_lost(deployment.id)
+    with end_is_told():
+        wanted = load_policy(policy) if isinstance(policy, str) else policy
+        outcome = reconcile_once(wanted)
+        if gate is not None:
+            conclude_policy(gate, wanted, outcome.error)
+        elif outcome.error is not None:
+            raise outcome.error
     return outcome.as_dict()
 
 
@@ -85,42 +101,41 @@ def load_policy(uri: str) -> Policy:
     return load_config(uri, Policy)
 
 
-def reconcile_once(policy: Policy) -> Pass:
+def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda _: True) -> Pass:
     """One pass: looks, decides, evaluates what is to be done, group by group; a group that fails stops no other.
+
+    Where the policy says so, cells are sent to work pools instead.
+
+    Args:
+        policy: the policy.
+        only: which cells are meant, of those that are to be done.
 
     Raises:
         AssayError: nothing could be looked at, or the policy cannot be right.
     """
     if deployment.id:
         check_policy_paths(policy)
-    found = reconcile(look(policy), policy, now=time.time())
-    report_event(f"{found.done_count:,} cells done, {len(found.work):,} to do, {len(found.others):,} wait")
+    listings = look(policy)
+    found = reconcile(listings, policy, now=time.time())
+    if policy.dispatch == "work_pools":
+        found, scheduled, error = dispatch(policy, listings, found)
+        return Pass(found, 0, 0, 0, error, scheduled)
+    report_event(f"{how_many(found.done_count, 'cell')} done, {len(found.work):,} to do, {len(found.others):,} wait")
     began = now()
-    taken = found.work[: policy.most_cells_at_once]
+    taken = [cell for cell in found.work if only(cell)][: policy.most_cells_at_once]
     cells: list[Cell] = []
     errors: list[AssayError] = []
-    for group in _groups(taken):
-        try:
-            planned = _planned(group)
-            cells += planned
-            with marked(_configs(group)):
-                evaluate_wanted(_configs(group), planned, wait=False)
-        except AssayError as error:
-            errors.append(error)
-            report_event(f"{group[0].title} and {len(group) - 1} more: {error.found}")
+    with stopping_if_cancelled(policy, taken):
+        for group in served_together(taken):
+            try:
+                planned = _planned(group)
+                cells += planned
+                with marked(_configs(group)):
+                    evaluate_wanted(_configs(group), planned, wait=False)
+            except AssayError as error:
+                errors.append(error)
+                report_event(f"{group[0].title} and {len(group) - 1} more: {error.found}")
     return _concluded(found, cells, errors, since=began)
-
-
-def _groups(work: Iterable[OpenCell]) -> list[list[OpenCell]]:
-    """Cells that one pool or endpoint can serve: of one run, served alike; by priority, which runs through a group."""
-    groups: dict[tuple[Any, ...], list[OpenCell]] = {}
-    for cell in work:
-        config = cell.evaluation.config
-        served = config.pool_config.model_dump_json() if config.pool_config else None
-        kind = cell.checkpoint.kind  # an engine serves only one of them
-        ways = (None,) if config.native else (served, config.pool_name, config.base_url)
-        groups.setdefault((cell.run, kind, cell.evaluation.priority, ways), []).append(cell)
-    return list(groups.values())
 
 
 def _configs(group: Sequence[OpenCell]) -> list[Any]:
@@ -154,7 +169,7 @@ def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
         ours = all(record.status == "infra_failed" for record in failed)
         kind = EvaluationInterrupted if ours else EvaluationIncomplete
         error = kind(
-            expected=f"a succeeded record for each of {len(cells)} cells",
+            expected=f"a succeeded record for {'each of ' if len(cells) > 1 else ''}{how_many(len(cells), 'cell')}",
             found=f"{len(failed)} failed. The first, {failed[0].checkpoint.name}:\n{failed[0].reason}",
             remedy="see why with `assay gaps`; failures of machines are tried again by themselves",
         )

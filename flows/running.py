@@ -10,6 +10,7 @@ from rich.console import Console
 from flows.live import live_view
 from resources.errors import AssayError, BadInput
 from tasks.gate_verdicts import Verdict
+from tasks.prefect_client import prefect_errors_in_words
 from tasks.progress import CellDone, Judged, Update, listening
 from tasks.publishing import report_uri
 from tasks.records import Record, current_records, now, read_records
@@ -59,7 +60,8 @@ def run_series(
 
         with listening(take):
             try:
-                records = evaluate()
+                with prefect_errors_in_words():
+                    records = evaluate()
             except AssayError as raised:
                 if isinstance(raised, BadInput):
                     raise

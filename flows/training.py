@@ -7,14 +7,20 @@ from contextlib import nullcontext
 
 from prefect import flow
 
+from flows.evaluation import evaluate_shares
 from flows.hooks import leave_nothing
 from resources.errors import AssayError, NoCheckpoints
 from tasks.announcing import announce
 from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoint_events import emit
 from tasks.checkpoints import Checkpoint
+from tasks.claim_files import claims_folder
+from tasks.claiming import Shares
 from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells
+from tasks.gates import Gate
+from tasks.gating import conclude_by
+from tasks.prefect_client import end_is_told
 from tasks.progress import report_event
 from tasks.provisioning import as_served, prepare_environments, provisioned, served_alike
 from tasks.publishing import publish_report
@@ -32,15 +38,26 @@ from tasks.training_config import TrainAndEvaluateConfig
     on_cancellation=[leave_nothing],
     on_crashed=[leave_nothing],
 )
-def train_and_evaluate(config: TrainAndEvaluateConfig) -> list[Record]:
+def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None) -> list[Record]:
     """Trains a model and evaluates each checkpoint as soon as it is complete; ends when both are done.
 
     A run that is trained already is only evaluated. If the training fails, what it left is evaluated first; if the
-    evaluation cannot go on, the training does.
+    evaluation cannot go on, the training does. Cells that another run has claimed are left to it, and waited for at the
+    end.
+
+    Args:
+        config: What is trained, and what its checkpoints are asked.
+        gate: What their scores must show in the end; the flow run fails where it says NO-GO.
 
     Raises:
         AssayError: the request cannot be right, the training failed, or a wanted cell has no succeeded record.
+        GateRefused: the gate says NO-GO.
     """
+    with end_is_told():
+        return _trained_and_evaluated(config, gate)
+
+
+def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) -> list[Record]:
     began = now()
     configs = [as_served(one) for one in config.asked()]
     if served := [one for one in configs if not one.native]:
@@ -51,10 +68,12 @@ def train_and_evaluate(config: TrainAndEvaluateConfig) -> list[Record]:
     with nullcontext() if trained else training(config.training) as job:
         report_event("trained already" if job is None else f"training as job {job.job_id}")
         exports = Exports(config.exports, every_n_steps=config.every_n_steps)
-        cells = ArrivingCells(configs, exports, job, poll_seconds=config.poll_seconds, plan=_planned)
+        folder = claims_folder(configs[0].evaluation_path, configs[0].run_name)
+        shares = Shares([], wait=True, folder=folder)
+        cells = ArrivingCells(configs, exports, job, shares=shares, poll_seconds=config.poll_seconds, plan=_planned)
         try:
-            with marked(configs):
-                _evaluate(cells, configs)
+            with marked(configs), shares:
+                _evaluate(cells, configs, shares)
         except AssayError as error:
             failure = error
             report_event(f"the evaluation ended: {error.found}")
@@ -68,9 +87,10 @@ def train_and_evaluate(config: TrainAndEvaluateConfig) -> list[Record]:
             found="none, though the training has ended",
             remedy="let it export more often: hf_save_steps in train_config",
         )
+    planned = list(cells.planned.values())
     if any(one.sinks for one in configs):
-        announce(list(cells.planned.values()), since=began)
-    return conclude(list(cells.planned.values()))
+        announce(planned, since=began)
+    return conclude(planned) if gate is None else conclude_by(gate, planned)
 
 
 def _planned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
@@ -79,13 +99,17 @@ def _planned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoi
     return plan_cells(configs, checkpoints)
 
 
-def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig]) -> None:
-    """Evaluates checkpoints as they come, all on one pool, which is started for the first one."""
+def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], shares: Shares) -> None:
+    """Evaluates checkpoints as they come, all on one pool, which is started for the first one.
+
+    In the end, without an engine that nobody asks, waits for what others have, and evaluates what they leave.
+    """
     prepare_environments(configs)
     checkpoints = cells.first()
     if cells:
         with provisioned(configs, checkpoints) as serving:
             cells.serving = serving
-            evaluate_cells(cells, serving, configs=configs)
+            evaluate_cells(cells, serving, configs=configs, shares=shares)
+    evaluate_shares(configs, shares)
     if cells.planned:
         publish_report(configs[0])

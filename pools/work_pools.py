@@ -103,6 +103,7 @@ def choose_work_pool(
         offering.sort(key=lambda region: region.name != source.region)
     passed_over: dict[str, str] = {}
     impossible: UnsatisfiableResources | None = None
+    nearest: str | None = None
     for region in offering:
         if region.work_pool is None:
             passed_over[region.name] = "has no work pool"
@@ -115,9 +116,11 @@ def choose_work_pool(
             continue
         if obstacle := (states or {}).get(region.work_pool, WorkPoolState()).obstacle:
             passed_over[region.name] = f"has a work pool, {region.work_pool}, that {obstacle}"
+            nearest = nearest or f"{region.work_pool}, which {obstacle}"
             continue
         egress = _egress_usd(known, region, source)
         if egress > max_egress_usd:
+            nearest = nearest or f"{region.work_pool}, for {egress:.2f} USD of egress"
             passed_over[region.name] = f"would cost {egress:.2f} USD for reading the checkpoints from another region"
             continue
         price = price_per_hour(region, resources)
@@ -127,7 +130,8 @@ def choose_work_pool(
     raise NoUsableWorkPool(
         expected=f"a work pool that starts a flow run now, for {_said(resources)}",
         found="; ".join(f"{name} {reason}" for name, reason in passed_over.items()),
-        remedy="resume one, start a worker for it, wait, allow more regions, or raise the limit for egress "
+        remedy=(f"what comes nearest: {nearest}; " if nearest else "")
+        + "resume one, start a worker for it, wait, allow more regions, or raise the limit for egress "
         f"(now {max_egress_usd:.2f} USD)",
     )
 

@@ -169,6 +169,25 @@ def region_of_prefix(prefix: str | None, regions: Regions) -> str | None:
     return next((names[name] for name in names if bucket.endswith(f"-{name}")), None)
 
 
+def region_of_data(uri: str, regions: Regions | None = None) -> str | None:
+    """The region, or multi-region, that a location lies in: its bucket's, or this machine's for a path; or None.
+
+    Args:
+        uri: the location.
+        regions: what is known of regions and buckets; `known_regions()` when None.
+    """
+    if not uri.startswith("gs://"):
+        return None if "://" in uri and not uri.startswith("file://") else region_of_this_machine()
+    bucket = GcsPath("", uri).bucket
+    if described := (regions or known_regions()).of_bucket(bucket):
+        return described.name
+    try:
+        return bucket_location(bucket)[0]
+    except (PermissionError, FileNotFoundError) as error:
+        _log.warning("The region of gs://%s cannot be looked up: %s", bucket, error)
+        return None
+
+
 def _found(obj: Any, place: str, above: set[int]) -> Iterator[GcsPath]:
     match obj:
         case str() if obj.startswith("gs://"):

@@ -133,8 +133,11 @@ class Regions(Config):
     @classmethod
     def _prices_for_each(cls, values: Any) -> Any:
         match values:
-            case {"prices": {"chip_hour": Mapping() as chips, **shared}, "regions": list() as regions}:
-                common = {key: shared[key] for key in ("vcpu_hour", "memory_gb_hour") if key in shared}
+            case {"prices": Mapping() as prices, "regions": list() | tuple() as regions}:
+                common = {key: prices[key] for key in ("vcpu_hour", "memory_gb_hour") if key in prices}
+                chips = prices.get("chip_hour") or {}
+                if not isinstance(chips, Mapping):
+                    return values  # which is reported when the field itself is looked at
                 filled = [
                     {**common, **region, "chip_hour": {**chips, **(region.get("chip_hour") or {})}}
                     if isinstance(region, dict)

@@ -49,7 +49,7 @@ class Settings(BaseSettings):
     """Container image of jobs on Kubernetes that name none themselves."""
 
     job_lease_seconds: float = Field(default=300.0, gt=0)
-    """How long pods on Kubernetes go on without a sign of the process that submitted their job."""
+    """How long pods on Kubernetes go on without a sign of the process that submitted their job; 180 or more."""
 
     regions: Path | None = None
     """File that describes regions, buckets and prices, in place of `deployments/regions.yaml`."""
@@ -125,11 +125,6 @@ def set_process_environment_defaults(defaults: dict[str, str]) -> None:
     """Sets variables for this process that nobody has set yet (used by the command line, and before Ray connects)."""
     for name, value in defaults.items():
         os.environ.setdefault(name, value)
-
-
-def prefect_api_url() -> str | None:
-    """The Prefect server this process was pointed at, or None where one is started with each run."""
-    return os.environ.get("PREFECT_API_URL") or None
 
 
 def pip_find_links() -> list[str]:

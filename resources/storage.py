@@ -6,61 +6,39 @@ an upload becomes visible only when it ends.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import errno
 import hashlib
 import os
 import posixpath
-import re
+import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from resources import listings
 from resources.errors import AssayError, BadInput, StorageError
+from resources.listings import FileInfo
 
 _MEMORY_CREATE = threading.Lock()
-
-
-@dataclass(frozen=True)
-class ContentHash:
-    """A hash of a whole file that its reader can compute too; `value` is in lower-case hex.
-
-    An `etag` is an MD5 that may turn out to be none: see `etag_is_md5`.
-    """
-
-    kind: Literal["md5", "crc32c", "etag"]
-    value: str
-
-
-@dataclass(frozen=True)
-class FileInfo:
-    """What a store tells about one file without reading it.
-
-    `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
-    all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
-    since the epoch, 0.0 where the store does not say.
-    """
-
-    uri: str
-    size: int
-    modified: float
-    checksum: str | None
-    content_hash: ContentHash | None = None
+_READ_BYTES = 2**30  # a read of Linux returns no more than 2 GiB
+_OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
 
 
 def is_local(uri: str) -> bool:
     """Whether a location is a path on this machine."""
     return "://" not in uri or uri.startswith("file://")
+
+
+def has_whole_files(uri: str) -> bool:
+    """Whether a location is in an object store, where a file is not seen before it is whole."""
+    return uri.partition("://")[0] in _OBJECT_STORES and not is_local(uri)
 
 
 def local_path(uri: str) -> Path:
@@ -129,8 +107,10 @@ def read_bytes(uri: str, *, start: int | None = None, end: int | None = None) ->
         FileNotFoundError: it is not there.
         StorageError: it is there and cannot be read.
     """
-    filesystem, path = _open(uri)
     try:
+        if is_local(uri):
+            return _read_local(uri, start, end)
+        filesystem, path = _open(uri)
         return bytes(filesystem.cat_file(path, start=start, end=end))  # pyright: ignore[reportArgumentType]
     except FileNotFoundError:
         raise
@@ -138,6 +118,24 @@ def read_bytes(uri: str, *, start: int | None = None, end: int | None = None) ->
         raise StorageError(
             expected=f"to read {uri}", found=str(error), remedy="check that it is a file, and readable"
         ) from error
+
+
+def _read_local(uri: str, start: int | None, end: int | None) -> bytes:
+    """As fsspec would, in a tenth of its time: planning reads small files by the ten thousand."""
+    file = os.open(os.path.expanduser(uri.removeprefix("file://")), os.O_RDONLY)  # noqa: PTH111
+    try:
+        if start:
+            os.lseek(file, start, os.SEEK_SET)
+        wanted = end - (start or 0) if end is not None else sys.maxsize
+        parts, left = [], os.fstat(file).st_size + 1  # one more than there is, so that one read sees the end
+        while wanted > 0 and (part := os.read(file, min(wanted, max(left, 4096), _READ_BYTES))):
+            parts.append(part)
+            wanted, left = wanted - len(part), left - len(part)
+            if left == 1:
+                break
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+    finally:
+        os.close(file)
 
 
 def write_bytes(uri: str, content: bytes) -> None:
@@ -248,68 +246,30 @@ def list_files(uri: str) -> list[FileInfo]:
     with reported(uri, "list"):
         try:
             if isinstance(filesystem, LocalFileSystem) and Path(path).is_dir():
-                return sorted(_local_files(uri.rstrip("/"), path), key=lambda file: file.uri)
+                return sorted(listings.files_of_walk(uri, listings.walk(path)), key=lambda file: file.uri)
+            objects = listings.bucket_objects(filesystem, path)
+            if objects is not None:
+                return listings.files_of_bucket(uri, objects)
             found = dict(filesystem.find(path, detail=True))
         except FileNotFoundError:
             return []
     root = path.rstrip("/")
-    files = []
-    for name, info in found.items():
-        if name.endswith(".partial") and posixpath.basename(name).startswith("."):
-            continue
-        relative = name[len(root) :].lstrip("/")
-        files.append(_file_info(join(uri, relative) if relative else uri, info))
-    return sorted(files, key=lambda file: file.uri)
+    return listings.described(uri, [(name[len(root) :].lstrip("/"), info) for name, info in found.items()])
 
 
-def _local_files(uri: str, path: str) -> list[FileInfo]:
-    """What fsspec's `find` tells, in a third of its time: a run has tens of thousands of files.
+def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, Any]] | None:
+    """What Google's store says of each object below a location, as `listings.bucket_objects`; None for other stores.
 
-    As there, links are not followed into folders, and a link has the size of what it points to and its own time.
+    Raises:
+        StorageError: it cannot be listed.
     """
-    files = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            name = entry.name
-            try:
-                if entry.is_dir(follow_symlinks=False):
-                    files += _local_files(f"{uri}/{name}", entry.path)
-                elif not (name.startswith(".") and name.endswith(".partial")):
-                    told = entry.stat(follow_symlinks=False)
-                    size = _size_behind(entry) if entry.is_symlink() else told.st_size
-                    files.append(FileInfo(f"{uri}/{name}", size, told.st_mtime, None))
-            except FileNotFoundError:  # gone since it was listed
-                continue
-    return files
-
-
-def _size_behind(link: os.DirEntry[str]) -> int:
-    try:
-        return link.stat().st_size
-    except OSError:
-        return 0
-
-
-def _file_info(uri: str, info: dict) -> FileInfo:
-    modified = info.get("mtime") or info.get("updated") or info.get("LastModified") or info.get("created") or 0.0
-    if not isinstance(modified, (int, float)):
-        modified = modified.timestamp() if hasattr(modified, "timestamp") else _from_iso(str(modified))
-    checksum = info.get("md5Hash") or info.get("crc32c") or info.get("ETag")
-    return FileInfo(
-        uri, int(info.get("size") or 0), float(modified), str(checksum) if checksum else None, _content_hash(uri, info)
-    )
-
-
-def _content_hash(uri: str, info: dict[str, Any]) -> ContentHash | None:
-    with suppress(binascii.Error, ValueError):
-        if md5 := info.get("md5Hash"):
-            return ContentHash("md5", base64.b64decode(md5, validate=True).hex())
-        if crc32c := info.get("crc32c"):
-            return ContentHash("crc32c", base64.b64decode(crc32c, validate=True).hex())
-    etag = str(info.get("ETag") or "").strip('"').lower()
-    if uri.startswith(("s3://", "s3a://")) and re.fullmatch("[0-9a-f]{32}", etag):  # a part count follows a dash
-        return ContentHash("etag", etag)
-    return None
+    filesystem, path = _open(uri)
+    with reported(uri, "list"):
+        try:
+            names = [one.split("://", 1)[-1].partition("/")[2] for one in between]
+            return listings.bucket_objects(filesystem, path, between=names)
+        except FileNotFoundError:
+            return []
 
 
 def etag_is_md5(uri: str) -> bool:
@@ -326,13 +286,6 @@ def etag_is_md5(uri: str) -> bool:
         return False
     said = ask("head_object", Bucket=bucket, Key=key)
     return not (str(said.get("ServerSideEncryption")).startswith("aws:kms") or said.get("SSECustomerAlgorithm"))
-
-
-def _from_iso(text: str) -> float:
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return 0.0
 
 
 def is_folder(uri: str) -> bool:

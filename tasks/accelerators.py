@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import httpx
 from prefect.concurrency.sync import concurrency
 from prefect.exceptions import ObjectNotFound
 
@@ -40,8 +41,15 @@ def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELE
             remedy=f"ask for fewer, or: assay work-pools apply --accelerators {chips}",
         )
     report_event(f"reserving {chips} of {slots} accelerators")
-    with concurrency(limit_name, occupy=chips, lease_duration=_LEASE_SECONDS, raise_on_lease_renewal_failure=False):
-        yield
+    done = False
+    try:
+        with concurrency(limit_name, occupy=chips, lease_duration=_LEASE_SECONDS, raise_on_lease_renewal_failure=False):
+            yield
+            done = True
+    except (httpx.HTTPError, RuntimeError) as error:
+        if not done:
+            raise
+        report_event(f"the accelerators could not be given back, and come back with their lease: {error}")
 
 
 def limit_accelerators(slots: int, *, limit_name: str = ACCELERATOR_LIMIT) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources import storage
@@ -25,6 +26,7 @@ from tasks.cells import Cell
 from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
+from tasks.names import job_name, suites_in
 from tasks.progress import CellDone, CellProgress, report, report_event
 from tasks.provenance import git_state, hardware, versions
 from tasks.provisioning import judge_of
@@ -67,6 +69,7 @@ class _Outcome:
     cell: Cell
     status: RecordStatus = "infra_failed"
     reason: str | None = None
+    interrupted: bool = False
     parsed: Parsed | None = None
     served: dict[str, Any] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -132,6 +135,7 @@ def evaluate_cell(cell: Cell, serving: Serving | None, turn: Turn) -> Record:
             failure = failure or error
         if failure is not None:
             outcome.status, outcome.reason = failure.record_status, str(failure)
+            outcome.interrupted = isinstance(failure, EvaluationInterrupted)
         try:
             if turn.shares is not None:
                 turn.shares.prove(wanted)
@@ -189,7 +193,15 @@ def _answer(outcome: _Outcome, serving: Serving | None, turn: Turn, output: Path
                 judge=judge,
                 on_progress=on_progress,
                 check_endpoint=check,
+                name=_job_name(cell, harness),
             )
+
+
+def _job_name(cell: Cell, harness: Harness) -> str:
+    """Harness, checkpoint, and suite or benchmarks, for lists of jobs."""
+    asked = suites_in(cell.config.wandb_tags) or [task.metric_key for task in cell.config.evals]
+    environment = harness.evaluator.environment(cell.config)
+    return job_name(environment, cell.reference.name, *asked[:1], flow_run=flow_run.id)
 
 
 @contextmanager
@@ -270,6 +282,7 @@ def _record(outcome: _Outcome, attempt: str) -> Record:
         tags=cell.config.wandb_tags,
         samples=parsed.samples if parsed else None,
         links={title: f"{attempt}/{path}" for title, path in parsed.links.items()} if parsed else {},
+        interrupted=outcome.interrupted,
         attempt=attempt,
         created=now(),
     )

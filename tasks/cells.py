@@ -19,6 +19,7 @@ from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoints import Checkpoint
 from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
 from tasks.evaluators.registry import EVALUATORS
+from tasks.names import how_many
 from tasks.progress import report_event
 from tasks.records import CheckpointReference, Record, read_record
 from tasks.run_listing import listing_digest
@@ -87,7 +88,8 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
             cells.append(cell)
     done = sum(cell.done for cell in cells)
     if cells:
-        report_event(f"{len(cells)} cells wanted, {done} of them recorded already, {len(cells) - done} to evaluate")
+        wanted = how_many(len(cells), "cell")
+        report_event(f"{wanted} wanted, {done} recorded already, {len(cells) - done} to evaluate")
     return cells
 
 
@@ -225,7 +227,7 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
     reasons = [record.reason for record in records.values() if record and record.reason]
     kind = EvaluationInterrupted if ours else EvaluationIncomplete
     raise kind(
-        expected=f"a succeeded record for each of {len(cells)} cells",
+        expected=f"a succeeded record for {'each of ' if len(cells) > 1 else ''}{how_many(len(cells), 'cell')}",
         found=f"{', '.join(f'{name}: {status}' for name, status in missing.items())}"
         + (f". The first reason:\n{reasons[0]}" if reasons else ""),
         remedy="run it again: only these are evaluated" if ours else "see the reason in each record.json",

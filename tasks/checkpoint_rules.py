@@ -52,7 +52,7 @@ def eligible_steps(rules: Sequence[CheckpointRule], complete: Sequence[int], *, 
 def might_be_eligible(
     rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
 ) -> bool:
-    """Whether an incomplete checkpoint is wanted once it is whole."""
+    """Whether an incomplete checkpoint is wanted once it is whole; of the complete ones the highest step is enough."""
     newest = not complete or step > max(complete)
     return any(
         rule.which == "all"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from resources import storage
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import FileInfo
 from tasks.config import CheckpointSelection, EvaluationConfig
-from tasks.names import name_of, step_of
+from tasks.names import how_many, name_of, step_of
 from tasks.progress import report_event
 
 _MODEL_FILES = ("config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
@@ -86,9 +86,7 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     native = native_folders(folders)
     found = []
     for folder, held in folders.items():
-        if any(folder == other or folder.startswith(f"{other}/") for other in native):
-            continue
-        if looks_like_checkpoint(folder, held):
+        if looks_like_checkpoint(folder, held) and not within(folder, native):
             found.append(_huggingface(folder, held))
     exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
     exports = Exports()
@@ -101,7 +99,7 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     if not found:
         raise NoCheckpoints(
             expected=f"checkpoints at {path}, {path}/step-N or {path}/hf/step-N",
-            found=f"{len(files)} files, none of which belong to one" if files else "an empty folder",
+            found=f"{how_many(len(files), 'file')}, none of which belong to one" if files else "an empty folder",
             remedy="wait for the first one to be written, or name the folder that holds them",
         )
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
@@ -109,24 +107,41 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
 
 def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
     """Whether a folder with these files directly in it is a checkpoint by its name or by them."""
-    names = {storage.basename(file.uri) for file in files}
-    return (
-        step_of(storage.basename(folder)) is not None
-        or any(name in names for name in _MODEL_FILES)
-        or any(name.endswith(".safetensors") for name in names)
-    )
+    if step_of(folder.rpartition("/")[2]) is not None:
+        return True
+    names = [file.uri.rpartition("/")[2] for file in files]
+    return any(name in _MODEL_FILES or name.endswith(".safetensors") for name in names)
 
 
-def native_folders(folders: dict[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
+def native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[FileInfo]]:
     """Native checkpoints with all their files, by folder."""
-    found: dict[str, list[FileInfo]] = {}
-    for folder, held in folders.items():
-        if not any(storage.basename(file.uri) in ("metadata.json", "manifest.ocdbt") for file in held):
-            continue
-        within = [file for other, files in folders.items() if f"{other}/".startswith(f"{folder}/") for file in files]
-        if is_native([file.uri.removeprefix(f"{folder}/") for file in within]):
-            found[folder] = within
-    return found
+    marked = {
+        folder
+        for folder, held in folders.items()
+        if any(file.uri.endswith(("/metadata.json", "/manifest.ocdbt")) for file in held)
+    }
+    held_by: dict[str, list[FileInfo]] = defaultdict(list)
+    for folder, held in folders.items() if marked else ():
+        for outer in _upwards(folder):
+            if outer in marked:
+                held_by[outer] += held
+    return {
+        folder: held
+        for folder, held in held_by.items()
+        if is_native([file.uri.removeprefix(f"{folder}/") for file in held])
+    }
+
+
+def within(folder: str, others: Collection[str]) -> bool:
+    """Whether a folder is one of some others, or lies in one."""
+    return any(outer in others for outer in _upwards(folder))
+
+
+def _upwards(folder: str) -> Iterator[str]:
+    """A folder, and those that it lies in."""
+    while folder:
+        yield folder
+        folder = folder.rpartition("/")[0]
 
 
 def _levanter(folder: str, files: Sequence[FileInfo], *, reference: str | None) -> Checkpoint:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 
@@ -12,6 +12,7 @@ from prefect.runtime import flow_run
 from tasks.cells import Cell
 from tasks.claim_files import SeenClaim, Subject, claims_folder
 from tasks.claims import LEASE_SECONDS, Claims
+from tasks.names import how_many
 from tasks.progress import report_event
 from tasks.records import now, read_record
 
@@ -24,6 +25,7 @@ class Shares:
     Args:
         cells: what is wanted, all of one run and one evaluation path.
         wait: whether cells that others have are waited for, in case these leave one without an outcome.
+        folder: where the claims lie; follows from the cells, so it is needed where these come later.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class Shares:
         cells: Sequence[Cell],
         *,
         wait: bool,
+        folder: str | None = None,
         lease_seconds: float = LEASE_SECONDS,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -39,8 +42,9 @@ class Shares:
         self._began: datetime = now()
         self._claims: Claims | None = None
         self._told: set[str] = set()
-        if cells:
+        if folder is None and cells:
             folder = claims_folder(cells[0].config.evaluation_path, cells[0].reference.run)
+        if folder is not None:
             self._claims = Claims(folder, flow_run=flow_run.id, lease_seconds=lease_seconds)
 
     def __enter__(self) -> Shares:
@@ -56,6 +60,10 @@ class Shares:
         if self._claims is not None:
             self._claims.__exit__(kind, error, trace)
 
+    def add(self, cells: Iterable[Cell]) -> None:
+        """Wants more cells."""
+        self._left.update((key_of(cell), cell) for cell in cells)
+
     def next(self) -> list[Cell]:
         """Cells that are ours now and have no outcome; none once all have one, or others have them.
 
@@ -64,20 +72,37 @@ class Shares:
         Raises:
             StorageError: claims cannot be read or written.
         """
-        claims = self._claims
-        while claims is not None and self._left:
-            acquired = claims.acquire([subject_of(cell) for cell in self._left.values()])
-            ours = [self._left.pop(key) for key in list(self._left) if key in acquired.ours]
-            wanted = [cell for cell in ours if not self._has_outcome(cell)]
-            for cell in ours:
-                if cell not in wanted:
-                    claims.release(key_of(cell))
+        while self._left:
+            wanted = self.take()
             if wanted or not self._wait:
                 return wanted
-            self._tell(acquired.others)
             if self._left:
                 self._sleep(_POLL_SECONDS)
         return []
+
+    def take(self) -> list[Cell]:
+        """The same without waiting: what can be had now. The rest stays wanted.
+
+        Raises:
+            StorageError: claims cannot be read or written; whatever was claimed is given up, and stays wanted.
+        """
+        claims = self._claims
+        if claims is None or not self._left:
+            return []
+        acquired = claims.acquire([subject_of(cell) for cell in self._left.values()])
+        ours = [cell for key, cell in self._left.items() if key in acquired.ours]
+        try:
+            wanted = [cell for cell in ours if not self._has_outcome(cell)]
+        except BaseException:
+            self.release(*ours)
+            raise
+        for cell in ours:
+            del self._left[key_of(cell)]
+            if cell not in wanted:
+                claims.release(key_of(cell))
+        if not wanted:
+            self._tell(acquired.others)
+        return wanted
 
     def raise_if_lost(self, cell: Cell) -> None:
         """Raises ClaimLost where that is known already; asks nobody."""
@@ -89,10 +114,11 @@ class Shares:
         if self._claims is not None:
             self._claims.prove(key_of(cell))
 
-    def release(self, cell: Cell) -> None:
-        """Gives a cell up that has its outcome."""
-        if self._claims is not None:
-            self._claims.release(key_of(cell))
+    def release(self, *cells: Cell) -> None:
+        """Gives cells up that have their outcome, or are not to be begun."""
+        for cell in cells:
+            if self._claims is not None:
+                self._claims.release(key_of(cell))
 
     def _has_outcome(self, cell: Cell) -> bool:
         """Whether another run has finished it since this one began, or succeeded at any time."""
@@ -107,7 +133,7 @@ class Shares:
             if seen.claim.holder not in self._told:
                 self._told.add(seen.claim.holder)
                 number = sum(one.claim.holder == seen.claim.holder for one in others)
-                report_event(f"waiting for {number} cells that {described(seen)} evaluates")
+                report_event(f"waiting for {how_many(number, 'cell')} that {described(seen)} evaluates")
 
 
 def key_of(cell: Cell) -> str:

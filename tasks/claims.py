@@ -123,9 +123,11 @@ class Claims:
             seen.claim.subject.key: seen for seen in standing_claims(self._folder, listed, [s.key for s in subjects])
         }
         self._tidy(listed)
-        others = [seen for seen in before.values() if seen.live(self._now())]
-        live = {seen.claim.subject.key for seen in others}
-        made: dict[str, tuple[Claim, str]] = {}
+        standing = [seen for seen in before.values() if seen.live(self._now())]
+        others = [seen for seen in standing if seen.claim.holder != self._me.name]
+        live = {seen.claim.subject.key for seen in standing}
+        # Ours already: made before the store failed, in a call that ended with its error.
+        made = {s.claim.subject.key: (s.claim, s.uri) for s in standing if s.claim.holder == self._me.name}
         for subject in subjects:
             if subject.key not in live:
                 claim = self._next(subject, before.get(subject.key))

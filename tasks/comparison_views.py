@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
+from tasks.names import how_many
 from tasks.paired_tests import CONFIDENCE, RESAMPLES, Adjustment, TestName
 from tasks.results import NOTHING, arrow, measured, title_of
 
@@ -77,8 +78,8 @@ def _notes(comparison: Comparison) -> list[str]:
         alone = metric.pairing
         if alone and (alone.only_first or alone.only_second):
             notes.append(
-                f"{metric.benchmark} · {metric.metric}: {alone.only_first:,} questions only in {comparison.first}, "
-                f"{alone.only_second:,} only in {comparison.second}, left out."
+                f"{metric.benchmark} · {metric.metric}: {how_many(alone.only_first, 'question')} only in "
+                f"{comparison.first}, {alone.only_second:,} only in {comparison.second}, left out."
             )
         if alone and alone.other_prompts:
             notes.append(

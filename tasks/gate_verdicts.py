@@ -11,6 +11,7 @@ from typing import Any
 from resources.errors import BadInput, GateRefused
 from tasks.comparison import ComparedMetric, Comparison, compare
 from tasks.gates import BaselineRule, BoundRule, Gate
+from tasks.names import how_many, suites_in
 from tasks.record_search import FoundRecord, RecordFilter, records_of_checkpoints
 from tasks.records import Metric, Record, current_records
 from tasks.results import measured, title_of
@@ -124,14 +125,14 @@ def _cells(gate: Gate, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
     without = f", {checkpoint.without_record} of them without a record" if checkpoint.without_record else ""
     yield Reason(
         checkpoint.name,
-        "every cell succeeded" if gate.max_failed == 0 else f"at most {gate.max_failed} cells failed",
+        "every cell succeeded" if gate.max_failed == 0 else f"at most {how_many(gate.max_failed, 'cell')} failed",
         f"{failed} of {cells} failed{without}{_which(checkpoint.records, 'failed', 'infra_failed')}",
         cells > 0 and failed <= gate.max_failed,
     )
     withheld = statuses["withheld"]
     yield Reason(
         checkpoint.name,
-        "no score withheld" if gate.max_withheld == 0 else f"at most {gate.max_withheld} scores withheld",
+        "no score withheld" if gate.max_withheld == 0 else f"at most {how_many(gate.max_withheld, 'score')} withheld",
         f"{withheld} of {cells} withheld{_which(checkpoint.records, 'withheld')}",
         withheld <= gate.max_withheld,
     )
@@ -152,23 +153,50 @@ def _wanted(rule: BoundRule | BaselineRule) -> RecordFilter:
 
 
 def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
-    metrics = _scores(rule, checkpoint)
-    if not metrics:
+    scores = _scores(rule, checkpoint)
+    if not scores:
         yield Reason(checkpoint.name, rule.words, _missing(rule, checkpoint), go=False)
-    for metric in metrics:
+    for (metric, _), origin in zip(scores, _origins(scores), strict=True):
         passed = (
             math.isfinite(metric.value)
             and (rule.at_least is None or metric.value >= rule.at_least)
             and (rule.at_most is None or metric.value <= rule.at_most)
         )
-        shown = f"{metric.benchmark} · {metric.name} = {measured(metric.value, metric.stderr)} (n = {metric.n:,})"
+        shown = (
+            f"{metric.benchmark} · {metric.name} = {measured(metric.value, metric.stderr)} (n = {metric.n:,}){origin}"
+        )
         yield Reason(checkpoint.name, rule.words, shown, passed)
 
 
-def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> list[Metric]:
+def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> list[tuple[Metric, Record]]:
+    """The scores a rule is about, each with its record: of one evaluation that was made twice, the newer."""
     wanted = _wanted(rule)
-    records = [record for record in wanted.select(_records(checkpoint.records)) if record.succeeded]
-    return [metric for record in records for metric in record.metrics if wanted.takes(metric.benchmark, metric.name)]
+    newest: dict[tuple[str, str, str], tuple[Metric, Record]] = {}
+    for record in sorted(wanted.select(_records(checkpoint.records)), key=lambda record: record.created):
+        for metric in record.metrics if record.succeeded else ():
+            if wanted.takes(metric.benchmark, metric.name):
+                newest[metric.benchmark, metric.name, record.evaluation_hash] = (metric, record)
+    return list(newest.values())
+
+
+def _origins(scores: Sequence[tuple[Metric, Record]]) -> list[str]:
+    """What tells scores of one name apart, for each: suite, harness, size; nothing where a name is there once."""
+    times = Counter((metric.benchmark, metric.name) for metric, _ in scores)
+    described = [_origin(record) for _, record in scores]
+    alike = Counter((m.benchmark, m.name, words) for (m, _), words in zip(scores, described, strict=True))
+    origins: list[str] = []
+    for (metric, record), words in zip(scores, described, strict=True):
+        if alike[metric.benchmark, metric.name, words] > 1:
+            words += f", evaluation {record.evaluation_hash[:8]}"
+        origins.append(f", {words}" if times[metric.benchmark, metric.name] > 1 else "")
+    return origins
+
+
+def _origin(record: Record) -> str:
+    words = [*(f"suite {suite}" for suite in suites_in(record.tags)), title_of(record.evaluator)]
+    if (most := record.evaluation.get("max_eval_instances")) is not None:
+        words.append(f"{most:,} questions at most")
+    return ", ".join(words)
 
 
 def _missing(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> str:
@@ -207,7 +235,7 @@ def _comparison(rule: BaselineRule, checkpoint: JudgedCheckpoint, evaluation_pat
 
 def _against_baseline(rule: BaselineRule, metric: ComparedMetric) -> tuple[str, bool]:
     """What was found, in words, and whether it passes."""
-    n = f"{metric.pairing.pairs:,} questions of both" if metric.pairing else metric.unpaired_because
+    n = f"{how_many(metric.pairing.pairs, 'question')} of both" if metric.pairing else metric.unpaired_because
     shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"
     if metric.higher_is_better is None:
         return f"{shown}; nothing says which direction is better", False

@@ -14,6 +14,7 @@ from tasks.gate_verdicts import JudgedCheckpoint, Verdict, judge
 from tasks.gate_views import verdict_markdown
 from tasks.gates import Gate
 from tasks.names import artifact_key
+from tasks.prefect_client import show
 from tasks.progress import Judged, report, report_event
 from tasks.record_search import FoundRecord
 from tasks.records import Record, read_record
@@ -36,9 +37,8 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
     return records
 
 
-@task(task_run_name="gate {gate.name}", cache_policy=NO_CACHE, persist_result=False)
 def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
-    """What a gate says of the checkpoints of some cells, shown in Prefect's UI.
+    """What a gate says of the checkpoints of some cells, all of one run; shown in Prefect's UI.
 
     Raises:
         StorageError: records or samples cannot be read.
@@ -47,13 +47,23 @@ def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
     for cell in cells:
         by_name.setdefault(cell.reference.name, []).append(cell)
     checkpoints = [_judged(name, ones) for name, ones in by_name.items()]
-    verdict = judge(gate, checkpoints, evaluation_path=cells[0].config.evaluation_path)
-    report_event(f"gate {verdict.gate}: {verdict.word}")
-    create_markdown_artifact(
-        verdict_markdown(verdict),
-        key=f"{artifact_key(cells[0].reference.run)}-gate",
-        description=f"Gate {gate.name} on {cells[0].reference.run}",
-    )
+    run, evaluation_path = cells[0].reference.run, cells[0].config.evaluation_path
+    return judge_checkpoints(gate, checkpoints, run=run, evaluation_path=evaluation_path)
+
+
+@task(task_run_name="gate {gate.name} on {run}", cache_policy=NO_CACHE, persist_result=False)
+def judge_checkpoints(
+    gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, run: str, evaluation_path: str
+) -> Verdict:
+    """What a gate says of some checkpoints of a run, shown in Prefect's UI.
+
+    Raises:
+        StorageError: records or samples cannot be read.
+    """
+    verdict = judge(gate, checkpoints, evaluation_path=evaluation_path)
+    report_event(f"gate {verdict.gate} on {run}: {verdict.word}")
+    told = {"key": f"{artifact_key(run)}-gate", "description": f"Gate {gate.name} on {run}"}
+    show("the verdict", lambda: create_markdown_artifact(verdict_markdown(verdict), **told))
     return verdict
 
 

@@ -14,42 +14,59 @@ from pydantic import ValidationError
 from pools.pool_jobs import is_local
 from resources.errors import AssayError
 from resources.jobs import Client
-from tasks.claim_files import claims_folder, end_claim, read_claims
+from tasks.claim_files import SeenClaim, claims_folder, end_claim, read_claims
 from tasks.names import job_label, name_of
 from tasks.policies import Policy
 from tasks.run_listing import expand_runs
+from tasks.training_config import TrainAndEvaluateConfig
 
 
-def claims_folders(parameters: Mapping[str, Any]) -> list[str]:
-    """Where a flow run with these parameters has its claims: those of a policy, or of one request.
+def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Where a flow run with these parameters has its claims, by run: those of a policy, or of one request.
 
     Raises:
         StorageError: runs of a policy cannot be listed.
+        BadInput: a suite is not there any more.
         ValidationError: the parameters are none of a flow of ours.
     """
     if "policy" in parameters:
         policy = Policy.model_validate(parameters["policy"])
-        return [claims_folder(policy.evaluation_path, name_of(run)[0]) for run in expand_runs(policy.runs)]
-    folders: list[str] = []
+        names = [name_of(run)[0] for run in expand_runs(policy.runs)]
+        return {name: claims_folder(policy.evaluation_path, name) for name in names}
+    folders: dict[str, str] = {}
     for key in ("config", "request"):
         request = parameters.get(key)
-        if isinstance(request, Mapping) and {"evaluation_path", "model_path"} <= request.keys():
-            folders.append(claims_folder(request["evaluation_path"], name_of(request["model_path"])[0]))
+        if isinstance(request, Mapping) and "training" in request:
+            first = TrainAndEvaluateConfig.model_validate(request).asked()[0]
+            folders[first.run_name] = claims_folder(first.evaluation_path, first.run_name)
+        elif isinstance(request, Mapping) and {"evaluation_path", "model_path"} <= request.keys():
+            name = _run_of(request)
+            folders[name] = claims_folder(request["evaluation_path"], name)
     return folders
+
+
+def held_by(seen: SeenClaim, flow_run: str) -> bool:
+    """Whether a claim is a flow run's, and was not given up."""
+    return not seen.claim.released and seen.holder is not None and seen.holder.flow_run == flow_run
+
+
+def _run_of(request: Mapping[str, Any]) -> str:
+    """Name of the run in an evaluation's or a suite's parameters, as `EvaluationConfig.run_name` has it."""
+    model = (request.get("pool_config") or {}).get("model") or {}
+    return request.get("model_name") or model.get("name") or name_of(request["model_path"])[0]
 
 
 def end_claims(parameters: Mapping[str, Any], *, flow_run: str) -> int:
     """Ends the claims of a flow run, so that the next one need not wait for their lease; how many there were.
 
     Raises:
+        BadInput: a suite is not there any more.
         StorageError: they cannot be read or written.
     """
     ended = 0
     with suppress(ValidationError):
-        for folder in claims_folders(parameters):
-            for seen in read_claims(folder):
-                held = not seen.claim.released and seen.holder is not None and seen.holder.flow_run == flow_run
-                ended += held and end_claim(seen)
+        for folder in claims_folders(parameters).values():
+            ended += sum(end_claim(seen) for seen in read_claims(folder) if held_by(seen, flow_run))
     return ended
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable
 
 from resources import storage
@@ -21,7 +22,8 @@ def name_of(uri: str) -> tuple[str, str, int]:
 
     A folder without a step is a run of its own at step 0.
     """
-    local = str(storage.local_path(uri).absolute()) if storage.is_local(uri) else uri.split("://", 1)[1]
+    absolute = uri if uri.startswith("/") else storage.absolute(uri)
+    local = absolute.split("://", 1)[1] if "://" in absolute else absolute
     parts = [part for part in local.split("/") if part]
     step = step_of(parts[-1]) if parts else None
     if step is not None:
@@ -38,6 +40,11 @@ def in_few_words(names: Iterable[str]) -> str:
     return ", ".join(every[:2]) + (f" and {len(every) - 2} more" if len(every) > 2 else "")
 
 
+def how_many(number: int, noun: str) -> str:
+    """A number with what it counts: 1 cell, 2,000 cells."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def artifact_key(title: str) -> str:
     """What the keys of Prefect's artifacts about a run begin with."""
     cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in title.lower())
@@ -47,6 +54,26 @@ def artifact_key(title: str) -> str:
 def job_label(flow_run: str | None) -> str | None:
     """What names of a flow run's jobs contain, so that they are found without it; None outside of flow runs."""
     return f"run{flow_run.replace('-', '')[:12]}" if flow_run else None
+
+
+def pool_label(run: str, flow_run: str | None) -> str:
+    """What names of a pool's jobs contain: the run that it serves, and the flow run where there is one."""
+    return "-".join(part for part in (_in_job_names(run)[:50], job_label(flow_run)) if part)
+
+
+def job_name(*parts: str, flow_run: str | None) -> str:
+    """A name for a job that nobody else has: what it is and of what, then the flow run; 100 characters at most."""
+    tail = "-".join(part for part in (job_label(flow_run), secrets.token_hex(4)) if part)
+    return f"{_in_job_names('-'.join(parts))[: 99 - len(tail)]}-{tail}"
+
+
+def suites_in(tags: Iterable[str]) -> list[str]:
+    """The suites that tags of a record or of an evaluation name."""
+    return [tag.removeprefix("suite=") for tag in tags if tag.startswith("suite=")]
+
+
+def _in_job_names(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-")
 
 
 def _as_name(component: str) -> str:

@@ -189,14 +189,20 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
     low, high = min(edges), max(edges)
     if low > 0 and low < 0.5 * high:
         low = 0.0  # a curve that comes from near zero is seen from zero
-    pad = max(0.07 * (high - low), 0.02 * abs(high), 1e-6)
+    pad = max(0.07 * (high - low), 0.02 * abs(high)) or 0.05
     axes.set_ylim(low - (0 if low == 0 and min(edges) > pad else pad), high + pad)
     ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(*axes.get_ylim())
     decimals = max(len(f"{tick:g}".partition(".")[2]) for tick in ticks)
     axes.set_yticks([tick for tick in ticks if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]])
     axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: step_label(value) if value >= 1e3 else f"{value:.{decimals}f}".replace("-", "−"))
+        FuncFormatter(lambda value, _: step_label(value) if value >= 1e3 else _tick_label(value, decimals))
     )
+
+
+def _tick_label(value: float, decimals: int) -> str:
+    """A number with so many decimals; what is shown as zero has no sign."""
+    text = f"{value:.{decimals}f}"
+    return text.replace("-", "−") if float(text) else text.removeprefix("-")
 
 
 def _scale_steps(axes: Axes, steps: Sequence[int]) -> None:

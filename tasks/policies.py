@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -107,6 +107,11 @@ class Policy(PolicyServing):
     """Folder with config and tokenizer for checkpoints in Levanter's own layout; an export of the run when unset."""
     most_cells_at_once: int = Field(default=200, ge=1)
     """Cells that one reconciliation takes on; the others stay for the next, or for another machine."""
+    dispatch: Literal["here", "work_pools"] = "here"
+    """Where a reconciliation has cells evaluated: where it runs itself, or by flow runs of their own, each at the work
+    pool of the best region that offers its resources."""
+    max_egress_usd: float = Field(default=0.0, ge=0)
+    """What reading the checkpoints of one such flow run from another region may cost."""
 
     def __str__(self) -> str:
         """Its name, for the names of flow runs."""
@@ -128,6 +133,12 @@ class Policy(PolicyServing):
     @classmethod
     def _one_is_a_list(cls, values: Any) -> Any:
         return (values,) if isinstance(values, str | dict) else values
+
+    @model_validator(mode="after")
+    def _kept_pools_are_here(self) -> Policy:
+        if self.dispatch == "work_pools" and any(one.pool_name is not None for one in (self, *self.suites)):
+            raise ValueError("pool_name is a pool of this machine, which flow runs at work pools do not reach")
+        return self
 
     @model_validator(mode="after")
     def _final_is_known(self) -> Policy:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import httpx
 from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
-from prefect.states import Cancelling
+from prefect.settings import PREFECT_API_URL
+from prefect.states import Cancelled, Cancelling
 
-from resources.errors import BadInput
-from resources.settings import prefect_api_url
+from resources.errors import AssayError, BadInput
 from tasks.claim_files import SeenClaim, end_claim
+from tasks.dispatches import read_dispatches
 from tasks.policies import Policy
 from tasks.policy_looking import run_folder
 from tasks.policy_marks import write_mark
+from tasks.prefect_client import prefect_client
 from tasks.progress import report_event
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 
+CANCELLED_BY_COMMAND = "assay cancel"
+"""Message of the state that flow runs get."""
 _FAILED = ("failed", "spent", "backing_off")
 
 
@@ -100,22 +104,41 @@ def cancel(
             if key in meant if cells is not None else subject.evaluation_hash in wanted:
                 end_claim(claim)
                 ended.append(claim)
+    if cells is not None:
+        return len(ended), []
     runs = {claim.holder.flow_run for claim in ended if claim.holder is not None and claim.holder.flow_run}
-    return len(ended), _cancel_flow_runs(sorted(runs)) if cells is None else []
+    return len(ended), [*_cancel_flow_runs(sorted(runs)), *_cancel_dispatches(policy, besides=runs)]
 
 
 def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
     """Tells the Prefect server; a run ends without that too, when it notices that its claims are gone."""
     told: list[str] = []
-    if not ids or prefect_api_url() is None:
+    if not ids or PREFECT_API_URL.value() is None:
         return told
     with get_client(sync_client=True) as client:
         for one in ids:
             try:
-                client.set_flow_run_state(one, state=Cancelling(message="assay cancel"), force=True)
+                client.set_flow_run_state(one, state=Cancelling(message=CANCELLED_BY_COMMAND), force=True)
                 told.append(one)
             except (PrefectException, httpx.HTTPError) as error:
                 report_event(f"flow run {one} could not be told: {error}")
+    return told
+
+
+def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]:
+    """The same for flow runs at work pools, of which many may not have begun."""
+    told: list[str] = []
+    if policy.dispatch == "here" or PREFECT_API_URL.value() is None:
+        return told
+    try:
+        with prefect_client() as client:
+            for one in read_dispatches(policy).at_work:
+                if str(one.id) not in besides:
+                    state = (Cancelling if one.begun else Cancelled)(message=CANCELLED_BY_COMMAND)
+                    client.set_flow_run_state(one.id, state, force=True)
+                    told.append(str(one.id))
+    except (AssayError, PrefectException) as error:
+        report_event(f"flow runs at work pools could not be told, and find nothing to do: {error}")
     return told
 
 

@@ -8,9 +8,11 @@ from decimal import Decimal
 from typing import NamedTuple
 
 from resources import storage
+from resources.collection import seldom_collecting
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.regions import price_per_hour, regions_for
+from tasks.batches import Batch
 from tasks.claim_files import claims_folder, read_claims
 from tasks.names import name_of
 from tasks.policies import Policy, WantedEvaluation, wanted_evaluations
@@ -20,6 +22,7 @@ from tasks.record_index import indexed_records
 from tasks.run_listing import expand_runs, look_at_run, with_digests
 
 
+@seldom_collecting()
 def look(
     policy: Policy,
     *,
@@ -41,17 +44,18 @@ def look(
     for run in expand_runs(policy.runs):
         name = name_of(run)[0]
         folder = run_folder(policy, name)
+        records = indexed_records(folder, afresh=afresh)
         listing = RunListing(
             run=run,
             name=name,
             wanted=evaluations_of(policy, run),
-            checkpoints=look_at_run(run, reference=policy.native_reference),
-            records=indexed_records(folder, afresh=afresh),
+            checkpoints=look_at_run(run, reference=policy.native_reference, evaluated=records.has),
+            records=records,
             claims=read_claims(claims_folder(policy.evaluation_path, name)),
             marks=read_marks(folder),
         )
         if unclear := undecided(listing):
-            known = {one.uri: one for one in with_digests(unclear, reference=policy.native_reference)}
+            known = {one.uri: one for one in with_digests(run, unclear, reference=policy.native_reference)}
             listing = replace(listing, checkpoints=[known.get(one.uri, one) for one in listing.checkpoints])
         listings.append(listing)
     return listings
@@ -65,7 +69,8 @@ def run_folder(policy: Policy, run_name: str) -> str:
 class Estimate(NamedTuple):
     """What a cell is expected to take, by what the same evaluation took of other checkpoints.
 
-    Where is a region, or None on a machine of one's own; `money` is in USD.
+    `where` is the region of a work pool; else here, with the device, the endpoint or the pool that serves; `money` is
+    in USD, at the prices of the region, or of the first one that offers the device.
     """
 
     seconds: float | None
@@ -75,10 +80,17 @@ class Estimate(NamedTuple):
 
 
 class Estimates:
-    """Estimates for cells, from what records say and from the table of prices."""
+    """Estimates for cells, from what records say and from the table of prices.
 
-    def __init__(self, listings: Sequence[RunListing]) -> None:
+    Args:
+        listings: what the cells are of.
+        batches: what would be sent to work pools now; None where cells are evaluated here.
+    """
+
+    def __init__(self, listings: Sequence[RunListing], batches: Sequence[Batch] | None = None) -> None:
         self._typical: dict[str, tuple[float, float]] = {}
+        self._sends = batches is not None
+        self._batches = {id(cell): batch for batch in batches or () for cell in batch.cells}
         for listing in listings:
             self._typical |= listing.records.typical
         self._places: dict[str, tuple[str, Decimal | None]] = {}
@@ -87,7 +99,10 @@ class Estimates:
         """The estimate for one cell."""
         wanted = cell.evaluation
         resources = _resources(wanted)
-        where, hourly = self._place(wanted, resources)
+        if self._sends:
+            where, hourly = _place_of(self._batches.get(id(cell)))
+        else:
+            where, hourly = self._place(wanted, resources)
         known = self._typical.get(wanted.hash) or (
             self._typical.get(wanted.native_hash) if wanted.native_hash else None
         )
@@ -108,16 +123,27 @@ class Estimates:
         if key not in self._places:
             one = resources.model_copy(update={"replicas": 1})
             if resources.device.kind == "cpu" and not resources.regions:
-                self._places[key] = ("cpu", None)
+                self._places[key] = ("cpu here", None)
                 return self._places[key]
             name = getattr(resources.device, "variant", "cpu")
             try:
                 region = regions_for(one)[0]
             except BadInput:
-                self._places[key] = (name, None)
+                self._places[key] = (f"{name} here", None)
             else:
-                self._places[key] = (f"{name} in {region.name}", price_per_hour(region, one))
+                self._places[key] = (f"{name} here", price_per_hour(region, one))
         return self._places[key]
+
+
+def _place_of(batch: Batch | None) -> tuple[str, Decimal | None]:
+    """The region of a batch's work pool, and an hour of one replica there."""
+    if batch is None:
+        return "in a later pass", None
+    if batch.choice is None:
+        return "when there is room" if batch.waits else "nowhere", None
+    region = batch.choice.region
+    hourly = price_per_hour(region, batch.resources.model_copy(update={"replicas": 1}))
+    return region.name, hourly
 
 
 def _resources(wanted: WantedEvaluation) -> ResourceConfig | None:

@@ -31,6 +31,13 @@ class Mark(Config):
     """When, seconds since the epoch."""
     user: str
     """Who."""
+    flow_run: str | None = None
+    """Name of the flow run that somebody cancelled, where that is how it was said."""
+
+    @property
+    def by(self) -> str:
+        """Who said it, and how."""
+        return f"with the flow run {self.flow_run}" if self.flow_run else f"by {self.user}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +69,12 @@ def read_marks(run_folder: str) -> Marks:
 
 
 def write_mark(
-    run_folder: str, kind: Literal["retry", "stop"], cells: Sequence[tuple[str, str]] | None, *, policy: str
+    run_folder: str,
+    kind: Literal["retry", "stop"],
+    cells: Sequence[tuple[str, str]] | None,
+    *,
+    policy: str,
+    flow_run: str | None = None,
 ) -> Mark:
     """Says something of some cells, each a checkpoint's name and an evaluation's hash, or of all of a policy.
 
@@ -70,7 +82,7 @@ def write_mark(
         StorageError: the folder cannot be written.
     """
     listed = tuple(cells) if cells is not None else None
-    mark = Mark(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user())
+    mark = Mark(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user(), flow_run=flow_run)
     uri = storage.join(run_folder, _FOLDER, f"{int(mark.at)}-{secrets.token_hex(4)}.json")
     storage.write_bytes(uri, mark.model_dump_json(indent=2).encode())
     return mark

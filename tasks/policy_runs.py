@@ -1,4 +1,4 @@
-"""Flow runs of a policy's deployment: those that wait for one that is at work, of which one will do."""
+"""Flow runs of a policy's deployment: those that wait for one that is at work, and those that were killed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,26 @@ from uuid import UUID
 from prefect.client.schemas.filters import (
     FlowRunFilter,
     FlowRunFilterDeploymentId,
+    FlowRunFilterId,
     FlowRunFilterState,
     FlowRunFilterStateType,
+    TaskRunFilter,
+    TaskRunFilterState,
+    TaskRunFilterStateType,
 )
 from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
-from prefect.states import Cancelled
+from prefect.states import Cancelled, Crashed
 
 from resources.errors import PrefectUnavailable
+from tasks.names import how_many
 from tasks.prefect_client import prefect_client
 from tasks.progress import report_event
+from tasks.run_marks import note_ending
 
 _BY_MACHINES = ("AUTOMATION", "SCHEDULE")
-_WAITING = ("AwaitingConcurrencySlot", "Late")
+_OVER = [StateType.CRASHED, StateType.CANCELLED]
+_OPEN = [StateType.RUNNING, StateType.PENDING]
 
 
 def collapse_waiting(deployment_id: str, *, beside: str) -> int:
@@ -54,15 +61,49 @@ def collapse_waiting(deployment_id: str, *, beside: str) -> int:
                     client.set_flow_run_state(run.id, state=state)
                     ended += 1
     if ended:
-        report_event(f"{ended} runs of this policy that were waiting are not needed any more")
+        report_event(f"{how_many(ended, 'waiting flow run')} of this policy ended: this one looks at everything")
     return ended
 
 
 def _waits(run: FlowRun) -> bool:
     ours = run.auto_scheduled or (run.created_by is not None and run.created_by.type in _BY_MACHINES)
-    due = run.state is not None and (
-        run.state.name in _WAITING
-        or run.next_scheduled_start_time is None
-        or run.next_scheduled_start_time.timestamp() <= time.time()
+    planned = run.next_scheduled_start_time
+    return ours and (planned is None or planned.timestamp() <= time.time())
+
+
+def settle_lost(deployment_id: str) -> int:
+    """Says of the task runs of a deployment's flow runs that are over, and were killed, that they are over too.
+
+    An automation marks a flow run that died with its worker, but nothing marks its task runs, which would be shown as
+    running for ever. To be called by the next flow run.
+
+    Returns:
+        How many there were.
+    """
+    lost = _end_task_runs(
+        FlowRunFilter(
+            deployment_id=FlowRunFilterDeploymentId(any_=[UUID(deployment_id)]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_OVER)),
+        )
     )
-    return ours and due
+    for one in dict.fromkeys(lost):
+        note_ending(one, "crashed")
+    return len(lost)
+
+
+def end_task_runs(flow_run_id: UUID) -> int:
+    """Says of the open task runs of a flow run that is over that they are over too; how many there were."""
+    return len(_end_task_runs(FlowRunFilter(id=FlowRunFilterId(any_=[flow_run_id]))))
+
+
+def _end_task_runs(flow_runs: FlowRunFilter) -> list[UUID]:
+    """The same for several; the flow run of each. Where the server does not answer, they stay as they are."""
+    still = TaskRunFilter(state=TaskRunFilterState(type=TaskRunFilterStateType(any_=_OPEN)))
+    found: list[UUID] = []
+    with suppress(PrefectUnavailable), prefect_client() as client:
+        for run in client.read_task_runs(flow_run_filter=flow_runs, task_run_filter=still, limit=200):
+            with suppress(ObjectNotFound):
+                state = Crashed(message="it was killed with its flow run")
+                client.set_task_run_state(run.id, state=state, force=True)
+                found += [run.flow_run_id] if run.flow_run_id else []
+    return found

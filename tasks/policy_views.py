@@ -9,6 +9,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from tasks.batches import Batch
+from tasks.names import how_many
 from tasks.policies import Policy
 from tasks.policy_looking import Estimates
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
@@ -21,6 +23,7 @@ _WORDS: dict[State, str] = {
     "backing_off": "infra failed",
     "spent": "infra failed too often",
     "claimed": "being evaluated",
+    "scheduled": "scheduled",
     "stopped": "cancelled",
     "not_served": "cannot be served",
 }
@@ -36,13 +39,16 @@ _STYLES: dict[State, str] = {
     "backing_off": "yellow",
     "spent": "red",
     "claimed": "blue",
+    "scheduled": "blue",
     "stopped": "magenta",
     "not_served": "dim",
 }
 
 
-def plan_json(policy: Policy, found: Reconciliation, estimates: Estimates) -> dict[str, Any]:
-    """What would run, in order, and what all of it is expected to take."""
+def plan_json(
+    policy: Policy, found: Reconciliation, estimates: Estimates, batches: Sequence[Batch] = ()
+) -> dict[str, Any]:
+    """What would run, in order, and what all of it is expected to take; with what would be sent to work pools."""
     cells = []
     for cell in found.work:
         estimate = estimates.of(cell)
@@ -57,7 +63,24 @@ def plan_json(policy: Policy, found: Reconciliation, estimates: Estimates) -> di
         if any(cell["money"] is not None for cell in known)
         else None,
     }
-    return {"policy": policy.name, "done": found.done_count, "total": total, "cells": cells}
+    content = {"policy": policy.name, "done": found.done_count, "total": total, "cells": cells}
+    return {**content, "batches": [_batch(one) for one in batches]} if policy.dispatch == "work_pools" else content
+
+
+def _batch(batch: Batch) -> dict[str, Any]:
+    choice = batch.choice
+    hourly = choice.price_per_hour if choice else None
+    return {
+        "title": batch.title,
+        "cells": len(batch.cells),
+        "work_pool": choice.work_pool if choice else None,
+        "region": choice.region.name if choice else None,
+        "job_variables": choice.job_variables if choice else None,
+        "egress_usd": float(choice.egress_usd) if choice else None,
+        "usd_per_hour": None if hourly is None else float(hourly),
+        "passed_over": dict(choice.passed_over) if choice else {},
+        "why_not": batch.error.found if batch.error else None,
+    }
 
 
 def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> Table:
@@ -75,7 +98,7 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
     sums = (_number(total["seconds"]), _number(total["chip_hours"], 3), _number(total["money"], 2))
     unknown = total["cells"] - total["with_estimate"]
     table.add_section()
-    table.add_row("", f"{total['cells']:,} cells", f"{unknown:,} never measured" if unknown else "", "", "", *sums)
+    table.add_row("", how_many(total["cells"], "cell"), f"{unknown:,} never measured" if unknown else "", "", "", *sums)
     return table
 
 

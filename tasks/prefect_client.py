@@ -1,8 +1,9 @@
-"""Clients of the Prefect server, with errors in words."""
+"""Clients of the Prefect server, with errors in words; and what to do while it is away: go on, and tell it later."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
@@ -10,7 +11,15 @@ from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_c
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
-from resources.errors import PrefectUnavailable
+from resources.errors import AssayError, PrefectUnavailable
+from tasks.progress import report_event
+
+_AWAY_SECONDS = 300.0
+"""How long the end of a flow run waits for the server. Prefect itself tries for one minute to tell it."""
+_SHOWN_WITHIN_SECONDS = 30.0
+"""How long what is to be shown waits for the server; cells of other groups may wait for that."""
+_BETWEEN_LOOKS_SECONDS = 2.0
+_LOOK_SECONDS = 5.0
 
 
 @contextmanager
@@ -20,7 +29,7 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
     Raises:
         PrefectUnavailable: it does not answer, or not as it should.
     """
-    with _in_words(), get_client(sync_client=True) as client:
+    with prefect_errors_in_words(), get_client(sync_client=True) as client:
         yield client
 
 
@@ -31,13 +40,79 @@ async def async_prefect_client() -> AsyncIterator[PrefectClient]:
     Raises:
         PrefectUnavailable: it does not answer, or not as it should.
     """
-    with _in_words():
+    with prefect_errors_in_words():
         async with get_client() as client:
             yield client
 
 
 @contextmanager
-def _in_words() -> Iterator[None]:
+def end_is_told() -> Iterator[None]:
+    """Around what a flow does: its end, good or bad, waits for a server that is away, so that its state becomes true.
+
+    Records are there by then, and pools and claims are gone. A run that was told to end does not wait.
+    """
+    try:
+        yield
+    except AssayError:
+        server_answers(within_seconds=_AWAY_SECONDS)
+        raise
+    server_answers(within_seconds=_AWAY_SECONDS)
+
+
+def show(what: str, create: Callable[[], object]) -> None:
+    """Shows something in Prefect's UI, if its server answers soon; that it does not fails nothing.
+
+    Args:
+        what: in a word or two.
+        create: makes the artifacts.
+    """
+    if server_answers(within_seconds=_SHOWN_WITHIN_SECONDS):
+        try:
+            create()
+        except httpx.HTTPError as error:
+            report_event(f"{what} cannot be shown in Prefect's UI: {error}")
+    else:
+        report_event(f"{what} cannot be shown in Prefect's UI, whose server is away")
+
+
+def server_answers(
+    *,
+    within_seconds: float,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> bool:
+    """Whether the server answers, now or soon; says so once where it does not at first.
+
+    Args:
+        within_seconds: how long it is waited for; it is asked once, whatever this is.
+        sleep: waits.
+        clock: gives seconds.
+    """
+    if PREFECT_API_URL.value() is None:
+        return True  # it is started with each run, and does not come back
+    # Not entered: that would ask for the server's version, and fail.
+    client = get_client(sync_client=True, httpx_settings={"timeout": _LOOK_SECONDS})
+    deadline = clock() + within_seconds
+    said = False
+    while (reason := client.api_healthcheck()) is not None:
+        if clock() >= deadline:
+            return False
+        if not said:
+            said = True
+            report_event(
+                f"waiting for the Prefect server, {within_seconds:g} s at most: {str(reason) or type(reason).__name__}"
+            )
+        sleep(_BETWEEN_LOOKS_SECONDS)
+    return True
+
+
+@contextmanager
+def prefect_errors_in_words() -> Iterator[None]:
+    """What Prefect's own calls to its server raise, as an error of ours.
+
+    Raises:
+        PrefectUnavailable: it does not answer, or not as it should.
+    """
     try:
         yield
     except (httpx.TransportError, PrefectHTTPStatusError) as error:

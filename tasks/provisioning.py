@@ -23,7 +23,7 @@ from resources.settings import settings
 from tasks.accelerators import accelerators_reserved
 from tasks.config import EvaluationConfig
 from tasks.evaluators.registry import EVALUATORS
-from tasks.names import job_label
+from tasks.names import pool_label
 from tasks.progress import report_event
 from tasks.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 
@@ -150,5 +150,6 @@ def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
 @task(task_run_name="start the pool of {config.model.name}", cache_policy=NO_CACHE, persist_result=False)
 def start_pool(config: InferencePoolConfig, checkpoints: Sequence[Servable]) -> InferencePool:
     """Starts a pool. Not retried: an engine that does not start says why, and would say it again."""
-    pool = InferencePool(config, checkpoints, on_event=report_event, label=job_label(flow_run.id))
+    label = pool_label(config.model.name, flow_run.id)
+    pool = InferencePool(config, checkpoints, on_event=report_event, label=label)
     return pool.__enter__()

@@ -13,6 +13,7 @@ from prefect.cache_policies import NO_CACHE
 from resources import storage
 from tasks.config import EvaluationConfig
 from tasks.names import artifact_key
+from tasks.prefect_client import show
 from tasks.progress import report_event
 from tasks.records import Record, current_records, read_records
 from tasks.reports import curves_svg, results_rows, write_report
@@ -46,7 +47,7 @@ def publish_report(config: EvaluationConfig) -> str:
     records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
     write_report(records, uri, title=run, records_at=config.evaluation_path)
     folder = storage.join(config.evaluation_path, run)
-    publish_artifacts(current_records(records), uri, title=run, records_at=folder)
+    show("the report", lambda: publish_artifacts(current_records(records), uri, title=run, records_at=folder))
     return uri
 
 

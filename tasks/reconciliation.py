@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
+from resources.collection import seldom_collecting
 from tasks.checkpoint_rules import eligible_steps, might_be_eligible
 from tasks.claim_files import SeenClaim
 from tasks.policies import Policy, RetryBudget, WantedEvaluation
@@ -15,13 +16,14 @@ from tasks.policy_marks import Marks
 from tasks.record_index import Evaluated, IndexedRecord, RunRecords
 from tasks.run_listing import SeenCheckpoint
 
-State = Literal["work", "waiting", "failed", "backing_off", "spent", "claimed", "stopped", "not_served"]
+State = Literal["work", "waiting", "failed", "backing_off", "spent", "claimed", "scheduled", "stopped", "not_served"]
 """What a cell that is wanted and not done is waiting for.
 
 work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry`, since the model or the benchmark was
 at fault; backing_off: a moment, after a failure of machines; spent: `assay retry`, since there were too many of those;
-claimed: whoever evaluates it; stopped: `assay retry`, after `assay cancel`; not_served: an export of a checkpoint in
-Levanter's own layout, or an evaluation by Levanter; or for one of two checkpoints of one name to go.
+claimed: whoever evaluates it; scheduled: its flow run at a work pool; stopped: `assay retry`, after `assay cancel`;
+not_served: an export of a checkpoint in Levanter's own layout, or an evaluation by Levanter; or for one of two
+checkpoints of one name to go.
 """
 
 
@@ -83,15 +85,18 @@ class Reconciliation:
 def undecided(listing: RunListing) -> list[SeenCheckpoint]:
     """Checkpoints whose digests are needed: they have records, none of which was made of what the listing shows."""
     told: dict[str, set[str | None]] = defaultdict(set)
-    for name, states in listing.records.done.items():
-        told[name].update(state.listing for state in states)
     for record in listing.records.others:
         told[record.checkpoint].add(record.listing)
-    return [
-        one for one in listing.checkpoints if one.complete and told.get(one.name) and one.listing not in told[one.name]
-    ]
+    found = []
+    for one in listing.checkpoints:
+        others, states = told.get(one.name, ()), listing.records.done.get(one.name, ())
+        if not one.problems and (others or states):
+            listed = one.listing in others or any(state.listing == one.listing for state in states)
+            found += [] if listed else [one]
+    return found
 
 
+@seldom_collecting()
 def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
     """What is left to do. Nothing is read and nothing written; the same listings lead to the same answer.
 
@@ -127,25 +132,28 @@ class _Run:
         self._claims = {
             (one.claim.subject.checkpoint, one.claim.subject.evaluation_hash): one for one in listing.claims
         }
+        self._marked = bool(listing.marks.by_cell or listing.marks.by_policy)
         names = Counter(one.name for one in listing.checkpoints)
         self._twice = {name for name, times in names.items() if times > 1}
         complete = [one for one in listing.checkpoints if one.complete]
         steps = {kind: [one.step for one in complete if one.kind == kind] for kind in ("huggingface", "levanter")}
         self._all_steps = [*steps["huggingface"], *steps["levanter"]]
-        taken: dict[tuple[object, ...], set[int]] = {}
-        by_step: dict[int, list[WantedEvaluation]] = defaultdict(list)
-        for wanted in listing.wanted:
-            if wanted.rules not in taken:
-                taken[wanted.rules] = eligible_steps(wanted.rules, self._all_steps, final_step=policy.final_step)
-            for step in taken[wanted.rules]:
-                by_step[step].append(wanted)
+        self._newest = [max(self._all_steps)] if self._all_steps else []
+        taken = {
+            rules: eligible_steps(rules, self._all_steps, final_step=policy.final_step)
+            for rules in dict.fromkeys(wanted.rules for wanted in listing.wanted)
+        }
         sets: dict[int, tuple[list[WantedEvaluation], frozenset[str]]] = {}
-        interned: dict[tuple[str, ...], tuple[list[WantedEvaluation], frozenset[str]]] = {}
-        for step, evaluations in by_step.items():
-            key = tuple(one.hash for one in evaluations)
-            sets[step] = interned.setdefault(key, (evaluations, frozenset(key)))
+        interned: dict[tuple[int, ...], tuple[list[WantedEvaluation], frozenset[str]]] = {}
+        numbers = {rules: number for number, rules in enumerate(taken)}
+        for step in set().union(*taken.values()):
+            key = tuple(number for number, steps in enumerate(taken.values()) if step in steps)
+            if key not in interned:
+                evaluations = [wanted for wanted in listing.wanted if numbers[wanted.rules] in key]
+                interned[key] = evaluations, frozenset(wanted.hash for wanted in evaluations)
+            sets[step] = interned[key]
         self.left_out = sum(one.step not in sets for one in complete)
-        finished: Counter[tuple[str, ...] | frozenset[str]] = Counter()
+        finished: Counter[frozenset[str]] = Counter()
         for one in listing.checkpoints:
             if not one.complete:
                 self._incomplete(one)
@@ -174,7 +182,7 @@ class _Run:
 
     def _incomplete(self, one: SeenCheckpoint) -> None:
         for wanted in self._listing.wanted:
-            if might_be_eligible(wanted.rules, one.step, self._all_steps, final_step=self._policy.final_step):
+            if might_be_eligible(wanted.rules, one.step, self._newest, final_step=self._policy.final_step):
                 self.open.append(self._cell(one, wanted, "waiting", "; ".join(one.problems)))
 
     def _open(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
@@ -184,13 +192,10 @@ class _Run:
             why = "in Levanter's own layout: export it to Hugging Face format, or have Levanter evaluate it"
             return self._cell(one, wanted, "not_served", why)
         key = (one.name, wanted.hash)
-        mark = self._listing.marks.newest(*key, policy=self._policy.name)
+        mark = self._listing.marks.newest(*key, policy=self._policy.name) if self._marked else None
         if mark is not None and mark.kind == "stop":
-            return self._cell(one, wanted, "stopped", f"cancelled by {mark.user} at {moment(mark.at)}")
-        hashes = (wanted.hash, *filter(None, [wanted.native_hash]))
-        failures = [
-            record for hash_ in hashes for record in self._failures.get((one.name, hash_), ()) if _same(one, record)
-        ]
+            return self._cell(one, wanted, "stopped", f"cancelled {mark.by} at {moment(mark.at)}")
+        failures = self._failures_of(one, wanted) if self._failures else []
         claim = self._claims.get(key)
         if claim is not None and claim.claim.subject.listing not in (None, one.listing):
             claim = None  # of the checkpoint as it was before
@@ -199,6 +204,12 @@ class _Run:
             return self._cell(one, wanted, "claimed", who, claim.holder.until())
         last = max(failures, key=lambda record: record.created, default=None)
         return self._after(one, wanted, last, claim, since=mark.at if mark is not None else 0.0)
+
+    def _failures_of(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> list[IndexedRecord]:
+        hashes = (wanted.hash, *filter(None, [wanted.native_hash]))
+        return [
+            record for hash_ in hashes for record in self._failures.get((one.name, hash_), ()) if _same(one, record)
+        ]
 
     def _after(
         self,

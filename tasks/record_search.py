@@ -13,6 +13,7 @@ from typing import get_args
 from resources import storage
 from resources.errors import BadInput, RecordStatus
 from tasks.config import EVALUATOR_TITLES
+from tasks.names import how_many
 from tasks.records import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record
 
 _SHOWN_NAMES = 8
@@ -134,6 +135,6 @@ def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], lis
     close = difflib.get_close_matches(name, names, n=_SHOWN_NAMES, cutoff=0.5) or names[:_SHOWN_NAMES]
     raise BadInput(
         expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, PATH:NAME or the folder of a record",
-        found=f"{name}; there are records of {len(names)} checkpoints: {', '.join(close) or 'none'}",
+        found=f"{name}; there are records of {how_many(len(names), 'checkpoint')}: {', '.join(close) or 'none'}",
         remedy="name one of these, or say where its records lie: PATH:NAME",
     )

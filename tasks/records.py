@@ -149,7 +149,11 @@ class Record(_Part):
     sinks: dict[str, SinkState] = {}
     """What became of this record at each sink it is for."""
     infra_failures: int | None = None
-    """Outcomes in a row that were `infra_failed`, this one included; empty for any other outcome."""
+    """Outcomes in a row that were `infra_failed`, this one included unless it was interrupted; empty for any other
+    outcome."""
+    interrupted: bool = False
+    """Whether it has no outcome because the run was told to end, by a person or by who took its machine away: that is
+    no failure."""
     attempt: str
     """Folder beside the record that holds the harness's own output."""
     created: datetime
@@ -174,16 +178,22 @@ def record_uri(cell_uri: str) -> str:
 def read_record(cell_uri: str) -> Record | None:
     """The record of a cell, or None if it has none or only something unreadable (which counts as not done)."""
     try:
-        return _parsed(storage.read_bytes(record_uri(cell_uri)))
+        return parsed_record(storage.read_bytes(record_uri(cell_uri)))
     except FileNotFoundError:
         return None
 
 
-def _parsed(content: bytes) -> Record | None:
+def parsed_record(content: bytes) -> Record | None:
+    """The record that some bytes are, or None if they are none."""
     try:
         return Record.model_validate_json(content)
     except ValidationError:
         return None
+
+
+def failures_in_a_row(told: int | None) -> int:
+    """What an `infra_failed` record says of that; those from before it was counted stand for one."""
+    return 1 if told is None else told
 
 
 def write_record(cell_uri: str, record: Record) -> Record:
@@ -198,12 +208,12 @@ def write_record(cell_uri: str, record: Record) -> Record:
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
-        before = _parsed(standing.content) if standing is not None else None
+        before = parsed_record(standing.content) if standing is not None else None
         if before is not None and before.succeeded:
             return before
         if record.status == "infra_failed":
-            earlier = (before.infra_failures or 1) if before is not None and before.status == "infra_failed" else 0
-            record = record.model_copy(update={"infra_failures": earlier + 1})
+            earlier = failures_in_a_row(before.infra_failures) if before and before.status == "infra_failed" else 0
+            record = record.model_copy(update={"infra_failures": earlier + (0 if record.interrupted else 1)})
         content = record.model_dump_json(indent=2).encode()
         if storage.create_bytes(uri, content) if standing is None else replace_bytes(uri, content, standing=standing):
             return record
@@ -218,7 +228,7 @@ def note_sinks(cell_uri: str, states: dict[str, SinkState]) -> Record | None:
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
-        record = _parsed(standing.content) if standing is not None else None
+        record = parsed_record(standing.content) if standing is not None else None
         if standing is None or record is None or not states:
             return record
         noted = record.model_copy(update={"sinks": {**record.sinks, **states}})

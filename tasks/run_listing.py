@@ -9,26 +9,31 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 import orjson
 
-from pools.model_files import digest_model_folder, inspect_model_folder
+from pools.model_files import INDEX_NAME, TOKENIZER_FILES, digest_model_folder, inspect_model_folder
 from pools.native_files import Exports, inspect_native_folder
 from resources import storage
 from resources.errors import AssayError, BadInput
+from resources.listings import PAGE
 from resources.settings import settings
 from resources.storage import FileInfo
-from resources.tree_signature import tree_signature
-from tasks.checkpoints import Kind, looks_like_checkpoint, native_folders, native_name
+from resources.tree_signature import look_at_tree
+from tasks.checkpoints import Kind, looks_like_checkpoint, native_folders, native_name, within
 from tasks.names import name_of
 
 _LOOKS_AT_ONCE = 16  # into an object store, each of which waits for the network
-_FORMAT = 1
+_RANGES = 8  # of names, in which a run that is known from before is listed at once
+_FILES_OF_A_CHECKPOINT = 4  # at least
+_SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json"})  # only whether they are there matters
+_JUDGED = _SIZES_DIFFER | {"config.json", INDEX_NAME}
+_FORMAT = 2
 _GLOB = frozenset("*?[")
 
 
@@ -94,45 +99,65 @@ def _folders(pattern: str) -> list[str]:
     return [name if storage.is_local(pattern) else filesystem.unstrip_protocol(name) for name in folders]
 
 
-def look_at_run(uri: str, *, reference: str | None = None) -> list[SeenCheckpoint]:
+def look_at_run(
+    uri: str, *, reference: str | None = None, evaluated: Callable[[str, str], bool] = lambda name, listing: False
+) -> list[SeenCheckpoint]:
     """Every checkpoint of a run, by step; none where the run has written none yet.
 
-    Native checkpoints whose step has a complete export are left out. `reference` is as in `find_checkpoints`.
+    Native checkpoints whose step has a complete export are left out.
+
+    Args:
+        uri: the run.
+        reference: as in `find_checkpoints`.
+        evaluated: whether a checkpoint of some name was evaluated in the state that a listing shows, and so was whole.
 
     Raises:
         StorageError: the run cannot be listed.
     """
-    tree, files = tree_signature(uri)
-    signature = f"{tree} {reference or ''}"
-    remembered = _remembered(uri)
+    remembered = _read_memory(uri, "checkpoints")
+    rows = remembered.get("checkpoints", ())
+    tree = look_at_tree(uri, between=_marks(rows))
+    signature = f"{tree.signature} {reference or ''}"
     if remembered.get("signature") == signature:
-        return [_from_row(row) for row in remembered["checkpoints"]]
-    known = {(row[0], row[4]): tuple(row[5]) for row in remembered.get("checkpoints", ())}
-    found = _judged(storage.list_files(uri) if files is None else files, known, reference=reference)
+        return [_from_row(row) for row in rows]
+    known = {(row[0], row[4]): tuple(row[5]) for row in rows}
+    found = _judged(tree.files(), known, reference=reference, evaluated=evaluated)
     _remember(uri, signature, found)
     return found
 
 
+def _marks(rows: Sequence[Sequence[Any]]) -> list[str]:
+    """A few checkpoints that part the run into ranges of names, so that a large one is listed in parallel."""
+    ranges = min(_RANGES, len(rows) * _FILES_OF_A_CHECKPOINT // PAGE)
+    names = sorted(row[0] for row in rows) if ranges > 1 else []
+    return [names[len(names) * one // ranges] for one in range(1, ranges)]
+
+
 def _judged(
-    files: Sequence[FileInfo], known: Mapping[tuple[str, str], tuple[str, ...]], *, reference: str | None
+    files: Sequence[FileInfo],
+    known: Mapping[tuple[str, str], tuple[str, ...]],
+    *,
+    reference: str | None,
+    evaluated: Callable[[str, str], bool],
 ) -> list[SeenCheckpoint]:
     folders: dict[str, list[FileInfo]] = defaultdict(list)
     for file in files:
         folders[file.uri.rpartition("/")[0]].append(file)
     native = native_folders(folders)
-    parts = [
-        (folder, held)
+    listed = [
+        _Listed(folder, held, *name_of(folder)[1:], listing_digest(folder, held))
         for folder, held in folders.items()
-        if looks_like_checkpoint(folder, held)
-        and not any(folder == other or folder.startswith(f"{other}/") for other in native)
+        if looks_like_checkpoint(folder, held) and not (native and within(folder, native))
     ]
-    listed = [(folder, held, listing_digest(folder, held)) for folder, held in parts]
-    unknown = [one for one in listed if (one[0], one[2]) not in known]
-    verdicts = dict(known) | dict(_verdicts(unknown))
-    found = []
-    for folder, _, listing in listed:
-        _, name, step = name_of(folder)
-        found.append(SeenCheckpoint(folder, name, step, "huggingface", listing, verdicts[folder, listing]))
+    verdicts = dict(known)
+    for one in listed:
+        if evaluated(one.name, one.listing):
+            verdicts.setdefault((one.folder, one.listing), ())
+    verdicts |= _verdicts(listed, verdicts)
+    found = [
+        SeenCheckpoint(one.folder, one.name, one.step, "huggingface", one.listing, verdicts[one.folder, one.listing])
+        for one in listed
+    ]
     exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
     exports = Exports()
     for folder, held in native.items():
@@ -146,57 +171,109 @@ def _judged(
     return sorted(found, key=lambda one: (one.step, one.uri))
 
 
+class _Listed(NamedTuple):
+    """A checkpoint in Hugging Face's layout, before it is judged."""
+
+    folder: str
+    files: Sequence[FileInfo]
+    name: str
+    step: int
+    listing: str
+
+    def shape(self) -> frozenset[tuple[str, int]]:
+        """Names and sizes of what makes a checkpoint whole."""
+        start = len(self.folder) + 1
+        return frozenset(
+            (name, 0 if name in _SIZES_DIFFER else file.size)
+            for name, file in ((file.uri[start:], file) for file in self.files)
+            if name in _JUDGED or name.endswith(".safetensors")
+        )
+
+
 def _verdicts(
-    unknown: Sequence[tuple[str, list[FileInfo], str]],
-) -> Iterator[tuple[tuple[str, str], tuple[str, ...]]]:
-    def judge(one: tuple[str, list[FileInfo], str]) -> tuple[tuple[str, str], tuple[str, ...]]:
-        folder, held, listing = one
-        return (folder, listing), inspect_model_folder(folder, held).problems
+    listed: Sequence[_Listed], known: Mapping[tuple[str, str], tuple[str, ...]]
+) -> dict[tuple[str, str], tuple[str, ...]]:
+    """What is to be said of checkpoints of which nothing is known; each that needs a look gets one.
 
-    if not unknown or storage.is_local(unknown[0][0]):
-        yield from map(judge, unknown)
-        return
+    Object stores have whole files only. There a checkpoint with just the files of one that is whole is whole too: of
+    ten thousand alike, one is looked into.
+    """
+    unknown = [one for one in listed if (one.folder, one.listing) not in known]
+    if not unknown or not storage.has_whole_files(unknown[0].folder):
+        return {(one.folder, one.listing): inspect_model_folder(one.folder, one.files).problems for one in unknown}
+    whole = {one.shape() for one in listed if known.get((one.folder, one.listing)) == ()}
+    first = {shape: one for one in unknown if (shape := one.shape()) not in whole}
+    found: dict[tuple[str, str], tuple[str, ...]] = {}
     with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
-        yield from threads.map(judge, unknown)
+
+        def look_into(some: Sequence[_Listed]) -> None:
+            looks = threads.map(lambda one: inspect_model_folder(one.folder, one.files).problems, some)
+            found.update(zip(((one.folder, one.listing) for one in some), looks, strict=True))
+
+        look_into(list(first.values()))
+        whole |= {shape for shape, one in first.items() if not found[one.folder, one.listing]}
+        rest = [one for one in unknown if (one.folder, one.listing) not in found]
+        found.update(((one.folder, one.listing), ()) for one in rest if one.shape() in whole)
+        look_into([one for one in rest if one.shape() not in whole])
+    return found
 
 
-def with_digests(checkpoints: Sequence[SeenCheckpoint], *, reference: str | None) -> list[SeenCheckpoint]:
+def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: str | None) -> list[SeenCheckpoint]:
     """The same with their digests, for which weights are read where the store has no checksums; once, then remembered.
 
-    A checkpoint that changes meanwhile gets none.
+    A checkpoint that changes meanwhile gets none. Those in Levanter's own layout are read each time, since a part of
+    what they are lies elsewhere.
     """
-    return [replace(one, digest=_digest(one, reference=reference)) for one in checkpoints]
+    remembered = _read_memory(run, "digests")
+    known: dict[str, str] = remembered.get("digests", {})
+    missing = [one for one in checkpoints if _key(one) not in known]
+    with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
+        found = {_key(one): digest for one, digest in zip(
+            missing, threads.map(lambda one: _digest(one, reference=reference), missing), strict=True
+        )}  # fmt: skip
+    kept = {_key(one): digest for one in missing if one.kind == "huggingface" and (digest := found[_key(one)])}
+    if kept:
+        _write_memory(run, "digests", {"digests": known | kept})
+    return [replace(one, digest=known.get(_key(one)) or found.get(_key(one))) for one in checkpoints]
+
+
+def _key(one: SeenCheckpoint) -> str:
+    return f"{one.listing} {storage.absolute(one.uri)}"
 
 
 def _digest(one: SeenCheckpoint, *, reference: str | None) -> str | None:
     try:
         files = storage.list_files(one.uri)
-        folder = inspect_model_folder(one.uri, files)
         if one.kind == "levanter":
             beside = reference or Exports().beside(one.uri)
-            folder = inspect_native_folder(one.uri, files, reference=beside).folder
-        return digest_model_folder(folder).checkpoint
+            return digest_model_folder(inspect_native_folder(one.uri, files, reference=beside).folder).checkpoint
+        folder = inspect_model_folder(one.uri, files)
+        digest = digest_model_folder(folder).checkpoint
+        return digest if listing_digest(one.uri, folder.files.values()) == one.listing else None
     except AssayError:
         return None
 
 
-def _memory(uri: str) -> str:
+def _remember(uri: str, signature: str, found: Sequence[SeenCheckpoint]) -> None:
+    rows = [(one.uri, one.name, one.step, one.kind, one.listing, one.problems) for one in found]
+    _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows})
+
+
+def _memory(uri: str, what: str) -> str:
     name = hashlib.blake2b(storage.absolute(uri).encode(), digest_size=16).hexdigest()
-    return str(settings().cache_dir / "listings" / f"{name}.json")
+    return str(settings().cache_dir / "listings" / f"{name}.{what}.json")
 
 
-def _remembered(uri: str) -> dict[str, Any]:
+def _read_memory(uri: str, what: str) -> dict[str, Any]:
     try:
-        content = orjson.loads(storage.read_bytes(_memory(uri)))
+        content = orjson.loads(storage.read_bytes(_memory(uri, what)))
     except (FileNotFoundError, ValueError):
         return {}
     return content if isinstance(content, dict) and content.get("format") == _FORMAT else {}
 
 
-def _remember(uri: str, signature: str, found: Sequence[SeenCheckpoint]) -> None:
-    rows = [(one.uri, one.name, one.step, one.kind, one.listing, one.problems) for one in found]
-    content = {"format": _FORMAT, "signature": signature, "checkpoints": rows}
-    storage.write_bytes(_memory(uri), orjson.dumps(content))
+def _write_memory(uri: str, what: str, content: Mapping[str, Any]) -> None:
+    storage.write_bytes(_memory(uri, what), orjson.dumps({"format": _FORMAT, **content}))
 
 
 def _from_row(row: Sequence[Any]) -> SeenCheckpoint:

@@ -5,37 +5,52 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from uuid import UUID
 
 import httpx
-from prefect import tags
 from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.actions import ArtifactUpdate
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterType,
+)
 from prefect.context import FlowRunContext
+from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
+from resources.errors import PrefectUnavailable
 from tasks.config import EVALUATOR_TITLES, EvaluationConfig
-from tasks.names import artifact_key
+from tasks.names import artifact_key, how_many
+from tasks.prefect_client import prefect_client
 from tasks.progress import CellDone, CellProgress, Update, listening, report_event, reported
 
 _SECONDS_BETWEEN_UPDATES = 5.0
+_LAST_UPDATE_SECONDS = 5.0
+"""How long the end of the cells waits until the last update is shown."""
 
 
 @contextmanager
 def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
-    """Tags the flow run we are in, and its task runs in the block; shows there how much of the cells is done.
+    """Tags the flow run we are in, and shows there how much of the cells is done.
 
-    Outside of a flow run it does nothing. A Prefect server that does not answer costs the marks, nothing else.
+    Its task runs have no tags: Prefect asks the server for each tag of a task before that may begin, and a server that
+    is away would end the evaluation. Outside of a flow run it does nothing. A Prefect server that does not answer costs
+    the marks, nothing else, and keeps no cell waiting.
     """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         yield
         return
-    found = tags_of(configs)
-    _tag(context.flow_run.id, {*context.flow_run.tags, *found})
+    _tag(context.flow_run.id, {*context.flow_run.tags, *tags_of(configs)})
     bar = ProgressBar(configs[0].run_name, also=reported())
-    with tags(*found), listening(bar.take):
-        yield
+    try:
+        with listening(bar.take):
+            yield
+    finally:
+        bar.close()
 
 
 def tags_of(configs: Sequence[EvaluationConfig]) -> list[str]:
@@ -54,26 +69,55 @@ def _tag(flow_run_id: UUID, wanted: set[str]) -> None:
         report_event(f"the flow run stays without tags: {error}")
 
 
+def note_ending(flow_run_id: UUID, ending: str) -> None:
+    """Says in the progress of a flow run that it was ended; how far it was by then stays.
+
+    Where the server does not answer, its state alone says so.
+
+    Args:
+        flow_run_id: the run, whose process is gone, or about to be.
+        ending: what became of it, such as `cancelled`.
+    """
+    with suppress(PrefectUnavailable), prefect_client() as client:
+        found = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]),
+                type=ArtifactFilterType(any_=["progress"]),
+            )
+        )
+        for one in found:
+            client.update_artifact(one.id, ArtifactUpdate(description=f"{one.description}; {ending}"))
+
+
 class ProgressBar:
-    """A progress artifact: cells done, and the shares of those that are being evaluated.
+    """A progress artifact: cells that have an outcome, and the shares of those that are being evaluated.
+
+    A thread of its own shows the latest of what it was told, so nobody waits for the server. A cell that was
+    interrupted, or that a machine failed, has no outcome; its share stays, since its answers do.
 
     Args:
         run: that the cells are of.
         also: is told of every update too.
         clock: gives seconds.
+        send: shows a share in percent and a line.
     """
 
     def __init__(
-        self, run: str, *, also: Callable[[Update], None], clock: Callable[[], float] = time.monotonic
+        self,
+        run: str,
+        *,
+        also: Callable[[Update], None],
+        clock: Callable[[], float] = time.monotonic,
+        send: Callable[[float, str], None] | None = None,
     ) -> None:
         self._run, self._also, self._clock = run, also, clock
-        self._lock = threading.Lock()
+        self._send = send or _Artifact(f"{artifact_key(run)}-progress").show
+        self._changed = threading.Condition()
         self._shares: dict[int, float] = {}
         self._done: set[int] = set()
         self._cells = 0
-        self._artifact: UUID | None = None
-        self._sent_at: float | None = None
-        self._given_up = False
+        self._news, self._closing = False, False
+        self._thread: threading.Thread | None = None
 
     @property
     def percent(self) -> float:
@@ -81,37 +125,73 @@ class ProgressBar:
         return 100.0 * (len(self._done) + sum(self._shares.values())) / self._cells if self._cells else 0.0
 
     def take(self, update: Update) -> None:
-        """Takes in one update, and shows it unless another was shown just now."""
+        """Takes in one update, which is shown soon."""
         self._also(update)
         if not isinstance(update, CellProgress | CellDone):
             return
-        with self._lock:
+        with self._changed:
             self._count(update)
-            now = self._clock()
-            soon_again = self._sent_at is not None and now - self._sent_at < _SECONDS_BETWEEN_UPDATES
-            if self._given_up or (soon_again and not isinstance(update, CellDone)):
-                return
-            self._sent_at = now
-            self._send()
+            self._news = True
+            if self._thread is None and not self._closing:
+                context = copy_context()  # carries the flow run that the artifact belongs to
+                self._thread = threading.Thread(target=context.run, args=(self._show,), name="progress", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Shows what is left to be shown, and nothing after that; waits a few seconds at most."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(_LAST_UPDATE_SECONDS)
 
     def _count(self, update: CellProgress | CellDone) -> None:
         self._cells = update.cells
         if isinstance(update, CellDone):
-            self._shares.pop(update.cell, None)
-            self._done.add(update.cell)
+            if update.status != "infra_failed":
+                self._shares.pop(update.cell, None)
+                self._done.add(update.cell)
         elif update.cell not in self._done:
             self._shares[update.cell] = update.done / update.total if update.total else 0.0
 
-    def _send(self) -> None:
-        described = f"{len(self._done)} of {self._cells} cells of {self._run} evaluated"
-        try:
-            if self._artifact is None:
-                key = f"{artifact_key(self._run)}-progress"
-                made = create_progress_artifact(self.percent, key=key, description=described)
-                assert isinstance(made, UUID), "there is no event loop in the threads of cells"
-                self._artifact = made
+    def _show(self) -> None:
+        shown_at: float | None = None
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._news or self._closing)
+                while shown_at is not None and not self._closing:
+                    left = shown_at + _SECONDS_BETWEEN_UPDATES - self._clock()
+                    if left <= 0:
+                        break
+                    self._changed.wait(left)
+                if not self._news:
+                    return
+                self._news = False
+                percent = self.percent
+                described = f"{len(self._done)} of {how_many(self._cells, 'cell')} of {self._run} evaluated"
+            shown_at = self._clock()
+            try:
+                self._send(percent, described)
+            except httpx.HTTPError:  # the server is away
+                with self._changed:
+                    self._news = True
+                    if self._closing:
+                        return
+
+
+class _Artifact:
+    """The artifact, made when there is something to show."""
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._made: UUID | None = None
+
+    def show(self, percent: float, described: str) -> None:
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}):  # there is soon something newer to show
+            if self._made is None:
+                made = create_progress_artifact(percent, key=self._key, description=described)
+                assert isinstance(made, UUID), "there is no event loop in the thread that shows it"
+                self._made = made
             else:
-                update_progress_artifact(self._artifact, self.percent, description=described)
-        except httpx.HTTPError as error:  # every further try would keep a cell waiting
-            self._given_up = True
-            report_event(f"progress is shown here only: {error}")
+                update_progress_artifact(self._made, percent, description=described)

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from pools.launch import Servable
@@ -16,8 +16,10 @@ from resources.jobs import JobDetails, JobHandle
 from resources.storage import FileInfo
 from tasks.cells import Cell, plan_cells
 from tasks.checkpoints import Checkpoint, find_checkpoints
+from tasks.claiming import Shares
 from tasks.config import EvaluationConfig
 from tasks.evaluation import stage_tokenizers
+from tasks.names import how_many
 from tasks.progress import Event, report, report_event
 from tasks.serving import Serving
 from tasks.training import SILENCE_SECONDS
@@ -77,10 +79,10 @@ class Exports:
             told.append(self._left_out.pop(self._last_step))
         return sorted(told, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
 
-    def forget(self, checkpoints: Sequence[Checkpoint]) -> None:
-        """Lets some be told again, since nothing came of them."""
-        for checkpoint in checkpoints:
-            self._looked_into.pop(checkpoint.uri, None)
+    def forget(self, uris: Iterable[str]) -> None:
+        """Lets some checkpoints be told again, since nothing came of them."""
+        for uri in uris:
+            self._looked_into.pop(uri, None)
 
     def _wanted(self, checkpoint: Checkpoint) -> list[Checkpoint]:
         if self._every is None or checkpoint.step % self._every == 0:
@@ -97,14 +99,16 @@ def _checkpoint_at(folder: str) -> Checkpoint | None:
 
 
 class ArrivingCells(Collection[Cell]):
-    """The cells that are wanted and not done, in order of arrival; iterating waits for more until the training ends.
+    """The cells that are wanted, not done and ours, in order of arrival; iterating waits until the training ends.
 
-    `planned` has every cell, those that were done before too.
+    `planned` has every cell, those that were done before too. What others have claimed is left to them; it is looked at
+    again with each look, and what they still have when the training ends is left in `shares`.
 
     Args:
         configs: what each checkpoint is asked.
         exports: where checkpoints come from.
         job: the training; None if it has ended.
+        shares: who else wants these cells.
         poll_seconds: between two looks.
         plan: finds out which cells some checkpoints are for.
         sleep: waits.
@@ -120,6 +124,7 @@ class ArrivingCells(Collection[Cell]):
         exports: Exports,
         job: JobHandle | None,
         *,
+        shares: Shares,
         poll_seconds: float,
         plan: Callable[[Sequence[EvaluationConfig], Sequence[Checkpoint]], list[Cell]] = plan_cells,
         sleep: Callable[[float], None] = time.sleep,
@@ -130,9 +135,11 @@ class ArrivingCells(Collection[Cell]):
         self._configs = configs
         self._exports = exports
         self._training = _Watched(job, silence_seconds) if job is not None else None
+        self._shares = shares
         self._poll_seconds = poll_seconds
         self._plan_cells = plan
         self._sleep = sleep
+        self._asked: set[str] = set()
         self._wanted: list[Cell] = []
         self._digests: dict[str, str] = {}
         self._ended = False
@@ -163,37 +170,56 @@ class ArrivingCells(Collection[Cell]):
         """Looks once; waits where there was nothing new."""
         ended = self._training is None or self._training.has_ended()  # asked first: what it wrote last is there then
         found: list[Checkpoint] = []
+        ours: list[Cell] = []
         try:
             found = self._exports.look(last=ended)
-            fresh = self._plan(found)
+            self._shares.add(self._plan(found))
+            ours = self._taken()
         except (StorageError, CheckpointError) as error:
             if ended:
                 raise
             report_event(f"looking again for checkpoints: {error.found}")
-            self._exports.forget(found)
-            fresh = []
-        self._wanted += fresh
+            self._exports.forget(checkpoint.uri for checkpoint in found)
+        self._wanted += ours
         self._ended = ended
-        if not fresh and not ended:
+        if not ours and not ended:
             self._sleep(self._poll_seconds)
 
     def _plan(self, found: Sequence[Checkpoint]) -> list[Cell]:
-        """Cells of some checkpoints that are not done and were not begun; whoever serves is told of them."""
+        """Cells of some checkpoints that are not done and were not asked for."""
         if not found:
             return []
         fresh: list[Cell] = []
-        begun = {cell.uri for cell in self._wanted}
         for cell in self._plan_cells(self._configs, found):
             self.planned[cell.reference.name, cell.evaluation_hash] = cell
-            digest = self._digests.get(cell.reference.name, cell.reference.digest)
-            if digest != cell.reference.digest:  # requests under way name it, and would be answered by other weights
-                report_event(f"{cell.reference.name} was written again and is another one now: evaluate it afterwards")
-            elif not cell.done and cell.uri not in begun:
+            if not cell.done and cell.uri not in self._asked and self._is_the_one_begun(cell):
                 fresh.append(cell)
-        if fresh and self.serving is not None:
-            self.serving.bring(stage_tokenizers(fresh))
-        self._digests |= {cell.reference.name: cell.reference.digest for cell in fresh}
+        self._asked |= {cell.uri for cell in fresh}
         return fresh
+
+    def _taken(self) -> list[Cell]:
+        """Cells that nobody else has; whoever serves is told of them, or they are asked for again later."""
+        ours = self._shares.take()
+        others = [cell for cell in ours if not self._is_the_one_begun(cell)]
+        self._shares.release(*others)
+        ours = [cell for cell in ours if cell not in others]
+        try:
+            if ours and self.serving is not None:
+                self.serving.bring(stage_tokenizers(ours))
+        except (StorageError, CheckpointError):
+            self._shares.release(*ours)
+            self._asked -= {cell.uri for cell in ours}
+            self._exports.forget(cell.reference.uri for cell in ours)
+            raise
+        self._digests |= {cell.reference.name: cell.reference.digest for cell in ours}
+        return ours
+
+    def _is_the_one_begun(self, cell: Cell) -> bool:
+        """Whether a cell's checkpoint is the one that answers under its name, where one does already."""
+        same = self._digests.get(cell.reference.name, cell.reference.digest) == cell.reference.digest
+        if not same:  # requests under way name it, and would be answered by other weights
+            report_event(f"{cell.reference.name} was written again and is another one now: evaluate it afterwards")
+        return same
 
 
 class _Watched:
@@ -220,7 +246,8 @@ class _Watched:
     def _tell(self, details: JobDetails) -> None:
         if details.preemptions > self._preemptions:
             self._preemptions = details.preemptions
-            report_event(f"the training was ended from outside, {details.preemptions} times so far, and begins again")
+            times = how_many(details.preemptions, "time")
+            report_event(f"the training begins again: {times} so far ended from outside")
         if time.monotonic() - self._told_at >= _SECONDS_BETWEEN_STEPS:
             self._told_at = time.monotonic()
             if (step := step_in(self._job.logs(_LOG_LINES, replica=0))) is not None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
@@ -24,6 +26,10 @@ _FIELDS = (
     *("data_seed", "initialize_from_checkpoint_path", "eval_harness_steps", "log_entropy"),
 )
 """What `levanter.main.train_lm.TrainLmConfig` of the pinned version has; an unknown name costs a start otherwise."""
+
+
+_HUB_FIELDS = ("tokenizer", "reference_checkpoint", "initialize_from_hf")
+_PATH_FIELD = re.compile(rf"(^|\.)([a-z_]+_(path|dir|urls)|initialize_from|{'|'.join(_HUB_FIELDS)})$")
 
 
 class TrainLmOnPodConfig(Config):
@@ -95,8 +101,36 @@ def check_train_config(config: dict[str, Any]) -> None:
     ):
         if not isinstance(steps, int) or steps < 1:
             raise ValueError(f"expected a number of steps above 0 as {name}, found {steps!r}")
+    for place, path in _paths_in(config):
+        if _is_relative(path, named=place.rsplit(".", 1)[-1]):
+            raise ValueError(
+                f"expected a whole path as {place}, found {path!r}: a training runs in a folder of its own, where that "
+                "is another place"
+            )
     if not isinstance(trainer.get("id"), str | None):
         raise ValueError(f"expected a text as trainer.id, found {trainer['id']!r}: put it into quotes")
+
+
+def _paths_in(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
+    """What stands where Levanter takes a path, with the name of its field."""
+    match value:
+        case dict():
+            for name, one in value.items():
+                yield from _paths_in(one, f"{at}.{name}" if at else str(name))
+        case list() | tuple():
+            for one in value:
+                yield from _paths_in(one, at)
+        case str() if _PATH_FIELD.search(at):
+            yield at, value
+        case _:
+            pass
+
+
+def _is_relative(path: str, *, named: str) -> bool:
+    """Whether a path is relative; names that mean a hub as well are none unless they begin with a dot or tilde."""
+    if named in _HUB_FIELDS:
+        return path.startswith((".", "~"))
+    return bool(path) and storage.is_local(path) and not storage.local_path(path).is_absolute()
 
 
 class ExportsEvaluation(EvaluationConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
@@ -161,9 +162,10 @@ async def _state(client: PrefectClient, name: str) -> WorkPoolState:
 
 
 async def _active(client: PrefectClient, name: str) -> int:
-    """How many flow runs take a slot of the work pool now."""
+    """How many flow runs take a slot of the work pool now, or wait for one."""
     from prefect.client.schemas.filters import (
         FlowRunFilter,
+        FlowRunFilterNextScheduledStartTime,
         FlowRunFilterState,
         FlowRunFilterStateType,
         WorkPoolFilter,
@@ -171,13 +173,22 @@ async def _active(client: PrefectClient, name: str) -> int:
     )
     from prefect.client.schemas.objects import StateType
 
-    taking = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-    runs = await client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=taking))),
-        work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[name])),
-        limit=200,
-    )
-    return len(runs)
+    def among(*states: StateType) -> FlowRunFilterState:
+        return FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states)))
+
+    due = FlowRunFilterNextScheduledStartTime.model_validate({"before_": datetime.now(UTC)})
+    found = [
+        await client.read_flow_runs(
+            flow_run_filter=flow_runs,
+            work_pool_filter=WorkPoolFilter(name=WorkPoolFilterName(any_=[name])),
+            limit=200,
+        )
+        for flow_runs in (
+            FlowRunFilter(state=among(StateType.PENDING, StateType.RUNNING, StateType.CANCELLING)),
+            FlowRunFilter(state=among(StateType.SCHEDULED), next_scheduled_start_time=due),
+        )
+    ]
+    return sum(map(len, found))
 
 
 async def _read(client: PrefectClient, name: str) -> WorkPool | None:

@@ -50,6 +50,15 @@ class RayClient(ActorsOnJobs):
         """See `Client.url`; processes of jobs have the cluster's address in `RAY_ADDRESS`."""
         return "ray://auto"
 
+    @property
+    def head(self) -> str:
+        """Host and port of the cluster's head, for people.
+
+        Raises:
+            BackendUnavailable: the cluster does not answer.
+        """
+        return self._connection().address
+
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> RayJob:
         """See `Client.submit`; what cannot be found or built on a node makes the job fail, with the reason.
 

@@ -5,6 +5,7 @@ The module `ray` comes as an argument: `resources/backends/ray.py` imports it.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import pickle
 import signal
@@ -12,6 +13,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 from resources.backends.ray_code import own_code
@@ -23,6 +25,7 @@ from resources.settings import set_process_environment_defaults
 _LOOK_SECONDS = 3.0
 _PROBE_SECONDS = 3.0
 _CONNECTING_TRIES = 3
+_LEAVING_SECONDS = 5.0
 _ANSWER_SECONDS = 90.0  # a keeper's start takes 2 s; 30 s on two cores where all else starts too
 _NOT_WITH_THE_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "31536000"}
 """Else Ray ends this process, without unwinding anything, when the head has been away for 60 s."""
@@ -168,6 +171,8 @@ class RayConnection:
             finally:
                 _restore_sigterm(terminate)
         self._through_client = self._ray.util.client.ray.is_connected()
+        if self._through_client:
+            _leave_in_time(self._ray)
         context = self._ray.get_runtime_context()
         self._gcs_address: str = context.gcs_address
         self._key = self._context_key()
@@ -238,6 +243,31 @@ class _unavailable:  # called like a function
     def __exit__(self, kind: Any, error: BaseException | None, traceback: object) -> None:
         if error is not None and isinstance(error, self._kinds) and not isinstance(error, AssayError):
             raise unavailable(self._address, f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+@cache
+def _leave_in_time(ray: Any) -> None:
+    """Bounds how long the process waits at its end for the Ray Client server to let it go.
+
+    Ray joins a thread that reads until the server ends the stream, which after Ctrl-C now and then it never does. The
+    server ends what is left of us by itself after half a minute.
+    """
+    ending = threading.Event()
+
+    def leave() -> None:
+        ending.wait()
+        ray.shutdown()
+
+    leaving = threading.Thread(target=leave, name="leave-ray", daemon=True)  # none can be started at the end
+    leaving.start()
+
+    def at_the_end() -> None:
+        ending.set()
+        leaving.join(_LEAVING_SECONDS)
+        if leaving.is_alive():
+            atexit.unregister(ray._private.worker.shutdown)
+
+    atexit.register(at_the_end)  # after Ray's own, so called before it
 
 
 def _first_line(error: BaseException) -> str:

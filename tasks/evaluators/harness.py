@@ -76,6 +76,7 @@ def run_harness(
     check_endpoint: Callable[[], None] = lambda: None,
     poll_seconds: float = 1.0,
     server: ForkServer | None = None,
+    name: str | None = None,
 ) -> Parsed:
     """Runs one harness to its end and reads its results; its log is kept in `output`, whatever happens.
 
@@ -91,6 +92,7 @@ def run_harness(
         check_endpoint: called at every poll; what it raises ends the harness and is raised from here.
         poll_seconds: time between two looks at the job.
         server: runs it in a fork, see `warmed`; it starts cold when None.
+        name: of the job; after the environment when None.
 
     Raises:
         HarnessFailed: it ended with an error.
@@ -105,7 +107,7 @@ def run_harness(
     working_folder = _prepare(command, output)
     variables = {**cache_variables(), **command.variables}
     request = JobRequest(
-        f"{evaluator.environment(config)}-{secrets.token_hex(4)}",
+        name or f"{evaluator.environment(config)}-{secrets.token_hex(4)}",
         server.command(*command.arguments) if server else Command(command.argv[0], command.argv[1:]),
         resources=(config.resource_config if not evaluator.needs_endpoint else None) or ResourceConfig(),
         environment=create_environment(workspace=working_folder, python=python, env_vars=variables),

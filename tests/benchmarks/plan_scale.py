@@ -1,10 +1,11 @@
 """Planning a large run: 10,000 checkpoints and 20 suites, every cell recorded but those of the newest checkpoints.
 
-    python tests/benchmarks/plan_scale.py [--checkpoints 10000] [--suites 20] [--naive 200]
+    python tests/benchmarks/plan_scale.py [--checkpoints 10000] [--suites 20] [--naive 200] [--store local]
 
-Measures, on local disk: the first plan of a machine on which only the index beside the records is known, a plan when
-nothing changed, one with the index lost, and one before anything was evaluated. The naive way, a look into each
-checkpoint and a read of the record of each cell, is measured on fewer checkpoints, and both by the cell.
+Measures, on local disk and in an emulated object store: a plan before anything was evaluated, one on a machine that
+knows nothing where the index beside the records is there, the same where it is compared with the records, and one when
+nothing changed; on disk also one with the index lost. The naive way, a look into each checkpoint and a read of the
+record of each cell, is measured on fewer checkpoints. So is a bare listing of the run by fsspec, for the store's share.
 """
 
 from __future__ import annotations
@@ -12,15 +13,21 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
+import multiprocessing
 import shutil
 import struct
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+import fsspec
 import pytest
 
 if __package__ in (None, ""):  # run as a script
@@ -28,8 +35,10 @@ if __package__ in (None, ""):  # run as a script
 
 from benchmarks.side_by_side import Comparison
 
+from fakes.gcs import fake_gcs
 from fakes.records import make_record
 from pools.model_files import digest_model_folder
+from resources import storage
 from resources.settings import settings
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.checkpoints import find_checkpoints
@@ -37,23 +46,113 @@ from tasks.config import EvaluationConfig, digest_of
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import Reconciliation, reconcile
-from tasks.records import read_record
+from tasks.record_index import keep_rows, record_stamps, row_of
+from tasks.records import Record, read_record
 from tasks.run_listing import look_at_run
-
-
-class Spent(NamedTuple):
-    """Seconds by the clock, and of this process on a processor: on a busy machine only these compare."""
-
-    wall: float
-    cpu: float
-
 
 NEWEST = 10
 """Checkpoints without records, as a run has them that trains on."""
+_AT_ONCE = 1000
+_OUTSIDE_BUCKET = "gs://bucket/"
 
 
-def write_checkpoints(run: Path, number: int) -> None:
-    """Complete ones, with a tensor each."""
+class Spent(NamedTuple):
+    """Seconds by the clock, and of this process on a processor; requests, where somebody counts them."""
+
+    wall: float
+    cpu: float
+    requests: int | None = None
+
+
+class Place(Protocol):
+    """Where runs and records lie, and how they get there without being planned."""
+
+    name: str
+    root: str
+
+    def put(self, files: Iterable[tuple[str, bytes]]) -> None:
+        """Files by their locations."""
+        ...
+
+    def requests(self) -> int | None:
+        """What was asked for since the last call."""
+        ...
+
+
+class Disk:
+    """A folder of this machine."""
+
+    name = "local"
+
+    def __init__(self, root: Path) -> None:
+        self.root = str(root)
+
+    def put(self, files: Iterable[tuple[str, bytes]]) -> None:
+        """See `Place`."""
+        for uri, content in files:
+            path = Path(uri)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def requests(self) -> None:
+        """See `Place`: nobody counts."""
+        return
+
+
+class Bucket:
+    """A bucket of an emulated object store in a process of its own, which pages its listings."""
+
+    name = "gcs"
+    root = f"{_OUTSIDE_BUCKET}scale"
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+
+    def put(self, files: Iterable[tuple[str, bytes]]) -> None:
+        """See `Place`; without a request for each."""
+        pending = ((uri.removeprefix(_OUTSIDE_BUCKET), content) for uri, content in files)
+        while some := list(islice(pending, _AT_ONCE)):
+            self._pipe.send(some)
+            self._pipe.recv()
+
+    def requests(self) -> int:
+        """See `Place`."""
+        self._pipe.send([])
+        return self._pipe.recv()
+
+
+def serve(pipe: Connection) -> None:
+    """The store: puts what comes through the pipe, and answers with how much was asked for since."""
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)  # it logs each object that is not there
+    with fake_gcs("bucket") as store:
+        pipe.send(store.address)
+        while (files := pipe.recv()) is not None:
+            for name, content in files:
+                store.put("bucket", name, content)
+            asked = len(store.gets)
+            store.gets.clear()
+            pipe.send(asked)
+
+
+@contextmanager
+def bucket(patch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+    """A store while it lasts, with a connection to it."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=serve, args=(theirs,), daemon=True)
+    process.start()
+    patch.setenv("STORAGE_EMULATOR_HOST", ours.recv())
+    patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+    try:
+        storage.write_bytes(f"{_OUTSIDE_BUCKET}opened", b"")
+        yield Bucket(ours)
+    finally:
+        ours.send(None)
+        process.join(30)
+
+
+def checkpoint_files(run: str, number: int) -> Iterator[tuple[str, bytes]]:
+    """Complete checkpoints, with a tensor each."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
     files = {
         "config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}).encode(),
@@ -61,36 +160,49 @@ def write_checkpoints(run: Path, number: int) -> None:
         "tokenizer.json": b"{}",
     }
     for step in range(number):
-        folder = run / "hf" / f"step-{step}"
-        folder.mkdir(parents=True)
+        folder = f"{run}/hf/step-{step}"
         for name, content in files.items():
-            (folder / name).write_bytes(content)
-        weights = struct.pack("<Q", len(header)) + header + struct.pack("<f", step)
-        (folder / "model.safetensors").write_bytes(weights)
+            yield f"{folder}/{name}", content
+        yield f"{folder}/model.safetensors", struct.pack("<Q", len(header)) + header + struct.pack("<f", step)
 
 
-def write_records(run: Path, out: Path, evaluations: Sequence[WantedEvaluation]) -> None:
-    """A success of each evaluation for all checkpoints but the newest."""
-    seen = look_at_run(str(run))
+def records(run: str, out: str, evaluations: Sequence[WantedEvaluation]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A success of each evaluation for all checkpoints but the newest, with the folder of its cell."""
     content = json.loads(make_record(run="run").model_dump_json())
-    for checkpoint in seen[:-NEWEST]:
+    for checkpoint in look_at_run(run)[:-NEWEST]:
         reference = {"uri": checkpoint.uri, "run": "run", "name": checkpoint.name, "step": checkpoint.step}
         reference |= {"digest": digest_of(checkpoint.uri), "weights_digest": "w", "listing": checkpoint.listing}
         for wanted in evaluations:
             folder = cell_folder(out, checkpoint.step, wanted)
-            folder.mkdir(parents=True)
-            record = {**content, "checkpoint": reference, "evaluation_hash": wanted.hash, "cell": folder.name}
-            (folder / "record.json").write_text(json.dumps(record))
+            cell = storage.basename(folder)
+            yield folder, {**content, "checkpoint": reference, "evaluation_hash": wanted.hash, "cell": cell}
 
 
-def cell_folder(out: Path, step: int, wanted: WantedEvaluation) -> Path:
+def record_files(found: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, bytes]]:
+    """The same as files."""
+    return ((f"{folder}/record.json", json.dumps(record).encode()) for folder, record in found)
+
+
+def keep_index(out: str, found: Iterable[tuple[str, dict[str, Any]]]) -> None:
+    """The index as plans have left it that met a few records each: 200,000 reads from a store take minutes."""
+    start = len(f"{out}/run/")
+    rows, row = [], None
+    for folder, record in found:
+        row = row if row is not None else row_of("", Record.model_validate(record))
+        told = record["checkpoint"]
+        changes = {"cell": folder[start:], "checkpoint": told["name"], "digest": told["digest"]}
+        rows.append(row._replace(**changes, listing=told["listing"], evaluation_hash=record["evaluation_hash"]))
+    keep_rows(f"{out}/run", rows, dict(record_stamps(f"{out}/run")))
+
+
+def cell_folder(out: str, step: int, wanted: WantedEvaluation) -> str:
     """Where the record of a cell lies."""
-    return out / "run" / f"step-{step}" / "lm_evaluation_harness" / f"demo_facts-{wanted.hash[-10:]}"
+    return f"{out}/run/step-{step}/lm_evaluation_harness/demo_facts-{wanted.hash[-10:]}"
 
 
-def evaluations(run: Path, number: int) -> list[WantedEvaluation]:
+def evaluations(run: str, number: int) -> list[WantedEvaluation]:
     """As many suites of one evaluation each."""
-    content = {"model_path": str(run), "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
+    content = {"model_path": run, "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
     config = EvaluationConfig.model_validate(content)
     rules = (CheckpointRule(which="all"),)
     return [
@@ -99,76 +211,117 @@ def evaluations(run: Path, number: int) -> list[WantedEvaluation]:
     ]
 
 
-def timed(what: Callable[[], Any]) -> tuple[Spent, Any]:
+def timed(place: Place, what: Callable[[], Any]) -> tuple[Spent, Any]:
     """What it took, and what it returned."""
     gc.collect()
+    place.requests()
     began, used = time.perf_counter(), time.process_time()
     outcome = what()
-    return Spent(round(time.perf_counter() - began, 3), round(time.process_time() - used, 3)), outcome
+    wall, cpu = time.perf_counter() - began, time.process_time() - used
+    return Spent(round(wall, 3), round(cpu, 3), place.requests()), outcome
 
 
-def naively(run: Path, out: Path, wanted: Sequence[WantedEvaluation]) -> int:
+def naively(run: str, out: str, wanted: Sequence[WantedEvaluation]) -> int:
     """Cells to do, by a look at each checkpoint and a read for each cell."""
     open_cells = 0
-    for checkpoint in find_checkpoints(str(run)):
+    for checkpoint in find_checkpoints(run):
         if checkpoint.folder is not None and checkpoint.complete:
             digest_model_folder(checkpoint.folder)
             for one in wanted:
-                record = read_record(str(cell_folder(out, checkpoint.step, one)))
+                record = read_record(cell_folder(out, checkpoint.step, one))
                 open_cells += record is None or not record.succeeded
     return open_cells
 
 
-def main() -> None:
-    """Makes the run, plans it in each way, prints the figures and a line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--checkpoints", type=int, default=10_000)
-    parser.add_argument("--suites", type=int, default=20)
-    parser.add_argument("--naive", type=int, default=200, help="checkpoints of the naive way")
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
-        root = Path(scratch)
-        patch.setenv("ASSAY_CACHE_DIR", str(root / "cache"))
-        settings.cache_clear()
-        measure(root, options.checkpoints, options.suites, naive=options.naive)
-    settings.cache_clear()
+def bare_listing(run: str) -> int:
+    """Files of a run, listed by fsspec and nothing else."""
+    filesystem, path = fsspec.core.url_to_fs(run)
+    filesystem.invalidate_cache()
+    return len(filesystem.find(path, detail=True))
 
 
-def measure(root: Path, checkpoints: int, suites: int, *, naive: int) -> None:
-    """All figures, for a run of that size below a folder."""
-    run, out = root / "run", root / "out"
-    write_checkpoints(run, checkpoints)
-    wanted = evaluations(run, suites)
-    content = {"name": "scale", "runs": [str(run)], "suites": ["demo"], "evaluation_path": str(out)}
+def measured(place: Place, cache: Path, wanted: Sequence[WantedEvaluation], *, checkpoints: int) -> dict[str, Spent]:
+    """Every case, for a run of that size."""
+    run, out, suites = f"{place.root}/run", f"{place.root}/out", len(wanted)
+    place.put(checkpoint_files(run, checkpoints))
+    content = {"name": "scale", "runs": [run], "suites": ["demo"], "evaluation_path": out}
     policy = Policy.model_validate(content)
 
     def plan(*, afresh: bool = False) -> Reconciliation:
         return reconcile(look(policy, afresh=afresh, evaluations_of=lambda _, __: wanted), policy, now=time.time())
 
     figures: dict[str, Spent] = {}
-    figures["nothing_recorded_cold"], found = timed(plan)
+    figures["nothing_recorded"], found = timed(place, plan)
     assert len(found.work) == checkpoints * suites
-    write_records(run, out, wanted)
-    figures["index_lost"], found = timed(plan)
+    place.put(record_files(records(run, out, wanted)))
+    if storage.is_local(out):
+        figures["index_lost"], found = timed(place, plan)
+    else:
+        keep_index(out, records(run, out, wanted))
+        figures["summary_lost"], found = timed(place, plan)
     assert len(found.work) == NEWEST * suites
-    shutil.rmtree(root / "cache")
-    figures["cold"], found = timed(plan)
-    figures["compared"], found = timed(lambda: plan(afresh=True))
-    figures["unchanged"] = min(timed(plan)[0] for _ in range(3))
+    shutil.rmtree(cache)
+    figures["cold"], found = timed(place, plan)
+    shutil.rmtree(cache)
+    figures["compared"], found = timed(place, lambda: plan(afresh=True))
+    figures["unchanged"] = min(timed(place, plan)[0] for _ in range(5))
     assert (found.done_count, len(found.work)) == ((checkpoints - NEWEST) * suites, NEWEST * suites)
+    figures["bare_listing"], number = timed(place, lambda: bare_listing(run))
+    assert number == checkpoints * 4
+    return figures
 
-    few = root / "few" / "run"
-    write_checkpoints(few, naive)
-    write_records(few, root / "few-out", wanted)
-    took, left = timed(lambda: naively(few, root / "few-out", wanted))
-    assert left == NEWEST * suites
+
+def measured_naively(place: Place, wanted: Sequence[WantedEvaluation], *, checkpoints: int) -> Spent:
+    """The naive way, on a run of that size."""
+    run, out = f"{place.root}/few/run", f"{place.root}/few-out"
+    place.put(checkpoint_files(run, checkpoints))
+    place.put(record_files(records(run, out, wanted)))
+    took, left = timed(place, lambda: naively(run, out, wanted))
+    assert left == NEWEST * len(wanted)
+    return took
+
+
+def report(place: Place, figures: Mapping[str, Spent], naive: Spent, **facts: int) -> None:
+    """A table, and a line of JSON for each case."""
+    cells, few = facts["checkpoints"] * facts["suites"], facts["naive_checkpoints"] * facts["suites"]
+    for name, spent in {**figures, "naive, fewer": naive}.items():
+        asked = f", {spent.requests:,} requests" if spent.requests is not None else ""
+        print(f"{place.name:>6} {name:>18}: {spent.wall:8.3f} s, on a processor {spent.cpu:8.3f} s{asked}")
+    bare = figures["bare_listing"]._asdict()
     for name, spent in figures.items():
-        print(f"{name:>24}: {spent.wall:8.3f} s, on a processor {spent.cpu:8.3f} s")
-    ours, theirs = figures["cold"].cpu / (checkpoints * suites), took.cpu / (naive * suites)
-    facts = {name: spent._asdict() for name, spent in figures.items()}
-    facts |= {"checkpoints": checkpoints, "suites": suites, "naive": took._asdict(), "naive_checkpoints": naive}
-    what = "microseconds on a processor for a cell"
-    print(Comparison("plan_scale", what, ours * 1e6, theirs * 1e6, better="less", facts=facts).as_json())
+        if name != "bare_listing":
+            more = {**facts, "spent": spent._asdict(), "naive": naive._asdict(), "bare_listing": bare}
+            ours, theirs = spent.wall / cells * 1e6, naive.wall / few * 1e6
+            title = f"plan_scale.{place.name}.{name}"
+            print(Comparison(title, "microseconds for a cell", ours, theirs, better="less", facts=more).as_json())
+
+
+def main() -> None:
+    """Makes the run in each place, plans it in each way, prints the figures and lines of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--checkpoints", type=int, default=10_000)
+    parser.add_argument("--suites", type=int, default=20)
+    parser.add_argument("--naive", type=int, default=200, help="checkpoints of the naive way; a fifth in a store")
+    parser.add_argument("--store", choices=["local", "gcs", "both"], default="both")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, pytest.MonkeyPatch.context() as patch:
+        root = Path(scratch)
+        patch.setenv("ASSAY_CACHE_DIR", str(root / "cache"))
+        settings.cache_clear()
+
+        def measure(place: Place, naive: int) -> None:
+            wanted = evaluations(f"{place.root}/run", options.suites)
+            figures = measured(place, root / "cache", wanted, checkpoints=options.checkpoints)
+            took = measured_naively(place, wanted, checkpoints=naive)
+            facts = {"checkpoints": options.checkpoints, "suites": options.suites, "naive_checkpoints": naive}
+            report(place, figures, took, **facts)
+
+        if options.store != "gcs":
+            measure(Disk(root), options.naive)
+        if options.store != "local":
+            with bucket(patch) as place:
+                measure(place, max(2 * NEWEST, options.naive // 5))
+    settings.cache_clear()
 
 
 if __name__ == "__main__":

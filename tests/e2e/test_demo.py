@@ -104,7 +104,7 @@ def test_demo_again_evaluates_nothing_and_says_so(demo: Demo) -> None:
     before = records_of(demo)
     done = demo.run("demo", "--folder", str(demo.folder))
     assert done.returncode == 0, done.stderr
-    assert f"Nothing to evaluate: all {len(before)} cells have succeeded records." in done.stdout
+    assert f"Nothing to evaluate: {len(before)} cells recorded already." in done.stdout
     assert records_of(demo) == before
 
 
@@ -178,7 +178,7 @@ def test_log_likelihoods_go_to_levanter_where_the_engine_has_none(demo: Demo, tm
     assert [record.evaluator for record in succeeded] == ["levanter_lm_evaluation_harness"]
     assert succeeded[0].counts is not None
     assert succeeded[0].counts.scored == 8
-    assert "Nothing to evaluate: all 1 cells have succeeded records." in again.stdout
+    assert "Nothing to evaluate: 1 cell recorded already." in again.stdout
 
 
 def test_everything_the_demo_makes_lies_in_its_folder(demo: Demo) -> None:

@@ -18,8 +18,10 @@ from prefect.testing.utilities import prefect_test_harness
 from fakes.polling import eventually
 from fakes.training import CONTEXT, nano_training, trainers_of, write_training_data
 from flows.training import train_and_evaluate
-from resources.errors import JobFailed
+from resources.errors import GateRefused, JobFailed
 from resources.settings import process_environment
+from tasks.claim_files import claims_folder, read_claims
+from tasks.gates import Gate
 from tasks.progress import CellDone, Update, listening
 from tasks.records import Record, read_records
 from tasks.training_config import TrainAndEvaluateConfig
@@ -88,6 +90,9 @@ def test_checkpoints_are_evaluated_on_one_warm_pool_while_the_run_is_trained(
     assert first.served["how"] == "cold start"
     assert second.served["how"] in {"reload", "restart"}, "the same replica, which compares its first reload"
     assert (run.parent / "evaluations" / RUN / "report.html").is_file()
+    claims = read_claims(claims_folder(str(run.parent / "evaluations"), RUN))
+    assert {seen.claim.subject.checkpoint for seen in claims} == {record.checkpoint.name for record in records}
+    assert all(seen.claim.released for seen in claims)
 
 
 def test_run_that_is_trained_and_evaluated_costs_nothing_more(trained: tuple[Path, list[Record]], data: Path) -> None:
@@ -95,6 +100,9 @@ def test_run_that_is_trained_and_evaluated_costs_nothing_more(trained: tuple[Pat
     written = (run / "trained.json").stat().st_mtime_ns
     again, evaluated = evaluate(wanted(data, run))
     assert again == records and evaluated == []
+    gate = Gate.model_validate({"rules": [{"benchmark": "demo_facts", "metric": "acc", "at_least": 1.5}]})
+    with pytest.raises(GateRefused, match=f"{RUN}-60: demo_facts"):
+        train_and_evaluate(TrainAndEvaluateConfig.model_validate(wanted(data, run)), gate)
     assert (run / "trained.json").stat().st_mtime_ns == written
 
 

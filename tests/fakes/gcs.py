@@ -1,13 +1,17 @@
 """An object store that speaks Google Cloud Storage's JSON API, and fails where a test says so.
 
 The store is the package gcp-storage-emulator, in memory. It is asked by the real client, gcsfs, over HTTP; between
-the two stands what a test injects: answers with a status of its own, and a log of what was uploaded.
+the two stands what a test injects: answers with a status of its own, and a log of what was uploaded and asked.
+
+Plain listings come in pages, as from the real store; the emulator sends all of a bucket at once.
 """
 
 from __future__ import annotations
 
+import base64
+import bisect
+import hashlib
 import io
-import json
 import re
 import threading
 from collections.abc import Iterator
@@ -15,8 +19,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import parse_qs, parse_qsl, unquote, urlsplit
 
+import google_crc32c
+import orjson
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
 
@@ -27,18 +33,55 @@ MESSAGES = {
 }
 
 
+class MemoryStorage(Storage):
+    """The emulator's, less a description of all of its objects that it writes after each change, into memory too."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        super().__init__(use_memory_fs=True)
+        self._named: dict[str, tuple[int, list[str]]] = {}
+
+    def _write_config_to_file(self) -> None:
+        self.version += 1
+
+    def page(self, bucket: str, asked: dict[str, str]) -> dict[str, Any]:
+        """Some of a bucket's objects by name, and where the next page begins."""
+        version, names = self._named.get(bucket, (-1, []))
+        if version != self.version:
+            names = sorted(self.objects.get(bucket, ()))
+            self._named[bucket] = self.version, names
+        prefix, most = asked.get("prefix", ""), min(1000, int(asked.get("maxResults", 1000)))
+        first = bisect.bisect_left(names, max(prefix, asked.get("startOffset", "")))
+        if "pageToken" in asked:
+            first = bisect.bisect_right(names, asked["pageToken"])
+        end = bisect.bisect_left(names, asked["endOffset"]) if "endOffset" in asked else len(names)
+        end = min(end, bisect.bisect_left(names, f"{prefix}\U0010ffff")) if prefix else end
+        held, objects = names[first : min(end, first + most)], self.objects.get(bucket, {})
+        fields = re.search(r"items\(([^)]*)\)", asked.get("fields", ""))
+        wanted = fields[1].split(",") if fields else None
+        items = [objects[name] if wanted is None else _part(objects[name], wanted) for name in held]
+        more = {"nextPageToken": held[-1]} if first + most < end else {}
+        return {"kind": "storage#objects", "items": items, **more}
+
+
+def _part(described: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    return {name: described[name] for name in names if described.get(name) is not None}
+
+
 @dataclass
 class FakeGcs:
     """The store.
 
     `uploads` are the names of objects in the order in which they were whole, `requests` where any upload was to go,
-    `sign_ins` what service accounts asked for tokens with.
+    `gets` what was asked for, `sign_ins` what service accounts asked for tokens with.
     """
 
     address: str
-    storage: Storage
+    storage: MemoryStorage
     uploads: list[str] = field(default_factory=list)
     requests: list[str] = field(default_factory=list)
+    gets: list[str] = field(default_factory=list)
     sign_ins: list[str] = field(default_factory=list)
     refusals: dict[str, list[int]] = field(default_factory=dict)
     """By part of an upload's path: the statuses of its next answers; the last one stays if it is negative."""
@@ -57,6 +100,14 @@ class FakeGcs:
                     return -statuses[0] if statuses[0] < 0 else statuses.pop(0)
         return None
 
+    def put(self, bucket: str, name: str, content: bytes, *, updated: str = "2026-01-02T03:04:05.000Z") -> None:
+        """Puts an object there without a request; `updated` is in ISO 8601."""
+        md5 = base64.b64encode(hashlib.md5(content).digest()).decode()
+        described = {"name": name, "bucket": bucket, "size": str(len(content)), "updated": updated, "md5Hash": md5}
+        crc32c = base64.b64encode(google_crc32c.value(content).to_bytes(4, "big")).decode()
+        described |= {"kind": "storage#object", "generation": "1", "contentType": "text/plain", "crc32c": crc32c}
+        self.storage.create_file(bucket, name, content, described)
+
     def content(self, bucket: str, name: str) -> bytes:
         """What an object holds."""
         return bytes(self.storage.get_file(bucket, name, False))
@@ -71,7 +122,7 @@ class FakeGcs:
 @contextmanager
 def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
     """A store with some empty buckets, while it lasts."""
-    storage = Storage(use_memory_fs=True)
+    storage = MemoryStorage()
     for bucket in buckets:
         storage.create_bucket(bucket, {"name": bucket, "kind": "storage#bucket", "id": bucket})
     store = FakeGcs("", storage)
@@ -79,6 +130,17 @@ def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
     class Handler(RequestHandler):
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(storage, *args, **kwargs)
+
+        def do_GET(self) -> None:
+            parts = urlsplit(self.path)
+            with store.lock:
+                store.gets.append(self.path)
+            listed = re.fullmatch("/storage/v1/b/([^/]+)/o", parts.path)
+            asked = dict(parse_qsl(parts.query))
+            if listed is None or "/" in asked.get("delimiter", "") or storage.get_bucket(listed[1]) is None:
+                super().do_GET()
+            else:
+                self._answer(200, storage.page(listed[1], asked))
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -102,7 +164,7 @@ def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
                 store.uploads.append(named[0])
 
         def _answer(self, status: int, content: dict[str, Any]) -> None:
-            body = json.dumps(content).encode()
+            body = orjson.dumps(content)
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

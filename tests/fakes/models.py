@@ -70,9 +70,12 @@ def write_run(run: Path, steps: Sequence[int]) -> Path:
     return run
 
 
-def write_nano_llama(folder: Path, *, seed: int = 0) -> Path:
-    """A complete Llama of one layer with random weights, small enough for any library, for a byte tokenizer."""
-    hidden, vocabulary = 16, 260
+def write_nano_llama(folder: Path, *, seed: int = 0, hidden: int = 16, shards: int = 1) -> Path:
+    """A complete Llama of one layer with random weights, small enough for any library, for a byte tokenizer.
+
+    It has two heads. vLLM on a CPU wants 32 values in each, so `hidden` 64.
+    """
+    vocabulary = 260
     config = {
         **CONFIG,
         "hidden_size": hidden,
@@ -100,4 +103,4 @@ def write_nano_llama(folder: Path, *, seed: int = 0) -> Path:
         **dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), (vocabulary, hidden)),
         "model.norm.weight": (hidden,),
     }
-    return write_checkpoint(folder, seed=seed, config=config, parameters=parameters)
+    return write_checkpoint(folder, seed=seed, config=config, parameters=parameters, shards=shards)

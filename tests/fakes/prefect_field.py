@@ -11,7 +11,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from resources.settings import process_environment
 _BIN = Path(sys.executable).parent
 _QUICK = {
     "PREFECT_WORKER_QUERY_SECONDS": "1",
-    "PREFECT_SERVER_DEPLOYMENTS_CONCURRENCY_SLOT_WAIT_SECONDS": "2",
+    "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
 }
@@ -29,18 +30,23 @@ _QUICK = {
 
 @dataclass
 class Field:
-    """The address of a server, and how to ask it."""
+    """A server, and how to ask it. It can go away and come back, with its database and at its address."""
 
     folder: Path
     port: int
+    database: str | None = None
+    """URL of its database; a file of SQLite when None."""
+    _server: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}/api"
 
     def environment(self) -> dict[str, str]:
-        home = {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(self.folder / "prefect")}
-        return process_environment({**_QUICK, **home})
+        own = {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(self.folder / "prefect")}
+        if self.database is not None:
+            own["PREFECT_API_DATABASE_CONNECTION_URL"] = self.database
+        return process_environment({**_QUICK, **own})
 
     def assay(self, *arguments: str) -> Any:
         """What the command prints as JSON."""
@@ -54,18 +60,24 @@ class Field:
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
 
-    def ask(self, path: str, content: Mapping[str, Any] | None = None) -> Any:
-        """The server's answer to a request."""
+    def ask(self, path: str, content: Mapping[str, Any] | None = None, *, method: str | None = None) -> Any:
+        """The server's answer to a request; a POST where there is content."""
         data = None if content is None else json.dumps(content).encode()
-        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=30) as response:
-            body = response.read()
-        return json.loads(body) if body else None
+        request = urllib.request.Request(f"{self.url}{path}", data, {"Content-Type": "application/json"}, method=method)
+        answered = eventually(lambda: _answer(request), seconds=120)
+        return answered[0] if answered else None
 
     def runs(self, *names: str) -> list[dict[str, Any]]:
         """Flow runs in one of some states, or in any that is not planned for later; the newest first."""
         found = self.ask("/flow_runs/filter", {"sort": "EXPECTED_START_TIME_DESC", "limit": 200})
         return [run for run in found if run["state"]["name"] in (names or _BEGUN)]
+
+    def busy(self) -> bool:
+        """Whether a flow run is at work, or is to begin now."""
+        soon = datetime.now(UTC) + timedelta(seconds=30)
+        waits = [run["next_scheduled_start_time"] for run in self.runs("Scheduled", "Late")]
+        due = any(datetime.fromisoformat(planned) < soon for planned in waits if planned)
+        return due or bool(self.runs("Pending", "Submitting", "Running", "Cancelling"))
 
     def process_of(self, run: str) -> int:
         """The process on this machine that carries a flow run out: whose worker names the run in its environment."""
@@ -76,51 +88,79 @@ class Field:
                     return int(path.name)
         raise AssertionError(f"nobody carries flow run {run} out")
 
+    def answers(self) -> bool:
+        """Whether the server is there."""
+        try:
+            return bool(self.ask("/health"))
+        except (urllib.error.URLError, ConnectionError, TimeoutError):
+            return False
+
+    def start_server(self) -> None:
+        """Returns once it answers; 12 s on two cores."""
+        with (self.folder / "server.log").open("ab") as log:
+            self._server = self._start("server", "start", "--port", str(self.port), "--no-ui", log=log)
+        eventually(self.answers, seconds=120)
+
+    def kill_server(self) -> None:
+        """Takes it away as a machine that fails does: nothing is said to anybody, nothing is written any more."""
+        assert self._server is not None
+        self._server.kill()
+        self._server.wait()
+
+    def stop_server(self) -> None:
+        """Ends it, if it is there."""
+        if self._server is not None:
+            _end(self._server)
+
     @contextmanager
     def worker(self, work_pool: str) -> Iterator[subprocess.Popen[bytes]]:
         """A worker, for as long as the block lasts."""
-        with (
-            (self.folder / "worker.log").open("ab") as log,
-            self._running("worker", "start", "--pool", work_pool, "--type", "process", log=log) as process,
-        ):
-            yield process
-
-    @contextmanager
-    def _running(self, *arguments: str, log: Any) -> Iterator[subprocess.Popen[bytes]]:
-        command = [str(_BIN / "prefect"), *arguments]
-        process = subprocess.Popen(command, env=self.environment(), cwd=self.folder, stdout=log, stderr=log)
+        with (self.folder / "worker.log").open("ab") as log:
+            process = self._start("worker", "start", "--pool", work_pool, "--type", "process", log=log)
         try:
             yield process
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            _end(process)
+
+    def _start(self, *arguments: str, log: Any) -> subprocess.Popen[bytes]:
+        command = [str(_BIN / "prefect"), *arguments]
+        return subprocess.Popen(command, env=self.environment(), cwd=self.folder, stdout=log, stderr=log)
 
 
-WAITING = ("Pending", "Submitting", "AwaitingConcurrencySlot", "Late")
+def _answer(request: urllib.request.Request) -> tuple[Any] | None:
+    """None where nothing was done since SQLite's lock was held, as Prefect's own client takes a 503."""
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            body = response.read()
+    except urllib.error.HTTPError as error:
+        if error.code != 503:
+            raise
+        return None
+    return (json.loads(body) if body else None,)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+WAITING = ("Pending", "Submitting", "Late")
 """States of flow runs that are to begin by themselves, and soon."""
 _BEGUN = (*WAITING, "Running", "Cancelling", "Cancelled", "Completed", "Failed", "Crashed")
 
 
 @contextmanager
-def prefect_field(folder: Path) -> Iterator[Field]:
+def prefect_field(folder: Path, *, database: str | None = None) -> Iterator[Field]:
     """A server, for as long as the block lasts."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        field = Field(folder, probe.getsockname()[1])
-
-    def answers() -> bool:
-        try:
-            return bool(field.ask("/health"))
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
-
-    with (
-        (folder / "server.log").open("wb") as log,
-        field._running("server", "start", "--port", str(field.port), "--no-ui", log=log),
-    ):
-        eventually(answers, seconds=120)
-        yield field
+        one = Field(folder, probe.getsockname()[1], database)
+    try:
+        one.start_server()
+        yield one
+    finally:
+        one.stop_server()

@@ -19,6 +19,8 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from fakes import engine as engine_program
 from fakes.models import CONFIG, write_checkpoint
@@ -29,6 +31,7 @@ from flows.reconcile import load_policy, reconcile_policy
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationIncomplete
 from resources.settings import process_environment
+from tasks.gates import Gate
 from tasks.policy_looking import look
 from tasks.reconciliation import reconcile
 from tasks.records import Record, read_records
@@ -79,15 +82,15 @@ class Watched:
         config = {**CONFIG, "num_attention_heads": 1}
         return write_byte_tokenizer(write_checkpoint(folder, seed=step if seed is None else seed, config=config))
 
-    def reconcile(self) -> dict[str, Any]:
-        return reconcile_policy(load_policy(str(self.policy)))
+    def reconcile(self, gate: Gate | None = None) -> dict[str, Any]:
+        return reconcile_policy(load_policy(str(self.policy)), gate)
 
     def command(self, *arguments: str) -> list[str]:
         return [str(ASSAY), *arguments, str(self.policy)]
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, *options: str) -> subprocess.Popen[str]:
         env = process_environment({"PREFECT_API_URL": self.api})
-        command = [*self.command("reconcile"), "--json"]
+        command = [*self.command("reconcile"), "--json", *options]
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def ask(self, *arguments: str) -> dict[str, Any]:
@@ -158,6 +161,17 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
         after = {record.attempt for record in run.records()}
         assert before < after and len(after) == 6
         assert set(run.attempts().values()) == {1}
+
+        rule = {"benchmark": "demo_*", "metric": "*"}
+        assert run.reconcile(Gate.model_validate({"rules": [rule | {"at_least": 0.0}]}))["succeeded"] == 0
+        strict = run.folder / "gate.yaml"
+        strict.write_text(yaml.safe_dump({"rules": [rule | {"at_least": 2.0}]}))
+        refused = run.start("--gate", str(strict))
+        printed, errors = refused.communicate(timeout=300)
+        assert refused.returncode == 1 and "run-2: demo_" in errors, errors
+        assert [verdict["verdict"] for verdict in json.loads(printed)["gate"]] == ["NO-GO"]
+        with get_client(sync_client=True) as client:
+            assert client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["run-gate"])))
 
 
 def test_reconcilers_at_once_evaluate_each_cell_once(tmp_path: Path, prefect_api: str):

@@ -16,6 +16,7 @@ from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
 from pools.model_files import digest_model_folder
 from resources.errors import EvaluationInterrupted
+from resources.jobs import current_client
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
 from tasks.checkpoints import find_checkpoints
@@ -108,6 +109,8 @@ def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_tol
         try:
             eventually(lambda: len(pids()) == 2)
             started = pids()
+            [job] = [one for one in current_client().jobs() if not one.status.finished]
+            assert job.name.startswith("hanging-run-a-100-demo_facts-"), "a list of jobs says what it is"
         finally:
             interruption.interrupt()
         with pytest.raises(EvaluationInterrupted):
@@ -115,7 +118,7 @@ def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_tol
     assert not any(map(is_alive, started))
     record = read_record(cell.uri)
     assert record is not None
-    assert record.status == "infra_failed"
+    assert (record.status, record.interrupted, record.infra_failures) == ("infra_failed", True, 0)
     with pytest.raises(EvaluationInterrupted):
         evaluate_cell.fn(cell, None, turn)
     assert pids() == started

@@ -124,3 +124,10 @@ def test_failures_of_machines_in_a_row_are_counted_in_the_record(tmp_path: Path)
     counted = [write_record(cell, make_record(status=status)).infra_failures for status in
                ("infra_failed", "infra_failed", "failed", "infra_failed")]  # fmt: skip
     assert counted == [1, 2, None, 1]
+
+
+def test_attempt_that_was_told_to_end_is_no_failure_of_machines(tmp_path: Path):
+    cell = str(tmp_path / "cell")
+    told_to_end = make_record(status="infra_failed", interrupted=True)
+    written = [told_to_end, make_record(status="infra_failed"), told_to_end, make_record(status="infra_failed")]
+    assert [write_record(cell, record).infra_failures for record in written] == [0, 1, 1, 2]

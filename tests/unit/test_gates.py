@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,23 @@ def test_pattern_asks_every_score_that_matches_and_names_the_one_that_fails(tmp_
     passed, refused = about(found, "mmlu")
     assert passed.go and "mmlu_law · acc = 0.600" in passed.found
     assert not refused.go and "mmlu_art · acc = 0.300" in refused.found
+
+
+def test_score_of_several_evaluations_is_judged_once_each_and_says_which_suite_it_is_of(tmp_path: Path):
+    def record(suite: str, value: float, hash_: str, **fields: Any) -> Record:
+        return make_record(
+            metrics=(make_metric(value=value),), tags=(f"suite={suite}",), evaluation_hash=hash_, **fields
+        )
+
+    key, core = record("key_evals", 0.61, "aaaa"), record("core", 0.62, "bbbb", evaluation={"max_eval_instances": 20})
+    newer = record("key_evals", 0.63, "aaaa", created=key.created + timedelta(minutes=1))
+    found = judge(gate(FACTS | {"at_least": 0.5}), [judged(newer, key, core)], evaluation_path=str(tmp_path))
+    shown = [reason.found for reason in about(found, "demo_facts")]
+    assert sum("0.630" in one and "suite key_evals" in one for one in shown) == 1
+    assert sum("0.620" in one and "suite core" in one and "20 questions at most" in one for one in shown) == 1
+    assert len(shown) == 2, "the older one of two alike is not judged"
+    [alone] = about(judge(gate(FACTS | {"at_least": 0.5}), [judged(key)], evaluation_path=""), "demo_facts")
+    assert "suite" not in alone.found
 
 
 @pytest.mark.parametrize(
@@ -277,6 +297,15 @@ def test_command_says_go_or_no_go_for_people_scripts_and_summaries(release: Path
         "## GO: release",
         "## NO-GO: release",
     ]
+
+
+def test_error_in_a_log_is_not_broken_into_lines_of_a_terminal(tmp_path: Path):
+    missing = tmp_path / "-".join(["a gate with a long name"] * 6)
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "gate", str(missing)], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 3
+    assert any(str(missing) in line for line in done.stderr.splitlines())
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
+from resources.backends.kubernetes import client_from_address
 from resources.backends.kubernetes_devices import placement
 from resources.backends.kubernetes_manifests import (
     LARGEST_SECRET_BYTES,
@@ -24,6 +25,7 @@ from resources.backends.kubernetes_names import dns_label, new_job_id
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs import Call, Command, JobRequest, create_environment
+from resources.settings import settings
 from resources.tpu import TPU_TOPOLOGIES
 
 OWNER = Owner(name="owner-1", jobs_url="kubernetes:///ml", image=None, grace_seconds=10, lease_seconds=300)
@@ -192,3 +194,10 @@ def test_callable_that_does_not_fit_a_secret_is_refused_with_its_size() -> None:
     request = JobRequest("a", Call(len, ("x" * LARGEST_SECRET_BYTES,)), resources=ResourceConfig())
     with pytest.raises(BadInput, match=r"call\.pickle has 1,000"):
         secret_content(request, create_environment(), job_id="a-1", vms=1, owner=OWNER)
+
+
+def test_lease_that_no_pod_would_outlive_is_refused_before_the_cluster_is_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASSAY_JOB_LEASE_SECONDS", "60")
+    settings.cache_clear()
+    with pytest.raises(BadInput, match="ASSAY_JOB_LEASE_SECONDS of 180 or more"):
+        client_from_address("no-such-context", "ml")

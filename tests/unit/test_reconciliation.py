@@ -172,6 +172,7 @@ def test_incomplete_checkpoint_waits_with_what_it_lacks_where_it_would_be_wanted
         ("infra_failed", {"created": NOW - 1199, "infra_failures": 2}, "backing_off"),
         ("infra_failed", {"created": NOW - 1201, "infra_failures": 2}, "work"),
         ("infra_failed", {"infra_failures": 3}, "spent"),
+        ("infra_failed", {"created": NOW - 1, "infra_failures": 0}, "work"),
         ("failed", {"listing": "as it was", "digest": "as it was"}, "work"),
     ],
 )
@@ -394,6 +395,6 @@ def test_estimate_is_what_the_same_evaluation_took_at_the_price_of_its_machine(w
     [cell, _] = reconcile([measured], policy(), now=NOW).work
     estimate = Estimates([measured]).of(cell)
     assert (estimate.seconds, estimate.chip_hours) == (120.0, 0.2)
-    assert estimate.where.startswith("v5litepod-8 in ")
+    assert estimate.where == "v5litepod-8 here"
     assert estimate.money is not None and estimate.money > 0
     assert Estimates([listing]).of(cell).seconds is None

@@ -20,6 +20,7 @@ from resources.errors import BadInput, WrongRegion
 from resources.region_check import (
     check_gcs_paths_same_region,
     find_gcs_paths,
+    region_of_data,
     region_of_prefix,
     region_of_this_machine,
 )
@@ -133,6 +134,14 @@ def test_region_of_a_bucket_that_nobody_described_comes_from_the_bucket_itself(s
         check_gcs_paths_same_region({**config, "far": f"gs://{far}/weights"}, local_ok=False, region="us-central2")
     assert "far: gs://check-far/weights is in europe-west1; reading 0.002 GB once" in caught.value.found
     assert "near: " not in caught.value.found
+
+
+def test_region_of_data_is_its_bucket_s_or_for_a_path_the_machine_s(store: FakeGcs, monkeypatch: pytest.MonkeyPatch):
+    assert region_of_data("gs://marin-us-central2/runs/a") == "us-central2"
+    assert region_of_data(f"gs://{bucket_in(store, 'US-EAST5', 'described-by-nobody')}/runs/a") == "us-east5"
+    assert region_of_data("s3://bucket/runs/a") is None
+    monkeypatch.setenv("MARIN_PREFIX", "gs://marin-eu-west4")
+    assert region_of_data("/runs/a") == region_of_this_machine() is not None
 
 
 def test_bucket_that_may_not_be_looked_at_is_a_warning(store: FakeGcs, caplog: pytest.LogCaptureFixture):

@@ -103,6 +103,16 @@ def test_price_per_hour_counts_all_replicas_and_is_none_where_unknown(
     ]
 
 
+def test_prices_of_cores_and_memory_hold_everywhere_also_where_no_chip_has_a_price():
+    prices = {name: price for name, price in CONTENT["prices"].items() if name != "chip_hour"}
+    for chips in ({}, {"chip_hour": {}}):
+        near, far = Regions.model_validate({**CONTENT, "prices": {**prices, **chips}}).regions
+        on_cpu = ResourceConfig(cpu=2, ram="1g", preemptible=False)
+        assert price_per_hour(near, on_cpu) == price_per_hour(far, on_cpu) is not None
+        assert price_per_hour(near, ResourceConfig.with_tpu("v4-8")) is None
+        assert price_per_hour(far, ResourceConfig.with_tpu("v4-8")) == 8, "its own price"
+
+
 def test_egress_price_follows_continents():
     assert REGIONS.egress_price("us-near1", "us-near1") == 0
     assert REGIONS.egress_price("us-near1", "us-elsewhere9") == Decimal("0.02")

@@ -193,6 +193,11 @@ def test_curves_of_hardly_anything_are_still_a_picture(records: list[Record]) ->
     assert texts(curves_svg(records))
 
 
+def test_curve_of_zeros_has_an_axis_that_can_be_read() -> None:
+    shown = texts(curves_svg([one(100, 0.0, stderr=None), one(200, 0.0, stderr=None)]))
+    assert {"−0.04", "−0.02", "0.00", "0.02", "0.04"} <= set(shown)
+
+
 def test_curves_over_growing_steps_label_every_true_step() -> None:
     shown = texts(curves_svg([one(1000 * 2**power) for power in range(9)]))
 

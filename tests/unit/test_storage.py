@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import uuid
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from fakes.stores import FolderStore, HashKind, folder_store
 from resources import storage
 from resources.errors import StorageError
+from resources.tree_signature import look_at_tree
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -76,6 +78,37 @@ def test_list_files_names_every_file_with_its_size(root: str) -> None:
     ]
     assert all(file.modified > 0 for file in listed)
     assert storage.list_files(storage.join(root, "absent")) == []
+
+
+def test_list_files_follows_links_to_files_and_not_into_folders(tmp_path: Path) -> None:
+    root = tmp_path / "store"
+    (root / "a").mkdir(parents=True)
+    (root / "a" / "b.json").write_bytes(b"12345")
+    (root / ".c.json.x.partial").write_bytes(b"half")
+    (root / "folder").symlink_to(root / "a")
+    (root / "link").symlink_to(root / "a" / "b.json")
+    (root / "lost").symlink_to(root / "nothing")
+    found = {file.uri.removeprefix(f"{root}/"): file.size for file in storage.list_files(str(root))}
+    assert found == {"a/b.json": 5, "folder": found["folder"], "link": 5, "lost": 0}
+    before = look_at_tree(str(root))
+    assert {file.uri: file for file in before.files()} == {file.uri: file for file in storage.list_files(str(root))}
+    assert look_at_tree(str(root)).signature == before.signature
+    (root / "a" / "b.json").write_bytes(b"54321")
+    os.utime(root / "a" / "b.json", ns=(1, 1))
+    assert look_at_tree(str(root)).signature != before.signature
+
+
+@pytest.mark.parametrize("span", [(None, None), (0, 8), (3, None), (3, 7), (9, 20), (5, 5)])
+def test_read_part_of_a_file_is_that_part(root: str, span: tuple[int | None, int | None]) -> None:
+    content = bytes(range(10))
+    storage.write_bytes(storage.join(root, "f"), content)
+    start, end = span
+    assert storage.read_bytes(storage.join(root, "f"), start=start, end=end) == content[start:end]
+
+
+def test_read_folder_in_place_of_a_file_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="a file, and readable"):
+        storage.read_bytes(str(tmp_path))
 
 
 def test_copy_to_local_brings_the_whole_folder(root: str, tmp_path: Path) -> None:

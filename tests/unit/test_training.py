@@ -139,12 +139,12 @@ def test_training_in_a_store_keeps_what_expires_apart() -> None:
 
 
 def test_training_without_output_leaves_places_to_its_configuration() -> None:
-    given = {"hf_save_path": "mine", "trainer": {"checkpointer": {"base_path": "own"}}, "data": {"cache_dir": "c"}}
+    given = {"hf_save_path": "/mine", "trainer": {"checkpointer": {"base_path": "/own"}}, "data": {"cache_dir": "/c"}}
     planned = training_of(config(None, train_config=given), process={})
     assert planned.trained is None and not is_trained(planned)
-    assert planned.train_config["hf_save_path"] == "mine"
-    assert planned.train_config["trainer"]["checkpointer"]["base_path"] == "own"
-    assert given["trainer"] == {"checkpointer": {"base_path": "own"}}, "what was given is not changed"
+    assert planned.train_config["hf_save_path"] == "/mine"
+    assert planned.train_config["trainer"]["checkpointer"]["base_path"] == "/own"
+    assert given["trainer"] == {"checkpointer": {"base_path": "/own"}}, "what was given is not changed"
 
 
 def test_variables_of_the_caller_win_over_the_accelerators_and_these_over_ours(tmp_path: Path) -> None:
@@ -278,6 +278,12 @@ def test_configuration_in_a_file_is_read_where_the_training_is_planned(tmp_path:
         ({"trainer": {"num_train_steps": "many"}}, "trainer.num_train_steps"),
         ({"hf_save_steps": 0}, "hf_save_steps"),
         ({"trainer": {"id": 7}}, "trainer.id"),
+        (
+            {"data": {"components": {"a": {"source": {"train_urls": ["a.jsonl"]}}}}},
+            "data.components.a.source.train_urls",
+        ),
+        ({"trainer": {"load_checkpoint_path": "checkpoints"}}, "whole path as trainer.load_checkpoint_path"),
+        ({"data": {"tokenizer": "./tokenizer"}}, "whole path as data.tokenizer"),
     ],
 )
 def test_configuration_that_levanter_could_not_read_is_refused_early(
@@ -285,6 +291,11 @@ def test_configuration_that_levanter_could_not_read_is_refused_early(
 ) -> None:
     with pytest.raises(ValidationError, match=message):
         config("run-a", train_config=train_config)
+
+
+def test_paths_that_are_whole_and_names_at_a_hub_are_taken() -> None:
+    source = {"train_urls": ["gs://bucket/a-{0..9}.jsonl", "/data/b.jsonl", "https://host/c.jsonl"]}
+    config("run-a", train_config={"data": {"tokenizer": "org/name", "components": {"a": {"source": source}}}})
 
 
 def both(**changes: Any) -> TrainAndEvaluateConfig:

@@ -18,6 +18,7 @@ from resources.errors import BackendUnavailable, StorageError
 from resources.jobs import Command, JobRequest, JobStatus
 from tasks.cells import Cell
 from tasks.checkpoints import Checkpoint
+from tasks.claiming import Shares
 from tasks.config import EvaluationConfig
 from tasks.progress import Event, Update, listening
 from tasks.records import CheckpointReference
@@ -116,6 +117,7 @@ def arriving(
     *,
     done: Callable[[int], bool] = lambda step: False,
     meanwhile: Sequence[Callable[[], object]] = (),
+    shares: Shares | None = None,
 ) -> ArrivingCells:
     """Cells of a run; while they are waited for, one thing after the other happens."""
     happening = iter(meanwhile)
@@ -126,7 +128,9 @@ def arriving(
     def sleep(seconds: float) -> None:
         next(happening, lambda: None)()
 
-    return ArrivingCells([CONFIG], Exports(str(run / "hf")), job, poll_seconds=1.0, plan=plan, sleep=sleep)
+    exports = Exports(str(run / "hf"))
+    shares = shares or Shares([], wait=False, folder=str(run / "claims"))
+    return ArrivingCells([CONFIG], exports, job, shares=shares, poll_seconds=1.0, plan=plan, sleep=sleep)
 
 
 def names(cells: Sequence[Cell]) -> list[str]:
@@ -179,7 +183,7 @@ def test_training_that_resumes_and_writes_the_same_again_leads_to_no_second_cell
     events: list[Update] = []
     with listening(events.append):
         assert names(list(arriving(run, job, meanwhile=meanwhile))) == ["run-1"]
-    assert any(isinstance(event, Event) and "ended from outside, 1 times" in event.text for event in events)
+    assert any(isinstance(event, Event) and "1 time so far ended from outside" in event.text for event in events)
 
 
 def test_checkpoint_that_became_another_is_left_to_the_next_run(run: Path, job: FakeJob) -> None:
@@ -198,6 +202,31 @@ def test_checkpoint_that_became_another_is_left_to_the_next_run(run: Path, job: 
     [begun] = list(cells)
     [planned] = cells.planned.values()
     assert planned.reference.digest != begun.reference.digest, "so the flow ends by saying that it lacks a record"
+
+
+def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, job: FakeJob) -> None:
+    folder = str(run / "claims")
+    write_run(run, [1, 2])
+    with Shares([], wait=False, folder=folder) as one, Shares([], wait=False, folder=folder) as other:
+        reconciler = arriving(run, None, shares=other)
+        assert names(list(islice(reconciler, 1))) == ["run-1"], "the first who looks has both"
+
+        def leave_one_without_an_outcome() -> None:
+            other.release(next(iter(reconciler)))
+            write_run(run, [3])
+
+        meanwhile = [
+            lambda: None,
+            leave_one_without_an_outcome,
+            lambda: None,
+            lambda: None,
+            lambda: job.says(JobStatus.SUCCEEDED),
+        ]
+        cells = arriving(run, job, meanwhile=meanwhile, shares=one)
+        assert names(list(cells)) == ["run-1", "run-3"], "what was left, and what came later"
+        assert len(cells.planned) == 3
+        other.release(*reconciler)
+        assert names(one.next()) == ["run-2"], "had the other left that one too, it would be evaluated in the end"
 
 
 def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
@@ -232,6 +261,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
         [CONFIG],
         FlakyExports(str(run / "hf")),
         flaky,
+        shares=Shares([], wait=False, folder=str(run / "claims")),
         poll_seconds=1.0,
         plan=lambda configs, found: [cell_of(one, lambda step: False) for one in found],
         sleep=lambda seconds: None,
@@ -248,7 +278,8 @@ def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob)
 
     write_run(run, [1])
     gone = Gone(job.job_id, job.said)
-    cells = ArrivingCells([CONFIG], Exports(str(run / "hf")), gone, poll_seconds=1.0, silence_seconds=0.0)
+    exports, shares = Exports(str(run / "hf")), Shares([], wait=False, folder=str(run / "claims"))
+    cells = ArrivingCells([CONFIG], exports, gone, shares=shares, poll_seconds=1.0, silence_seconds=0.0)
     with pytest.raises(BackendUnavailable, match="its head is gone"):
         list(cells)
 

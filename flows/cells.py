@@ -1,0 +1,39 @@
+"""The flow that evaluates named cells of a policy: what a reconciliation sends to a work pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.hooks import leave_nothing
+from flows.reconcile import reconcile_once
+from tasks.dispatches import FLOW, CellNames, name_of_cell
+from tasks.policies import Policy
+from tasks.prefect_client import end_is_told
+
+
+@flow(
+    name=FLOW,
+    flow_run_name="evaluate {policy} · {cells}",
+    persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
+)
+def evaluate_cells(policy: Policy, cells: CellNames) -> dict[str, Any]:
+    """Evaluates cells of a policy here, as far as they are still to be done; the policy's others are left alone.
+
+    Args:
+        policy: The policy; where it would send its cells is not looked at.
+        cells: Which of its cells.
+
+    Raises:
+        AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
+    """
+    wanted = frozenset(cells.names)
+    here = policy.model_copy(update={"dispatch": "here"})
+    with end_is_told():
+        outcome = reconcile_once(here, only=lambda cell: name_of_cell(cell) in wanted)
+        if outcome.error is not None:
+            raise outcome.error
+    return outcome.as_dict()

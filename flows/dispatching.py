@@ -1,0 +1,49 @@
+"""Sending evaluations to work pools: the cells of a policy, or one request of `assay evaluate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from flows.deploying import require_server
+from resources.errors import AssayError
+from tasks.dispatches import read_dispatches, with_dispatches
+from tasks.dispatching import Dispatcher
+from tasks.names import how_many
+from tasks.policies import Policy, check_policy_paths
+from tasks.progress import report_event
+from tasks.reconciliation import Reconciliation, RunListing
+
+
+def dispatch(
+    policy: Policy, listings: Sequence[RunListing], found: Reconciliation
+) -> tuple[Reconciliation, int, AssayError | None]:
+    """Sends what is to do to work pools, batch by batch, and what nobody would begin where it is to others.
+
+    A batch that no work pool takes stops no other. What only waits until a work pool has room is no error.
+
+    Returns:
+        What was open before, how many cells were sent, and why a batch could not be.
+
+    Raises:
+        BadInput: there is no server that stays, a path is relative, or a region has no deployment of the flow.
+        PrefectUnavailable: the server does not answer.
+    """
+    require_server()
+    check_policy_paths(policy)
+    sent = read_dispatches(policy)
+    found = with_dispatches(found, listings, sent, policy, now=time.time())
+    report_event(f"{how_many(found.done_count, 'cell')} done, {len(found.work):,} to do, {len(found.others):,} wait")
+    dispatcher = Dispatcher(policy, listings, sent)
+    for before, batch in dispatcher.move_stuck(found):
+        report_event(f"nobody begins {before.name!r} at {before.work_pool}; {batch.described()}")
+    cells = 0
+    error: AssayError | None = None
+    for batch in dispatcher.batches(found.work[: policy.most_cells_at_once]):
+        report_event(batch.described())  # with its price, before anything is spent
+        if batch.choice is not None:
+            dispatcher.send(batch)
+            cells += len(batch.cells)
+        elif not batch.waits:
+            error = error or batch.error
+    return found, cells, error

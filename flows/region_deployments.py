@@ -1,0 +1,68 @@
+"""A deployment in each region of the flows that are sent to work pools; made with the work pools themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from prefect import Flow
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.exceptions import ObjectNotFound
+from prefect.utilities.callables import parameter_schema
+
+from flows.cells import evaluate_cells
+from flows.series import evaluate_checkpoints
+from flows.suites import evaluate_suite
+from resources.region_table import Regions
+from tasks.dispatching import TAG
+from tasks.prefect_client import prefect_client
+
+SENT: tuple[Flow[..., Any], ...] = (evaluate_cells, evaluate_checkpoints, evaluate_suite)
+"""The flows that are sent: by a policy, by `assay evaluate` with benchmarks, and with a suite."""
+
+
+def deploy_sent_flows(regions: Regions, *, dry_run: bool = False) -> dict[str, list[str]]:
+    """Makes the deployments `<flow>/<region>`, one call each; a second time changes nothing.
+
+    Args:
+        regions: those that name a work pool get them.
+        dry_run: find out what would change, and change nothing.
+
+    Returns:
+        The deployments that were made or changed, by work pool.
+
+    Raises:
+        PrefectUnavailable: the server does not answer.
+    """
+    with prefect_client() as client:
+        return {
+            region.work_pool: list(_deployed(client, region.work_pool, name=region.name, dry_run=dry_run))
+            for region in regions.regions
+            if region.work_pool
+        }
+
+
+def _deployed(client: SyncPrefectClient, work_pool: str, *, name: str, dry_run: bool) -> Iterator[str]:
+    for flow in SENT:
+        wanted: dict[str, Any] = {
+            "entrypoint": f"{flow.fn.__module__}.{flow.fn.__name__}",
+            "work_pool_name": work_pool,
+            "parameter_openapi_schema": parameter_schema(flow).model_dump_for_openapi(),
+        }
+        try:
+            there = client.read_deployment_by_name(f"{flow.name}/{name}")
+        except ObjectNotFound:
+            there = None
+        if there is not None and all(getattr(there, key) == value for key, value in wanted.items()):
+            continue
+        yield f"{flow.name}/{name}"
+        if not dry_run:
+            client.create_deployment(
+                flow_id=client.create_flow_from_name(flow.name),
+                name=name,
+                description=(flow.description or "").partition("\n")[0],
+                pull_steps=[],
+                enforce_parameter_schema=True,
+                tags=[TAG],
+                **wanted,
+            )

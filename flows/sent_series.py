@@ -1,0 +1,192 @@
+"""`assay evaluate --on-work-pool`: a series that a work pool's machine evaluates, and that is waited for here."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, TypeVar
+from uuid import UUID
+
+from prefect.client.schemas.objects import State, StateType
+
+from flows.deploying import require_server
+from flows.running import SeriesResult
+from flows.series import evaluate_checkpoints
+from flows.suites import evaluate_suite
+from pools.work_pools import WorkPoolChoice, choose_work_pool
+from resources import errors, storage
+from resources.errors import AssayError, BadInput, EvaluationInterrupted
+from resources.region_check import region_of_data
+from resources.regions import known_regions
+from tasks.batches import resources_of
+from tasks.checkpoints import discover, layouts_for
+from tasks.config import CheckpointSelection, EvaluationConfig, digest_of
+from tasks.dispatching import send_run, source_of, states_of
+from tasks.gates import Gate
+from tasks.prefect_client import prefect_client
+from tasks.publishing import report_uri
+from tasks.records import current_records, now, read_records
+from tasks.suites import Suite, SuiteRequest
+
+_Request = TypeVar("_Request", bound=EvaluationConfig | SuiteRequest)
+_POLL_SECONDS = 2.0
+_PATHS = ("model_path", "evaluation_path", "benchmarks_path")
+_IN_WORDS = re.compile(r"(\w+): Expected: (.*?)\nFound:    (.*?)\nTo do:    (.*)", re.DOTALL)
+
+
+def send_evaluation(
+    config: EvaluationConfig,
+    selection: CheckpointSelection,
+    *,
+    gate: Gate | None,
+    max_egress_usd: float,
+    on_event: Callable[[str], None],
+) -> SeriesResult:
+    """Has one evaluation made at the work pool of the best region, and waits for it.
+
+    Args:
+        config: the evaluation; local paths have to mean the same on that machine.
+        selection: which checkpoints.
+        gate: what their scores must show; judged there.
+        max_egress_usd: what reading the checkpoints from another region may cost.
+        on_event: is told where it goes, at which price, before it is sent, and each state of the flow run.
+
+    Raises:
+        BadInput: the request cannot be right.
+        NoUsableWorkPool: no work pool would begin it now.
+        PrefectUnavailable: the server does not answer.
+    """
+    whole = _with_whole_paths(config)
+    parameters = {"config": whole.model_dump(mode="json")}
+    name = f"evaluate {whole.place}{selection.words} · {whole.asked}"
+    sent = _Series(evaluate_checkpoints.name, name, parameters, [whole], selection, gate)
+    return _sent(sent, max_egress_usd=max_egress_usd, on_event=on_event)
+
+
+def send_suite(
+    suite: Suite,
+    request: SuiteRequest,
+    *,
+    selection: CheckpointSelection,
+    gate: Gate | None,
+    max_egress_usd: float,
+    on_event: Callable[[str], None],
+) -> SeriesResult:
+    """The same of a suite, which travels whole.
+
+    Raises:
+        BadInput: the request cannot be right.
+        NoUsableWorkPool: no work pool would begin it now.
+        PrefectUnavailable: the server does not answer.
+    """
+    whole = _with_whole_paths(request)
+    parameters = {"suite": suite.model_dump(mode="json"), "request": whole.model_dump(mode="json")}
+    name = f"evaluate {whole.place}{selection.words} · {suite}"
+    sent = _Series(evaluate_suite.name, name, parameters, suite.evaluations_of(whole), selection, gate)
+    return _sent(sent, max_egress_usd=max_egress_usd, on_event=on_event)
+
+
+@dataclass(frozen=True)
+class _Series:
+    """A flow run that is to be: which flow, and what it is given; `configs` are the evaluations it will make."""
+
+    flow: str
+    name: str
+    request: dict[str, Any]
+    configs: Sequence[EvaluationConfig]
+    selection: CheckpointSelection
+    gate: Gate | None
+
+    def parameters(self) -> dict[str, Any]:
+        gate = {"gate": self.gate.model_dump(mode="json")} if self.gate is not None else {}
+        return {**self.request, "selection": self.selection.model_dump(mode="json"), **gate}
+
+
+def _with_whole_paths(request: _Request) -> _Request:
+    paths = {name: getattr(request, name) for name in _PATHS}
+    return request.model_copy(update={name: storage.absolute(path) for name, path in paths.items() if path})
+
+
+def _sent(series: _Series, *, max_egress_usd: float, on_event: Callable[[str], None]) -> SeriesResult:
+    require_server()
+    choice, checkpoints = _choice(series.configs, series.selection, max_egress_usd=max_egress_usd)
+    on_event(choice.described())
+    began, parameters, run_name = now(), series.parameters(), series.configs[0].run_name
+    run = send_run(
+        series.flow,
+        choice,
+        parameters=parameters,
+        tags=[f"run={run_name}"],
+        name=series.name,
+        key=digest_of([series.flow, parameters, checkpoints]),
+    )
+    on_event(f"flow run {run.name!r} ({run.id})")
+    error = _error_of(_ended(run.id, on_event))
+    if isinstance(error, BadInput):
+        raise error
+    path = series.configs[0].evaluation_path
+    records = current_records([one for one in read_records(path) if one.checkpoint.run == run_name])
+    evaluated = sum(one.created >= began for one in records)
+    already = sum(one.succeeded and one.created < began for one in records)
+    return SeriesResult(records, evaluated, already, report_uri(path, run_name) if records else None, error)
+
+
+def _choice(
+    configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, max_egress_usd: float
+) -> tuple[WorkPoolChoice, list[tuple[str, float]]]:
+    """The work pool, and what the checkpoints are now: an evaluation of others is another flow run."""
+    first = next((config for config in configs if not config.native), configs[0])
+    if first.pool_name is not None:
+        raise BadInput(
+            expected="an endpoint or a pool of its own beside --on-work-pool",
+            found=f"--pool {first.pool_name}, a pool of this machine",
+            remedy="leave one of them out",
+        )
+    checkpoints = discover.fn(first.model_path, selection, **layouts_for(configs))
+    regions = known_regions()
+    choice = choose_work_pool(
+        resources_of(first),
+        regions=regions,
+        states=states_of(regions),
+        source=source_of((one.uri for one in checkpoints), region=region_of_data(first.model_path, regions)),
+        max_egress_usd=Decimal(str(max_egress_usd)),
+    )
+    return choice, [(one.uri, one.modified) for one in checkpoints]
+
+
+def _ended(run: UUID, on_event: Callable[[str], None]) -> State[Any]:
+    """The last state of a flow run, once it has one; each state on the way is told."""
+    told: str | None = None
+    try:
+        while True:
+            with prefect_client() as client:
+                state = client.read_flow_run(run).state
+            assert state is not None, "a flow run that was sent has a state"
+            if state.name != told:
+                on_event(f"{state.name}")
+                told = state.name
+            if state.is_final():
+                return state
+            time.sleep(_POLL_SECONDS)
+    except KeyboardInterrupt:
+        on_event("the flow run goes on; the same command waits for it again")
+        raise SystemExit(130) from None
+
+
+def _error_of(state: State[Any]) -> AssayError | None:
+    """What a flow run that ended came to; an error of ours as it was there."""
+    if state.type is StateType.COMPLETED:
+        return None
+    message = state.message or ""
+    if state.type is StateType.FAILED and (told := _IN_WORDS.search(message)):
+        kind = getattr(errors, told[1], None)
+        if isinstance(kind, type) and issubclass(kind, AssayError):
+            return kind(expected=told[2], found=told[3], remedy=told[4])
+    return EvaluationInterrupted(
+        expected="a flow run that completes",
+        found=f"it is {state.name}: {message}" if message else f"it is {state.name}",
+        remedy="its log on the Prefect server says more; run the same command again to go on",
+    )

@@ -1,0 +1,216 @@
+"""What stands below a place, in the few calls that a place allows: the raw rows behind listings and tree signatures.
+
+A local folder is walked once. Google's store is asked for pages of a thousand objects, of which it sends only what is
+used: a fifth of what it says otherwise. Where some names are known from before, pages are fetched side by side.
+"""
+
+from __future__ import annotations
+
+import binascii
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import datetime
+from itertools import chain, pairwise
+from typing import Any, Literal
+
+import fsspec
+import orjson
+
+PAGE = 1000
+"""Objects that Google's store lists in one answer at most."""
+_ASKED = "nextPageToken,items(name,size,updated,md5Hash,crc32c)"
+_AT_ONCE = 8
+_GOOGLE = frozenset({"gs", "gcs"})
+
+
+@dataclass(frozen=True)
+class ContentHash:
+    """A hash of a whole file that its reader can compute too; `value` is in lower-case hex.
+
+    An `etag` is an MD5 that may turn out to be none: see `etag_is_md5`.
+    """
+
+    kind: Literal["md5", "crc32c", "etag"]
+    value: str
+
+
+@dataclass(frozen=True)
+class FileInfo:
+    """What a store tells about one file without reading it.
+
+    `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
+    all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
+    since the epoch, 0.0 where the store does not say.
+    """
+
+    uri: str
+    size: int
+    modified: float
+    checksum: str | None
+    content_hash: ContentHash | None = None
+
+
+LocalFile = tuple[str, int, float, int]
+"""Name, size, and times of a file: its own in seconds, in nanoseconds that of what it points to where it is a link.
+
+A link has the size of what it points to, 0 where there is nothing.
+"""
+
+
+def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
+    """Each folder at or below a local one, with the files directly in it; links are not followed into folders.
+
+    Temporary files of writes in progress are left out, and folders that vanish meanwhile.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    files, folders = [], []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            name = entry.name
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            elif not (name.startswith(".") and name.endswith(".partial")):
+                if entry.is_symlink():
+                    files += _link(entry)
+                    continue
+                try:
+                    told = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # gone since it was listed
+                    continue
+                files.append((name, told.st_size, told.st_mtime, told.st_mtime_ns))
+    yield path, files
+    for folder in folders:
+        try:
+            yield from walk(folder)
+        except FileNotFoundError:
+            continue
+
+
+def _link(entry: os.DirEntry[str]) -> list[LocalFile]:
+    try:
+        own = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return []
+    try:
+        behind = entry.stat()
+    except OSError:
+        return [(entry.name, 0, own.st_mtime, own.st_mtime_ns)]
+    return [(entry.name, behind.st_size, own.st_mtime, behind.st_mtime_ns)]
+
+
+def bucket_objects(
+    filesystem: fsspec.AbstractFileSystem, path: str, *, between: Sequence[str] = ()
+) -> list[dict[str, Any]] | None:
+    """The objects at or below a path in Google's store, by name, as it describes them; None for other stores.
+
+    Args:
+        filesystem: the store.
+        path: bucket and name.
+        between: names in the bucket, in order, between which the store is asked side by side. Any will do: they change
+            how long it takes, and nothing else.
+
+    Raises:
+        OSError: the bucket is not there, or cannot be listed.
+    """
+    protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
+    if _GOOGLE.isdisjoint(protocols):
+        return None
+    bucket, _, name = path.partition("/")
+    folder = f"{name.rstrip('/')}/" if name.strip("/") else ""
+    ranges = list(pairwise((None, *between, None)))
+
+    def listed(one: tuple[str | None, str | None]) -> list[dict[str, Any]]:
+        return list(_range(filesystem, bucket, prefix=folder, start=one[0], end=one[1]))
+
+    if len(ranges) == 1:
+        found = listed(ranges[0])
+    else:
+        with ThreadPoolExecutor(min(_AT_ONCE, len(ranges))) as threads:
+            found = list(chain.from_iterable(threads.map(listed, ranges)))
+    if found or not folder:
+        return found
+    exact = _page(filesystem, bucket, prefix=name, maxResults=1).get("items", ())  # a file: the first of its names
+    return [one for one in exact if one["name"] == name]
+
+
+def _range(
+    filesystem: fsspec.AbstractFileSystem, bucket: str, *, prefix: str, start: str | None, end: str | None
+) -> Iterator[dict[str, Any]]:
+    token = None
+    while True:
+        page = _page(
+            filesystem, bucket, prefix=prefix or None, startOffset=start, endOffset=end, pageToken=token,
+            maxResults=PAGE,
+        )  # fmt: skip
+        yield from page.get("items", ())
+        token = page.get("nextPageToken")
+        if token is None:
+            return
+
+
+def _page(filesystem: fsspec.AbstractFileSystem, bucket: str, **asked: Any) -> dict[str, Any]:
+    _, content = filesystem.call("GET", "b/{}/o", bucket, fields=_ASKED, **asked)  # pyright: ignore[reportAttributeAccessIssue]
+    return orjson.loads(content)
+
+
+def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) -> list[FileInfo]:
+    """The files of a walk of a local folder, the first folder of which is that of the location."""
+    files, start, root = [], None, uri.rstrip("/")
+    for folder, held in folders:
+        if start is None:
+            start = len(folder.rstrip("/"))
+        prefix = root + folder[start:]
+        files += [FileInfo(f"{prefix}/{name}", size, modified, None) for name, size, modified, _ in held]
+    return files
+
+
+def files_of_bucket(uri: str, objects: Sequence[dict[str, Any]]) -> list[FileInfo]:
+    """The objects that were found below a location."""
+    name = uri.split("://", 1)[-1].partition("/")[2].rstrip("/")
+    return described(uri, [(one["name"][len(name) :].lstrip("/"), one) for one in objects])
+
+
+def described(uri: str, found: Iterable[tuple[str, dict[str, Any]]]) -> list[FileInfo]:
+    """Files by their names relative to a location; an empty one is that of the location itself."""
+    root = uri.rstrip("/")
+    files = [
+        _file_info(f"{root}/{name}" if name else uri, info)
+        for name, info in found
+        if not (name.endswith(".partial") and name.rpartition("/")[2].startswith("."))
+    ]
+    return sorted(files, key=lambda file: file.uri)
+
+
+def _file_info(uri: str, info: dict) -> FileInfo:
+    modified = info.get("mtime") or info.get("updated") or info.get("LastModified") or info.get("created") or 0.0
+    if not isinstance(modified, (int, float)):
+        modified = modified.timestamp() if hasattr(modified, "timestamp") else _from_iso(str(modified))
+    checksum = info.get("md5Hash") or info.get("crc32c") or info.get("ETag")
+    return FileInfo(
+        uri, int(info.get("size") or 0), float(modified), str(checksum) if checksum else None, _content_hash(uri, info)
+    )
+
+
+def _content_hash(uri: str, info: dict[str, Any]) -> ContentHash | None:
+    with suppress(binascii.Error, ValueError):
+        if md5 := info.get("md5Hash"):
+            return ContentHash("md5", binascii.a2b_base64(md5, strict_mode=True).hex())
+        if crc32c := info.get("crc32c"):
+            return ContentHash("crc32c", binascii.a2b_base64(crc32c, strict_mode=True).hex())
+    etag = str(info.get("ETag") or "").strip('"').lower()
+    if uri.startswith(("s3://", "s3a://")) and re.fullmatch("[0-9a-f]{32}", etag):  # a part count follows a dash
+        return ContentHash("etag", etag)
+    return None
+
+
+def _from_iso(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return 0.0

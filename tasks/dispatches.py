@@ -1,0 +1,221 @@
+"""What was sent to work pools: flow runs that evaluate named cells, as the Prefect server knows them.
+
+A cell whose flow run is scheduled or at work is not sent again. One whose flow run ended and left no record is, after
+the pauses and within the number of tries that the policy's `retries` says for failures of machines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.filters import (
+    FlowFilter,
+    FlowFilterName,
+    FlowRunFilter,
+    FlowRunFilterEndTime,
+    FlowRunFilterState,
+    FlowRunFilterStateType,
+    FlowRunFilterTags,
+)
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.client.schemas.sorting import FlowRunSort
+from pydantic import Field, ValidationError
+
+from resources.config import Config
+from tasks.names import in_few_words
+from tasks.policies import Policy
+from tasks.prefect_client import prefect_client
+from tasks.reconciliation import OpenCell, Reconciliation, RunListing
+
+FLOW = "evaluate-cells"
+"""Name of the flow that evaluates named cells of a policy; each region has a deployment of it, `FLOW/<region>`."""
+MOVED = "Moved"
+"""State of a flow run that was taken back from a work pool that would not begin it; no failure."""
+_AT_WORK = (StateType.SCHEDULED, StateType.PENDING, StateType.RUNNING, StateType.PAUSED, StateType.CANCELLING)
+_ENDED = (StateType.COMPLETED, StateType.FAILED, StateType.CRASHED, StateType.CANCELLED)
+_PAGE = 200  # the most that the server hands out at a time
+_REMEMBERED = timedelta(days=1)  # longer than the pauses of a retry budget that nobody has enlarged
+
+
+class CellName(Config):
+    """A cell by what a listing tells of it: a checkpoint that was written again is another one."""
+
+    run: str
+    """Name of the run."""
+    checkpoint: str
+    """Name of the checkpoint."""
+    listing: str
+    """What a listing tells of the checkpoint's state."""
+    evaluation_hash: str
+    """Of the evaluation."""
+
+
+class CellNames(Config):
+    """Cells of a policy."""
+
+    names: tuple[CellName, ...] = Field(min_length=1)
+    """Each of them."""
+
+    def __str__(self) -> str:
+        """The first checkpoints, for the names of flow runs."""
+        return in_few_words(dict.fromkeys(name.checkpoint for name in self.names))
+
+
+def name_of_cell(cell: OpenCell) -> CellName:
+    """The name of a cell."""
+    one = cell.checkpoint
+    return CellName(run=cell.run, checkpoint=one.name, listing=one.listing, evaluation_hash=cell.evaluation.hash)
+
+
+@dataclass(frozen=True)
+class Dispatch:
+    """A flow run that was sent to a work pool; times in seconds since the epoch."""
+
+    id: UUID
+    name: str
+    work_pool: str
+    state: str
+    created: float
+    cells: frozenset[CellName]
+    begun: bool = False
+    """Whether a worker has taken it."""
+    ended: float | None = None
+
+    @property
+    def described(self) -> str:
+        """Where it is and how far, for people."""
+        return f"on work pool {self.work_pool}: flow run {self.name!r} is {self.state}"
+
+
+@dataclass(frozen=True)
+class Dispatches:
+    """The flow runs of a policy at work pools: those that go on, and those that ended within the last day."""
+
+    at_work: Sequence[Dispatch] = ()
+    ended: Sequence[Dispatch] = ()
+    _holders: Mapping[CellName, Dispatch] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_holders", {name: one for one in self.at_work for name in one.cells})
+
+    def holder(self, name: CellName) -> Dispatch | None:
+        """The flow run that is to evaluate a cell, or does."""
+        return self._holders.get(name)
+
+    def tries(self, name: CellName) -> int:
+        """How many flow runs for a cell have ended."""
+        return sum(name in one.cells for one in self.ended)
+
+    def failures(self, name: CellName, *, since: float) -> list[Dispatch]:
+        """Those sent after some moment that ended, wherever; a cell that is still wanted got nothing from them."""
+        return [one for one in self.ended if name in one.cells and one.state != MOVED and one.created > since]
+
+
+def with_dispatches(
+    found: Reconciliation, listings: Sequence[RunListing], sent: Dispatches, policy: Policy, *, now: float
+) -> Reconciliation:
+    """The same, less the work that a flow run at a work pool has, or whose next try is not due.
+
+    Args:
+        found: what reconciling came to.
+        listings: what it was decided from.
+        sent: the policy's flow runs at work pools.
+        policy: its `retries` are for flow runs that died, too.
+        now: seconds since the epoch.
+    """
+    if not sent.at_work and not sent.ended:
+        return found
+    by_run = {listing.name: listing for listing in listings}
+    written = {
+        (listing.name, record.checkpoint, record.evaluation_hash): record.created
+        for listing in listings
+        for record in sorted(listing.records.others, key=lambda record: record.created)
+    }
+    work, others = [], list(found.others)
+    for cell in found.work:
+        name, key = name_of_cell(cell), (cell.checkpoint.name, cell.evaluation.hash)
+        mark = by_run[cell.run].marks.newest(*key, policy=policy.name)
+        since = max(mark.at if mark is not None else 0.0, written.get((cell.run, *key), 0.0))
+        decided = _decided(cell, sent, policy, name=name, since=since, now=now)
+        (work if decided.state == "work" else others).append(decided)
+    return replace(found, work=work, others=others)
+
+
+def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName, since: float, now: float) -> OpenCell:
+    if (holder := sent.holder(name)) is not None:
+        return replace(cell, state="scheduled", reason=holder.described)
+    failures = sent.failures(name, since=since)
+    if not failures:
+        return cell
+    last = max(failures, key=lambda one: one.ended or 0.0)
+    if last.state == "Cancelled":  # a person's doing, maybe before it had begun
+        return replace(cell, state="stopped", reason=f"cancelled with the flow run {last.name!r}")
+    reason = f"the flow run {last.name!r} on work pool {last.work_pool} is {last.state} and left no record"
+    if len(failures) > policy.retries.infra_failures:
+        return replace(cell, state="spent", reason=f"{len(failures)} failures in a row; the last: {reason}")
+    due = (last.ended or 0.0) + policy.retries.delay_seconds(len(failures))
+    if now < due:
+        return replace(cell, state="backing_off", reason=f"failure {len(failures)}: {reason}", until=due)
+    return replace(cell, reason=f"again after failure {len(failures)}")
+
+
+def read_dispatches(policy: Policy) -> Dispatches:
+    """A policy's flow runs at work pools.
+
+    Raises:
+        PrefectUnavailable: the server does not answer.
+    """
+    lately = datetime.now(UTC) - _REMEMBERED
+    with prefect_client() as client:
+        at_work: list[FlowRun] = []
+        while len(page := _page(client, policy, _AT_WORK, offset=len(at_work))) == _PAGE:
+            at_work += page
+        at_work += page
+        ended = _page(client, policy, _ENDED, end_time=FlowRunFilterEndTime.model_validate({"after_": lately}))
+    return Dispatches(_read(at_work, policy), _read(ended, policy))
+
+
+def _page(
+    client: SyncPrefectClient, policy: Policy, states: Sequence[StateType], *, offset: int = 0, **more: Any
+) -> list[FlowRun]:
+    return client.read_flow_runs(
+        flow_filter=FlowFilter(name=FlowFilterName(any_=[FLOW])),
+        flow_run_filter=FlowRunFilter(
+            tags=FlowRunFilterTags(all_=[f"policy={policy.name}"]),
+            state=FlowRunFilterState(type=FlowRunFilterStateType(any_=list(states))),
+            **more,
+        ),
+        sort=FlowRunSort.END_TIME_DESC if more else FlowRunSort.ID_DESC,
+        limit=_PAGE,
+        offset=offset,
+    )
+
+
+def _read(runs: Sequence[FlowRun], policy: Policy) -> list[Dispatch]:
+    found = []
+    for run in runs:
+        try:
+            cells = CellNames.model_validate(run.parameters.get("cells"))
+        except ValidationError:  # of another version: claims see to it that nothing is done twice
+            continue
+        of: Any = run.parameters.get("policy") or {}
+        if of.get("evaluation_path") != policy.evaluation_path or run.state is None or run.created is None:
+            continue
+        found.append(
+            Dispatch(
+                run.id,
+                run.name,
+                run.work_pool_name or "none",
+                run.state.name or run.state.type.value,
+                run.created.timestamp(),
+                frozenset(cells.names),
+                begun=run.state.type is not StateType.SCHEDULED,
+                ended=run.end_time.timestamp() if run.end_time else None,
+            )
+        )
+    return found

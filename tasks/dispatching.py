@@ -1,0 +1,192 @@
+"""Sending work to work pools: where each part goes, what that costs, and the flow runs that result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from functools import cached_property
+from typing import Any
+from uuid import UUID
+
+from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.objects import FlowRun, StateType
+from prefect.exceptions import ObjectNotFound
+from prefect.states import Cancelled
+
+from pools.work_pools import Source, WorkPoolChoice, WorkPoolState
+from resources import storage
+from resources.errors import BadInput
+from resources.region_check import region_of_data
+from resources.region_table import Regions
+from resources.regions import known_regions
+from tasks.batches import Batch, batches_of, placed, without_limits
+from tasks.config import digest_of
+from tasks.dispatches import FLOW, MOVED, CellNames, Dispatch, Dispatches, name_of_cell
+from tasks.policies import Policy
+from tasks.prefect_client import prefect_client
+from tasks.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.work_pools import work_pool_states
+
+TAG = "assay"
+"""Of all our flow runs: an automation looks after those that show no sign of life."""
+
+
+class Dispatcher:
+    """Sends cells of a policy to the work pools of the regions.
+
+    Args:
+        policy: the policy.
+        listings: its runs, as they were looked at.
+        sent: its flow runs at work pools.
+    """
+
+    def __init__(self, policy: Policy, listings: Sequence[RunListing], sent: Dispatches) -> None:
+        self._policy, self._sent = policy, sent
+        self._runs = {listing.name: listing.run for listing in listings}
+        self._regions = known_regions()
+        self._homes: dict[str, str | None] = {}
+
+    @cached_property
+    def _states(self) -> dict[str, WorkPoolState]:
+        return states_of(self._regions)
+
+    def batches(self, cells: Iterable[OpenCell]) -> list[Batch]:
+        """Where cells would go now, in the order of sending; nothing is sent.
+
+        Raises:
+            PrefectUnavailable: the server does not answer.
+            StorageError: the size of a checkpoint is not to be found out.
+        """
+        return placed(
+            batches_of(cells),
+            regions=self._regions,
+            states=self._states,
+            source_of=self._source_of,
+            max_egress_usd=Decimal(str(self._policy.max_egress_usd)),
+        )
+
+    def send(self, batch: Batch) -> FlowRun:
+        """The flow run of a batch at the work pool chosen for it: a new one, or the one that another sent just now.
+
+        Raises:
+            BadInput: the region's work pool has no deployment of the flow.
+            PrefectUnavailable: the server does not answer.
+        """
+        assert batch.choice is not None, "a batch that no work pool takes stays here"
+        names = CellNames(names=tuple(sorted(map(name_of_cell, batch.cells), key=lambda name: name.model_dump_json())))
+        tries = max(self._sent.tries(name) for name in names.names)
+        there = self._policy.model_copy(update={"runs": (self._runs[batch.cells[0].run],), "dispatch": "here"})
+        return send_run(
+            FLOW,
+            batch.choice,
+            parameters={"policy": there.model_dump(mode="json"), "cells": names.model_dump(mode="json")},
+            tags=[f"policy={self._policy.name}"],
+            name=f"evaluate {self._policy.name} · {names}",
+            key=digest_of([self._policy.name, self._policy.evaluation_path, names.model_dump(), tries]),
+        )
+
+    def move_stuck(self, found: Reconciliation) -> list[tuple[Dispatch, Batch]]:
+        """Takes flow runs back that nobody will begin, since their work pool was paused or lost its workers, and sends
+        their cells elsewhere. Where no other work pool would begin them they stay.
+
+        Raises:
+            BadInput: a region's work pool has no deployment of the flow.
+            PrefectUnavailable: the server does not answer.
+            StorageError: the size of a checkpoint is not to be found out.
+        """
+        waiting = {one.id: one for one in self._sent.at_work if not one.begun}
+        cells: dict[UUID, list[OpenCell]] = {}
+        for cell in found.others if waiting else ():
+            holder = self._sent.holder(name_of_cell(cell)) if cell.state == "scheduled" else None
+            if holder is not None and holder.id in waiting:
+                cells.setdefault(holder.id, []).append(cell)
+        moved = []
+        for id_, of_run in cells.items():
+            here = without_limits(self._states).get(waiting[id_].work_pool)
+            if here is not None and here.obstacle is None:
+                continue  # it only waits for its turn
+            batches = self.batches(of_run)
+            if all(batch.choice is not None for batch in batches) and _taken_back(waiting[id_]):
+                for batch in batches:
+                    self.send(batch)
+                    moved.append((waiting[id_], batch))
+        return moved
+
+    def _source_of(self, cells: Sequence[OpenCell]) -> Source | None:
+        run = cells[0].run
+        if run not in self._homes:  # asking takes a second on some machines
+            self._homes[run] = region_of_data(self._runs[run], self._regions)
+        return source_of(dict.fromkeys(cell.checkpoint.uri for cell in cells), region=self._homes[run])
+
+
+def states_of(regions: Regions) -> dict[str, WorkPoolState]:
+    """What the server says of every region's work pool.
+
+    Raises:
+        PrefectUnavailable: it does not answer.
+    """
+    return asyncio.run(work_pool_states(one.work_pool for one in regions.regions if one.work_pool))
+
+
+def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:
+    """Where checkpoints lie and how large they are; None where nobody knows the region.
+
+    Raises:
+        StorageError: they cannot be listed.
+    """
+    if region is None:
+        return None
+    return Source(region, sum(file.size for uri in uris for file in storage.list_files(uri)))
+
+
+def send_run(
+    flow: str, choice: WorkPoolChoice, *, parameters: dict[str, Any], tags: Sequence[str], name: str, key: str
+) -> FlowRun:
+    """A flow run of a region's deployment; of several that are sent with one key, one goes on at a time.
+
+    Raises:
+        BadInput: there is no such deployment, or it belongs to another work pool.
+        PrefectUnavailable: the server does not answer, or refuses the job variables.
+    """
+    with prefect_client() as client:
+        deployment = _deployment(client, flow, choice)
+        while True:
+            run = client.create_flow_run_from_deployment(
+                deployment,
+                parameters=parameters,
+                tags=[TAG, f"region={choice.region.name}", *tags],
+                name=name,
+                idempotency_key=key,
+                job_variables=choice.job_variables,
+            )
+            if run.state is None or not run.state.is_final():
+                return run
+            key = digest_of([key, str(run.id)])  # it ended: whoever wants another finds the same next key
+
+
+def _deployment(client: SyncPrefectClient, flow: str, choice: WorkPoolChoice) -> UUID:
+    name = f"{flow}/{choice.region.name}"
+    remedy = "assay work-pools apply, which makes it"
+    try:
+        found = client.read_deployment_by_name(name)
+    except ObjectNotFound:
+        raise BadInput(expected=f"a deployment {name} on the server", found="none", remedy=remedy) from None
+    if found.work_pool_name != choice.work_pool:
+        raise BadInput(
+            expected=f"the deployment {name} at the work pool {choice.work_pool}",
+            found=f"it belongs to {found.work_pool_name}",
+            remedy=remedy,
+        )
+    return found.id
+
+
+def _taken_back(dispatch: Dispatch) -> bool:
+    """Ends a flow run that no worker has taken yet; False if one has by now."""
+    with prefect_client() as client:
+        run = client.read_flow_run(dispatch.id)
+        if run.state is None or run.state.type is not StateType.SCHEDULED:
+            return False
+        state = Cancelled(name=MOVED, message=f"nobody begins it at {dispatch.work_pool}: its cells went elsewhere")
+        client.set_flow_run_state(dispatch.id, state)
+        return True

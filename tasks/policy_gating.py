@@ -1,0 +1,104 @@
+"""A gate on what a policy wants: each run is judged by the records of its checkpoints, whoever evaluated them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from resources import storage
+from resources.errors import AssayError, EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from tasks.checkpoint_rules import eligible_steps
+from tasks.gate_verdicts import JudgedCheckpoint
+from tasks.gates import Gate
+from tasks.gating import judge_checkpoints
+from tasks.policies import Policy, WantedEvaluation
+from tasks.policy_looking import look, run_folder
+from tasks.progress import Judged, report
+from tasks.reconciliation import RunListing
+from tasks.record_search import FoundRecord
+from tasks.records import find_records
+from tasks.run_listing import SeenCheckpoint
+
+
+def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:
+    """Has a gate judge each run of a policy, as the records are now, and shows its verdicts.
+
+    Args:
+        gate: the gate; it may tolerate cells that failed or were withheld.
+        policy: which checkpoints and evaluations are wanted.
+        error: what the reconciliation before came to.
+
+    Raises:
+        AssayError: that error, unless it is about cells that the gate may tolerate.
+        EvaluationInterrupted: cells of a checkpoint that is judged have no outcome yet, or machines were at fault.
+        GateRefused: a run has NO-GO.
+    """
+    refused: list[GateRefused] = []
+    unsettled: list[str] = []
+    for listing in look(policy):
+        checkpoints = judged_of(gate, policy, listing)
+        verdict = judge_checkpoints(gate, checkpoints, run=listing.name, evaluation_path=policy.evaluation_path)
+        report(Judged(verdict))
+        unsettled += [one.name for one in checkpoints if _is_unsettled(one)]
+        try:
+            verdict.raise_unless_go()
+        except GateRefused as no_go:
+            refused.append(no_go)
+    if error is not None and not isinstance(error, EvaluationIncomplete):
+        raise error
+    if unsettled:
+        raise EvaluationInterrupted(
+            expected=f"an outcome of each cell of {', '.join(unsettled)}, for the gate {gate.name} to judge",
+            found="cells that another run has, that wait, or that failed for want of machines",
+            remedy="see which and why with `assay gaps`, and run it again",
+        )
+    if refused:
+        raise refused[0]
+
+
+def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
+    """The wanted checkpoints of a run that a gate judges, each with the records that stand for its cells now.
+
+    Raises:
+        StorageError: records cannot be read.
+    """
+    steps = [one.step for one in listing.checkpoints if one.complete]
+    wanted: dict[SeenCheckpoint, list[WantedEvaluation]] = defaultdict(list)
+    for evaluation in listing.wanted:
+        eligible = eligible_steps(evaluation.rules, steps, final_step=policy.final_step)
+        for one in listing.checkpoints:
+            served = one.kind == "huggingface" or evaluation.config.native
+            if one.complete and served and one.step in eligible:
+                wanted[one].append(evaluation)
+    highest = max((one.step for one in wanted), default=None)
+    chosen = [one for one in wanted if gate.checkpoints == "every" or one.step == highest]
+    return [_judged(policy, listing, one, wanted[one]) for one in chosen]
+
+
+def _judged(
+    policy: Policy, listing: RunListing, one: SeenCheckpoint, wanted: Sequence[WantedEvaluation]
+) -> JudgedCheckpoint:
+    folder = storage.join(run_folder(policy, listing.name), f"step-{one.step}")
+    by_hash: dict[str, list[FoundRecord]] = defaultdict(list)
+    for found in find_records(folder):
+        if _is_of(found, one):
+            by_hash[found.record.evaluation_hash].append(found)
+    standing: list[FoundRecord] = []
+    for evaluation in wanted:
+        ways = [*by_hash[evaluation.hash], *by_hash[evaluation.native_hash or ""]]
+        standing += sorted(ways, key=lambda found: (found.record.succeeded, found.record.created))[-1:]
+    return JudgedCheckpoint(one.name, one.step, tuple(standing), without_record=len(wanted) - len(standing))
+
+
+def _is_of(found: FoundRecord, one: SeenCheckpoint) -> bool:
+    """Whether a record is of a checkpoint as it is now."""
+    reference = found.record.checkpoint
+    if reference.name != one.name:
+        return False
+    return reference.digest == one.digest if one.digest is not None else reference.listing == one.listing
+
+
+def _is_unsettled(one: JudgedCheckpoint) -> bool:
+    """Whether running again may well settle all that is missing."""
+    missing = [found.record.status for found in one.records if not found.record.succeeded]
+    return set(missing) <= {"infra_failed"} and bool(missing or one.without_record)

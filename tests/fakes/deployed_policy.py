@@ -1,0 +1,136 @@
+"""A policy as a team deploys it: a server with its services, a worker, lm-eval, and the deterministic engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import urllib.request
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+from prefect.events.worker import EventsWorker
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from fakes import engine as engine_program
+from fakes.models import CONFIG, write_checkpoint
+from fakes.polling import eventually
+from fakes.prefect_field import Field, prefect_field
+from fakes.processes import running_program
+from fakes.tokenizers import write_byte_tokenizer
+from flows.policy_deploying import PolicyDeployment, deploy_policy
+from flows.reconcile import load_policy
+from resources.environments import ENVIRONMENTS, ensure_environment
+from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint
+from tasks.claim_files import claims_folder, read_claims
+from tasks.records import read_records
+from tasks.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
+
+STEPS = (1, 2, 3)
+
+
+@dataclass
+class Deployed:
+    """A policy that is deployed, its run, and the endpoint that serves its checkpoints."""
+
+    field: Field
+    folder: Path
+    engine: str
+
+    @property
+    def policy(self) -> str:
+        return str(self.folder / "policy.yaml")
+
+    def checkpoint(self, step: int) -> Path:
+        folder = self.folder / "run" / "hf" / f"step-{step}"
+        config = {**CONFIG, "num_attention_heads": 1}
+        return write_byte_tokenizer(write_checkpoint(folder, seed=step, config=config))
+
+    def answers_take(self, seconds: float) -> None:
+        body = json.dumps({"delay_seconds": seconds}).encode()
+        request = urllib.request.Request(f"{self.engine}/fake/faults", body, method="PUT")
+        urllib.request.urlopen(request, timeout=10).close()
+
+    @property
+    def requests(self) -> int:
+        with urllib.request.urlopen(f"{self.engine}/fake/stats", timeout=10) as response:
+            return json.load(response)["requests"]
+
+    def attempts(self) -> Counter[str]:
+        found = (self.folder / "out").rglob("attempt-*")
+        return Counter(str(path.parent) for path in found if path.is_dir())
+
+    def succeeded(self) -> set[str]:
+        return {one.checkpoint.name for one in read_records(str(self.folder / "out")) if one.succeeded}
+
+    def event(self, step: int) -> CompleteCheckpoint:
+        return CompleteCheckpoint(str(self.folder / "run" / "hf" / f"step-{step}"), "run", f"run-{step}", step)
+
+    def apply(
+        self,
+        *,
+        every: timedelta = timedelta(hours=1),
+        on_event: bool = True,
+        work_pool: str = LOCAL_WORK_POOL,
+        silent_after: timedelta = timedelta(minutes=10),
+        dry_run: bool = False,
+    ) -> list[tuple[str, str]]:
+        """Deploys it, and says what that changed."""
+        policy = load_policy(self.policy)
+        wanted = PolicyDeployment(policy, self.policy, work_pool, every=every, on_event=on_event)
+        return [(one.name, one.action) for one in deploy_policy(wanted, silent_after=silent_after, dry_run=dry_run)]
+
+    def begin(self) -> str:
+        """Begins a flow run of it, as a person does, and says which."""
+        found = self.field.ask("/deployments/name/reconcile-policy/watched")
+        return self.field.ask(f"/deployments/{found['id']}/create_flow_run", {})["id"]
+
+    def progress_of(self, run: str) -> dict[str, Any]:
+        """The artifact that says how far a flow run is."""
+        wanted = {"artifacts": {"type": {"any_": ["progress"]}}, "flow_runs": {"id": {"any_": [run]}}}
+        [found] = self.field.ask("/artifacts/filter", wanted)
+        return found
+
+    def told(self) -> int:
+        """Events of complete checkpoints that the server has."""
+        wanted = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}}, "limit": 1}
+        return self.field.ask("/events/filter", wanted)["total"]
+
+    def live_claims(self) -> list[str]:
+        claims = read_claims(claims_folder(str(self.folder / "out"), "run"))
+        return [one.claim.subject.key for one in claims if not one.claim.released]
+
+
+@contextmanager
+def deployed_policy(folder: Path, *, database: str | None = None) -> Iterator[Deployed]:
+    """A server and a policy about a run that has no checkpoint yet, for as long as the block lasts; no worker."""
+    ensure_environment(ENVIRONMENTS["lm-eval"])
+    address = folder / "engine.json"
+    models = [part for step in STEPS for part in ("--model", f"run-{step}")]
+    with (
+        running_program(str(engine_program.__file__), "--address-file", str(address), *models),
+        prefect_field(folder, database=database) as field,
+        temporary_settings({PREFECT_API_URL: field.url}),
+    ):
+        eventually(address.is_file)
+        one = Deployed(field, folder, json.loads(address.read_text())["url"])
+        evaluations = [{"label": "facts", "evals": ["demo_facts"], "max_eval_instances": 2}]
+        suite = {"name": "facts", "description": "facts", "evaluations": evaluations}
+        (folder / "facts.yaml").write_text(yaml.safe_dump(suite))
+        policy = {
+            "name": "watched",
+            "runs": [str(folder / "run*")],
+            "suites": [str(folder / "facts.yaml")],
+            "evaluation_path": str(folder / "out"),
+            "base_url": f"{one.engine}/v1",
+            "retries": {"first_delay_seconds": 0},
+        }
+        (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+        yield one
+        EventsWorker.drain_all(timeout=30, at_exit=False)  # it sends what this process emits to this server, for ever

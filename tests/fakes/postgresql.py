@@ -1,0 +1,70 @@
+"""A PostgreSQL of one's own, for Prefect servers that keep their database in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.polling import eventually
+
+_NOBODY = 65534
+
+
+def postgresql_programs() -> Path:
+    """The folder of PostgreSQL's programs; the test is skipped without them.
+
+    They lie beside each other, and have to be called from where they are: Debian puts only links on the path, or none.
+    """
+    found = [Path(one).resolve().parent for one in [shutil.which("postgres")] if one]
+    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    for folder in found:
+        if (folder / "initdb").is_file():
+            return folder
+    pytest.skip("no PostgreSQL: install one (apt-get install postgresql, or brew install postgresql)")
+
+
+@contextmanager
+def postgresql() -> Iterator[str]:
+    """URL of an empty database as SQLAlchemy reads it, for as long as the block lasts; it starts in three seconds.
+
+    PostgreSQL refuses to run as root, and runs as nobody there.
+    """
+    programs = postgresql_programs()
+    with tempfile.TemporaryDirectory(prefix="assay-postgresql-") as name:
+        folder = Path(name)
+        own: dict[str, Any] = {"cwd": folder, "stderr": subprocess.STDOUT}
+        if os.geteuid() == 0:
+            own |= {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
+            os.chown(folder, _NOBODY, _NOBODY)
+        data, port = folder / "data", _free_port()
+        make = [programs / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--no-sync", "--encoding=UTF8"]
+        made = subprocess.run([*make, "--no-locale"], check=False, text=True, stdout=subprocess.PIPE, **own)
+        assert made.returncode == 0, made.stdout
+        settings = {"port": port, "listen_addresses": "127.0.0.1", "unix_socket_directories": folder, "fsync": "off"}
+        serve = [programs / "postgres", "-D", data]
+        serve += [part for key, value in settings.items() for part in ("-c", f"{key}={value}")]
+        ready = [programs / "pg_isready", "-q", "-h", "127.0.0.1", "-p", str(port)]
+        with (folder / "postgresql.log").open("wb") as log:
+            process = subprocess.Popen(serve, stdout=log, **own)
+        try:
+            eventually(lambda: subprocess.run(ready, check=False).returncode == 0, seconds=60)
+            yield f"postgresql+asyncpg://postgres@127.0.0.1:{port}/postgres"
+        finally:
+            process.send_signal(signal.SIGINT)  # ends those who are connected too
+            process.wait(30)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,148 @@
+"""Plans of a run that lies in an object store: by pages of listings, and as right as on disk."""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import gcsfs
+import pytest
+
+from fakes.gcs import FakeGcs, fake_gcs
+from fakes.records import make_record
+from resources import storage
+from resources.listings import bucket_objects
+from resources.settings import settings
+from tasks.checkpoint_rules import CheckpointRule
+from tasks.config import EvaluationConfig
+from tasks.policies import Policy, WantedEvaluation
+from tasks.policy_looking import look
+from tasks.reconciliation import Reconciliation, reconcile
+from tasks.records import write_record
+
+CHECKPOINTS = 300
+FILES = 4
+POLICY = Policy.model_validate(
+    {"name": "p", "runs": ["gs://bucket/run"], "suites": ["demo"], "evaluation_path": "gs://bucket/out"}
+)
+LOOK = 3
+"""Requests for a look into a checkpoint: its config, and the header of its weights with its length."""
+REST = 10
+"""For the index, news, claims and marks: each a listing or a read, and another where nothing is there."""
+
+
+@pytest.fixture(scope="module")
+def started() -> Iterator[FakeGcs]:
+    with fake_gcs("bucket") as store, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STORAGE_EMULATOR_HOST", store.address)
+        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
+        gcsfs.GCSFileSystem.clear_instance_cache()
+        storage.write_bytes("gs://bucket/opened", b"")
+        yield store
+    gcsfs.GCSFileSystem.clear_instance_cache()
+
+
+@pytest.fixture
+def store(started: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
+    """A store without objects, asked by a machine that remembers nothing."""
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+    for name in started.names("bucket"):
+        started.storage.delete_file("bucket", name)
+    started.gets.clear()
+    yield started
+    settings.cache_clear()
+
+
+def put_checkpoint(store: FakeGcs, step: int, *, value: float = 0.0, less: str | None = None, cut: int = 0) -> None:
+    """A complete checkpoint with one tensor, or one that lacks a file, or the end of its weights."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    weights = struct.pack("<Q", len(header)) + header + struct.pack("<f", value)
+    files = {
+        "config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}).encode(),
+        "tokenizer_config.json": b"{}",
+        "tokenizer.json": json.dumps({"step": step}).encode(),
+        "model.safetensors": weights[: len(weights) - cut],
+    }
+    for name, content in files.items():
+        if name != less:
+            store.put("bucket", f"run/hf/step-{step}/{name}", content)
+
+
+def put_records(steps: range) -> None:
+    """A success of the one suite for some checkpoints."""
+    [listing] = look(POLICY, evaluations_of=wanted)
+    for seen in listing.checkpoints:
+        if seen.step in steps:
+            record = make_record(step=seen.step, run="run", evaluation_hash="hash")
+            reference = record.checkpoint.model_copy(update={"listing": seen.listing})
+            cell = f"gs://bucket/out/run/step-{seen.step}/lm_evaluation_harness/facts"
+            write_record(cell, record.model_copy(update={"checkpoint": reference}))
+
+
+def wanted(_: Policy, run: str) -> list[WantedEvaluation]:
+    content = {"model_path": run, "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
+    config = EvaluationConfig.model_validate(content)
+    return [WantedEvaluation(("facts",), 0, (CheckpointRule(which="all"),), config, "hash", None)]
+
+
+def planned(store: FakeGcs) -> tuple[Reconciliation, int]:
+    """A plan, and what the store was asked for."""
+    store.gets.clear()
+    found = reconcile(look(POLICY, evaluations_of=wanted), POLICY, now=time.time())
+    return found, len(store.gets)
+
+
+def pages(objects: int) -> int:
+    return -(-objects // 1000)
+
+
+def test_plan_of_a_run_in_a_store_asks_for_pages_and_not_for_objects(store: FakeGcs):
+    for step in range(CHECKPOINTS):
+        put_checkpoint(store, step)
+    found, requests = planned(store)
+    assert len(found.work) == CHECKPOINTS
+    assert requests <= pages(CHECKPOINTS * FILES) + LOOK + REST
+    assert planned(store)[1] <= pages(CHECKPOINTS * FILES) + REST
+
+    put_records(range(20))
+    planned(store)  # makes the index
+    found, requests = planned(store)
+    assert (found.done_count, len(found.work)) == (20, CHECKPOINTS - 20)
+    assert requests <= pages(CHECKPOINTS * FILES) + pages(20) + REST
+
+
+def test_checkpoint_in_a_store_waits_until_it_is_whole_and_is_done_again_once_it_is_changed(store: FakeGcs):
+    for step in range(3):
+        put_checkpoint(store, step)
+    put_checkpoint(store, 3, less="model.safetensors")
+    put_checkpoint(store, 4, cut=1)
+    put_checkpoint(store, 5, cut=1)
+    found, _ = planned(store)
+    assert [cell.checkpoint.step for cell in found.work] == [0, 1, 2]
+    reasons = {cell.checkpoint.step: cell.reason or "" for cell in found.others}
+    assert "no weights" in reasons[3] and "its header says" in reasons[4] and "its header says" in reasons[5]
+
+    put_checkpoint(store, 3)
+    put_checkpoint(store, 4)
+    assert [cell.checkpoint.step for cell in planned(store)[0].work] == [0, 1, 2, 3, 4]
+    put_records(range(5))
+    assert planned(store)[0].work == []
+    put_checkpoint(store, 2, value=1.0)  # of the same name, size and time
+    assert [cell.checkpoint.step for cell in planned(store)[0].work] == [2]
+
+
+@pytest.mark.parametrize("between", [(), ("run/a", "run/b0500", "run/b0500/x", "run/c"), ("a",), ("z",)])
+def test_listing_in_ranges_is_that_in_one(store: FakeGcs, between: tuple[str, ...]):
+    names = ["run/a/x", *(f"run/b{number:04}" for number in range(1001)), "run/c"]
+    for name in [*names, "run", "run-2/x", "other/x"]:
+        store.put("bucket", name, b"x")
+    filesystem = gcsfs.GCSFileSystem()
+    found = bucket_objects(filesystem, "bucket/run", between=between)
+    assert found is not None and [one["name"] for one in found] == names
+    assert [one.uri for one in storage.list_files("gs://bucket/run")] == [f"gs://bucket/{name}" for name in names]
+    assert [one.uri for one in storage.list_files("gs://bucket/run/c")] == ["gs://bucket/run/c"]
+    assert storage.list_files("gs://bucket/ru") == []

@@ -1,0 +1,237 @@
+"""Cells sent to work pools: two regions of a real server, lm-eval, and the deterministic engine."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import pytest
+import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from typer.testing import CliRunner
+
+from fakes import engine as engine_program
+from fakes.models import CONFIG, write_checkpoint
+from fakes.polling import eventually
+from fakes.prefect_field import Field, prefect_field
+from fakes.processes import running_program
+from fakes.tokenizers import write_byte_tokenizer
+from flows.cli import app
+from flows.reconcile import load_policy, reconcile_policy
+from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import NoUsableWorkPool
+from resources.settings import settings
+from tasks.records import read_records
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
+
+US, EU = "evaluations-us", "evaluations-eu"
+REGIONS = {
+    "prices": {
+        "as_of": "2026-11-01",
+        "chip_hour": {},
+        "vcpu_hour": {"on_demand": 0.03, "preemptible": 0.01},
+        "memory_gb_hour": {"on_demand": 0.004, "preemptible": 0.001},
+        # Dear enough that a tiny checkpoint costs something.
+        "egress_gb": {"same_continent": 100_000, "other_continent": 1_000_000},
+    },
+    "regions": [
+        {
+            "name": name,
+            "continent": continent,
+            "zones": [f"{name}-a"],
+            "buckets": [f"bucket-{name}"],
+            "work_pool": pool,
+            "work_pool_type": "process",
+            "tpus": {"v5litepod": [f"{name}-a"]},
+            "ray_address": "ray://head:10001",
+        }
+        for name, continent, pool in (("us-central1", "north-america", US), ("europe-west4", "europe", EU))
+    ],
+}
+
+
+@dataclass
+class Sent:
+    """A policy of its own about a run in America, whose cells go to the work pools of the module's server."""
+
+    field: Field
+    folder: Path
+    engine: str
+    name: str
+
+    @property
+    def policy(self) -> str:
+        return str(self.folder / f"{self.name}.yaml")
+
+    @property
+    def output(self) -> Path:
+        return self.folder / self.name
+
+    def write_policy(self, *suites: str, **changes: Any) -> None:
+        """A policy with suites of one benchmark each, the first one first."""
+        for number, name in enumerate(suites, start=1):
+            evaluations = [{"label": name, "evals": ["demo_facts"], "max_eval_instances": number}]
+            content = {"name": name, "description": name, "evaluations": evaluations}
+            (self.folder / f"suite-{name}.yaml").write_text(yaml.safe_dump(content))
+        policy = {
+            "name": self.name,
+            "runs": [str(self.folder / "run")],
+            "suites": [
+                {"suite": str(self.folder / f"suite-{name}.yaml"), "priority": -number}
+                for number, name in enumerate(suites)
+            ],
+            "evaluation_path": str(self.output),
+            "base_url": f"{self.engine}/v1",
+            "dispatch": "work_pools",
+            "retries": {"infra_failures": 1, "first_delay_seconds": 0},
+            **changes,
+        }
+        Path(self.policy).write_text(yaml.safe_dump(policy))
+
+    def alive(self, *work_pools: str) -> None:
+        """A sign of life of a worker that takes nothing."""
+        for name in work_pools:
+            self.field.ask(f"/work_pools/{name}/workers/heartbeat", {"name": "idle"})
+
+    def change(self, work_pool: str, **content: Any) -> None:
+        self.field.ask(f"/work_pools/{work_pool}", content, method="PATCH")
+
+    def end(self, run: dict[str, Any], state: str) -> None:
+        content = {"state": {"type": state.upper(), "name": state}, "force": True}
+        self.field.ask(f"/flow_runs/{run['id']}/set_state", content)
+
+    def reconcile(self) -> dict[str, Any]:
+        return reconcile_policy(load_policy(self.policy))
+
+    def ask(self, *command: str) -> Any:
+        done = CliRunner().invoke(app, [*command, self.policy, "--json"])
+        assert done.exit_code == 0, (done.output, done.exception)
+        return json.loads(done.stdout)
+
+    def states(self) -> list[tuple[str, str]]:
+        """Work pool and state of every flow run that was sent, the first one first."""
+        return [(run["work_pool_name"], run["state"]["name"]) for run in self.runs()]
+
+    def runs(self) -> list[dict[str, Any]]:
+        flow, tag = {"name": {"any_": ["evaluate-cells"]}}, {"tags": {"all_": [f"policy={self.name}"]}}
+        found = self.field.ask("/flow_runs/filter", {"flows": flow, "flow_runs": tag, "limit": 200})
+        return sorted(found, key=lambda run: run["created"])
+
+
+@pytest.fixture(scope="module")
+def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
+    """A server with a work pool for each of two regions, whatever they have of workers."""
+    folder = tmp_path_factory.mktemp("regions")
+    (folder / "regions.yaml").write_text(yaml.safe_dump(REGIONS))
+    with pytest.MonkeyPatch.context() as patch, prefect_field(folder) as one:
+        patch.setenv("ASSAY_REGIONS", str(folder / "regions.yaml"))
+        patch.setenv("ASSAY_PREFIX", "gs://bucket-us-central1")  # says that this machine is in America
+        settings.cache_clear()
+        with temporary_settings({PREFECT_API_URL: one.url}):
+            applied = CliRunner().invoke(app, ["work-pools", "apply"])
+            assert applied.exit_code == 0, (applied.output, applied.exception)
+        yield one
+    settings.cache_clear()
+
+
+@pytest.fixture
+def sent(field: Field, tmp_path: Path) -> Iterator[Sent]:
+    config = {**CONFIG, "num_attention_heads": 1}
+    write_byte_tokenizer(write_checkpoint(tmp_path / "run" / "hf" / "step-1", seed=1, config=config))
+    address = tmp_path / "engine.json"
+    with (
+        temporary_settings({PREFECT_API_URL: field.url}),
+        running_program(str(engine_program.__file__), "--address-file", str(address), "--model", "run-1"),
+    ):
+        eventually(address.is_file)
+        one = Sent(field, tmp_path, json.loads(address.read_text())["url"], f"sent-{uuid4().hex[:8]}")
+        for work_pool in (US, EU):
+            one.change(work_pool, is_paused=False, concurrency_limit=None)
+        yield one
+
+
+def test_cells_go_where_a_worker_lives_and_only_at_a_price_that_is_allowed(sent: Sent):
+    sent.write_policy("first")
+    with pytest.raises(NoUsableWorkPool, match=r"nearest: evaluations-us, which has no live worker"):
+        sent.reconcile()
+    sent.alive(EU)
+    with pytest.raises(NoUsableWorkPool, match=r"europe-west4 would cost \d"):
+        sent.reconcile()
+    assert sent.states() == []
+
+    sent.write_policy("first", max_egress_usd=1000)
+    [batch] = sent.ask("plan")["batches"]
+    assert batch["work_pool"] == EU and 1 < batch["egress_usd"] < 1000
+    assert "no live worker" in batch["passed_over"]["us-central1"]
+    with ThreadPoolExecutor(2) as both:  # CI and a schedule at once
+        told = [both.submit(copy_context().run, sent.reconcile) for _ in range(2)]
+        assert sum(one.result()["scheduled"] for one in told) >= 1
+    assert sent.reconcile()["scheduled"] == 0
+    assert sent.states() == [(EU, "Scheduled")]
+
+    [cell] = sent.ask("gaps")["cells"]
+    assert cell["state"] == "scheduled" and f"on work pool {EU}" in cell["reason"]
+    assert sent.ask("plan")["cells"] == []
+
+
+def test_cells_that_nobody_begins_or_whose_run_died_are_sent_again_and_not_for_ever(sent: Sent):
+    sent.alive(US, EU)
+    sent.write_policy("first", max_egress_usd=1000)
+    sent.change(US, is_paused=True)
+    sent.reconcile()
+    sent.change(US, is_paused=False)
+    sent.change(EU, is_paused=True)
+    sent.reconcile()
+    assert sent.states() == [(EU, "Moved"), (US, "Scheduled")]
+
+    sent.change(EU, is_paused=False)
+    sent.change(US, concurrency_limit=1)
+    sent.write_policy("first", "second", max_egress_usd=1000)
+    assert sent.reconcile()["scheduled"] == 1  # what waits for its turn stays; the next one finds no room there
+    assert sent.states()[2:] == [(EU, "Scheduled")]
+    sent.write_policy("first", "second", "third")
+    assert sent.ask("plan")["batches"][0]["why_not"] is not None
+    assert sent.reconcile()["scheduled"] == 0, "it waits for room, which is no error"
+
+    sent.change(US, concurrency_limit=None)
+    sent.write_policy("first", "second")
+    sent.end(sent.runs()[1], "Crashed")
+    assert sent.reconcile()["scheduled"] == 1
+    assert sent.states()[3:] == [(US, "Scheduled")]
+    sent.end(sent.runs()[3], "Crashed")
+    assert sent.reconcile()["scheduled"] == 0
+    assert sent.ask("gaps")["missing"] == {"spent": 1, "scheduled": 1}
+
+    slices = {"device": {"kind": "tpu", "variant": "v5litepod-16"}}  # of several machines: a cluster's
+    sent.write_policy("first", "second", "third", resource_config=slices)
+    assert sent.reconcile()["scheduled"] == 1
+    assert [run["job_variables"] for run in sent.runs()] == [{}] * 4 + [{"env": {"ASSAY_JOBS": "ray://head:10001"}}]
+    assert len(sent.ask("cancel")["flow_runs_cancelled"]) == 2
+    assert Counter(state for _, state in sent.states()) == {"Moved": 1, "Crashed": 2, "Cancelled": 2}
+
+
+def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
+    ensure_environment(ENVIRONMENTS["lm-eval"])
+    sent.alive(US)
+    sent.write_policy("first")
+    with sent.field.worker(US):
+        assert sent.reconcile()["scheduled"] == 1
+        command = ["evaluate", "--model", str(sent.folder / "run"), "--eval", "demo_facts", "--limit", "3"]
+        command += ["--base-url", f"{sent.engine}/v1", "--output", str(sent.output), "--on-work-pool"]
+        done = CliRunner().invoke(app, [*command, "--json"])
+        assert done.exit_code == 0, (done.output, done.exception)
+        assert json.loads(done.stdout)["evaluated"] >= 1
+        eventually(lambda: not {"Scheduled", "Pending", "Running"} & {state for _, state in sent.states()}, seconds=60)
+    assert sent.states() == [(US, "Completed")], [run["state"] for run in sent.runs()]
+    assert sent.ask("gaps")["missing"] == {}
+    assert len([one for one in read_records(str(sent.output)) if one.succeeded]) == 2
+    attempts = Counter(path.parent for path in sent.output.rglob("attempt-*") if path.is_dir())
+    assert set(attempts.values()) == {1}

@@ -1,0 +1,157 @@
+"""What follows from flow runs at work pools: which cells wait for one, which are sent again, and where they go."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from pydantic import ValidationError
+
+from pools.work_pools import Source, WorkPoolState
+from resources.region_table import Regions
+from tasks.batches import batches_of, placed
+from tasks.checkpoint_rules import CheckpointRule
+from tasks.config import EvaluationConfig
+from tasks.dispatches import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
+from tasks.policies import Policy, WantedEvaluation
+from tasks.policy_looking import Estimates
+from tasks.policy_marks import Mark, Marks
+from tasks.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.record_index import IndexedRecord, RunRecords
+from tasks.run_listing import SeenCheckpoint
+
+NOW = 1_000_000.0
+POLICY = Policy.model_validate(
+    {
+        "name": "p",
+        "runs": ["/runs/run"],
+        "suites": ["demo"],
+        "evaluation_path": "/out",
+        "dispatch": "work_pools",
+        "retries": {"infra_failures": 2, "first_delay_seconds": 600},
+    }
+)
+PRICES = {
+    "as_of": "2026-01-01",
+    "chip_hour": {"v6e": {"on_demand": 2, "preemptible": 1}},
+    "vcpu_hour": {"on_demand": 0.03, "preemptible": 0.01},
+    "memory_gb_hour": {"on_demand": 0.004, "preemptible": 0.001},
+    "egress_gb": {"same_continent": 0.02, "other_continent": 0.08},
+}
+REGIONS = Regions.model_validate(
+    {
+        "prices": PRICES,
+        "regions": [
+            {
+                "name": name,
+                "continent": "north-america",
+                "zones": [f"{name}-a"],
+                "tpus": {"v6e": [f"{name}-a"]},
+                "work_pool": f"pool-{name}",
+                "work_pool_type": "vertex-ai",
+            }
+            for name in ("us-east5", "us-central1")
+        ],
+    }
+)
+
+
+def cell(step: int = 1, name: str = "a", *, listing: str = "listing", **serving: Any) -> OpenCell:
+    content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}]}
+    config = EvaluationConfig.model_validate(content | (serving or {"base_url": "http://127.0.0.1:9/v1"}))
+    wanted = WantedEvaluation((name,), 0, (CheckpointRule(which="all"),), config, f"hash-{name}", None)
+    seen = SeenCheckpoint(f"/runs/run/hf/step-{step}", f"run-{step}", step, "huggingface", listing, ())
+    return OpenCell("run", seen, wanted, "work")
+
+
+def flow_run(*cells: OpenCell, ended: float | None = None, state: str = "Crashed", sent: float = NOW - 900) -> Dispatch:
+    names = frozenset(map(name_of_cell, cells))
+    return Dispatch(uuid4(), "blue-bird", "pool-us-east5", state if ended else "Running", sent, names, ended=ended)
+
+
+def decided(work: list[OpenCell], sent: Dispatches, **more: Any) -> list[tuple[str, str | None]]:
+    listing = RunListing("/runs/run", "run", [], [], more.pop("records", RunRecords({}, (), {})), **more)
+    found = with_dispatches(Reconciliation({}, work, [], 0), [listing], sent, POLICY, now=NOW)
+    assert len(found.work) + len(found.others) == len(work)
+    return [(one.state, one.reason) for one in (*found.work, *found.others)]
+
+
+def test_cell_of_a_flow_run_that_goes_on_waits_for_it_and_the_same_checkpoint_written_again_does_not():
+    sent = Dispatches(at_work=[flow_run(cell(1))])
+    on_its_way = "on work pool pool-us-east5: flow run 'blue-bird' is Running"
+    assert decided([cell(1)], sent) == [("scheduled", on_its_way)]
+    assert decided([cell(1, listing="written again"), cell(2), cell(1, "b")], sent) == [("work", None)] * 3
+
+
+@pytest.mark.parametrize(
+    ("ended", "state"),
+    [
+        ([], "work"),
+        ([flow_run(cell(), ended=NOW - 60)], "backing_off"),
+        ([flow_run(cell(), ended=NOW - 700)], "work"),
+        ([flow_run(cell(), ended=NOW - 60, state="Completed")], "backing_off"),  # nothing came of it
+        ([flow_run(cell(), ended=NOW - 60, state=MOVED)], "work"),
+        ([flow_run(cell(), ended=NOW - 700), flow_run(cell(), ended=NOW - 700)], "backing_off"),  # 1,200 s by now
+        ([flow_run(cell(), ended=NOW - 700) for _ in range(3)], "spent"),
+        ([flow_run(cell(), ended=NOW - 60, state="Cancelled")], "stopped"),  # by a person, as what had begun
+        ([flow_run(cell(2), ended=NOW - 60)], "work"),
+    ],
+)
+def test_cell_whose_flow_run_died_is_sent_again_after_a_pause_and_not_for_ever(ended: list[Dispatch], state: str):
+    assert [one for one, _ in decided([cell()], Dispatches(ended=ended))] == [state]
+
+
+def test_flow_run_that_left_a_record_or_was_forgiven_counts_no_more():
+    sent = Dispatches(ended=[flow_run(cell(), ended=NOW - 60, sent=NOW - 500)])
+    row = IndexedRecord(
+        "cell", "run-1", "hash-a", "digest", "listing", "infra_failed", NOW - 400, 1.0, 0.0, 1, "a disk was full"
+    )
+    assert decided([cell()], sent, records=RunRecords({}, [row], {})) == [("work", None)]
+    older = row._replace(created=NOW - 600)
+    assert decided([cell()], sent, records=RunRecords({}, [older], {}))[0][0] == "backing_off"
+    retry = Mark(kind="retry", policy="p", cells=None, at=NOW - 10, user="somebody")
+    assert decided([cell()], sent, marks=Marks(by_policy={"p": retry})) == [("work", None)]
+
+
+def test_batches_are_of_one_run_on_the_same_resources_and_take_each_others_places():
+    slices = {"device": {"kind": "tpu", "variant": "v6e-8"}}
+    pool: dict[str, Any] = {"model": {"name": "run"}}
+    served: dict[str, Any]
+    by_slice: dict[str, Any]
+    served, by_slice = {"pool_config": pool}, {"pool_config": {**pool, "resource_config": slices}}
+    work = [cell(1, **served), cell(2, "b", **by_slice), cell(3, **served)]
+    batches = batches_of(work)
+    assert [[one.checkpoint.step for one in batch.cells] for batch in batches] == [[1, 3], [2]]
+
+    states = {"pool-us-east5": WorkPoolState(limit=1), "pool-us-central1": WorkPoolState(limit=1, active=1)}
+
+    def placed_from(source: Source | None, most: int) -> list[tuple[str | None, bool]]:
+        at = placed(batches, regions=REGIONS, states=states, source_of=lambda _: source, max_egress_usd=Decimal(most))
+        return [(one.choice.work_pool if one.choice else None, one.waits) for one in at]
+
+    assert placed_from(None, 0) == [("pool-us-east5", False), (None, True)]
+    states["pool-us-central1"] = WorkPoolState()
+    assert placed_from(Source("us-east5", 10**12), 25) == [("pool-us-east5", False), ("pool-us-central1", False)]
+    assert placed_from(Source("us-east5", 10**12), 5) == [("pool-us-east5", False), (None, True)]
+    states["pool-us-east5"] = WorkPoolState(paused=True)
+    assert placed_from(Source("us-east5", 10**12), 5) == [(None, False), (None, False)]
+
+
+def test_plan_says_where_each_cell_goes_or_that_it_is_for_a_later_pass():
+    work = [cell(1), cell(2)]
+    at = placed(
+        batches_of(work[:1]),
+        regions=REGIONS,
+        states={one.work_pool: WorkPoolState() for one in REGIONS.regions if one.work_pool},
+        source_of=lambda _: Source("us-central1", 10**9),
+        max_egress_usd=Decimal(0),
+    )
+    estimates = Estimates([], at)
+    assert [estimates.of(one).where for one in work] == ["us-central1", "in a later pass"]
+
+
+def test_policy_that_is_sent_away_cannot_name_a_pool_of_this_machine():
+    with pytest.raises(ValidationError, match="do not reach"):
+        Policy.model_validate(POLICY.model_dump() | {"pool_name": "kept"})

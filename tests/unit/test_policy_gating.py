@@ -1,0 +1,64 @@
+"""What a gate judges of a policy's runs: the checkpoints that are wanted, by the records that stand for them now."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fakes.records import make_metric, make_record, publish
+from tasks.checkpoint_rules import CheckpointRule
+from tasks.config import EvaluationConfig
+from tasks.gate_verdicts import JudgedCheckpoint
+from tasks.gates import Gate
+from tasks.policies import Policy, WantedEvaluation
+from tasks.policy_gating import judged_of
+from tasks.reconciliation import RunListing
+from tasks.record_index import RunRecords
+from tasks.run_listing import SeenCheckpoint
+
+LATEST, EVERY = Gate(), Gate(checkpoints="every")
+
+
+def seen(step: int, **changes: Any) -> SeenCheckpoint:
+    one = SeenCheckpoint(f"/r/run-a/hf/step-{step}", f"run-a-{step}", step, "huggingface", "listing", ())
+    return replace(one, **{"digest": f"{step:016x}" * 4, **changes})
+
+
+def wanted(name: str, *rules: CheckpointRule) -> WantedEvaluation:
+    content = {"model_path": "/r/run-a", "evals": [{"name": name}], "base_url": "http://127.0.0.1:9/v1"}
+    config = EvaluationConfig.model_validate(content)
+    return WantedEvaluation((name,), 0, rules or (CheckpointRule(which="all"),), config, f"hash-{name}", None)
+
+
+def judged(
+    folder: Path, gate: Gate, checkpoints: list[SeenCheckpoint], evaluations: list[WantedEvaluation]
+) -> list[JudgedCheckpoint]:
+    content = {"name": "p", "runs": ["/r/run-a"], "suites": ["demo"], "evaluation_path": str(folder)}
+    listing = RunListing("/r/run-a", "run-a", evaluations, checkpoints, RunRecords({}, (), {}))
+    return judged_of(gate, Policy.model_validate(content), listing)
+
+
+def recorded(folder: Path, step: int, name: str) -> None:
+    publish(folder, make_record(step=step, metrics=(make_metric(name),), evaluation_hash=f"hash-{name}"))
+
+
+def test_gate_judges_the_latest_wanted_checkpoint_and_counts_its_cells_without_a_record(tmp_path: Path):
+    for step in (100, 200):
+        recorded(tmp_path, step, "facts")
+    recorded(tmp_path, 200, "not_wanted")
+    checkpoints = [seen(100), seen(200), seen(300, problems=("no config.json",)), seen(400, kind="levanter")]
+    [one] = judged(tmp_path, LATEST, checkpoints, [wanted("facts"), wanted("backwards")])
+    assert (one.name, one.without_record) == ("run-a-200", 1)
+    assert [found.record.benchmarks for found in one.records] == [("facts",)]
+    every = judged(tmp_path, EVERY, checkpoints, [wanted("facts"), wanted("backwards")])
+    assert [one.step for one in every] == [100, 200]
+    first = wanted("facts", CheckpointRule(which="first"))
+    [only] = judged(tmp_path, EVERY, checkpoints, [first])
+    assert (only.name, only.without_record) == ("run-a-100", 0)
+
+
+def test_record_of_a_checkpoint_as_it_was_before_does_not_count(tmp_path: Path):
+    recorded(tmp_path, 100, "facts")
+    [one] = judged(tmp_path, LATEST, [seen(100, digest="another")], [wanted("facts")])
+    assert one.records == () and one.without_record == 1

@@ -1,0 +1,91 @@
+"""The index of records: what is read quickly is what stands in the records, and only what changed is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.records import make_record, of_every_evaluator, publish
+from resources.errors import RecordStatus
+from tasks.record_index import indexed_records, row_of
+from tasks.records import Record, read_record
+
+INDEX = ("summary.json", "records.json")
+
+
+def lose_index(run: Path) -> None:
+    for name in INDEX:
+        (run / "index" / name).unlink(missing_ok=True)
+
+
+def place(tmp_path: Path, record: Record) -> Path:
+    """Where `publish` puts a record."""
+    cell = publish(tmp_path, record)
+    return Path(cell) / "record.json"
+
+
+def test_rows_say_what_the_records_say(tmp_path: Path):
+    statuses: tuple[RecordStatus, ...] = ("succeeded", "failed", "withheld", "infra_failed")
+    records = [*of_every_evaluator(), *(make_record(step=500 + n, status=one) for n, one in enumerate(statuses))]
+    expected = {}
+    for record in records:
+        path = place(tmp_path, record)
+        cell = path.parent.relative_to(tmp_path / "run-a").as_posix()
+        expected[cell] = row_of(cell, record)
+    for _ in range(2):  # read anew, then as the index has them
+        found = indexed_records(str(tmp_path / "run-a"))
+        assert {row.cell: row for row in found.others} == {
+            cell: row for cell, row in expected.items() if row.status != "succeeded"
+        }
+        assert {(name, hash_) for name, states in found.done.items() for state in states for hash_ in state.hashes} == {
+            (row.checkpoint, row.evaluation_hash) for row in expected.values() if row.status == "succeeded"
+        }
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda content: content[:-20],
+        lambda content: json.dumps([json.loads(content)]),
+        lambda content: json.dumps({**json.loads(content), "status": "splendid"}),
+        lambda content: json.dumps({**json.loads(content), "of_a_later_version": 1}),
+        lambda content: json.dumps({name: one for name, one in json.loads(content).items() if name != "metrics"}),
+        lambda content: json.dumps({**json.loads(content), "created": "yesterday"}),
+    ],
+)
+def test_file_that_is_no_record_is_none_for_the_index_too(tmp_path: Path, spoil: Callable[[str], str]):
+    path = place(tmp_path, make_record())
+    path.write_text(spoil(path.read_text()))
+    assert read_record(str(path.parent)) is None
+    assert indexed_records(str(tmp_path / "run-a")).done == {}
+
+
+def test_record_with_a_number_that_json_has_not_is_read_all_the_same(tmp_path: Path):
+    path = place(tmp_path, make_record())
+    content: dict[str, Any] = json.loads(path.read_text())
+    content["metrics"][0]["stderr"] = float("nan")
+    path.write_text(json.dumps(content))
+    assert read_record(str(path.parent)) is not None
+    assert list(indexed_records(str(tmp_path / "run-a")).done) == ["run-a-100"]
+
+
+def test_index_without_its_rows_is_right_while_nothing_changes_and_after(tmp_path: Path):
+    run = tmp_path / "run-a"
+    paths = [place(tmp_path, make_record(step=step)) for step in (100, 200, 300)]
+    assert set(indexed_records(str(run)).done) == {"run-a-100", "run-a-200", "run-a-300"}
+    (run / "index" / "records.json").unlink()
+    assert set(indexed_records(str(run)).done) == {"run-a-100", "run-a-200", "run-a-300"}
+    paths[0].unlink()
+    content = json.loads(paths[1].read_text())
+    paths[1].write_text(json.dumps({**content, "evaluation_hash": "another"}))
+    found = indexed_records(str(run))
+    assert {name: state.hashes for name, [state] in found.done.items()} == {
+        "run-a-200": {"another"},
+        "run-a-300": {content["evaluation_hash"]},
+    }
+    lose_index(run)
+    assert indexed_records(str(run)) == found

@@ -1,0 +1,147 @@
+"""How far a flow run is, as Prefect's UI shows it; and what flow runs do while the server is away."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import httpx
+import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from fakes.polling import eventually
+from resources.errors import BadInput
+from tasks.prefect_client import end_is_told, server_answers, show
+from tasks.progress import CellDone, CellProgress, Event, Update, listening
+from tasks.run_marks import ProgressBar
+
+
+@dataclass
+class Screen:
+    """Stands for the server: what it was told, and how it behaves."""
+
+    shown: list[tuple[float, str]] = field(default_factory=list)
+    answers: threading.Event = field(default_factory=threading.Event)
+    failures: int = 0
+
+    def show(self, percent: float, described: str) -> None:
+        self.answers.wait(30)
+        if self.failures:
+            self.failures -= 1
+            raise httpx.ConnectError("nobody there")
+        self.shown.append((round(percent, 1), described))
+
+
+def bar_of(screen: Screen, heard: list[Update]) -> ProgressBar:
+    return ProgressBar("run-a", also=heard.append, send=screen.show)
+
+
+def progress(cell: int, done: int) -> CellProgress:
+    return CellProgress(f"step-{cell}", cell, 4, "lm-eval", done, 10)
+
+
+def test_progress_keeps_nobody_waiting_while_the_server_hangs_and_shows_the_latest():
+    screen, heard = Screen(), []
+    bar = bar_of(screen, heard)
+    told = [progress(1, done) for done in range(10)] + [CellDone("step-1", 1, 4, "succeeded", 1.0)]
+    for update in told:
+        bar.take(update)
+    assert heard == told and screen.shown == []
+    screen.answers.set()
+    bar.close()
+    assert screen.shown[-1] == (25.0, "1 of 4 cells of run-a evaluated")
+    assert len(screen.shown) <= 2
+
+
+def test_progress_of_interrupted_cells_stays_where_it_was():
+    screen = Screen()
+    screen.answers.set()
+    bar = bar_of(screen, [])
+    bar.take(CellDone("step-1", 1, 4, "failed", 1.0))
+    bar.take(progress(2, 5))
+    bar.take(CellDone("step-2", 2, 4, "infra_failed", 1.0))
+    bar.close()
+    assert screen.shown[-1] == (37.5, "1 of 4 cells of run-a evaluated")
+    bar.take(progress(3, 5))
+    assert screen.shown[-1][0] == 37.5  # its end is said by then
+
+
+def test_progress_that_the_server_did_not_take_is_told_again():
+    screen = Screen(failures=1)
+    screen.answers.set()
+    now = [0.0]
+    bar = ProgressBar("run-a", also=lambda _: None, send=screen.show, clock=lambda: now.pop() if now else 100.0)
+    bar.take(progress(1, 5))
+    eventually(lambda: screen.shown == [(12.5, "0 of 4 cells of run-a evaluated")])
+    bar.close()
+
+
+class _Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        body = json.dumps("3.8.8" if self.path.endswith("version") else True).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[http.server.HTTPServer]:
+    """Bound, and not listening yet: whoever connects is refused."""
+    found = http.server.HTTPServer(("127.0.0.1", 0), _Server, bind_and_activate=False)
+    found.server_bind()
+    with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{found.server_port}/api"}):
+        yield found
+    found.server_close()
+
+
+def waiting(server: http.server.HTTPServer, *, comes_back_after: int | None) -> tuple[Callable[[float], None], list]:
+    """Stands for time that passes; the server comes back after so many waits."""
+    waits: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        if len(waits) == comes_back_after:
+            server.server_activate()
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+
+    return sleep, waits
+
+
+def test_server_that_comes_back_is_waited_for(server: http.server.HTTPServer):
+    sleep, waits = waiting(server, comes_back_after=1)
+    heard: list[Update] = []
+    with listening(heard.append):
+        assert server_answers(within_seconds=300, sleep=sleep, clock=lambda: sum(waits))
+    server.shutdown()
+    assert len(waits) == 1
+    assert [type(one) for one in heard] == [Event] and "waiting for the Prefect server" in str(heard)
+
+
+def test_server_that_stays_away_is_given_up_in_time(server: http.server.HTTPServer):
+    sleep, waits = waiting(server, comes_back_after=None)
+    assert not server_answers(within_seconds=3, sleep=sleep, clock=lambda: sum(waits))
+    assert len(waits) == 2
+
+
+def test_server_of_the_run_itself_is_not_waited_for():
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(BadInput), end_is_told():
+        assert server_answers(within_seconds=300)
+        raise BadInput(expected="a", found="b", remedy="c")
+
+
+def test_what_cannot_be_shown_fails_nothing():
+    heard: list[Update] = []
+
+    def lost() -> None:
+        raise httpx.ConnectError("gone meanwhile")
+
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), listening(heard.append):
+        show("the report", lost)
+    assert "the report cannot be shown in Prefect's UI: gone meanwhile" in str(heard)
