@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from prefect import flow
+from prefect.runtime import deployment
 
 from flows.hooks import leave_nothing
 from flows.reconcile import reconcile_once
 from tasks.dispatches import FLOW, CellNames, name_of_cell
 from tasks.policies import Policy
+from tasks.policy_runs import settle_lost
 from tasks.prefect_client import end_is_told
 
 
@@ -30,6 +32,8 @@ def evaluate_cells(policy: Policy, cells: CellNames) -> dict[str, Any]:
     Raises:
         AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
     """
+    if deployment.id:
+        settle_lost(deployment.id)
     wanted = frozenset(cells.names)
     here = policy.model_copy(update={"dispatch": "here"})
     with end_is_told():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 
 from flows.console import OUT, Json, print_json
 
@@ -31,6 +31,7 @@ def apply(
 ) -> None:
     """Make the server's work pools as the regions file says, and deploy what is sent to them; twice changes nothing."""
     from flows.deploying import deploy_to, require_server
+    from flows.policy_deploying import watch_over_flow_runs
     from flows.region_deployments import deploy_sent_flows
     from resources.regions import known_regions, load_regions
     from tasks.accelerators import limit_accelerators
@@ -40,6 +41,7 @@ def apply(
     table = load_regions(regions) if regions else known_regions()
     changes = asyncio.run(apply_work_pools(wanted_work_pools(table), dry_run=dry_run))
     deployed = deploy_sent_flows(table, dry_run=dry_run)
+    automations = [] if dry_run else watch_over_flow_runs()
     if accelerators is not None and not dry_run:
         limit_accelerators(accelerators)
     if deploy and not dry_run:
@@ -60,13 +62,17 @@ def apply(
             ]
         )
         return
-    shown = Table("Work pool", "Type", "Would" if dry_run else "Was", "Differs in", "Deployments")
+    whole = Column("Work pool", no_wrap=True, overflow="fold")
+    differs = Column("Differs in", overflow="fold")
+    shown = Table(whole, "Type", "Would" if dry_run else "Was", differs, "Deployments")
     words = {"create": "created", "update": "updated", "unchanged": "unchanged"}
     for one in changes:
         action = one.action if dry_run else words[one.action]
         flows = "\n".join(name.partition("/")[0] for name in deployed.get(one.spec.name, []))
         shown.add_row(one.spec.name, one.spec.type, action, "\n".join(one.differs[:5]), flows)
     OUT.print(shown)
+    for made in automations:
+        OUT.print(f"Made the automation '{made.name}'.", highlight=False, soft_wrap=True)
 
 
 @work_pool_app.command("list")

@@ -26,7 +26,7 @@ def require_server() -> None:
     if not PREFECT_API_URL.value():
         raise BadInput(
             expected="a Prefect server that stays: its address in PREFECT_API_URL, or in Prefect's profile",
-            found="none",
+            found="no PREFECT_API_URL is set",
             remedy="prefect server start, then: prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api",
         )
 

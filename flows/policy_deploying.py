@@ -33,6 +33,8 @@ SILENCE_AUTOMATION = "assay: flow runs without a sign of life"
 """Name of the automation that looks after flow runs whose worker is gone too."""
 CANCELLING_AUTOMATION = "assay: cancellations that nobody carries out"
 """Name of the automation that looks after flow runs that were cancelled when their worker was gone."""
+_PATIENT = timedelta(minutes=30)
+"""How long they wait where no policy says: a flow run is Pending while a cloud looks for its machine."""
 _BURST = timedelta(seconds=2)
 """Events so shortly after another start nothing of their own: the run that the first one starts begins after them."""
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -143,6 +145,25 @@ def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run:
         }
         for name, automation in automations.items():
             changes += _automation(client, name, automation, dry_run=dry_run)
+    return changes
+
+
+def watch_over_flow_runs() -> list[Change]:
+    """Makes the automations that end flow runs which died with their workers, where there are none.
+
+    Flow runs at work pools need them without a deployed policy too: their cells are not sent again as long as they are
+    shown as running. Automations that are there keep the time that `deploy_policy` gave them.
+
+    Raises:
+        PrefectUnavailable: the server does not answer.
+    """
+    heartbeat = get_current_settings().flows.heartbeat_frequency or 0
+    silent_after = max(_PATIENT, timedelta(seconds=1.5 * heartbeat))
+    changes: list[Change] = []
+    with prefect_client() as client:
+        for automation in (_silence(silent_after), _cancelling(silent_after)):
+            if not client.read_automations_by_name(automation.name):
+                changes += _automation(client, automation.name, automation, dry_run=False)
     return changes
 
 

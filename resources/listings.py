@@ -55,9 +55,10 @@ class FileInfo:
 
 
 LocalFile = tuple[str, int, float, int]
-"""Name, size, and times of a file: its own in seconds, in nanoseconds that of what it points to where it is a link.
+"""Name, size, and time of a file, in seconds and in nanoseconds.
 
-A link has the size of what it points to, 0 where there is nothing.
+A link has the size of what it points to, 0 where there is nothing, and of both their times the later one: it says
+something else since it was made anew, or since what it points to was written.
 """
 
 
@@ -101,7 +102,8 @@ def _link(entry: os.DirEntry[str]) -> list[LocalFile]:
         behind = entry.stat()
     except OSError:
         return [(entry.name, 0, own.st_mtime, own.st_mtime_ns)]
-    return [(entry.name, behind.st_size, own.st_mtime, behind.st_mtime_ns)]
+    last = max(own, behind, key=lambda told: told.st_mtime_ns)
+    return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns)]
 
 
 def bucket_objects(
@@ -148,7 +150,7 @@ def _range(
             filesystem, bucket, prefix=prefix or None, startOffset=start, endOffset=end, pageToken=token,
             maxResults=PAGE,
         )  # fmt: skip
-        yield from page.get("items", ())
+        yield from (one for one in page.get("items", ()) if not is_marker(one["name"]))
         token = page.get("nextPageToken")
         if token is None:
             return
@@ -157,6 +159,11 @@ def _range(
 def _page(filesystem: fsspec.AbstractFileSystem, bucket: str, **asked: Any) -> dict[str, Any]:
     _, content = filesystem.call("GET", "b/{}/o", bucket, fields=_ASKED, **asked)  # pyright: ignore[reportAttributeAccessIssue]
     return orjson.loads(content)
+
+
+def is_marker(name: str) -> bool:
+    """Whether an object only stands for a folder, as the store's own console and mounted buckets make them."""
+    return name.endswith("/")
 
 
 def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) -> list[FileInfo]:

@@ -140,7 +140,7 @@ class Regions(Config):
                     return values  # which is reported when the field itself is looked at
                 filled = [
                     {**common, **region, "chip_hour": {**chips, **(region.get("chip_hour") or {})}}
-                    if isinstance(region, dict)
+                    if isinstance(region, dict) and isinstance(region.get("chip_hour") or {}, Mapping)
                     else region
                     for region in regions
                 ]

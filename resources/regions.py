@@ -76,8 +76,8 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
     raise NoMatchingRegion(
         expected=f"a region that offers {_described(resources)}",
         found=f"no region does. Regions searched: {', '.join(region.name for region in searched)}",
-        remedy=f"{_nearest(resources, searched=searched, known=known)}Add one to deployments/regions.yaml or change "
-        "resources.device.",
+        remedy=f"{_nearest(resources, searched=searched, known=known)}Add one to the regions file "
+        "(deployments/regions.yaml, unless ASSAY_REGIONS names another), or change resources.device.",
     )
 
 

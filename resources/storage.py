@@ -254,7 +254,8 @@ def list_files(uri: str) -> list[FileInfo]:
         except FileNotFoundError:
             return []
     root = path.rstrip("/")
-    return listings.described(uri, [(name[len(root) :].lstrip("/"), info) for name, info in found.items()])
+    named = [(name[len(root) :].lstrip("/"), info) for name, info in found.items() if not listings.is_marker(name)]
+    return listings.described(uri, named)
 
 
 def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, Any]] | None:

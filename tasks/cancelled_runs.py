@@ -38,7 +38,7 @@ def stopping_if_cancelled(policy: Policy, cells: Sequence[OpenCell]) -> Iterator
     except BaseException as error:
         if not isinstance(error, Exception) and flow_run.id and _is_being_cancelled(flow_run.id):
             with suppress(AssayError):  # then the next reconciliation begins them again
-                _stop(policy, cells, name=str(flow_run.name))
+                stop_unfinished(policy, cells, flow_run_name=str(flow_run.name))
         raise
 
 
@@ -73,14 +73,20 @@ def _is_being_cancelled(flow_run_id: str) -> bool:
     return False
 
 
-def _stop(policy: Policy, cells: Sequence[OpenCell], *, name: str) -> None:
+def stop_unfinished(policy: Policy, cells: Sequence[OpenCell], *, flow_run_name: str) -> None:
+    """Stops those of some cells, which a cancelled flow run had, that have no outcome and that nobody else has.
+
+    Raises:
+        AssayError: the policy's runs cannot be looked at, or marks not be written.
+    """
     taken = {(cell.run, cell.checkpoint.name, cell.evaluation.hash) for cell in cells}
     found = reconcile(look(policy), policy, now=time.time())
     by_run: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for cell in (*found.work, *found.others):
         key = (cell.run, cell.checkpoint.name, cell.evaluation.hash)
-        if key in taken and cell.state not in ("failed", "stopped"):
+        # Our own claims are given up by now: one that is claimed another run evaluates.
+        if key in taken and cell.state not in ("failed", "stopped", "claimed"):
             by_run[cell.run].append(key[1:])
     for run, keys in by_run.items():
-        write_mark(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=name)
+        write_mark(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=flow_run_name)
         report_event(f"{len(keys)} of {run} wait for assay retry, since this flow run was cancelled")

@@ -37,9 +37,10 @@ class Shares:
         lease_seconds: float = LEASE_SECONDS,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._left = {key_of(cell): cell for cell in cells}
+        self._left: dict[str, Cell] = {}
+        self._since: dict[str, datetime] = {}
+        self.add(cells)
         self._wait, self._sleep = wait, sleep
-        self._began: datetime = now()
         self._claims: Claims | None = None
         self._told: set[str] = set()
         if folder is None and cells:
@@ -62,7 +63,9 @@ class Shares:
 
     def add(self, cells: Iterable[Cell]) -> None:
         """Wants more cells."""
-        self._left.update((key_of(cell), cell) for cell in cells)
+        for cell in cells:
+            self._left[key_of(cell)] = cell
+            self._since[key_of(cell)] = now()
 
     def next(self) -> list[Cell]:
         """Cells that are ours now and have no outcome; none once all have one, or others have them.
@@ -121,10 +124,14 @@ class Shares:
                 self._claims.release(key_of(cell))
 
     def _has_outcome(self, cell: Cell) -> bool:
-        """Whether another run has finished it since this one began, or succeeded at any time."""
+        """Whether another run has finished it since it was wanted here, or succeeded at any time.
+
+        What was told to end has finished nothing.
+        """
+        since = self._since[key_of(cell)]
         for one in filter(None, (cell, cell.alternative)):
             record = read_record(one.uri)
-            if record is not None and (record.succeeded or record.created > self._began):
+            if record is not None and (record.succeeded or (record.created > since and not record.interrupted)):
                 return True
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from functools import cached_property
 from typing import Any
@@ -77,7 +78,7 @@ class Dispatcher:
         names = CellNames(names=tuple(sorted(map(name_of_cell, batch.cells), key=lambda name: name.model_dump_json())))
         tries = max(self._sent.tries(name) for name in names.names)
         there = self._policy.model_copy(update={"runs": (self._runs[batch.cells[0].run],), "dispatch": "here"})
-        return send_run(
+        run = send_run(
             FLOW,
             batch.choice,
             parameters={"policy": there.model_dump(mode="json"), "cells": names.model_dump(mode="json")},
@@ -85,6 +86,9 @@ class Dispatcher:
             name=f"evaluate {self._policy.name} · {names}",
             key=digest_of([self._policy.name, self._policy.evaluation_path, names.model_dump(), tries]),
         )
+        state = self._states[batch.choice.work_pool]  # those that choose later find its place taken
+        self._states[batch.choice.work_pool] = replace(state, active=state.active + 1)
+        return run
 
     def move_stuck(self, found: Reconciliation) -> list[tuple[Dispatch, Batch]]:
         """Takes flow runs back that nobody will begin, since their work pool was paused or lost its workers, and sends

@@ -24,7 +24,7 @@ def name_of(uri: str) -> tuple[str, str, int]:
     """
     absolute = uri if uri.startswith("/") else storage.absolute(uri)
     local = absolute.split("://", 1)[1] if "://" in absolute else absolute
-    parts = [part for part in local.split("/") if part]
+    parts = [part for part in local.split("/") if part not in ("", ".")]
     step = step_of(parts[-1]) if parts else None
     if step is not None:
         parts = parts[:-1]

@@ -6,11 +6,9 @@ import fnmatch
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 
-import httpx
-from prefect.client.orchestration import get_client
 from prefect.exceptions import PrefectException
 from prefect.settings import PREFECT_API_URL
-from prefect.states import Cancelled, Cancelling
+from prefect.states import Cancelling
 
 from resources.errors import AssayError, BadInput
 from tasks.claim_files import SeenClaim, end_claim
@@ -115,18 +113,19 @@ def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
     told: list[str] = []
     if not ids or PREFECT_API_URL.value() is None:
         return told
-    with get_client(sync_client=True) as client:
-        for one in ids:
-            try:
-                client.set_flow_run_state(one, state=Cancelling(message=CANCELLED_BY_COMMAND), force=True)
-                told.append(one)
-            except (PrefectException, httpx.HTTPError) as error:
-                report_event(f"flow run {one} could not be told: {error}")
+    for one in ids:
+        try:
+            with prefect_client() as client:
+                client.set_flow_run_state(one, state=Cancelling(message=CANCELLED_BY_COMMAND))
+        except (AssayError, PrefectException) as error:
+            report_event(f"flow run {one} could not be told: {error}")
+        else:
+            told.append(one)
     return told
 
 
 def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]:
-    """The same for flow runs at work pools, of which many may not have begun."""
+    """The same for flow runs at work pools; the server makes Cancelled of it where they have not begun."""
     told: list[str] = []
     if policy.dispatch == "here" or PREFECT_API_URL.value() is None:
         return told
@@ -134,8 +133,7 @@ def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]
         with prefect_client() as client:
             for one in read_dispatches(policy).at_work:
                 if str(one.id) not in besides:
-                    state = (Cancelling if one.begun else Cancelled)(message=CANCELLED_BY_COMMAND)
-                    client.set_flow_run_state(one.id, state, force=True)
+                    client.set_flow_run_state(one.id, Cancelling(message=CANCELLED_BY_COMMAND))
                     told.append(str(one.id))
     except (AssayError, PrefectException) as error:
         report_event(f"flow runs at work pools could not be told, and find nothing to do: {error}")

@@ -44,6 +44,7 @@ def look(
     for run in expand_runs(policy.runs):
         name = name_of(run)[0]
         folder = run_folder(policy, name)
+        claims = read_claims(claims_folder(policy.evaluation_path, name))  # first: what ends meanwhile has a record
         records = indexed_records(folder, afresh=afresh)
         listing = RunListing(
             run=run,
@@ -51,7 +52,7 @@ def look(
             wanted=evaluations_of(policy, run),
             checkpoints=look_at_run(run, reference=policy.native_reference, evaluated=records.has),
             records=records,
-            claims=read_claims(claims_folder(policy.evaluation_path, name)),
+            claims=claims,
             marks=read_marks(folder),
         )
         if unclear := undecided(listing):

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from rich.table import Table
+from rich import box
+from rich.table import Column, Table
 from rich.text import Text
 
 from tasks.batches import Batch
@@ -87,19 +88,27 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
     """The same for people; of a long plan the first cells."""
     content = plan_json(policy, found, estimates)
     total, cells = content["total"], content["cells"]
-    table = Table("", "Checkpoint", "Evaluation", "Priority", "Where", "Seconds", "Chip-hours", "USD")
+    ranked = any(cell["priority"] for cell in cells)
+    columns = (*_named("Evaluation"), *(["Priority"] if ranked else []), "Where", "Seconds", "Chip-hours", "USD")
+    table = Table("", *columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+
+    def add(number: str, checkpoint: str, evaluation: str, rank: str, where: str, costs: dict[str, Any]) -> None:
+        numbers = (_number(costs["seconds"]), _number(costs["chip_hours"], 3), _number(costs["money"], 2))
+        table.add_row(number, checkpoint, evaluation, *([rank] if ranked else []), where, *numbers)
+
     for number, cell in enumerate(cells[:_MOST_ROWS], start=1):
-        numbers = (_number(cell["seconds"]), _number(cell["chip_hours"], 3), _number(cell["money"], 2))
-        table.add_row(
-            str(number), cell["checkpoint"], cell["evaluation"], str(cell["priority"]), cell["where"], *numbers
-        )
+        add(str(number), cell["checkpoint"], cell["evaluation"], str(cell["priority"]), cell["where"], cell)
     if len(cells) > _MOST_ROWS:
-        table.add_row("…", f"and {len(cells) - _MOST_ROWS:,} more", "", "", "", "", "", "")
-    sums = (_number(total["seconds"]), _number(total["chip_hours"], 3), _number(total["money"], 2))
+        table.add_row("…", f"and {len(cells) - _MOST_ROWS:,} more")
     unknown = total["cells"] - total["with_estimate"]
     table.add_section()
-    table.add_row("", how_many(total["cells"], "cell"), f"{unknown:,} never measured" if unknown else "", "", "", *sums)
+    add("", how_many(total["cells"], "cell"), f"{unknown:,} never measured" if unknown else "", "", "", total)
     return table
+
+
+def _named(*others: str) -> list[Column]:
+    """Columns that name cells: on a narrow terminal a checkpoint's name stays whole, and the rest loses no letter."""
+    return [Column("Checkpoint", no_wrap=True, overflow="fold"), *(Column(one, overflow="fold") for one in others)]
 
 
 def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
@@ -125,7 +134,8 @@ def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
 
 def gaps_table(found: Reconciliation) -> Table:
     """The same for people: a line for each checkpoint and reason, the cells that only wait for their turn together."""
-    table = Table("State", "Checkpoint", "Evaluation", "Why", "Until, or what to do")
+    columns = ("State", *_named("Evaluation", "Why"), "Until, or what to do")
+    table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for state, cells in found.by_state().items():
         style = f"[{_STYLES[state]}]{_WORDS[state]}[/]"
         for number, (cell, evaluations) in enumerate(_together(cells)):

@@ -116,8 +116,16 @@ def prefect_errors_in_words() -> Iterator[None]:
     try:
         yield
     except (httpx.TransportError, PrefectHTTPStatusError) as error:
-        raise PrefectUnavailable(
-            expected=f"the Prefect server at {PREFECT_API_URL.value()} to do what it is asked",
-            found=str(error) or type(error).__name__,
-            remedy="start it (prefect server start), or correct PREFECT_API_URL",
-        ) from error
+        raise _unavailable(error) from error
+    except RuntimeError as error:  # the first thing that Prefect asks a server is its version
+        if not str(error).startswith("Failed to reach API"):
+            raise
+        raise _unavailable(error.__cause__ or error) from error
+
+
+def _unavailable(error: BaseException) -> PrefectUnavailable:
+    return PrefectUnavailable(
+        expected=f"the Prefect server at {PREFECT_API_URL.value()} to do what it is asked",
+        found=str(error) or type(error).__name__,
+        remedy="start it (prefect server start), or correct PREFECT_API_URL",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
-from pathlib import Path
+from urllib.parse import quote
 
 from prefect import task
 from prefect.artifacts import create_image_artifact, create_link_artifact, create_table_artifact
@@ -20,6 +20,7 @@ from tasks.reports import curves_svg, results_rows, write_report
 
 REPORT_NAME = "report.html"
 _REASON_CHARACTERS = 160
+_GOOGLE_FOLDERS = "https://console.cloud.google.com/storage/browser"
 
 
 def report_uri(evaluation_path: str, run_name: str) -> str:
@@ -54,15 +55,41 @@ def publish_report(config: EvaluationConfig) -> str:
 def publish_artifacts(records: Sequence[Record], page: str, *, title: str, records_at: str) -> None:
     """The same results as a table and a plot in the Prefect UI, with links to the page and to the records."""
     key = artifact_key(title)
-    rows = [{**row, "reason": _in_a_line(row["reason"])} for row in results_rows(records)]
+    rows = [
+        {**row, "value": _short(row["value"]), "stderr": _short(row["stderr"]), "reason": _in_a_line(row["reason"])}
+        for row in results_rows(records)
+    ]
     create_table_artifact(rows, key=f"{key}-results", description=f"Results of {title}")
     svg = base64.b64encode(curves_svg(records).encode()).decode()
     create_image_artifact(
         f"data:image/svg+xml;base64,{svg}", key=f"{key}-curves", description=f"Curves of {title} over training steps"
     )
     for what, place in (("report", page), ("records", records_at)):
-        link = Path(place).absolute().as_uri() if storage.is_local(place) else place
-        create_link_artifact(link, key=f"{key}-{what}", link_text=place, description=f"{what.capitalize()} of {title}")
+        create_link_artifact(
+            browser_address(place),
+            key=f"{key}-{what}",
+            link_text=place,
+            description=f"{what.capitalize()} of {title}",
+        )
+
+
+def browser_address(place: str) -> str:
+    """Where a browser finds a page, or a folder, of a store; of a local path a file:// address.
+
+    Google's are those of its console, for whoever is logged in. Other stores have none that everybody could open.
+    """
+    if storage.is_local(place):
+        return storage.local_path(place).absolute().as_uri()
+    if not place.startswith("gs://"):
+        return place
+    path = quote(place.removeprefix("gs://"))
+    page = place.endswith(".html")
+    return f"https://storage.cloud.google.com/{path}" if page else f"{_GOOGLE_FOLDERS}/{path}"
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits: a table has no room for seventeen."""
+    return None if value is None else float(f"{value:.6g}")
 
 
 def _in_a_line(reason: str | None) -> str:

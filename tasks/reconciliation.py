@@ -129,6 +129,12 @@ class _Run:
         self._failures: dict[tuple[str, str], list[IndexedRecord]] = defaultdict(list)
         for record in listing.records.others:
             self._failures[record.checkpoint, record.evaluation_hash].append(record)
+        self._digests: dict[tuple[str, str | None], set[str]] = defaultdict(set)
+        for name, recorded in listing.records.done.items():
+            for state in recorded if len(recorded) > 1 or listing.records.others else ():
+                self._digests[name, state.listing].add(state.digest)
+        for record in listing.records.others:
+            self._digests[record.checkpoint, record.listing].add(record.digest)
         self._claims = {
             (one.claim.subject.checkpoint, one.claim.subject.evaluation_hash): one for one in listing.claims
         }
@@ -170,8 +176,17 @@ class _Run:
 
     def _recorded(self, one: SeenCheckpoint) -> frozenset[str]:
         """Hashes of the evaluations that have a succeeded record of this very state of a checkpoint."""
-        states = [state.hashes for state in self._listing.records.done.get(one.name, ()) if _same(one, state)]
+        states = [state.hashes for state in self._listing.records.done.get(one.name, ()) if self._is_of(one, state)]
         return states[0] if len(states) == 1 else frozenset().union(*states)
+
+    def _is_of(self, one: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
+        """Whether a record is of a checkpoint as it is now: by its digest, or by what a listing tells of it.
+
+        Another record with the present listing tells the digest too: files may have been copied between the two.
+        """
+        if one.digest is not None:
+            return recorded.digest == one.digest
+        return recorded.listing == one.listing or recorded.digest in self._digests.get((one.name, one.listing), ())
 
     def _one(self, one: SeenCheckpoint, evaluations: Sequence[WantedEvaluation], recorded: Collection[str]) -> None:
         for wanted in evaluations:
@@ -208,7 +223,10 @@ class _Run:
     def _failures_of(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> list[IndexedRecord]:
         hashes = (wanted.hash, *filter(None, [wanted.native_hash]))
         return [
-            record for hash_ in hashes for record in self._failures.get((one.name, hash_), ()) if _same(one, record)
+            record
+            for hash_ in hashes
+            for record in self._failures.get((one.name, hash_), ())
+            if self._is_of(one, record)
         ]
 
     def _after(
@@ -261,13 +279,6 @@ class _Run:
         until: float | None = None,
     ) -> OpenCell:
         return OpenCell(self._listing.name, one, wanted, state, reason, until)
-
-
-def _same(one: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
-    """Whether a record is of a checkpoint as it is now: by its digest, or by what a listing tells of it."""
-    if one.digest is not None:
-        return recorded.digest == one.digest
-    return recorded.listing is not None and recorded.listing == one.listing
 
 
 def moment(seconds: float) -> str:

@@ -5,8 +5,8 @@
     <evaluation_path>/<run>/index/<number>.json     news: a record that was written since
 
 Records stay the only truth. The index is compared with a listing of them, but no longer than a twentieth of the time:
-one that took 3 s to compare is taken at its word for a minute, one that takes less than a second never is. Lost or
-damaged, it is made anew; where it cannot be written, it is made each time.
+one that took 3 s to compare is taken at its word for a minute, one that takes less than a second never is, and none for
+more than five minutes. Lost or damaged, it is made anew; where it cannot be written, it is made each time.
 """
 
 from __future__ import annotations
@@ -39,12 +39,15 @@ _ROWS = "records.json"
 _FORMAT = 2
 _TRUSTED_PER_SECOND = 20.0
 _WORTH_TRUSTING_SECONDS = 1.0
+_TRUSTED_AT_MOST_SECONDS = 300.0  # a comparison may have read every record, and clocks are set while it lasts
 _NEWS_KEPT_SECONDS = 3600.0  # longer than any reader takes between reading the index and writing it
 _READ_AT_ONCE = 16
 _REASON_CHARACTERS = 300
 _FIELDS = frozenset(Record.model_fields)
 _NEEDED = {name for name, field in Record.model_fields.items() if field.is_required()}
 _STATUSES = get_args(RecordStatus)
+_VERSIONS = get_args(Record.model_fields["schema_version"].annotation)
+_DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 Stamp = tuple[int, float, str | None]
 """Size, time and checksum of a record."""
@@ -134,9 +137,9 @@ def indexed_records(run_folder: str, *, afresh: bool = False, now: Callable[[], 
         StorageError: the folder cannot be listed.
     """
     began = now()
-    short = _read(storage.join(run_folder, _FOLDER, _SUMMARY))
-    if short is not None and not afresh and began < short["compared"] + _trusted_seconds(short["took"]):
-        return _with_news(_from_summary(short), run_folder, since=short["compared"])
+    short, records = _read_summary(run_folder)
+    if short is not None and not afresh and _is_trusted(began - short["compared"], took=short["took"]):
+        return _with_news(records, run_folder, since=short["compared"])
     if short is None and storage.is_local(run_folder) and not storage.exists(storage.join(run_folder, _FOLDER, _ROWS)):
         rows, stamps = _read_anew(run_folder)
         signature, summary = _signature(stamps), _summary(rows)
@@ -151,7 +154,7 @@ def indexed_records(run_folder: str, *, afresh: bool = False, now: Callable[[], 
             for file in _news(run_folder, since=0.0):
                 if file.modified < began - _NEWS_KEPT_SECONDS:
                     storage.delete(file.uri)
-    return _from_summary(summary)
+    return records if summary is short else _from_summary(summary)
 
 
 def _signature(stamps: Mapping[str, Stamp]) -> str:
@@ -188,10 +191,13 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
 def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedRecord]:
     """A row for each record: as the index has it where its stamp is the same, else read anew and kept."""
     content = _read(storage.join(run_folder, _FOLDER, _ROWS)) or {"rows": [], "stamps": []}
-    known = dict(zip((row[0] for row in content["rows"]), range(len(content["rows"])), strict=True))
-    told = list(map(tuple, content["stamps"]))
-    kept = [known[cell] for cell, stamp in stamps.items() if cell in known and told[known[cell]] == stamp]
-    rows = [IndexedRecord._make(content["rows"][number]) for number in kept]
+    try:
+        known = dict(zip((row[0] for row in content["rows"]), range(len(content["rows"])), strict=True))
+        told = list(map(tuple, content["stamps"]))
+        kept = [known[cell] for cell, stamp in stamps.items() if cell in known and told[known[cell]] == stamp]
+        rows = [IndexedRecord._make(content["rows"][number]) for number in kept]
+    except _DAMAGED:
+        known, rows = {}, []
     same = {row.cell for row in rows}
     rows += _rows(run_folder, [cell for cell in stamps if cell not in same])
     if len(same) != len(known) or len(same) != len(rows):
@@ -210,8 +216,10 @@ def keep_rows(run_folder: str, rows: Sequence[IndexedRecord], stamps: Mapping[st
     _write(run_folder, _ROWS, full)
 
 
-def _trusted_seconds(took: float) -> float:
-    return _TRUSTED_PER_SECOND * took if took > _WORTH_TRUSTING_SECONDS else 0.0
+def _is_trusted(age_seconds: float, *, took: float) -> bool:
+    """Whether an index is taken at its word; one that a clock says is of the future is not."""
+    trusted_seconds = min(_TRUSTED_PER_SECOND * took, _TRUSTED_AT_MOST_SECONDS)
+    return took > _WORTH_TRUSTING_SECONDS and 0 <= age_seconds < trusted_seconds
 
 
 def _write(run_folder: str, name: str, content: dict[str, Any]) -> None:
@@ -224,6 +232,16 @@ def _read(uri: str) -> dict[str, Any] | None:
     except (FileNotFoundError, ValueError):
         return None
     return content if isinstance(content, dict) and content.get("format") == _FORMAT else None
+
+
+def _read_summary(run_folder: str) -> tuple[dict[str, Any] | None, RunRecords]:
+    """The summary as it is written, None where there is none that can be used, and what it says."""
+    content = _read(storage.join(run_folder, _FOLDER, _SUMMARY))
+    if content is not None:
+        with suppress(*_DAMAGED):
+            content |= {"compared": float(content["compared"]), "took": float(content["took"])}
+            return {"stamps": None, **content}, _from_summary(content)
+    return None, RunRecords({}, (), {})
 
 
 def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
@@ -358,6 +376,8 @@ def _row_in(content: bytes, cell: str) -> IndexedRecord | None:
     try:
         told = orjson.loads(content)
         if not _NEEDED <= told.keys() <= _FIELDS or told["status"] not in _STATUSES:
+            raise ValueError(cell)
+        if told.get("schema_version", _VERSIONS[-1]) not in _VERSIONS:
             raise ValueError(cell)
         checkpoint, reason = told["checkpoint"], told["reason"]
         return IndexedRecord(

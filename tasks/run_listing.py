@@ -8,9 +8,11 @@ costs the looks.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -20,7 +22,7 @@ import orjson
 from pools.model_files import INDEX_NAME, TOKENIZER_FILES, digest_model_folder, inspect_model_folder
 from pools.native_files import Exports, inspect_native_folder
 from resources import storage
-from resources.errors import AssayError, BadInput
+from resources.errors import AssayError, BadInput, StorageError
 from resources.listings import PAGE
 from resources.settings import settings
 from resources.storage import FileInfo
@@ -32,7 +34,8 @@ _LOOKS_AT_ONCE = 16  # into an object store, each of which waits for the network
 _RANGES = 8  # of names, in which a run that is known from before is listed at once
 _FILES_OF_A_CHECKPOINT = 4  # at least
 _SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json"})  # only whether they are there matters
-_JUDGED = _SIZES_DIFFER | {"config.json", INDEX_NAME}
+_ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by what they say, which most often is the same all along
+_SETTLED_SECONDS = 3.0  # after which another write shows in a file's time; some file systems count in steps of 2 s
 _FORMAT = 2
 _GLOB = frozenset("*?[")
 
@@ -118,12 +121,23 @@ def look_at_run(
     rows = remembered.get("checkpoints", ())
     tree = look_at_tree(uri, between=_marks(rows))
     signature = f"{tree.signature} {reference or ''}"
-    if remembered.get("signature") == signature:
-        return [_from_row(row) for row in rows]
+    began = time.time()
+    if remembered.get("signature") == signature and not any(row[3] == "levanter" and row[5] for row in rows):
+        return [_from_row(row) for row in rows]  # what a native one lacks may lie elsewhere, and be there by now
     known = {(row[0], row[4]): tuple(row[5]) for row in rows}
-    found = _judged(tree.files(), known, reference=reference, evaluated=evaluated)
-    _remember(uri, signature, found)
+    files = tree.files()
+    found = _judged(files, known, reference=reference, evaluated=evaluated)
+    unsettled = _unsettled(found, files, since=began - _SETTLED_SECONDS)
+    _remember(uri, "" if unsettled else signature, [one for one in found if one.uri not in unsettled])
     return found
+
+
+def _unsettled(found: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, since: float) -> set[str]:
+    """Incomplete checkpoints that may be completed without a change in what a listing shows: written just now."""
+    if not any(one.problems for one in found):
+        return set()
+    new = [file.uri for file in files if file.checksum is None and file.modified > since]
+    return {one.uri for one in found if one.problems and any(uri.startswith(f"{one.uri}/") for uri in new)}
 
 
 def _marks(rows: Sequence[Sequence[Any]]) -> list[str]:
@@ -180,14 +194,19 @@ class _Listed(NamedTuple):
     step: int
     listing: str
 
-    def shape(self) -> frozenset[tuple[str, int]]:
-        """Names and sizes of what makes a checkpoint whole."""
+    def shape(self) -> frozenset[tuple[str, int | str]]:
+        """What makes a checkpoint whole: files by their sizes, some by their checksums, or only by their names."""
         start = len(self.folder) + 1
-        return frozenset(
-            (name, 0 if name in _SIZES_DIFFER else file.size)
-            for name, file in ((file.uri[start:], file) for file in self.files)
-            if name in _JUDGED or name.endswith(".safetensors")
-        )
+        found: list[tuple[str, int | str]] = []
+        for file in self.files:
+            name = file.uri[start:]
+            if name in _SIZES_DIFFER:
+                found.append((name, 0))
+            elif name in _ALIKE:
+                found.append((name, file.checksum or file.size))
+            elif name.endswith(".safetensors"):
+                found.append((name, file.size))
+        return frozenset(found)
 
 
 def _verdicts(
@@ -267,13 +286,14 @@ def _memory(uri: str, what: str) -> str:
 def _read_memory(uri: str, what: str) -> dict[str, Any]:
     try:
         content = orjson.loads(storage.read_bytes(_memory(uri, what)))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, StorageError, ValueError):
         return {}
     return content if isinstance(content, dict) and content.get("format") == _FORMAT else {}
 
 
 def _write_memory(uri: str, what: str, content: Mapping[str, Any]) -> None:
-    storage.write_bytes(_memory(uri, what), orjson.dumps({"format": _FORMAT, **content}))
+    with suppress(StorageError, orjson.JSONEncodeError):  # a full disk; a name that is not UTF-8
+        storage.write_bytes(_memory(uri, what), orjson.dumps({"format": _FORMAT, **content}))
 
 
 def _from_row(row: Sequence[Any]) -> SeenCheckpoint:

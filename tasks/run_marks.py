@@ -18,6 +18,7 @@ from prefect.client.schemas.filters import (
     ArtifactFilterFlowRunId,
     ArtifactFilterType,
 )
+from prefect.client.schemas.objects import FlowRun
 from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
@@ -44,7 +45,7 @@ def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
     if context is None or context.flow_run is None:
         yield
         return
-    _tag(context.flow_run.id, {*context.flow_run.tags, *tags_of(configs)})
+    _tag(context.flow_run, tags_of(configs))
     bar = ProgressBar(configs[0].run_name, also=reported())
     try:
         with listening(bar.take):
@@ -61,10 +62,12 @@ def tags_of(configs: Sequence[EvaluationConfig]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _tag(flow_run_id: UUID, wanted: set[str]) -> None:
+def _tag(flow_run: FlowRun, more: Sequence[str]) -> None:
+    """Adds tags to those that it has, and to what its process knows of it: one policy's runs come one after another."""
+    flow_run.tags = sorted({*flow_run.tags, *more})
     try:
         with get_client(sync_client=True) as client:
-            client.update_flow_run(flow_run_id, tags=sorted(wanted))
+            client.update_flow_run(flow_run.id, tags=flow_run.tags)
     except httpx.HTTPError as error:
         report_event(f"the flow run stays without tags: {error}")
 

@@ -13,6 +13,7 @@ from prefect.client.orchestration import PrefectClient
 from prefect.client.schemas.actions import WorkPoolCreate, WorkPoolUpdate
 from prefect.client.schemas.objects import WorkerStatus, WorkPool
 from prefect.exceptions import ObjectNotFound
+from prefect.runtime import flow_run
 
 from pools.work_pools import WorkPoolState
 from resources.errors import BadInput
@@ -162,7 +163,7 @@ async def _state(client: PrefectClient, name: str) -> WorkPoolState:
 
 
 async def _active(client: PrefectClient, name: str) -> int:
-    """How many flow runs take a slot of the work pool now, or wait for one."""
+    """How many flow runs take a slot of the work pool now, or wait for one; not the one that asks, which soon ends."""
     from prefect.client.schemas.filters import (
         FlowRunFilter,
         FlowRunFilterNextScheduledStartTime,
@@ -188,7 +189,7 @@ async def _active(client: PrefectClient, name: str) -> int:
             FlowRunFilter(state=among(StateType.SCHEDULED), next_scheduled_start_time=due),
         )
     ]
-    return sum(map(len, found))
+    return sum(str(one.id) != flow_run.id for page in found for one in page)
 
 
 async def _read(client: PrefectClient, name: str) -> WorkPool | None:

@@ -112,6 +112,7 @@ def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
     assert artifacts["gated-progress"]["data"] == 100.0
     assert "1 of 1 cell of gated" in artifacts["gated-progress"]["description"]
     assert str(tmp_path / "out" / "gated") in artifacts["gated-records"]["data"]
+    assert all(len(str(row["stderr"])) <= 9 for row in json.loads(artifacts["gated-results"]["data"]))
     assert "NO-GO: release" in artifacts["gated-gate"]["data"]
 
     records = evaluate_checkpoints(config, latest, Gate.model_validate({"rules": [LOW]}))

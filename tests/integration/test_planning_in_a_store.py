@@ -138,7 +138,7 @@ def test_checkpoint_in_a_store_waits_until_it_is_whole_and_is_done_again_once_it
 @pytest.mark.parametrize("between", [(), ("run/a", "run/b0500", "run/b0500/x", "run/c"), ("a",), ("z",)])
 def test_listing_in_ranges_is_that_in_one(store: FakeGcs, between: tuple[str, ...]):
     names = ["run/a/x", *(f"run/b{number:04}" for number in range(1001)), "run/c"]
-    for name in [*names, "run", "run-2/x", "other/x"]:
+    for name in [*names, "run", "run-2/x", "other/x", "run/", "run/b/"]:  # the last two stand for folders
         store.put("bucket", name, b"x")
     filesystem = gcsfs.GCSFileSystem()
     found = bucket_objects(filesystem, "bucket/run", between=between)

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 
 from fakes import engine as engine_program
 from fakes.models import CONFIG, write_checkpoint
@@ -65,7 +65,7 @@ class Watched:
         path.write_text(yaml.safe_dump({"name": name, "description": name, "evaluations": evaluations}))
         return str(path)
 
-    def write_policy(self, *suites: str, **fields: Any) -> None:
+    def write_policy(self, *suites: str | dict[str, Any], **fields: Any) -> None:
         content = {
             "name": "watched",
             "runs": [str(self.folder / "run*")],
@@ -150,9 +150,13 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
         assert run.requests == asked
 
         weights.write_bytes(whole)  # it is whole now
-        run.write_policy(facts, run.write_suite("backwards", "demo_backwards"))  # and a suite more is wanted
+        more = {"suite": run.write_suite("backwards", "demo_backwards"), "priority": 1}
+        run.write_policy(facts, more)  # and a suite more is wanted, before the others
         assert run.reconcile()["succeeded"] == 3
         assert run.missing() == {}
+        both = FlowRunFilterTags(all_=["run=run", "suite=facts", "suite=backwards"])
+        with get_client(sync_client=True) as client:
+            assert client.read_flow_runs(flow_run_filter=FlowRunFilter(tags=both))
 
         before = {record.attempt for record in run.records()}
         run.write_checkpoint(1, seed=99)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -24,11 +25,13 @@ from fakes.prefect_field import Field, prefect_field
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.cli import app
+from flows.policy_deploying import CANCELLING_AUTOMATION, SILENCE_AUTOMATION
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoUsableWorkPool
 from resources.settings import settings
 from tasks.records import read_records
+from tasks.work_pools import work_pool_states
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 
@@ -156,6 +159,9 @@ def sent(field: Field, tmp_path: Path) -> Iterator[Sent]:
         for work_pool in (US, EU):
             one.change(work_pool, is_paused=False, concurrency_limit=None)
         yield one
+        for run in one.runs():
+            if run["state"]["name"] == "Scheduled":  # else it takes a place from those of the next test
+                one.end(run, "Cancelled")
 
 
 def test_cells_go_where_a_worker_lives_and_only_at_a_price_that_is_allowed(sent: Sent):
@@ -216,6 +222,28 @@ def test_cells_that_nobody_begins_or_whose_run_died_are_sent_again_and_not_for_e
     assert [run["job_variables"] for run in sent.runs()] == [{}] * 4 + [{"env": {"ASSAY_JOBS": "ray://head:10001"}}]
     assert len(sent.ask("cancel")["flow_runs_cancelled"]) == 2
     assert Counter(state for _, state in sent.states()) == {"Moved": 1, "Crashed": 2, "Cancelled": 2}
+
+
+def test_flow_runs_that_move_take_each_others_places_and_the_one_that_sends_takes_none(
+    sent: Sent, monkeypatch: pytest.MonkeyPatch
+):
+    sent.alive(US, EU)
+    sent.write_policy("first", "second", max_egress_usd=1000)
+    sent.reconcile()
+    assert sent.states() == [(US, "Scheduled")] * 2
+    sent.change(US, is_paused=True)
+    sent.change(EU, concurrency_limit=1)
+    sent.reconcile()
+    assert Counter(sent.states()) == {(US, "Moved"): 1, (US, "Scheduled"): 1, (EU, "Scheduled"): 1}
+
+    assert asyncio.run(work_pool_states([EU]))[EU].obstacle == "is full (1 of 1 flow runs)"
+    monkeypatch.setenv("PREFECT__RUNTIME__FLOW_RUN__ID", sent.runs()[-1]["id"])
+    assert asyncio.run(work_pool_states([EU]))[EU].obstacle is None, "it reconciles, and ends when it has sent"
+
+
+def test_work_pools_are_applied_with_what_ends_flow_runs_that_died_with_their_workers(field: Field):
+    found = {one["name"]: one["actions"][0]["state"] for one in field.ask("/automations/filter", {})}
+    assert found == {SILENCE_AUTOMATION: "CRASHED", CANCELLING_AUTOMATION: "CANCELLED"}
 
 
 def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):

@@ -46,6 +46,7 @@ def find(path: Path, **selection: object) -> list[Checkpoint]:
         ("/runs/llama/checkpoint-500", "llama", "llama-500", 500),
         ("/runs/llama/global_step_10", "llama", "llama-10", 10),
         ("/runs/llama/hf", "llama", "llama", 0),
+        ("/runs/llama/./hf/.", "llama", "llama", 0),
         ("/models/my model!", "my-model-", "my-model-", 0),
     ],
 )

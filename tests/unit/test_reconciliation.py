@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,12 @@ from pools.model_files import digest_model_folder, inspect_model_folder
 from resources import storage
 from resources.errors import RecordStatus
 from resources.processes import ProcessMark
+from tasks.cancelled_runs import stop_unfinished
 from tasks.cells import plan_cells
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.checkpoints import find_checkpoints
 from tasks.claim_files import Claim, Holder, SeenClaim, Subject
+from tasks.claims import Claims
 from tasks.config import EvaluationConfig
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import Estimates, look
@@ -313,6 +316,17 @@ def test_cancelled_policy_stands_still_until_retry_and_keeps_what_is_done(watche
     assert asked("gaps", watched)["missing"] == {"work": 1, "waiting": 1}
 
 
+def test_cells_of_a_cancelled_flow_run_are_stopped_but_those_that_another_run_has(watched: Path):
+    policy = load_policy(str(watched))
+    cells = reconcile(look(policy), policy, now=time.time()).work
+    others = cells[0]
+    subject = Subject(key="step-100.c", checkpoint=others.checkpoint.name, evaluation_hash=others.evaluation.hash)
+    with Claims(str(watched.parent / "out" / "run" / "claims"), in_background=False) as claims:
+        assert claims.acquire([subject]).ours
+        stop_unfinished(policy, cells, flow_run_name="reconcile p")
+        assert asked("gaps", watched)["missing"] == {"claimed": 1, "stopped": 1, "waiting": 1}
+
+
 def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Path):
     publish(watched, 100)
     step = watched.parent / "run" / "hf" / "step-100"
@@ -356,17 +370,16 @@ def test_index_of_records_follows_what_is_written_changed_removed_and_lost(watch
 def test_index_that_is_believed_hears_news_and_is_compared_when_asked(watched: Path):
     folder = str(watched.parent / "out" / "run")
     publish(watched, 100)
-    clock = iter([1e9, 1e9 + 100.0])  # comparing took 100 s, so it is believed for a while
-    indexed_records(folder, now=lambda: next(clock))
     cell = publish(watched, 200)
-
-    def later() -> float:
-        return 1e9 + 200.0
-
-    assert list(indexed_records(folder, now=later).done) == ["run-100"]
+    written = (cell / "record.json").read_bytes()
+    storage.delete(record_uri(str(cell)))
+    clock = iter([1e9, 1e9 + 100.0, 1e9 + 200.0, 1e9 + 200.0])  # comparing took 100 s, so it is believed for a while
+    indexed_records(folder, now=lambda: next(clock))
+    (cell / "record.json").write_bytes(written)
+    assert list(indexed_records(folder, now=lambda: next(clock)).done) == ["run-100"]
     record = make_record(step=200, run="run")
     note_record(folder, str(cell), record)
-    assert list(indexed_records(folder, now=later).done) == ["run-100", "run-200"]
+    assert list(indexed_records(folder, now=lambda: next(clock)).done) == ["run-100", "run-200"]
     storage.delete(record_uri(str(cell)))
     assert list(indexed_records(folder, afresh=True).done) == ["run-100"]
 

@@ -53,6 +53,7 @@ def test_rows_say_what_the_records_say(tmp_path: Path):
         lambda content: json.dumps([json.loads(content)]),
         lambda content: json.dumps({**json.loads(content), "status": "splendid"}),
         lambda content: json.dumps({**json.loads(content), "of_a_later_version": 1}),
+        lambda content: json.dumps({**json.loads(content), "schema_version": 3}),
         lambda content: json.dumps({name: one for name, one in json.loads(content).items() if name != "metrics"}),
         lambda content: json.dumps({**json.loads(content), "created": "yesterday"}),
     ],
@@ -89,3 +90,30 @@ def test_index_without_its_rows_is_right_while_nothing_changes_and_after(tmp_pat
     }
     lose_index(run)
     assert indexed_records(str(run)) == found
+
+
+@pytest.mark.parametrize("name", INDEX)
+@pytest.mark.parametrize("content", [{}, {"format": 2}, {"format": 2, "rows": [[]], "stamps": [], "compared": "no"}])
+def test_damaged_index_is_made_anew(tmp_path: Path, name: str, content: dict[str, Any]):
+    place(tmp_path, make_record())
+    run = tmp_path / "run-a"
+    found = indexed_records(str(run))
+    lose_index(run)
+    (run / "index" / name).write_text(json.dumps(content))
+    assert indexed_records(str(run)) == found
+    assert indexed_records(str(run)) == found
+
+
+@pytest.mark.parametrize(
+    ("compared", "took", "asked", "believed"),
+    [(1e9, 10.0, 100.0, True), (1e9, 10.0, 300.0, False), (2e9, 10.0, -1e9, False), (1e9, 1e6, 400.0, False)],
+)
+def test_index_is_believed_for_a_while_whatever_clocks_do_meanwhile(
+    tmp_path: Path, compared: float, took: float, asked: float, believed: bool
+):
+    path = place(tmp_path, make_record())
+    clock = iter([compared, compared + took])
+    indexed_records(str(path.parents[3]), now=lambda: next(clock))
+    path.unlink()
+    found = indexed_records(str(path.parents[3]), now=lambda: compared + asked)
+    assert bool(found.done) == believed

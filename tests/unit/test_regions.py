@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoMatchingRegion
@@ -111,6 +112,12 @@ def test_prices_of_cores_and_memory_hold_everywhere_also_where_no_chip_has_a_pri
         assert price_per_hour(near, on_cpu) == price_per_hour(far, on_cpu) is not None
         assert price_per_hour(near, ResourceConfig.with_tpu("v4-8")) is None
         assert price_per_hour(far, ResourceConfig.with_tpu("v4-8")) == 8, "its own price"
+
+
+def test_region_whose_prices_are_no_table_is_refused_in_words():
+    regions = [{**region, "chip_hour": 5} for region in CONTENT["regions"]]
+    with pytest.raises(ValidationError, match="chip_hour"):
+        Regions.model_validate({**CONTENT, "regions": regions})
 
 
 def test_egress_price_follows_continents():

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 import httpx
 import pytest
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect import flow
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from fakes.polling import eventually
-from resources.errors import BadInput
-from tasks.prefect_client import end_is_told, server_answers, show
+from resources.errors import BadInput, PrefectUnavailable
+from tasks.prefect_client import end_is_told, prefect_errors_in_words, server_answers, show
 from tasks.progress import CellDone, CellProgress, Event, Update, listening
 from tasks.run_marks import ProgressBar
 
@@ -134,6 +135,22 @@ def test_server_of_the_run_itself_is_not_waited_for():
     with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(BadInput), end_is_told():
         assert server_answers(within_seconds=300)
         raise BadInput(expected="a", found="b", remedy="c")
+
+
+def test_flow_whose_server_does_not_answer_fails_for_want_of_infrastructure(server: http.server.HTTPServer):
+    @flow
+    def nothing() -> None:
+        pass
+
+    with (
+        temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}),
+        pytest.raises(PrefectUnavailable, match="refused") as raised,
+        prefect_errors_in_words(),
+    ):
+        nothing()
+    assert raised.value.exit_code == 2
+    with pytest.raises(RuntimeError, match="a bug of ours"), prefect_errors_in_words():
+        raise RuntimeError("a bug of ours")
 
 
 def test_what_cannot_be_shown_fails_nothing():

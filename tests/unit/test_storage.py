@@ -96,6 +96,9 @@ def test_list_files_follows_links_to_files_and_not_into_folders(tmp_path: Path) 
     (root / "a" / "b.json").write_bytes(b"54321")
     os.utime(root / "a" / "b.json", ns=(1, 1))
     assert look_at_tree(str(root)).signature != before.signature
+    os.utime(root / "a" / "b.json", (2e9, 2e9))
+    [link] = [file for file in storage.list_files(str(root)) if file.uri.endswith("link")]
+    assert link.modified == 2e9, "what a link points to was written anew"
 
 
 @pytest.mark.parametrize("span", [(None, None), (0, 8), (3, None), (3, 7), (9, 20), (5, 5)])

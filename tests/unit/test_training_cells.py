@@ -11,6 +11,7 @@ import pytest
 
 from fakes.jobs import FakeClient, FakeJob
 from fakes.models import write_checkpoint, write_run
+from fakes.records import make_record
 from fakes.stores import folder_store
 from pools.model_files import digest_model_folder
 from resources.config import ResourceConfig
@@ -21,7 +22,7 @@ from tasks.checkpoints import Checkpoint
 from tasks.claiming import Shares
 from tasks.config import EvaluationConfig
 from tasks.progress import Event, Update, listening
-from tasks.records import CheckpointReference
+from tasks.records import CheckpointReference, now, write_record
 from tasks.training_cells import ArrivingCells, Exports, step_in
 
 CONFIG = EvaluationConfig.model_validate(
@@ -227,6 +228,23 @@ def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, jo
         assert len(cells.planned) == 3
         other.release(*reconciler)
         assert names(one.next()) == ["run-2"], "had the other left that one too, it would be evaluated in the end"
+
+
+def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcome(run: Path) -> None:
+    write_run(run, [1, 2, 3])
+    exports = Exports(str(run / "hf"))
+    one, two, three = [cell_of(checkpoint, lambda step: False) for checkpoint in exports.look(last=True)]
+
+    def record(cell: Cell, *, interrupted: bool = False) -> None:
+        of_cell = {"checkpoint": cell.reference, "interrupted": interrupted, "created": now()}
+        write_record(cell.uri, make_record(status="infra_failed").model_copy(update=of_cell))
+
+    with Shares([], wait=False, folder=str(run / "claims")) as shares:
+        record(one)  # the training goes on for days, and another run tried while it did
+        shares.add([one, two, three])
+        record(two, interrupted=True)
+        record(three)
+        assert shares.take() == [one, two]
 
 
 def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(

@@ -1,0 +1,135 @@
+"""What is remembered of a run never stands for what lies there by now."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fakes.models import write_checkpoint
+from fakes.records import make_record
+from resources.settings import settings
+from tasks.checkpoint_rules import CheckpointRule
+from tasks.claim_files import Subject, claims_folder
+from tasks.claims import Claims
+from tasks.config import EvaluationConfig
+from tasks.policies import Policy, WantedEvaluation
+from tasks.policy_looking import look
+from tasks.reconciliation import RunListing, reconcile
+from tasks.record_index import Evaluated, IndexedRecord, RunRecords
+from tasks.records import write_record
+from tasks.run_listing import SeenCheckpoint, look_at_run
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+    yield tmp_path / "cache"
+    settings.cache_clear()
+
+
+def test_checkpoint_completed_within_a_tick_of_the_clock_is_seen(tmp_path: Path):
+    weights = write_checkpoint(tmp_path / "run" / "step-100") / "model.safetensors"
+    whole, told = weights.read_bytes(), weights.stat()
+
+    def looked(content: bytes) -> bool:
+        weights.write_bytes(content)
+        os.utime(weights, ns=(told.st_atime_ns, told.st_mtime_ns))
+        [one] = look_at_run(str(tmp_path / "run"))
+        return one.complete
+
+    assert not looked(bytes(len(whole)))  # as large as it will be, and not written yet
+    assert looked(whole)
+
+
+def test_native_checkpoint_is_whole_once_its_reference_is_there(tmp_path: Path):
+    native, reference = tmp_path / "run" / "checkpoints" / "step-100", tmp_path / "elsewhere"
+    (native / "d").mkdir(parents=True)
+    (native / "manifest.ocdbt").write_bytes(b"m")
+    (native / "d" / "array").write_bytes(b"a")
+    (native / "metadata.json").write_text(json.dumps({"step": 100}))
+    for path in native.rglob("*"):
+        os.utime(path, (1e9, 1e9))
+    [one] = look_at_run(str(tmp_path / "run"), reference=str(reference))
+    assert any("its reference" in problem for problem in one.problems)
+    write_checkpoint(reference)
+    [one] = look_at_run(str(tmp_path / "run"), reference=str(reference))
+    assert one.complete
+
+
+def test_run_with_a_folder_whose_name_is_not_utf8_is_looked_at(tmp_path: Path):
+    write_checkpoint(tmp_path / "run" / "step-100")
+    odd = tmp_path / "run" / os.fsdecode(b"mod\xe9l")
+    odd.mkdir()
+    (odd / "config.json").write_text("{}")
+    for _ in range(2):
+        assert [one.complete for one in look_at_run(str(tmp_path / "run"))] == [False, True]
+
+
+def test_run_is_looked_at_where_nothing_can_be_remembered(tmp_path: Path, cache: Path):
+    write_checkpoint(tmp_path / "run" / "step-100")
+    cache.write_text("a file where a folder should be")
+    assert [one.complete for one in look_at_run(str(tmp_path / "run"))] == [True]
+
+
+def wanted(*names: str) -> list[WantedEvaluation]:
+    content = {"model_path": "/runs/run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}
+    config = EvaluationConfig.model_validate(content)
+    rules = (CheckpointRule(which="all"),)
+    return [WantedEvaluation((name,), 0, rules, config, f"hash-{name}", None) for name in names]
+
+
+def policy(tmp_path: Path) -> Policy:
+    content = {"name": "p", "runs": [str(tmp_path / "run")], "suites": ["demo"]}
+    return Policy.model_validate({**content, "evaluation_path": str(tmp_path / "out")})
+
+
+def test_records_of_before_and_after_a_copy_count_together(tmp_path: Path):
+    row = IndexedRecord("c", "run-1", "hash-c", "digest", "original", "failed", 1.0, 1.0, 0.0, 0, "the reason")
+    states = [
+        Evaluated("digest", "original", frozenset({"hash-a"})),
+        Evaluated("digest", "copied", frozenset({"hash-b"})),
+        Evaluated("of other weights", "long ago", frozenset({"hash-d"})),
+    ]
+    seen = SeenCheckpoint("/runs/run/step-1", "run-1", 1, "huggingface", "copied", ())
+    listing = RunListing("/runs/run", "run", wanted(*"abcd"), [seen], RunRecords({"run-1": states}, [row], {}))
+    found = reconcile([listing], policy(tmp_path), now=2.0)
+    assert found.done_count == 2
+    assert [cell.evaluation.suites for cell in found.work] == [("d",)]
+    assert [(cell.evaluation.suites, cell.state) for cell in found.others] == [(("c",), "failed")]
+    again = replace(seen, listing="written again")
+    found = reconcile([replace(listing, checkpoints=[again])], policy(tmp_path), now=2.0)
+    assert len(found.work) == 4
+
+
+def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Path):
+    write_checkpoint(tmp_path / "run" / "step-100")
+    subject = Subject(key="step-100.cell", checkpoint="run-100", evaluation_hash="hash-a")
+    claims = Claims(claims_folder(str(tmp_path / "out"), "run"), in_background=False)
+    claims.__enter__()
+    assert claims.acquire([subject]).ours
+
+    def evaluations_of(_: Policy, run: str) -> list[WantedEvaluation]:
+        """The other run ends here, after records were looked at."""
+        [seen] = look_at_run(run)
+        record = make_record(step=100, run="run", status="failed", evaluation_hash="hash-a")
+        reference = record.checkpoint.model_copy(update={"listing": seen.listing})
+        cell = tmp_path / "out" / "run" / "step-100" / "lm_evaluation_harness" / "cell"
+        write_record(str(cell), record.model_copy(update={"checkpoint": reference}))
+        claims.__exit__()
+        return wanted("a")
+
+    listings = look(policy(tmp_path), evaluations_of=evaluations_of)
+    assert reconcile(listings, policy(tmp_path), now=claims_time(listings)).work == []
+    [found] = reconcile(look(policy(tmp_path), evaluations_of=lambda *_: wanted("a")), policy(tmp_path), now=0.0).others
+    assert found.state == "failed"
+
+
+def claims_time(listings: list[RunListing]) -> float:
+    """When the claims that were seen held."""
+    return max(one.holder.renewed for listing in listings for one in listing.claims if one.holder)
