@@ -84,9 +84,11 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
-    """A shell that starts us with & has SIGINT ignored, and every process that a test starts would inherit that."""
+    """What started us may have told us to ignore SIGINT (a shell's &) or SIGHUP (nohup); our processes would, too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="module", autouse=True)
