@@ -12,7 +12,7 @@ from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule, IntervalSchedule
-from prefect.events import Automation, EventTrigger
+from prefect.events import Automation, EventTrigger, ResourceSpecification
 from prefect.events.actions import ChangeFlowRunState, RunDeployment
 from prefect.events.schemas.automations import AutomationCore, Posture
 from prefect.exceptions import ObjectNotFound
@@ -31,10 +31,12 @@ ENTRYPOINT = "flows.reconcile.reconcile_policy"
 TAG = "assay"
 SILENCE_AUTOMATION = "assay: flow runs without a sign of life"
 """Name of the automation that looks after flow runs whose worker is gone too."""
+PENDING_AUTOMATION = "assay: flow runs that their worker did not begin"
+"""Name of the automation that looks after flow runs whose worker went before it had started their process."""
 CANCELLING_AUTOMATION = "assay: cancellations that nobody carries out"
 """Name of the automation that looks after flow runs that were cancelled when their worker was gone."""
 _PATIENT = timedelta(minutes=30)
-"""How long they wait where no policy says: a flow run is Pending while a cloud looks for its machine."""
+"""How long they wait where no policy says."""
 _BURST = timedelta(seconds=2)
 """Events so shortly after another start nothing of their own: the run that the first one starts begins after them."""
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -140,28 +142,30 @@ def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run:
         identifier = identifier or (there.id if there else None)
         automations = {
             wanted.event_automation: _on_event(wanted, identifier) if wanted.on_event else None,
-            SILENCE_AUTOMATION: _silence(silent_after),
-            CANCELLING_AUTOMATION: _cancelling(silent_after),
+            **{one.name: one for one in _watchers(silent_after)},
         }
         for name, automation in automations.items():
             changes += _automation(client, name, automation, dry_run=dry_run)
     return changes
 
 
-def watch_over_flow_runs() -> list[Change]:
+def watch_over_flow_runs(silent_after: timedelta = _PATIENT) -> list[Change]:
     """Makes the automations that end flow runs which died with their workers, where there are none.
 
     Flow runs at work pools need them without a deployed policy too: their cells are not sent again as long as they are
     shown as running. Automations that are there keep the time that `deploy_policy` gave them.
 
+    Args:
+        silent_after: how long a flow run may show no sign of life; more where heartbeats are rarer.
+
     Raises:
         PrefectUnavailable: the server does not answer.
     """
     heartbeat = get_current_settings().flows.heartbeat_frequency or 0
-    silent_after = max(_PATIENT, timedelta(seconds=1.5 * heartbeat))
+    silent_after = max(silent_after, timedelta(seconds=1.5 * heartbeat))
     changes: list[Change] = []
     with prefect_client() as client:
-        for automation in (_silence(silent_after), _cancelling(silent_after)):
+        for automation in _watchers(silent_after):
             if not client.read_automations_by_name(automation.name):
                 changes += _automation(client, automation.name, automation, dry_run=False)
     return changes
@@ -281,51 +285,57 @@ def _on_event(wanted: PolicyDeployment, deployment: Any) -> AutomationCore:
     )
 
 
-def _silence(silent_after: timedelta) -> AutomationCore:
-    """The server notices by itself only when a flow's process ends before its worker.
+def _watchers(silent_after: timedelta) -> list[AutomationCore]:
+    """What ends flow runs whose worker is gone; the server notices only when a flow's process ends before its worker.
 
-    Not forced, so that a run whose end the server told nobody of, before it was killed itself, keeps its state.
+    Not forced, so that a run whose end the server told nobody of, before it was killed itself, keeps its state. Only a
+    process has to begin soon after a worker has taken it: a cloud may look for a machine for hours.
     """
-    return AutomationCore(
-        name=SILENCE_AUTOMATION,
-        description="Made by `assay policy deploy`: what its worker can no longer report is marked as crashed.",
-        trigger=_missing(
-            after={"Pending", "Running", "heartbeat"}, expected={"Running", "heartbeat", *_ENDINGS}, within=silent_after
+    alive = {"Running", "heartbeat", *_ENDINGS}
+    return [
+        _ending(
+            SILENCE_AUTOMATION,
+            "what its worker can no longer report is marked as crashed.",
+            _missing(after={"Running", "heartbeat"}, expected=alive, within=silent_after),
+            StateType.CRASHED,
+            f"no sign of life for {silent_after}: the worker is gone with it",
         ),
-        actions=[
-            ChangeFlowRunState(
-                state=StateType.CRASHED,
-                name="Crashed",
-                message=f"no sign of life for {silent_after}: the worker is gone with it",
-                force=False,
-            )
-        ],
-    )
+        _ending(
+            PENDING_AUTOMATION,
+            "what a worker of processes took and did not begin is marked as crashed.",
+            _missing(after={"Pending"}, expected=alive, within=silent_after, work_pool_type="process"),
+            StateType.CRASHED,
+            f"not begun for {silent_after}: the worker that took it is gone",
+        ),
+        _ending(
+            CANCELLING_AUTOMATION,
+            "what was cancelled, and has no worker that ends it, is over.",
+            _missing(after={"Cancelling"}, expected=_ENDINGS, within=silent_after),
+            StateType.CANCELLED,
+            f"nobody has carried this out for {silent_after}: the worker is gone",
+        ),
+    ]
 
 
-def _cancelling(silent_after: timedelta) -> AutomationCore:
+def _ending(name: str, does: str, trigger: EventTrigger, state: StateType, message: str) -> AutomationCore:
+    change = ChangeFlowRunState(state=state, name=state.value.capitalize(), message=message, force=False)
     return AutomationCore(
-        name=CANCELLING_AUTOMATION,
-        description="Made by `assay policy deploy`: what was cancelled, and has no worker that ends it, is over.",
-        trigger=_missing(after={"Cancelling"}, expected=_ENDINGS, within=silent_after),
-        actions=[
-            ChangeFlowRunState(
-                state=StateType.CANCELLED,
-                name="Cancelled",
-                message=f"nobody has carried this out for {silent_after}: the worker is gone",
-                force=False,
-            )
-        ],
+        name=name, description=f"Made by `assay policy deploy`: {does}", trigger=trigger, actions=[change]
     )
 
 
-def _missing(*, after: Collection[str], expected: Collection[str], within: timedelta) -> EventTrigger:
+def _missing(
+    *, after: Collection[str], expected: Collection[str], within: timedelta, work_pool_type: str | None = None
+) -> EventTrigger:
     """Fires for each flow run of ours after one of some events if none of those expected follows in time."""
+    wanted = [{"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"}]
+    if work_pool_type is not None:
+        wanted.append({"prefect.resource.role": "work-pool", "prefect.work-pool.type": work_pool_type})
     return EventTrigger(
         after={_EVENT + name for name in after},
         expect={_EVENT + name for name in expected},
         match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related={"prefect.resource.id": f"prefect.tag.{TAG}", "prefect.resource.role": "tag"},
+        match_related=[ResourceSpecification.model_validate(one) for one in wanted],
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,

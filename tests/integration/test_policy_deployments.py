@@ -46,6 +46,7 @@ def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 SILENCE = "assay: flow runs without a sign of life"
+PENDING = "assay: flow runs that their worker did not begin"
 CANCELLING = "assay: cancellations that nobody carries out"
 ON_EVENT = "reconcile-policy/watched on checkpoint.complete"
 DEPLOYMENT = "reconcile-policy/watched"
@@ -53,7 +54,7 @@ DEPLOYMENT = "reconcile-policy/watched"
 
 @ON_SQLITE
 def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
-    names = [DEPLOYMENT, ON_EVENT, SILENCE, CANCELLING]
+    names = [DEPLOYMENT, ON_EVENT, SILENCE, PENDING, CANCELLING]
     created = [(name, "create") for name in names]
     assert deployed.apply(dry_run=True) == created
     told = deployed.field.assay("policy", "deploy", deployed.policy, "--every", "1h", "--on-event")
@@ -61,7 +62,7 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
     assert deployed.apply() == [(name, "unchanged") for name in names]
 
     assert deployed.apply(on_event=False)[1] == (ON_EVENT, "remove")
-    changed = {DEPLOYMENT: "update", ON_EVENT: "create", SILENCE: "unchanged", CANCELLING: "unchanged"}
+    changed = {DEPLOYMENT: "update", ON_EVENT: "create", **dict.fromkeys((SILENCE, PENDING, CANCELLING), "unchanged")}
     assert deployed.apply(every=timedelta(hours=2)) == list(changed.items())
     found = deployed.field.ask("/deployments/name/reconcile-policy/watched")
     assert found["parameters"]["policy"]["name"] == "watched"

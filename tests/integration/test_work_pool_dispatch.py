@@ -25,7 +25,7 @@ from fakes.prefect_field import Field, prefect_field
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.cli import app
-from flows.policy_deploying import CANCELLING_AUTOMATION, SILENCE_AUTOMATION
+from flows.policy_deploying import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoUsableWorkPool
@@ -243,7 +243,11 @@ def test_flow_runs_that_move_take_each_others_places_and_the_one_that_sends_take
 
 def test_work_pools_are_applied_with_what_ends_flow_runs_that_died_with_their_workers(field: Field):
     found = {one["name"]: one["actions"][0]["state"] for one in field.ask("/automations/filter", {})}
-    assert found == {SILENCE_AUTOMATION: "CRASHED", CANCELLING_AUTOMATION: "CANCELLED"}
+    assert found == {
+        SILENCE_AUTOMATION: "CRASHED",
+        PENDING_AUTOMATION: "CRASHED",
+        CANCELLING_AUTOMATION: "CANCELLED",
+    }
 
 
 def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
