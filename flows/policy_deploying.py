@@ -24,11 +24,11 @@ from flows.reconcile import reconcile_policy
 from resources import storage
 from resources.errors import BadInput
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, resources_of
+from tasks.dispatching import TAG
 from tasks.policies import Policy, check_policy_paths
 from tasks.prefect_client import prefect_client
 
 ENTRYPOINT = "flows.reconcile.reconcile_policy"
-TAG = "assay"
 SILENCE_AUTOMATION = "assay: flow runs without a sign of life"
 """Name of the automation that looks after flow runs whose worker is gone too."""
 PENDING_AUTOMATION = "assay: flow runs that their worker did not begin"

@@ -32,7 +32,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
 from resources.backends.local import LocalClient
 from resources.environments import ENVIRONMENTS, ensure_environment
-from tasks import benchmarks
+from tasks.benchmarks import BUNDLED
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
 from tasks.claim_files import Claim, claims_folder, read_claims
 from tasks.policy_looking import look
@@ -49,7 +49,6 @@ QUESTIONS = {"facts": 8, "shared": 8, "later": 40}
 """How many each suite asks."""
 BENCHMARKS = {"facts": "demo_facts", "shared": "shared_facts", "later": "demo_backwards"}
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
-BUNDLED = Path(benchmarks.__file__).with_name("bundled")
 LATE_BYTES = 100
 INDEX = "model.safetensors.index.json"
 SHARDS = tuple(f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,11 +15,9 @@ import yaml
 from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
-from fakes import engine as engine_program
+from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
-from fakes.polling import eventually
 from fakes.prefect_field import Field, prefect_field
-from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.policy_deploying import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
@@ -40,7 +36,7 @@ class Deployed:
 
     field: Field
     folder: Path
-    engine: str
+    engine: Endpoint
 
     @property
     def policy(self) -> str:
@@ -50,16 +46,6 @@ class Deployed:
         folder = self.folder / "run" / "hf" / f"step-{step}"
         config = {**CONFIG, "num_attention_heads": 1}
         return write_byte_tokenizer(write_checkpoint(folder, seed=step, config=config))
-
-    def answers_take(self, seconds: float) -> None:
-        body = json.dumps({"delay_seconds": seconds}).encode()
-        request = urllib.request.Request(f"{self.engine}/fake/faults", body, method="PUT")
-        urllib.request.urlopen(request, timeout=10).close()
-
-    @property
-    def requests(self) -> int:
-        with urllib.request.urlopen(f"{self.engine}/fake/stats", timeout=10) as response:
-            return json.load(response)["requests"]
 
     def attempts(self) -> Counter[str]:
         found = (self.folder / "out").rglob("attempt-*")
@@ -74,7 +60,7 @@ class Deployed:
     def apply(
         self,
         *,
-        every: timedelta = timedelta(hours=1),
+        every: timedelta | None = timedelta(hours=1),
         on_event: bool = True,
         work_pool: str = LOCAL_WORK_POOL,
         silent_after: timedelta = timedelta(minutes=10),
@@ -101,8 +87,9 @@ class Deployed:
         wanted = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}}, "limit": 1}
         return self.field.ask("/events/filter", wanted)["total"]
 
-    def live_claims(self) -> list[str]:
-        claims = read_claims(claims_folder(str(self.folder / "out"), "run"))
+    def live_claims(self, place: str = "out") -> list[str]:
+        """Those of records that go to a place, which is the policy's unless another is named."""
+        claims = read_claims(claims_folder(str(self.folder / place), "run"))
         return [one.claim.subject.key for one in claims if not one.claim.released]
 
 
@@ -110,15 +97,12 @@ class Deployed:
 def deployed_policy(folder: Path, *, database: str | None = None) -> Iterator[Deployed]:
     """A server and a policy about a run that has no checkpoint yet, for as long as the block lasts; no worker."""
     ensure_environment(ENVIRONMENTS["lm-eval"])
-    address = folder / "engine.json"
-    models = [part for step in STEPS for part in ("--model", f"run-{step}")]
     with (
-        running_program(str(engine_program.__file__), "--address-file", str(address), *models),
+        endpoint(folder, *(f"run-{step}" for step in STEPS)) as engine,
         prefect_field(folder, database=database) as field,
         temporary_settings({PREFECT_API_URL: field.url}),
     ):
-        eventually(address.is_file)
-        one = Deployed(field, folder, json.loads(address.read_text())["url"])
+        one = Deployed(field, folder, engine)
         evaluations = [{"label": "facts", "evals": ["demo_facts"], "max_eval_instances": 2}]
         suite = {"name": "facts", "description": "facts", "evaluations": evaluations}
         (folder / "facts.yaml").write_text(yaml.safe_dump(suite))
@@ -127,7 +111,7 @@ def deployed_policy(folder: Path, *, database: str | None = None) -> Iterator[De
             "runs": [str(folder / "run*")],
             "suites": [str(folder / "facts.yaml")],
             "evaluation_path": str(folder / "out"),
-            "base_url": f"{one.engine}/v1",
+            "base_url": engine.base_url,
             "retries": {"first_delay_seconds": 0},
         }
         (folder / "policy.yaml").write_text(yaml.safe_dump(policy))

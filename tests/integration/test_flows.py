@@ -6,17 +6,14 @@ import json
 import shutil
 import subprocess
 import sys
-import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from prefect.artifacts import Artifact
 
-from fakes import engine as engine_program
+from fakes.endpoints import endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
@@ -32,39 +29,6 @@ pytestmark = [pytest.mark.harness, pytest.mark.timeout(900), pytest.mark.usefixt
 
 ASSAY = Path(sys.executable).with_name("assay")
 QUESTIONS = 4
-
-
-@dataclass(frozen=True)
-class Endpoint:
-    """The deterministic engine in a process of its own."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-
-    @property
-    def base_url(self) -> str:
-        return f"{self.url}/v1"
-
-    @property
-    def requests(self) -> int:
-        """Completion requests it has seen so far."""
-        with urllib.request.urlopen(f"{self.url}/fake/stats", timeout=10) as response:
-            return json.load(response)["requests"]
-
-
-@contextmanager
-def endpoint(folder: Path, *models: str, **faults: Any) -> Iterator[Endpoint]:
-    """An endpoint that serves some names, for as long as the block lasts."""
-    address = folder / "engine.json"
-    command = [sys.executable, str(engine_program.__file__), "--address-file", str(address)]
-    command += ["--faults", json.dumps(faults), *(part for name in models for part in ("--model", name))]
-    process = subprocess.Popen(command)
-    try:
-        eventually(address.is_file)
-        yield Endpoint(json.loads(address.read_text())["url"], process)
-    finally:
-        process.kill()
-        process.wait()
 
 
 @dataclass(frozen=True)

@@ -91,9 +91,9 @@ def test_checkpoint_is_evaluated_by_itself_and_once_however_often_it_is_told(dep
     assert told["sent"] is False and told["problems"], told
     assert {run["id"] for run in deployed.field.runs()} == before
     weights.write_bytes(content)
-    asked = deployed.requests
+    asked = deployed.engine.requests
     send([deployed.event(one)] * 50)
-    eventually(lambda: deployed.requests > asked, seconds=300)
+    eventually(lambda: deployed.engine.requests > asked, seconds=300)
 
     deployed.checkpoint(two)  # while the first one is evaluated
     emit(find_checkpoints(str(whole.with_name(f"step-{two}"))))  # as the training flow does
@@ -116,13 +116,13 @@ def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
     deployed: Deployed, ending: signal.Signals | None, state: str
 ):
     deployed.apply()
-    deployed.answers_take(4)
+    deployed.engine.answers_take(4)
     if not (deployed.folder / "run/hf/step-3").exists():
         deployed.checkpoint(3)
-    asked = deployed.requests
+    asked = deployed.engine.requests
     deployed.begin()
-    eventually(lambda: deployed.requests > asked + 2, seconds=300)
-    deployed.answers_take(600)  # so that nothing ends by itself, however long the server takes
+    eventually(lambda: deployed.engine.requests > asked + 2, seconds=300)
+    deployed.engine.answers_take(600)  # so that nothing ends by itself, however long the server takes
     [run] = deployed.field.runs("Running")
     assert [key.partition(".")[0] for key in deployed.live_claims()] == ["step-3"]
 
@@ -155,7 +155,7 @@ def reconciled(deployed: Deployed) -> Reconciliation:
 @ON_SQLITE
 def test_cell_whose_flow_runs_were_ended_is_evaluated_by_the_next_one(deployed: Deployed):
     deployed.apply()
-    deployed.answers_take(0)
+    deployed.engine.answers_take(0)
     if not (deployed.folder / "run/hf/step-3").exists():
         deployed.checkpoint(3)
     deployed.begin()

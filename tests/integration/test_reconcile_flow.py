@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,15 +21,15 @@ import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 
-from fakes import engine as engine_program
+from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
-from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationIncomplete
 from resources.settings import process_environment
+from tasks.benchmarks import BUNDLED
 from tasks.gates import Gate
 from tasks.policy_looking import look
 from tasks.reconciliation import reconcile
@@ -52,7 +51,7 @@ class Watched:
     """A run, a policy about it, and the endpoint that serves its checkpoints."""
 
     folder: Path
-    url: str
+    engine: Endpoint
     api: str
 
     @property
@@ -71,7 +70,7 @@ class Watched:
             "runs": [str(self.folder / "run*")],
             "suites": list(suites),
             "evaluation_path": str(self.folder / "out"),
-            "base_url": f"{self.url}/v1",
+            "base_url": self.engine.base_url,
             **fields,
         }
         self.policy.write_text(yaml.safe_dump(content))
@@ -117,21 +116,11 @@ class Watched:
         """Attempts at each cell."""
         return Counter(str(path.parent) for path in (self.folder / "out").rglob("attempt-*") if path.is_dir())
 
-    @property
-    def requests(self) -> int:
-        with urllib.request.urlopen(f"{self.url}/fake/stats", timeout=10) as response:
-            return json.load(response)["requests"]
-
 
 @contextmanager
 def watched(folder: Path, api: str, **faults: Any) -> Iterator[Watched]:
-    address = folder / "engine.json"
-    models = [part for step in STEPS for part in ("--model", f"run-{step}")]
-    with running_program(
-        str(engine_program.__file__), "--address-file", str(address), "--faults", json.dumps(faults), *models
-    ):
-        eventually(address.is_file)
-        yield Watched(folder, json.loads(address.read_text())["url"], api)
+    with endpoint(folder, *(f"run-{step}" for step in STEPS), **faults) as engine:
+        yield Watched(folder, engine, api)
 
 
 def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Path, prefect_api: str):
@@ -145,9 +134,9 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
 
         assert run.reconcile()["succeeded"] == 1
         assert run.missing() == {"waiting": 1}
-        asked = run.requests
+        asked = run.engine.requests
         assert run.reconcile()["open_before"] == {"waiting": 1}
-        assert run.requests == asked
+        assert run.engine.requests == asked
 
         weights.write_bytes(whole)  # it is whole now
         more = {"suite": run.write_suite("backwards", "demo_backwards"), "priority": 1}
@@ -197,7 +186,7 @@ def test_failure_of_the_benchmark_waits_for_a_person_and_a_record_stays(tmp_path
         run.write_checkpoint(1)
         broken = run.folder / "own"
         broken.mkdir()
-        source = Path(engine_program.__file__).parents[2] / "tasks" / "bundled" / "demo_facts.yaml"
+        source = BUNDLED / "demo_facts.yaml"
         (broken / "demo_facts.yaml").write_text(source.read_text())  # without its questions
         suite = {"suite": run.write_suite("facts", "demo_facts"), "benchmarks_path": str(broken)}
         run.write_policy(**{"suites": [suite]})
@@ -217,15 +206,15 @@ def test_killed_reconciler_is_succeeded_and_a_cancelled_one_publishes_nothing(tm
         run.write_checkpoint(1)
         run.write_policy(run.write_suite("facts", "demo_facts"), retries={"first_delay_seconds": 0})
         first = run.start()
-        eventually(lambda: run.requests > 2 or first.poll() is not None, seconds=300)
+        eventually(lambda: run.engine.requests > 2 or first.poll() is not None, seconds=300)
         assert run.missing() == {"claimed": 1}
         os.kill(first.pid, signal.SIGKILL)
         first.communicate(timeout=60)
         assert run.missing() == {"work": 1}  # on the same machine nobody waits for the lease
 
-        asked = run.requests
+        asked = run.engine.requests
         second = run.start()
-        eventually(lambda: run.requests > asked + 1 or second.poll() is not None, seconds=300)
+        eventually(lambda: run.engine.requests > asked + 1 or second.poll() is not None, seconds=300)
         assert run.ask("cancel")["claims_ended"] == 1
         printed, errors = second.communicate(timeout=300)
         assert second.returncode == 0, errors

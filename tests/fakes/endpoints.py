@@ -1,0 +1,55 @@
+"""The deterministic engine as an endpoint in a process of its own: what it has seen, and how it answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fakes import engine as engine_program
+from fakes.polling import eventually
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """An engine that listens at `url`."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+    @property
+    def requests(self) -> int:
+        """Completion requests it has seen so far."""
+        with urllib.request.urlopen(f"{self.url}/fake/stats", timeout=10) as response:
+            return json.load(response)["requests"]
+
+    def answers_take(self, seconds: float) -> None:
+        """From now on."""
+        body = json.dumps({"delay_seconds": seconds}).encode()
+        request = urllib.request.Request(f"{self.url}/fake/faults", body, method="PUT")
+        urllib.request.urlopen(request, timeout=10).close()
+
+
+@contextmanager
+def endpoint(folder: Path, *models: str, **faults: Any) -> Iterator[Endpoint]:
+    """An endpoint that serves some names, for as long as the block lasts."""
+    address = folder / "engine.json"
+    command = [sys.executable, str(engine_program.__file__), "--address-file", str(address)]
+    command += ["--faults", json.dumps(faults), *(part for name in models for part in ("--model", name))]
+    process = subprocess.Popen(command)
+    try:
+        eventually(address.is_file)
+        yield Endpoint(json.loads(address.read_text())["url"], process)
+    finally:
+        process.kill()
+        process.wait()
