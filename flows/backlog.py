@@ -9,9 +9,9 @@ from typing import Any
 import yaml
 
 from flows.loading import build_config, load_config
-from resources import storage
 from resources.config import Config
 from resources.errors import BadInput
+from resources.storage import storage
 from tasks.config import EvaluationConfig
 from tasks.names import how_many
 from tasks.records import RECORD_NAME, Record, SinkState, find_records, note_sinks

@@ -10,8 +10,8 @@ from typing import Annotated, Literal, get_args
 import typer
 from rich.console import Console
 
-from resources import storage
 from resources.errors import BadInput
+from resources.storage import storage
 
 _out = Console()
 _err = Console(stderr=True)

@@ -11,10 +11,10 @@ from rich.console import Console
 from flows.live import live_view
 from flows.running import SeriesResult, run_series
 from flows.training import train_and_evaluate
-from resources import storage
 from resources.config import ResourceConfig
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs import Command, JobRequest, create_environment, current_client
+from resources.storage import storage
 from tasks.progress import Event
 from tasks.records import Record
 from tasks.training_config import TrainAndEvaluateConfig

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from resources import storage
 from resources.errors import BadInput
+from resources.storage import storage
 
 _Model = TypeVar("_Model", bound=BaseModel)
 

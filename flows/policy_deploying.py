@@ -21,8 +21,8 @@ from prefect.utilities.callables import parameter_schema
 from pydantic import ValidationError
 
 from flows.reconcile import reconcile_policy
-from resources import storage
 from resources.errors import BadInput
+from resources.storage import storage
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, resources_of
 from tasks.dispatching import TAG
 from tasks.policies import Policy, check_policy_paths

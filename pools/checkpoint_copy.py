@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from pools.model_files import ModelDigests, ModelFolder, digest_model_folder, inspect_model_folder
-from resources import storage
 from resources.errors import CheckpointChanged, StorageError
-from resources.file_copy import copy_files
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.file_copy import copy_files
+from resources.storage.storage import FileInfo
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of a checkpoint are here, and how many there will be. Called from several threads, in turn."""

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from resources import storage
 from resources.errors import CheckpointError, IncompleteCheckpoint
 from resources.settings import settings
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.storage import FileInfo
 
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pools.model_files import ModelFolder, inspect_reference_folder
-from resources import storage
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.storage import FileInfo
 
 METADATA_NAME = "metadata.json"
 MANIFEST_NAME = "manifest.ocdbt"

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from resources import storage
 from resources.settings import settings
+from resources.storage import storage
 
 # The same engine on the same weights and prompts repeats itself exactly, or nearly so where threads sum in another
 # order. Stale parameters show as a share of the change between two checkpoints.

@@ -20,10 +20,10 @@ from types import TracebackType
 
 from pools.checkpoint_copy import Progress, copy_checkpoint, copy_small_files, require_planned
 from pools.model_files import ModelDigests, digest_model_folder, inspect_model_folder
-from resources import storage
-from resources.bounded_folder import BoundedFolder, Hold, tree_bytes
 from resources.errors import StorageError
-from resources.file_copy import RANGE_BYTES, CopyStopped
+from resources.storage import storage
+from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
+from resources.storage.file_copy import RANGE_BYTES, CopyStopped
 
 _LOOK_AGAIN_SECONDS = 0.1  # flock has no wait with an end; looking costs microseconds
 _GIVE_WAY_SECONDS = 30.0  # for the prefetch to finish its ranges; past it both copy at once

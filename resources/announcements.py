@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from resources.errors import BadInput
-from resources.files import replace_text
 from resources.settings import announcement_path
+from resources.storage.files import replace_text
 
 MAX_BYTES = 4096
 

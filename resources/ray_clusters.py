@@ -20,10 +20,10 @@ from pydantic import ValidationError
 from resources.backends.local import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BackendUnavailable, BadInput
-from resources.files import replace_text
 from resources.jobs import Entrypoint, JobHandle, JobRequest, create_environment
 from resources.region_table import Region
 from resources.settings import settings
+from resources.storage.files import replace_text
 
 LOCAL = "local"
 """The name of this machine's cluster, where others have a region's."""

@@ -17,11 +17,11 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
-from resources import storage
 from resources.backends.local import local_client
 from resources.errors import AssayError, EvaluationInterrupted, RecordStatus
 from resources.fork_server import ForkServer
 from resources.jobs import current_client
+from resources.storage import storage
 from tasks.cells import Cell
 from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress

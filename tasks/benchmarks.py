@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from resources import storage
+from resources.storage import storage
 from tasks.config import EvaluationConfig, digest_of
 
 BUNDLED = Path(__file__).parent / "bundled"

@@ -11,10 +11,10 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment
 
 from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
-from resources import storage
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.jobs import current_client
+from resources.storage import storage
 from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoints import Checkpoint
 from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of

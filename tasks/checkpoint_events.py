@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from prefect.events import Event, Resource, emit_event
 
-from resources import storage
 from resources.errors import BadInput
+from resources.storage import storage
 from tasks.checkpoints import Checkpoint, find_checkpoints
 from tasks.names import name_of
 from tasks.policies import Policy

@@ -16,9 +16,9 @@ from prefect.cache_policies import NO_CACHE
 
 from pools.model_files import INDEX_NAME, ModelFolder, inspect_model_folder
 from pools.native_files import Exports, inspect_native_folder, is_native
-from resources import storage
 from resources.errors import BadInput, NoCheckpoints
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.storage import FileInfo
 from tasks.config import CheckpointSelection, EvaluationConfig
 from tasks.names import how_many, name_of, step_of
 from tasks.progress import report_event

@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from resources import storage
 from resources.config import Config
 from resources.processes import ProcessMark
+from resources.storage import storage
 
 _CLOCKS_DIFFER_SECONDS = 10.0
 _FOLDER = "claims"

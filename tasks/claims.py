@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from resources import storage
-from resources.conditional_writes import creates_exclusively
 from resources.errors import AssayError, ClaimLost
 from resources.processes import ProcessMark, acting_user
+from resources.storage import storage
+from resources.storage.conditional_writes import creates_exclusively
 from tasks.claim_files import (
     Claim,
     ClaimFile,

@@ -16,11 +16,11 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
 from pools.work_pools import Source, WorkPoolChoice, WorkPoolState
-from resources import storage
 from resources.errors import BadInput
 from resources.region_check import region_of_data
 from resources.region_table import Regions
 from resources.regions import known_regions
+from resources.storage import storage
 from tasks.batches import Batch, batches_of, placed, without_limits
 from tasks.config import digest_of
 from tasks.dispatches import FLOW, MOVED, CellNames, Dispatch, Dispatches, name_of_cell

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
-from resources import storage
+from resources.storage import storage
 from tasks.record_search import RecordFilter
 from tasks.records import Counts, Metric, Record
 

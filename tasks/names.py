@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Iterable
 
-from resources import storage
+from resources.storage import storage
 
 _STEP = re.compile(r"^(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)$")
 

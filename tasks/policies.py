@@ -8,9 +8,9 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
-from resources import storage
 from resources.config import Config, ResourceConfig
 from resources.errors import BadInput
+from resources.storage import storage
 from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.config import EvaluationConfig, digest_of

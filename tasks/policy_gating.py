@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from resources import storage
 from resources.errors import AssayError, EvaluationIncomplete, EvaluationInterrupted, GateRefused
+from resources.storage import storage
 from tasks.checkpoint_rules import eligible_steps
 from tasks.gate_verdicts import JudgedCheckpoint
 from tasks.gates import Gate

@@ -11,9 +11,9 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from resources import storage
 from resources.config import Config
 from resources.processes import acting_user
+from resources.storage import storage
 
 _FOLDER = "marks"
 

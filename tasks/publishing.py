@@ -10,7 +10,7 @@ from prefect import task
 from prefect.artifacts import create_image_artifact, create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 
-from resources import storage
+from resources.storage import storage
 from tasks.config import EvaluationConfig
 from tasks.names import artifact_key
 from tasks.prefect_client import show

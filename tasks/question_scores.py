@@ -6,7 +6,7 @@ import hashlib
 import math
 from typing import NamedTuple
 
-from resources import storage
+from resources.storage import storage
 from tasks.record_search import FoundRecord
 from tasks.records import Metric
 from tasks.samples import SAMPLES_NAME, read_samples

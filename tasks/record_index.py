@@ -27,9 +27,9 @@ from typing import Any, NamedTuple, get_args
 
 import orjson
 
-from resources import storage
 from resources.errors import RecordStatus, StorageError
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.storage import FileInfo
 from tasks.names import step_of
 from tasks.records import RECORD_NAME, Record, failures_in_a_row, parsed_record
 

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 from functools import cache
 from typing import get_args
 
-from resources import storage
 from resources.errors import BadInput, RecordStatus
+from resources.storage import storage
 from tasks.config import EVALUATOR_TITLES
 from tasks.names import how_many
 from tasks.records import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record

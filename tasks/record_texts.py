@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 from urllib.parse import quote
 
-from resources import storage
+from resources.storage import storage
 from tasks.records import Counts, Record
 from tasks.results import NOTHING, title_of
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from resources import storage
-from resources.conditional_writes import read_version, replace_bytes
 from resources.errors import RecordStatus
+from resources.storage import storage
+from resources.storage.conditional_writes import read_version, replace_bytes
 
 RECORD_NAME = "record.json"
 JOURNAL_FOLDER = "journal"

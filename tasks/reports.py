@@ -12,7 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from resources import storage
+from resources.storage import storage
 from tasks.record_texts import PROVENANCE, counted, flat, pretty, served
 from tasks.records import Record
 from tasks.report_parts import evaluator_parts, measured_differently, remarks, same, sink_parts

@@ -21,12 +21,12 @@ import orjson
 
 from pools.model_files import INDEX_NAME, TOKENIZER_FILES, digest_model_folder, inspect_model_folder
 from pools.native_files import Exports, inspect_native_folder
-from resources import storage
 from resources.errors import AssayError, BadInput, StorageError
-from resources.listings import PAGE
 from resources.settings import settings
-from resources.storage import FileInfo
-from resources.tree_signature import look_at_tree
+from resources.storage import storage
+from resources.storage.listings import PAGE
+from resources.storage.storage import FileInfo
+from resources.storage.tree_signature import look_at_tree
 from tasks.checkpoints import Kind, looks_like_checkpoint, native_folders, native_name, within
 from tasks.names import name_of
 

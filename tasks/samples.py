@@ -14,8 +14,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from resources import storage
 from resources.errors import StorageError
+from resources.storage import storage
 
 SAMPLES_NAME = "samples.jsonl.gz"
 """Name of the file in an attempt's folder."""

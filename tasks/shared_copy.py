@@ -16,9 +16,9 @@ from typing import Any
 
 import fsspec
 
-from resources import storage
 from resources.errors import BadInput, StorageError
-from resources.file_copy import RANGE_BYTES, copy_file
+from resources.storage import storage
+from resources.storage.file_copy import RANGE_BYTES, copy_file
 
 MANIFEST = "staged.json"
 _PARALLEL = 4

@@ -18,9 +18,9 @@ from typing import Any
 
 import yaml
 
-from resources import storage
 from resources.config import Config
 from resources.errors import BadInput, StorageError
+from resources.storage import storage
 from tasks.benchmark_sets import SUITE_DATA
 
 _SOURCE = "source.yaml"

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from resources import storage
 from resources.backends.local import local_client
 from resources.config import ResourceConfig
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, JobTimeout, StagingIncomplete
 from resources.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
+from resources.storage import storage
 from tasks.benchmarks import BUNDLED
 from tasks.evaluators.harness import cache_variables
 from tasks.shared_copy import MANIFEST, Tree, fill, read_manifest, share

@@ -17,10 +17,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pools.config import InferencePoolConfig, ModelConfig, check_name
-from resources import storage
 from resources.config import Config, CpuConfig, ResourceConfig
 from resources.errors import BadInput
 from resources.settings import settings
+from resources.storage import storage
 from tasks.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
 from tasks.config import EvalTaskConfig, EvaluationConfig, EvaluatorName
 from tasks.names import name_of

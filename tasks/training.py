@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from resources import storage
 from resources.config import TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, StorageError
 from resources.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment, current_client
 from resources.region_check import check_gcs_paths_same_region
 from resources.settings import training_variables
+from resources.storage import storage
 from tasks.progress import report_event
 from tasks.provenance import git_state
 from tasks.training_config import TrainLmOnPodConfig

@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from pools.launch import Servable
-from resources import storage
 from resources.errors import BackendUnavailable, CheckpointError, NoCheckpoints, StorageError
 from resources.jobs import JobDetails, JobHandle
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.storage import FileInfo
 from tasks.cells import Cell, plan_cells
 from tasks.checkpoints import Checkpoint, find_checkpoints
 from tasks.claiming import Shares

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from resources import storage
 from resources.config import Config, ResourceConfig, TpuConfig
+from resources.storage import storage
 from tasks.config import EvaluationConfig
 from tasks.names import in_few_words, name_of
 from tasks.suites import SuiteName, SuiteRequest, load_suite

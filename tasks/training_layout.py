@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from resources import storage
 from resources.config import CpuConfig
 from resources.errors import BadInput
+from resources.storage import storage
 from tasks.config import digest_of
 from tasks.training_config import EXPORTS, TrainLmOnPodConfig, check_train_config
 

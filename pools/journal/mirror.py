@@ -15,7 +15,7 @@ from pathlib import Path
 from pools.journal.schema import COLUMNS, INSERT_ROW, Row
 from pools.journal.segments import SegmentCut, decoded, encoded
 from pools.journal.upkeep import connected, writing
-from resources import storage
+from resources.storage import storage
 
 SEGMENT_BYTES = 8 * 2**20
 """Bytes of bodies after which a segment is full."""

@@ -35,8 +35,8 @@ from pools.proxy.upstream import Upstream
 from resources.addresses import own_address
 from resources.announcements import announce
 from resources.errors import ProxyFailed
-from resources.files import replace_text
 from resources.settings import ProxyKeys, proxy_keys, settings
+from resources.storage.files import replace_text
 
 SHUTDOWN_GRACE_SECONDS = 0.5
 _JOURNAL_BYTES = 4 * 2**30

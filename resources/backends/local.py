@@ -33,7 +33,6 @@ from resources.backends.processes import (
 )
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.files import replace_json
 from resources.jobs import (
     Call,
     Command,
@@ -44,6 +43,7 @@ from resources.jobs import (
     create_environment,
 )
 from resources.settings import settings
+from resources.storage.files import replace_json
 
 _KEPT_JOBS = 200
 

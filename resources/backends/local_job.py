@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from resources.backends.waiting import logs_by_replica, wait_until_finished
-from resources.files import replace_json
 from resources.jobs import JobDetails, JobStatus
+from resources.storage.files import replace_json
 
 _TAIL_BYTES = 1 << 20
 _SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine

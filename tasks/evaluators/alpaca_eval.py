@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pools.endpoint import RunningModel
-from resources import storage
 from resources.errors import BadInput
+from resources.storage import storage
 from tasks.benchmarks import COPIED, benchmarks_here, copied_benchmarks
 from tasks.config import EvaluationConfig
 from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS, check_instructions, instruction_sets

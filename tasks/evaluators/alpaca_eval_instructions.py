@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from resources import storage
 from resources.errors import BadInput, UnknownBenchmark
+from resources.storage import storage
 from tasks.benchmarks import BUNDLED
 from tasks.config import EvalTaskConfig, EvaluationConfig
 

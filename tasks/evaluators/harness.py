@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from pools.endpoint import RunningModel
-from resources import storage
 from resources.config import ResourceConfig
 from resources.errors import (
     AssayError,
@@ -36,6 +35,7 @@ from resources.errors import (
 from resources.fork_server import ForkServer
 from resources.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
+from resources.storage import storage
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, HarnessCommand, Parsed, Progress
 from tasks.samples import SAMPLES_NAME, write_samples

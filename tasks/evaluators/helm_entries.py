@@ -11,9 +11,9 @@ from tempfile import TemporaryDirectory
 
 from pydantic import BaseModel, ValidationError
 
-from resources import storage
 from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment, settings
+from resources.storage import storage
 from tasks.benchmarks import benchmarks_uri
 from tasks.config import EvalTaskConfig, EvaluationConfig
 

@@ -14,10 +14,10 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from pools.endpoint import LocalCheckpoint, RunningModel
-from resources import storage
 from resources.config import ResourceConfig
 from resources.errors import BadInput, HarnessOutputInvalid
 from resources.settings import settings
+from resources.storage import storage
 from tasks.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress

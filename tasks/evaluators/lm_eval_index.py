@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from resources import storage
 from resources.errors import BadInput, EnvironmentBuildFailed, HarnessFailed
 from resources.settings import process_environment, settings
+from resources.storage import storage
 from tasks.benchmarks import benchmarks_uri
 from tasks.config import EvaluationConfig
 

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, field_validator, model_validator
 
 from resources.config import Config
-from resources.storage import content_digest
+from resources.storage.storage import content_digest
 
 DEFAULT_PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n"
 _FILES = ("instructions_path", "reference_outputs_path", "length_control_path")

@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from resources.config import Config
-from resources.storage import content_digest
+from resources.storage.storage import content_digest
 
 
 class HelmOptions(Config):

@@ -9,7 +9,7 @@ from itertools import islice
 
 from pydantic import BaseModel, ConfigDict
 
-from resources import storage
+from resources.storage import storage
 from tasks.records import Record
 from tasks.samples import SAMPLES_NAME, Sample, read_samples
 

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from resources import storage
 from resources.config import AnyOfInForms, Config
 from resources.errors import BadInput
+from resources.storage import storage
 
 _KEY_FIELD = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _KEY_VALUE = re.compile(

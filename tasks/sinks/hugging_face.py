@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from resources import storage
 from resources.errors import SinkFailed
+from resources.storage import storage
 from tasks.records import RECORD_NAME, Record
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.config import HuggingFaceSink

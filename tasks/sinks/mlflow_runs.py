@@ -19,8 +19,8 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, RunTag
 from mlflow.exceptions import MlflowException
 
-from resources import storage
 from resources.errors import SinkFailed
+from resources.storage import storage
 from tasks.records import RECORD_NAME, Record
 from tasks.sinks.announcement import REPORT_NAME, Announcement, metric_values
 from tasks.sinks.config import MlflowSink

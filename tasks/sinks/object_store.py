@@ -19,8 +19,8 @@ from typing import Any
 
 import fsspec
 
-from resources import storage
 from resources.errors import SinkFailed
+from resources.storage import storage
 from tasks.records import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, Announcement
 from tasks.sinks.config import ObjectStoreSink

@@ -16,9 +16,9 @@ from typing import Any
 
 import wandb
 
-from resources import storage
 from resources.errors import SinkFailed
 from resources.settings import set_process_environment_defaults
+from resources.storage import storage
 from tasks.records import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, STEP_METRIC, Announcement, metric_values
 from tasks.sinks.config import WeightsAndBiasesSink

@@ -38,8 +38,8 @@ from benchmarks.side_by_side import Comparison
 from fakes.gcs import fake_gcs
 from fakes.records import make_record
 from pools.model_files import digest_model_folder
-from resources import storage
 from resources.settings import settings
+from resources.storage import storage
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.checkpoints import find_checkpoints
 from tasks.config import EvaluationConfig, digest_of

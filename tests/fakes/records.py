@@ -7,8 +7,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from resources import storage
 from resources.errors import RecordStatus
+from resources.storage import storage
 from tasks.records import CheckpointReference, Counts, Metric, Record, SinkState, write_record
 from tasks.samples import SAMPLES_NAME, Sample, write_samples
 

@@ -22,10 +22,10 @@ from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
 from flows.deploying import deployments_for
 from flows.series import evaluate_checkpoints
-from resources import storage
 from resources.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import GateRefused
 from resources.settings import process_environment
+from resources.storage import storage
 from tasks.cells import plan_cells
 from tasks.checkpoints import discover
 from tasks.config import CheckpointSelection, EvaluationConfig

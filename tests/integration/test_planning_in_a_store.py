@@ -13,9 +13,9 @@ import pytest
 
 from fakes.gcs import FakeGcs, fake_gcs
 from fakes.records import make_record
-from resources import storage
-from resources.listings import bucket_objects
 from resources.settings import settings
+from resources.storage import storage
+from resources.storage.listings import bucket_objects
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.config import EvaluationConfig
 from tasks.policies import Policy, WantedEvaluation

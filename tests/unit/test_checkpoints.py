@@ -10,8 +10,8 @@ import pytest
 
 from fakes.models import write_checkpoint, write_run
 from pools.model_files import digest_model_folder
-from resources import storage
 from resources.errors import BadInput, NoCheckpoints
+from resources.storage import storage
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints
 from tasks.config import CheckpointSelection
 from tasks.names import name_of

@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fakes.conditional_store import ConditionalStore, Steps, conditional_store
-from resources import storage
-from resources.conditional_writes import creates_exclusively
 from resources.errors import ClaimLost
 from resources.processes import ProcessMark
+from resources.storage import storage
+from resources.storage.conditional_writes import creates_exclusively
 from tasks.claim_files import Claim, Subject, end_claim, read_claims
 from tasks.claims import Claims
 

@@ -15,7 +15,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from fakes.journal import FIRST, SECOND, answer, asked, opened, replayed, rows, sampled, until
 from pools.journal.cells import CellScope
-from resources import storage
+from resources.storage import storage
 
 
 @pytest.fixture(params=["local", "memory"])

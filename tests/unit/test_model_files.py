@@ -125,7 +125,7 @@ def test_reload_is_refused_for_what_an_engine_cannot_take(tmp_path: Path) -> Non
 
 
 def test_checkpoint_in_a_store_brings_its_small_files_here_and_leaves_its_weights_there(tmp_path: Path) -> None:
-    from resources import storage
+    from resources.storage import storage
 
     folder = write_checkpoint(tmp_path / "step-3", seed=3)
     storage.copy_from_local(folder, "memory://models/step-3")

@@ -18,9 +18,9 @@ from fakes.records import make_record
 from flows.cli import app
 from flows.reconcile import load_policy
 from pools.model_files import digest_model_folder, inspect_model_folder
-from resources import storage
 from resources.errors import RecordStatus
 from resources.processes import ProcessMark
+from resources.storage import storage
 from tasks.cancelled_runs import stop_unfinished
 from tasks.cells import plan_cells
 from tasks.checkpoint_rules import CheckpointRule

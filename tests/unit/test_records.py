@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fakes.records import make_record
-from resources import storage
 from resources.errors import StorageError
+from resources.storage import storage
 from tasks.records import current_records, read_record, read_records, record_uri, write_record
 
 

@@ -14,8 +14,8 @@ import pytest
 from rich.console import Console
 
 from fakes.records import FIRST, REASONS, make_metric, make_record, of_every_evaluator, publish
-from resources import storage
 from resources.errors import RecordStatus, StorageError
+from resources.storage import storage
 from tasks.records import Record
 from tasks.reports import curves_svg, render_report, results_rows, results_table, write_report
 from tasks.results import Results

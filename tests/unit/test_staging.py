@@ -19,8 +19,8 @@ from fakes.polling import eventually
 from fakes.stores import FolderStore, HashKind, failing_after, folder_store, waiting_until
 from pools.model_files import ModelDigests, digest_model_folder, inspect_model_folder
 from pools.staging import Staging
-from resources import storage
 from resources.errors import CheckpointChanged, IncompleteCheckpoint, StorageError
+from resources.storage import storage
 
 RANGE = 4096
 WEIGHTS = "model.safetensors"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fakes.stores import FolderStore, HashKind, folder_store
-from resources import storage
 from resources.errors import StorageError
-from resources.tree_signature import look_at_tree
+from resources.storage import storage
+from resources.storage.tree_signature import look_at_tree
 
 
 @pytest.fixture(params=["local", "memory"])

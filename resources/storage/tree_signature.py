@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from resources import listings, storage
-from resources.listings import FileInfo
+from resources.storage import listings, storage
+from resources.storage.listings import FileInfo
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fakes.stores import FolderStore, HashKind, failing_after, folder_store
-from resources import storage
 from resources.errors import StorageError
-from resources.file_copy import CopyStopped, copy_file, copy_files
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.file_copy import CopyStopped, copy_file, copy_files
+from resources.storage.storage import FileInfo
 
 RANGE = 1000
 CONTENT = bytes(index % 251 for index in range(10_500))

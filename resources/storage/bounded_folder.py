@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from resources import storage
 from resources.errors import StorageError
+from resources.storage import storage
 
 _OF_AN_ENTRY = re.compile(r"([0-9a-f]{32})(\.(lock|copying|partial|used))?")
 _PLANNED = "planned_bytes"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fakes.polling import eventually
-from resources.bounded_folder import BoundedFolder, Hold, size_text
 from resources.errors import StorageError
+from resources.storage.bounded_folder import BoundedFolder, Hold, size_text
 
 KEY, OTHER = "a" * 32, "b" * 32
 

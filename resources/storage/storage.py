@@ -22,9 +22,9 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from resources import listings
 from resources.errors import AssayError, BadInput, StorageError
-from resources.listings import FileInfo
+from resources.storage import listings
+from resources.storage.listings import FileInfo
 
 _MEMORY_CREATE = threading.Lock()
 _READ_BYTES = 2**30  # a read of Linux returns no more than 2 GiB

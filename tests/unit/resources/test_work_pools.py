@@ -29,7 +29,7 @@ from resources.regions import load_regions
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.work_pools import LOCAL_WORK_POOL, base_job_template, wanted_work_pools, work_pool_states
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 OURS = load_regions(REPOSITORY / "deployments" / "regions.yaml")
 PRICES = {
     "as_of": "2026-01-01",

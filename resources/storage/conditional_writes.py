@@ -21,7 +21,7 @@ from urllib.parse import quote
 
 import fsspec
 
-from resources import storage
+from resources.storage import storage
 
 _MEMORY = threading.Lock()
 _GOOGLE = ("gs", "gcs")

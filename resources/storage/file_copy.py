@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from resources import storage
 from resources.errors import AssayError, StorageError
-from resources.storage import FileInfo
+from resources.storage import storage
+from resources.storage.storage import FileInfo
 
 RANGE_BYTES = 32 * 2**20
 """Read at once: enough to hide a request's latency, little enough to lose, and to hold for each file in memory."""

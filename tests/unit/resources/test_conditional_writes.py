@@ -14,8 +14,8 @@ from fsspec.spec import AbstractFileSystem
 
 from fakes.conditional_store import conditional_store
 from fakes.records import make_record
-from resources import storage
-from resources.conditional_writes import creates_exclusively, read_version, replace_bytes
+from resources.storage import storage
+from resources.storage.conditional_writes import creates_exclusively, read_version, replace_bytes
 from tasks.records import read_record, write_record
 
 

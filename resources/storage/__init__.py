@@ -1,0 +1,1 @@
+"""Files wherever they lie: reading, listing, copying, and replacing them without losing a race."""
