@@ -1,6 +1,6 @@
 # Two commands do everything on a fresh machine with Python >= 3.11: `make demo` and `make test`.
 PYTHON ?= python3
-LISTS := resources/requirements
+LISTS := resources/environments/requirements
 
 
 .PHONY: demo demo-train test check bench lists clean

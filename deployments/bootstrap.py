@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
-LISTS = ROOT / "resources" / "requirements"
+LISTS = ROOT / "resources" / "environments" / "requirements"
 
 
 def find_or_install_uv() -> str:

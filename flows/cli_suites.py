@@ -98,7 +98,7 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
         UnknownBenchmark: a harness does not know one of them; of lm-eval's, all are named, with the suite they are in.
         BadInput: there is no such folder, or arguments of a benchmark cannot be right.
     """
-    from resources.environments import ENVIRONMENTS, ensure_environment
+    from resources.environments.environments import ENVIRONMENTS, ensure_environment
     from tasks.config import EvaluationConfig
     from tasks.evaluators.registry import EVALUATORS
 
@@ -126,7 +126,7 @@ def _checks_itself(one: SuiteEvaluation) -> bool:
 def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks: str | None) -> None:
     import difflib
 
-    from resources.environments import ENVIRONMENTS, ensure_environment
+    from resources.environments.environments import ENVIRONMENTS, ensure_environment
     from tasks.benchmark_sets import bundled_names
     from tasks.config import EvaluationConfig
     from tasks.evaluators.lm_eval_index import listed_benchmarks, own_benchmarks

@@ -13,7 +13,7 @@ from flows.live import live_view
 from flows.running import SeriesResult, run_series
 from flows.suites import evaluate_suite
 from resources.config import ResourceConfig
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import JobFailed
 from resources.jobs import Command, JobRequest, JobStatus, create_environment, current_client
 from tasks.checkpoints import find_checkpoints

@@ -12,7 +12,7 @@ from flows.live import live_view
 from flows.running import SeriesResult, run_series
 from flows.training import train_and_evaluate
 from resources.config import ResourceConfig
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs import Command, JobRequest, create_environment, current_client
 from resources.storage import storage
 from tasks.progress import Event

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from prefect.settings import PREFECT_API_URL
 
-from resources.environments import ENVIRONMENTS, is_built
+from resources.environments.environments import ENVIRONMENTS, is_built
 from resources.settings import pip_find_links, settings
 
 _ENGINE_DISK_BYTES = 6 * 1024**3

@@ -10,7 +10,7 @@ from pools.config import InferencePoolConfig
 from pools.kept import KeptPool, KeptPoolState, keep_up
 from pools.launch import Servable, environment_name
 from pools.model_files import digest_model_folder
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoCheckpoints
 from tasks.checkpoints import find_checkpoints, name_of
 

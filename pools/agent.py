@@ -26,7 +26,7 @@ from pools.replica import Loading, Replica
 from pools.staging import StagedFolder
 from resources.addresses import is_loopback, own_address
 from resources.backends.local import local_client
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, ProxyFailed
 from resources.jobs import Client
 from resources.settings import join_token

@@ -27,11 +27,11 @@ from pools.model_files import (
 )
 from pools.proxy.state import ServedModel
 from pools.staging import Staging
-from resources.environments import Environment
-from resources.fork_server import ForkServer
+from resources.environments.environments import Environment
 from resources.jobs import Client
 from resources.settings import settings
 from resources.storage import storage
+from resources.warm.fork_server import ForkServer
 
 _ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
 """One engine answers for checkpoint after checkpoint; which names mean which weights is the proxy's to say."""

@@ -74,7 +74,7 @@ def cluster_content(region: Region) -> dict[str, Any]:
             "project_id": region.ray_cluster.project,
         },
         "auth": {"ssh_user": "ubuntu"},
-        "file_mounts": {f"~/assay-lists/{name}": f"resources/requirements/{name}" for name in _LISTS},
+        "file_mounts": {f"~/assay-lists/{name}": f"resources/environments/requirements/{name}" for name in _LISTS},
         "cluster_synced_files": [],
         "setup_commands": [
             "command -v ~/.local/bin/uv || python3 -m pip install --user uv",

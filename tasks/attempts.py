@@ -19,9 +19,9 @@ from prefect.runtime import flow_run
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.backends.local import local_client
 from resources.errors import AssayError, EvaluationInterrupted, RecordStatus
-from resources.fork_server import ForkServer
 from resources.jobs import current_client
 from resources.storage import storage
+from resources.warm.fork_server import ForkServer
 from tasks.cells import Cell
 from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress

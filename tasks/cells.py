@@ -11,7 +11,7 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment
 
 from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.jobs import current_client
 from resources.storage import storage

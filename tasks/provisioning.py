@@ -17,7 +17,7 @@ from pools.inference import InferencePool
 from pools.kept import require
 from pools.launch import Servable, environment_name
 from pools.session import PoolSession
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import settings
 from tasks.accelerators import accelerators_reserved

@@ -18,7 +18,7 @@ from typing import Any
 
 from resources.backends.local import local_client
 from resources.config import ResourceConfig
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, JobTimeout, StagingIncomplete
 from resources.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings

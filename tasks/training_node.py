@@ -14,7 +14,7 @@ from threading import current_thread, main_thread
 from typing import Any
 
 from resources.announcements import announce
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
 
 _PROGRAM = Path(__file__).parent / "programs" / "run_levanter_train.py"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from resources.environments import EnvironmentSpec, ensure_environment
+from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput
 from resources.jobs import Command, EnvironmentConfig
 from resources.settings import process_environment, settings

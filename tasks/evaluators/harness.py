@@ -32,10 +32,10 @@ from resources.errors import (
     StorageError,
     UnknownBenchmark,
 )
-from resources.fork_server import ForkServer
 from resources.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from resources.warm.fork_server import ForkServer
 from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, HarnessCommand, Parsed, Progress
 from tasks.samples import SAMPLES_NAME, write_samples

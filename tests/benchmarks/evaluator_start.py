@@ -50,8 +50,8 @@ from fakes.engine import FakeEngine
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
 from resources.backends.local import LocalClient
-from resources.environments import ENVIRONMENTS, ensure_environment
-from resources.fork_server import ForkServer
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.warm.fork_server import ForkServer
 from tasks.benchmarks import BUNDLED
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.evaluator import Parsed

@@ -58,7 +58,7 @@ from side_by_side import (
     say,
 )
 
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.benchmarks import BUNDLED
 
 SUITE = "demo"

@@ -24,7 +24,7 @@ from stub_engine import MODEL
 from fakes.engine import FakeEngine
 from fakes.proxy import CLIENT_KEY as CLIENT_KEY
 from fakes.proxy import RunningProxy, running_proxy, state_of
-from resources.environments import EnvironmentSpec, ensure_environment
+from resources.environments.environments import EnvironmentSpec, ensure_environment
 
 _HERE = Path(__file__).resolve().parent
 VLLM_ROUTER = EnvironmentSpec(

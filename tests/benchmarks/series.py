@@ -54,7 +54,7 @@ from side_by_side import (
 )
 
 from pools.engines import ENGINES, engine_flags
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.benchmarks import BUNDLED
 
 BENCHMARKS = ("demo_facts", "demo_backwards")

@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 from rich.console import Console
 from rich.table import Table
 
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -47,7 +47,7 @@ from side_by_side import (
 )
 
 from pools.proxy.state import LoadReport
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 
 WORK = BENCH / "swap"
 RUN_NAME = "tiny"

@@ -9,7 +9,7 @@ from typing import cast
 import pytest
 
 from pools.endpoint import LocalCheckpoint, RunningModel
-from resources.environments import ENVIRONMENTS
+from resources.environments.environments import ENVIRONMENTS
 from resources.errors import HarnessOutputInvalid
 from tasks.config import EvalTaskConfig, EvaluationConfig, EvaluatorName
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator

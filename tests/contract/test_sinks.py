@@ -19,7 +19,7 @@ from fakes.gcs import fake_gcs
 from fakes.mlflow_server import mlflow_server
 from fakes.records import make_metric
 from fakes.wandb_files import read_offline_run
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.records import note_sinks, read_record
 from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
 from tasks.sinks.publishing import missing_sinks, publish_record

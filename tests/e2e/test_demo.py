@@ -29,7 +29,7 @@ from pools.engine_client import EngineClient
 from pools.faults.processes import listener
 from pools.inference import InferencePool
 from pools.launch import Servable
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import ModelUnusable
 from tasks.checkpoints import find_checkpoints
 from tasks.records import Record, read_records

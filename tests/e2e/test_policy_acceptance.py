@@ -31,7 +31,7 @@ from fakes.prefect_field import WAITING, Field, prefect_field
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
 from resources.backends.local import LocalClient
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.benchmarks import BUNDLED
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
 from tasks.claim_files import Claim, claims_folder, read_claims

@@ -21,7 +21,7 @@ from fakes.prefect_field import Field, prefect_field
 from fakes.tokenizers import write_byte_tokenizer
 from flows.policy_deploying import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint
 from tasks.claim_files import claims_folder, read_claims
 from tasks.records import read_records

@@ -12,7 +12,7 @@ from typing import Any
 from fakes.engine import FakeEngine
 from pools.endpoint import RunningModel
 from resources.backends.local import LocalClient
-from resources.fork_server import ForkServer
+from resources.warm.fork_server import ForkServer
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, run_harness
 from tasks.evaluators.lm_eval import LmEval

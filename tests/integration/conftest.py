@@ -10,7 +10,7 @@ from prefect.testing.utilities import prefect_test_harness
 
 from fakes.lm_eval import Harness, make_config
 from resources.backends.local import LocalClient
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.lm_eval import LmEval
 

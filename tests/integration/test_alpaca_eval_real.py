@@ -19,10 +19,10 @@ from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
 from resources.backends.local import LocalClient
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable
-from resources.fork_server import ForkServer
 from resources.settings import process_environment
+from resources.warm.fork_server import ForkServer
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.alpaca_eval import AlpacaEval
 from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS

@@ -22,7 +22,7 @@ from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
 from flows.deploying import deployments_for
 from flows.series import evaluate_checkpoints
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import GateRefused
 from resources.settings import process_environment
 from resources.storage import storage

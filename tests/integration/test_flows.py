@@ -19,7 +19,7 @@ from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate_checkpoint
 from flows.series import evaluate_checkpoints
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationInterrupted
 from resources.settings import process_environment
 from tasks.config import EvaluationConfig

@@ -21,10 +21,10 @@ from pools.endpoint import RunningModel
 from pools.inference import InferencePool
 from pools.launch import Servable
 from resources.backends.local import LocalClient
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable, HarnessFailed, UnknownBenchmark
-from resources.fork_server import ForkServer
 from resources.settings import process_environment
+from resources.warm.fork_server import ForkServer
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import LOG_NAME, run_harness, verify_counts, warmed

@@ -15,10 +15,10 @@ from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import LocalCheckpoint
 from resources.backends.local import LocalClient
 from resources.config import ResourceConfig
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput
-from resources.fork_server import ForkServer
 from resources.settings import process_environment
+from resources.warm.fork_server import ForkServer
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover_one
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed

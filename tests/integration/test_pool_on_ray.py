@@ -29,7 +29,7 @@ from pools.faults.trial import Fault, Trial, tried
 from pools.inference import InferencePool
 from pools.launch import Launcher, Servable
 from resources.addresses import is_loopback, own_address
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment
 
 pytestmark = [

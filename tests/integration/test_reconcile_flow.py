@@ -26,7 +26,7 @@ from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy, reconcile_policy
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationIncomplete
 from resources.settings import process_environment
 from tasks.benchmarks import BUNDLED

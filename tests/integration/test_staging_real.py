@@ -20,7 +20,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.staging import StagingRequest, staged_by
 from pools.endpoint import RunningModel
 from resources.backends.local import LocalClient
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import StagingIncomplete
 from resources.settings import process_environment, settings
 from tasks.config import EvaluationConfig

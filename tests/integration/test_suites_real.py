@@ -24,7 +24,7 @@ from fakes.suites import endpoint, in_lm_eval, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
 from flows import suites as flows
 from flows.cli import app
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import UnknownBenchmark
 from resources.settings import process_environment, settings
 from tasks.benchmark_sets import benchmark_sets, needs_of

@@ -19,10 +19,10 @@ from pools.engines import ENGINES, engine_arguments, engine_variables, server_ar
 from resources.backends.local import LocalClient
 from resources.backends.local_job import LocalJob
 from resources.config import ResourceConfig
-from resources.environments import ENVIRONMENTS, Environment, ensure_environment
-from resources.fork_server import ForkServer
+from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
 from resources.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
+from resources.warm.fork_server import ForkServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 

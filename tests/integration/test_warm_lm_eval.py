@@ -13,7 +13,7 @@ from fakes.lm_eval import DEMO, PROGRAM, Harness, make_config, make_model, sampl
 from fakes.polling import eventually
 from fakes.tokenizers import BOS, write_byte_tokenizer
 from resources.errors import UnknownBenchmark
-from resources.fork_server import ForkServer
+from resources.warm.fork_server import ForkServer
 from tasks.evaluators.harness import LOG_NAME, REFUSAL_NAME, verify_counts, warmed
 from tasks.evaluators.lm_eval import LmEval
 

@@ -27,7 +27,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.cli import app
 from flows.policy_deploying import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION
 from flows.reconcile import load_policy, reconcile_policy
-from resources.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoUsableWorkPool
 from resources.settings import settings
 from tasks.records import read_records

@@ -33,7 +33,7 @@ from flows.staging import StagingRequest
 from pools.config import InferencePoolConfig, ModelConfig
 from resources import errors
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
-from resources.environments import ENVIRONMENTS
+from resources.environments.environments import ENVIRONMENTS
 from resources.region_table import EgressPrice, Price, Prices, RayCluster, Region, Regions
 from resources.regions import load_regions
 from resources.settings import Settings

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("flows", "tasks", "pools", "resources")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PROGRAMS = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/programs"))
-LISTS = sorted((ROOT / "resources" / "requirements").glob("*.txt"))
+LISTS = sorted((ROOT / "resources" / "environments" / "requirements").glob("*.txt"))
 DEPLOYMENTS: dict[str, Any] = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
 ENTRYPOINTS = [deployment["entrypoint"] for deployment in DEPLOYMENTS["deployments"]]
 
@@ -108,7 +108,9 @@ def test_requirement_list_pins_every_line_to_a_public_version_and_names_no_addre
     assert lines and not [line for line in lines if not PINNED.match(line) or "://" in line]
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "resources" / "requirements").glob("*.in")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "resources" / "environments" / "requirements").glob("*.in")), ids=lambda path: path.name
+)
 def test_requirement_input_names_no_address_and_no_local_version(path: Path):
     lines = [line.partition("#")[0] for line in path.read_text().splitlines()]
     options = [line for line in lines if line.startswith("-") and not re.fullmatch(r"-[cr] [\w.-]+\s*", line)]

@@ -15,7 +15,13 @@ from pathlib import Path
 import pytest
 
 from fakes.polling import eventually
-from resources.environments import ENVIRONMENTS, AliasDistribution, Environment, EnvironmentSpec, ensure_environment
+from resources.environments.environments import (
+    ENVIRONMENTS,
+    AliasDistribution,
+    Environment,
+    EnvironmentSpec,
+    ensure_environment,
+)
 from resources.errors import EnvironmentBuildFailed
 
 pytestmark = pytest.mark.timeout(60)

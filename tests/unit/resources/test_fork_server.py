@@ -17,9 +17,9 @@ from fakes.polling import eventually, is_alive
 from resources.backends.local import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import JobFailed
-from resources.fork_server import ForkServer
 from resources.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment
+from resources.warm.fork_server import ForkServer
 
 PROGRAM = """
 import json, os, random, signal, subprocess, sys, time

@@ -1,8 +1,8 @@
 """Warm starts: a process that has a program imported, and forks it for every run.
 
-The program is a file with `preload(arguments)` and `main(arguments)`, see `resources/programs/fork_server.py`. A run is
-a command like any other, so a job can hold it: it ends as the program ends, is ended with the program, and starts the
-program cold where the server is gone.
+The program is a file with `preload(arguments)` and `main(arguments)`, see `programs/fork_server.py`. A run is a command
+like any other, so a job can hold it: it ends as the program ends, is ended with the program, and starts the program
+cold where the server is gone.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Environments built by uv from the pinned lists beside this file."""

@@ -1,0 +1,1 @@
+"""Programs that are imported once and forked for every run."""
