@@ -26,7 +26,7 @@ def cluster_up(
     dry_run: _DryRun = False,
 ) -> None:
     """Start a region's Ray cluster from its file, or update it; `local` starts one on this machine."""
-    from resources.ray_clusters import LOCAL, start_local, up_command
+    from resources.regions.ray_clusters import LOCAL, start_local, up_command
 
     if region != LOCAL:
         _run(up_command(_file(region, dry_run=dry_run)), dry_run=dry_run)
@@ -48,7 +48,7 @@ def cluster_up(
 @cluster_app.command("down")
 def cluster_down(region: _Region, dry_run: _DryRun = False) -> None:
     """End a region's Ray cluster with all its machines; `local` ends this machine's, and no other Ray."""
-    from resources.ray_clusters import LOCAL, down_command, local_cluster, take_down_local
+    from resources.regions.ray_clusters import LOCAL, down_command, local_cluster, take_down_local
 
     if region != LOCAL:
         _run(down_command(_file(region, dry_run=dry_run)), dry_run=dry_run)
@@ -65,7 +65,7 @@ def cluster_dashboard(
     dry_run: _DryRun = False,
 ) -> None:
     """Forward a region's pages and its address for jobs to this machine, until Ctrl-C."""
-    from resources.ray_clusters import CLIENT_PORT, DASHBOARD_PORT, LOCAL, local_cluster, tunnel_command
+    from resources.regions.ray_clusters import CLIENT_PORT, DASHBOARD_PORT, LOCAL, local_cluster, tunnel_command
 
     if region == LOCAL:
         OUT.print(local_cluster().dashboard, highlight=False)
@@ -83,7 +83,7 @@ def cluster_dashboard(
 @cluster_app.command("status")
 def cluster_status(region: _Region, dry_run: _DryRun = False) -> None:
     """Show what a region's head sees: machines, demand, errors of the launcher."""
-    from resources.ray_clusters import LOCAL, local_cluster, status_command
+    from resources.regions.ray_clusters import LOCAL, local_cluster, status_command
 
     if region == LOCAL:
         cluster = local_cluster()
@@ -99,8 +99,8 @@ def cluster_write(
     ] = False,
 ) -> None:
     """Write the cluster files of all regions from the regions file."""
-    from resources.ray_cluster_file import render
-    from resources.regions import known_regions, regions_file
+    from resources.regions.ray_cluster_file import render
+    from resources.regions.regions import known_regions, regions_file
 
     changed: list[Path] = []
     for region in known_regions().regions:
@@ -120,8 +120,8 @@ def cluster_write(
 
 
 def _file(region: str, *, dry_run: bool) -> Path:
-    from resources.ray_clusters import checked_cluster_file
-    from resources.regions import known_regions, regions_file
+    from resources.regions.ray_clusters import checked_cluster_file
+    from resources.regions.regions import known_regions, regions_file
 
     known = known_regions().named(region)
     if known.ray_cluster is None:

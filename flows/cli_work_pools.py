@@ -33,7 +33,7 @@ def apply(
     from flows.deploying import deploy_to, require_server
     from flows.policy_deploying import watch_over_flow_runs
     from flows.region_deployments import deploy_sent_flows
-    from resources.regions import known_regions, load_regions
+    from resources.regions.regions import known_regions, load_regions
     from tasks.accelerators import limit_accelerators
     from tasks.work_pools import apply_work_pools, wanted_work_pools
 
@@ -79,7 +79,7 @@ def apply(
 def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
     """Show each region's work pool, and whether a flow run would start there now."""
     from flows.deploying import require_server
-    from resources.regions import known_regions, load_regions
+    from resources.regions.regions import known_regions, load_regions
     from tasks.work_pools import LOCAL_WORK_POOL, work_pool_states
 
     require_server()
@@ -117,9 +117,9 @@ def choose(
     from flows.deploying import require_server
     from flows.loading import build_config
     from flows.options import EvaluationOptions, resources_asked
-    from pools.work_pools import Source, choose_work_pool
     from resources.config import ResourceConfig
-    from resources.regions import known_regions, load_regions
+    from resources.regions.regions import known_regions, load_regions
+    from resources.regions.work_pools import Source, choose_work_pool
     from tasks.work_pools import work_pool_states
 
     require_server()

@@ -13,7 +13,7 @@ from prefect.utilities.callables import parameter_schema
 from flows.cells import evaluate_cells
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
-from resources.region_table import Regions
+from resources.regions.region_table import Regions
 from tasks.dispatching import TAG
 from tasks.prefect_client import prefect_client
 

@@ -16,11 +16,11 @@ from flows.deploying import require_server
 from flows.running import SeriesResult
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
-from pools.work_pools import WorkPoolChoice, choose_work_pool
 from resources import errors
 from resources.errors import AssayError, BadInput, EvaluationInterrupted
-from resources.region_check import region_of_data
-from resources.regions import known_regions
+from resources.regions.region_check import region_of_data
+from resources.regions.regions import known_regions
+from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
 from tasks.batches import resources_of
 from tasks.checkpoints import discover, layouts_for

@@ -11,8 +11,8 @@ from resources.backends.choice import client_from_url
 from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
 from resources.jobs import Client, Entrypoint, JobRequest, create_environment, current_client
-from resources.ray_clusters import LOCAL, local_cluster
-from resources.regions import known_regions, regions_for
+from resources.regions.ray_clusters import LOCAL, local_cluster
+from resources.regions.regions import known_regions, regions_for
 from resources.settings import variable
 from resources.tpu import tpu_topology
 

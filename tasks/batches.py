@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
 
-from pools.work_pools import Source, WorkPoolChoice, WorkPoolState, choose_work_pool
 from resources.config import ResourceConfig
 from resources.errors import AssayError, NoUsableWorkPool
-from resources.region_table import Regions
+from resources.regions.region_table import Regions
+from resources.regions.work_pools import Source, WorkPoolChoice, WorkPoolState, choose_work_pool
 from tasks.config import EvaluationConfig
 from tasks.reconciliation import OpenCell
 

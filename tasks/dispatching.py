@@ -15,11 +15,11 @@ from prefect.client.schemas.objects import FlowRun, StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled
 
-from pools.work_pools import Source, WorkPoolChoice, WorkPoolState
 from resources.errors import BadInput
-from resources.region_check import region_of_data
-from resources.region_table import Regions
-from resources.regions import known_regions
+from resources.regions.region_check import region_of_data
+from resources.regions.region_table import Regions
+from resources.regions.regions import known_regions
+from resources.regions.work_pools import Source, WorkPoolChoice, WorkPoolState
 from resources.storage import storage
 from tasks.batches import Batch, batches_of, placed, without_limits
 from tasks.config import digest_of

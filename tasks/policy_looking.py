@@ -10,7 +10,7 @@ from typing import NamedTuple
 from resources.collection import seldom_collecting
 from resources.config import ResourceConfig
 from resources.errors import BadInput
-from resources.regions import price_per_hour, regions_for
+from resources.regions.regions import price_per_hour, regions_for
 from resources.storage import storage
 from tasks.batches import Batch
 from tasks.claim_files import claims_folder, read_claims

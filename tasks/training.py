@@ -17,7 +17,7 @@ from pydantic import BaseModel, ValidationError
 from resources.config import TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, StorageError
 from resources.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment, current_client
-from resources.region_check import check_gcs_paths_same_region
+from resources.regions.region_check import check_gcs_paths_same_region
 from resources.settings import training_variables
 from resources.storage import storage
 from tasks.progress import report_event

@@ -15,9 +15,9 @@ from prefect.client.schemas.objects import WorkerStatus, WorkPool
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
 
-from pools.work_pools import WorkPoolState
 from resources.errors import BadInput
-from resources.region_table import Region, Regions, WorkPoolType
+from resources.regions.region_table import Region, Regions, WorkPoolType
+from resources.regions.work_pools import WorkPoolState
 from tasks.prefect_client import async_prefect_client
 
 LOCAL_WORK_POOL = "assay-local"

@@ -9,8 +9,8 @@ from uuid import uuid4
 import pytest
 from pydantic import ValidationError
 
-from pools.work_pools import Source, WorkPoolState
-from resources.region_table import Regions
+from resources.regions.region_table import Regions
+from resources.regions.work_pools import Source, WorkPoolState
 from tasks.batches import batches_of, placed
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.config import EvaluationConfig

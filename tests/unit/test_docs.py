@@ -34,8 +34,8 @@ from pools.config import InferencePoolConfig, ModelConfig
 from resources import errors
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.environments.environments import ENVIRONMENTS
-from resources.region_table import EgressPrice, Price, Prices, RayCluster, Region, Regions
-from resources.regions import load_regions
+from resources.regions.region_table import EgressPrice, Price, Prices, RayCluster, Region, Regions
+from resources.regions.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoint_rules import CheckpointRule

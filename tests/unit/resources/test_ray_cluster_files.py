@@ -9,9 +9,9 @@ from typer.testing import CliRunner
 
 from flows.cli import app
 from resources.errors import BadInput
-from resources.ray_cluster_file import render, slices_in
-from resources.region_table import Region
-from resources.regions import load_regions, regions_file
+from resources.regions.ray_cluster_file import render, slices_in
+from resources.regions.region_table import Region
+from resources.regions.regions import load_regions, regions_file
 from resources.tpu import tpu_topology
 
 OURS = [region for region in load_regions(regions_file()).regions if region.ray_cluster is not None]

@@ -17,14 +17,14 @@ from pydantic import BaseModel
 from fakes.gcs import FakeGcs, fake_gcs
 from resources.config import ResourceConfig
 from resources.errors import BadInput, WrongRegion
-from resources.region_check import (
+from resources.regions.region_check import (
     check_gcs_paths_same_region,
     find_gcs_paths,
     region_of_data,
     region_of_prefix,
     region_of_this_machine,
 )
-from resources.regions import known_regions
+from resources.regions.regions import known_regions
 from resources.settings import settings
 
 

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoMatchingRegion
-from resources.region_table import Regions
-from resources.regions import known_regions, load_regions, price_per_hour, regions_file, regions_for
+from resources.regions.region_table import Regions
+from resources.regions.regions import known_regions, load_regions, price_per_hour, regions_file, regions_for
 from resources.settings import settings
 from resources.tpu import TPU_TOPOLOGIES
 

@@ -21,11 +21,11 @@ from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 from pydantic import ValidationError
 
 from flows.deploying import DEPLOYMENTS, deployments_for
-from pools.work_pools import Source, WorkPoolState, choose_work_pool
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoMatchingRegion, NoUsableWorkPool, PrefectUnavailable, UnsatisfiableResources
-from resources.region_table import Regions, WorkPoolType
-from resources.regions import load_regions
+from resources.regions.region_table import Regions, WorkPoolType
+from resources.regions.regions import load_regions
+from resources.regions.work_pools import Source, WorkPoolState, choose_work_pool
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.work_pools import LOCAL_WORK_POOL, base_job_template, wanted_work_pools, work_pool_states
 

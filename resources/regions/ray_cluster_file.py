@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from resources.errors import BadInput
-from resources.region_table import Region, tpu_generation
+from resources.regions.region_table import Region, tpu_generation
 from resources.tpu import TPU_TOPOLOGIES, TpuTopology
 
 _HEADER = (

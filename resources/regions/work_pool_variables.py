@@ -8,7 +8,7 @@ from typing import Any
 from resources.backends.kubernetes_devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
-from resources.region_table import Region, WorkPoolType, gpu_model, tpu_generation
+from resources.regions.region_table import Region, WorkPoolType, gpu_model, tpu_generation
 
 _GIB = 2**30
 _COORDINATOR_CORES, _COORDINATOR_MEMORY = 4, 16 * _GIB

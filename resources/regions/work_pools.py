@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from pools.work_pool_variables import job_variables
 from resources.config import ResourceConfig
 from resources.errors import NoUsableWorkPool, UnsatisfiableResources
-from resources.region_table import Region, Regions
-from resources.regions import known_regions, price_per_hour, regions_for
+from resources.regions.region_table import Region, Regions
+from resources.regions.regions import known_regions, price_per_hour, regions_for
+from resources.regions.work_pool_variables import job_variables
 
 _GB = 10**9
 

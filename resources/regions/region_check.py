@@ -19,11 +19,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from resources.buckets import bucket_location, size_of
 from resources.config import ResourceConfig
 from resources.errors import BadInput, WrongRegion
-from resources.region_table import Regions
-from resources.regions import known_regions
+from resources.regions.buckets import bucket_location, size_of
+from resources.regions.region_table import Regions
+from resources.regions.regions import known_regions
 from resources.settings import data_prefix
 
 _METADATA = "http://169.254.169.254"  # of a VM at Google; by number, since looking the name up can hang elsewhere

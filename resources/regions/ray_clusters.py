@@ -21,7 +21,7 @@ from resources.backends.local import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BackendUnavailable, BadInput
 from resources.jobs import Entrypoint, JobHandle, JobRequest, create_environment
-from resources.region_table import Region
+from resources.regions.region_table import Region
 from resources.settings import settings
 from resources.storage.files import replace_text
 
