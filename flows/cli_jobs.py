@@ -14,7 +14,7 @@ from rich.text import Text
 
 from flows.console import ERR, OUT, Json, print_json
 from resources.errors import BackendUnavailable, BadInput, JobFailed
-from resources.jobs import JobDetails, JobStatus
+from resources.jobs.jobs import JobDetails, JobStatus
 
 jobs_app = typer.Typer(help="Jobs of a backend, whoever submitted them.", no_args_is_help=True)
 

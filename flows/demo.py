@@ -12,10 +12,11 @@ from rich.console import Console
 from flows.live import live_view
 from flows.running import SeriesResult, run_series
 from flows.suites import evaluate_suite
+from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import JobFailed
-from resources.jobs import Command, JobRequest, JobStatus, create_environment, current_client
+from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from tasks.checkpoints import find_checkpoints
 from tasks.evaluators.registry import EVALUATORS
 from tasks.progress import Event

@@ -11,9 +11,10 @@ from rich.console import Console
 from flows.live import live_view
 from flows.running import SeriesResult, run_series
 from flows.training import train_and_evaluate
+from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.jobs import Command, JobRequest, create_environment, current_client
+from resources.jobs.jobs import Command, JobRequest, create_environment
 from resources.storage import storage
 from tasks.progress import Event
 from tasks.records import Record

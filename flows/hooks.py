@@ -9,8 +9,8 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging.loggers import flow_run_logger
 
 from flows.loading import load_config
+from resources.backends.current import current_client
 from resources.errors import AssayError
-from resources.jobs import current_client
 from tasks.cancelled_runs import stop_claimed
 from tasks.leftovers import end_claims, end_jobs
 from tasks.names import how_many

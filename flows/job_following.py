@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from resources.errors import BackendUnavailable, BadInput
-from resources.jobs import JobDetails, JobHandle, JobStatus
+from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
 
 _LINES_AT_ONCE = 2000  # that a look at a log asks for; what was written beyond them between two looks is not seen
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0

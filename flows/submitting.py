@@ -8,9 +8,10 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from resources.backends.choice import client_from_url
+from resources.backends.current import current_client
 from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
-from resources.jobs import Client, Entrypoint, JobRequest, create_environment, current_client
+from resources.jobs.jobs import Client, Entrypoint, JobRequest, create_environment
 from resources.regions.ray_clusters import LOCAL, local_cluster
 from resources.regions.regions import known_regions, regions_for
 from resources.settings import variable
@@ -107,7 +108,7 @@ def described(client: Client) -> str:
     """Where a client's jobs go, for people."""
     if client.url != "ray://auto":  # what jobs inside are told, and which names no cluster to whoever is outside
         return client.url
-    from resources.backends.ray import RayClient
+    from resources.backends.ray.client import RayClient
 
     assert isinstance(client, RayClient)
     return f"the Ray cluster at {client.head}"

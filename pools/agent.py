@@ -24,11 +24,11 @@ from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.proxy.state import Announcement, LoadReport, Orders, ServedModel
 from pools.replica import Loading, Replica
 from pools.staging import StagedFolder
-from resources.addresses import is_loopback, own_address
-from resources.backends.local import local_client
+from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, ProxyFailed
-from resources.jobs import Client
+from resources.jobs.addresses import is_loopback, own_address
+from resources.jobs.jobs import Client
 from resources.settings import join_token
 
 _WATCH_SECONDS = 0.25

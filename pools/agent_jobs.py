@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from pools.proxy.state import ReplicaStatus
-from resources.jobs import JobHandle, JobStatus
+from resources.jobs.jobs import JobHandle, JobStatus
 
 _SILENT_LEASES = 4.0  # an agent that is silent for so many leases is started again
 _LOOK_SECONDS = 0.2

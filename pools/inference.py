@@ -25,9 +25,10 @@ from pools.proxy.client import ProxyClient
 from pools.proxy.process import ProxyProcess
 from pools.proxy.state import DesiredState, Failure, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
 from pools.session import PoolSession
+from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, planned_identity
 from resources.errors import EngineStartFailed, ProxyFailed
-from resources.jobs import Call, Client, JobHandle, JobRequest, current_client
+from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
 from resources.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 
 _log = logging.getLogger("assay.pool")

@@ -21,10 +21,11 @@ from pools.inference import InferencePool
 from pools.launch import Launcher, Servable
 from pools.proxy.state import ProxyStatus
 from resources.backends.choice import client_from_url
-from resources.backends.local import LocalClient
+from resources.backends.current import current_client
+from resources.backends.local.client import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BadInput, ProxyFailed
-from resources.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment, current_client
+from resources.jobs.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment
 from resources.settings import job_id, settings
 
 _POLL_SECONDS = 0.1

@@ -28,7 +28,7 @@ from pools.model_files import (
 from pools.proxy.state import ServedModel
 from pools.staging import Staging
 from resources.environments.environments import Environment
-from resources.jobs import Client
+from resources.jobs.jobs import Client
 from resources.settings import settings
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer

@@ -7,7 +7,7 @@ from typing import Any
 
 from pools.config import InferencePoolConfig
 from resources.config import ResourceConfig
-from resources.jobs import Client, EnvironmentConfig, create_environment
+from resources.jobs.jobs import Client, EnvironmentConfig, create_environment
 from resources.settings import settings
 
 

@@ -26,7 +26,7 @@ from resources.errors import (
     ReloadUnavailable,
     SwapRefused,
 )
-from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment
+from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_environment
 
 _log = logging.getLogger("assay.agent")
 _POLL_SECONDS = 0.05

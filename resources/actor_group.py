@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from resources.actor_handle import ActorHandle
 from resources.errors import BadInput, JobTimeout
-from resources.jobs import JobStatus
+from resources.jobs.jobs import JobStatus
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
 _ENDED_AT_ONCE = 16

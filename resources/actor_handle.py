@@ -18,7 +18,7 @@ import cloudpickle
 from resources.actor_line import ActorLine, death_of
 from resources.actor_wire import Frame, Kind, Raised
 from resources.errors import ActorMethodFailed, BadInput, JobTimeout
-from resources.jobs import Client, JobHandle
+from resources.jobs.jobs import Client, JobHandle
 
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from resources.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, AssayError, BackendUnavailable
-from resources.jobs import JobDetails, JobHandle, JobStatus
+from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
 from resources.settings import ACTOR_KEY_VARIABLE, actor_key
 
 _CONNECT_SECONDS = 5.0  # one attempt

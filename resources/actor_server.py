@@ -21,8 +21,8 @@ from typing import Any
 import cloudpickle
 
 from resources.actor_wire import Frame, Kind, Raised, greet_caller, receive, send
-from resources.addresses import own_address
-from resources.announcements import announce
+from resources.jobs.addresses import own_address
+from resources.jobs.announcements import announce
 from resources.settings import actor_key, job_id
 
 _BACKLOG = 512

@@ -15,7 +15,7 @@ from resources.actor_handle import ActorHandle
 from resources.actor_server import serve_actor
 from resources.config import ResourceConfig
 from resources.errors import BadInput
-from resources.jobs import Call, Client, EnvironmentConfig, JobRequest, create_environment
+from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobRequest, create_environment
 from resources.settings import ACTOR_KEY_VARIABLE, actor_key
 
 _PREFIX = "actor-"  # of the names of their jobs

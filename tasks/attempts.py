@@ -17,9 +17,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
-from resources.backends.local import local_client
+from resources.backends.current import current_client
+from resources.backends.local.client import local_client
 from resources.errors import AssayError, EvaluationInterrupted, RecordStatus
-from resources.jobs import current_client
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
 from tasks.cells import Cell

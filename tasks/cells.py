@@ -11,9 +11,9 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment
 
 from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
+from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
-from resources.jobs import current_client
 from resources.storage import storage
 from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoints import Checkpoint

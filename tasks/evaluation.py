@@ -14,9 +14,9 @@ from prefect.cache_policies import NO_CACHE
 
 from pools.launch import Servable
 from pools.pool_jobs import is_local
-from resources.backends.local import local_client
+from resources.backends.current import current_client
+from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.jobs import current_client
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
 from tasks.claiming import Shares

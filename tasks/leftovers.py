@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from pools.pool_jobs import is_local
 from resources.errors import AssayError
-from resources.jobs import Client
+from resources.jobs.jobs import Client
 from tasks.claim_files import SeenClaim, claims_folder, end_claim, read_claims
 from tasks.names import job_label, name_of
 from tasks.policies import Policy

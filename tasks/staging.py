@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from resources.backends.local import local_client
+from resources.backends.local.client import local_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, JobTimeout, StagingIncomplete
-from resources.jobs import Command, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from tasks.benchmarks import BUNDLED

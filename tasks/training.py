@@ -14,9 +14,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from resources.backends.current import current_client
 from resources.config import TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, StorageError
-from resources.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment, current_client
+from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment
 from resources.regions.region_check import check_gcs_paths_same_region
 from resources.settings import training_variables
 from resources.storage import storage

@@ -11,7 +11,7 @@ from typing import Any
 
 from pools.launch import Servable
 from resources.errors import BackendUnavailable, CheckpointError, NoCheckpoints, StorageError
-from resources.jobs import JobDetails, JobHandle
+from resources.jobs.jobs import JobDetails, JobHandle
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 from tasks.cells import Cell, plan_cells

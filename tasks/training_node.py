@@ -13,8 +13,8 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
-from resources.announcements import announce
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.jobs.announcements import announce
 from resources.settings import process_environment, settings
 
 _PROGRAM = Path(__file__).parent / "programs" / "run_levanter_train.py"

@@ -19,10 +19,10 @@ from pools.faults.processes import descendants, send
 from pools.faults.target import Recipe, Target, kept_answers
 from pools.faults.trial import plan_of
 from pools.inference import InferencePool
-from resources.backends.local import local_client
-from resources.backends.local_job import LocalJob
+from resources.backends.local.client import local_client
+from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
-from resources.jobs import Call, JobRequest, create_environment
+from resources.jobs.jobs import Call, JobRequest, create_environment
 from resources.settings import settings
 
 _POLL_SECONDS = 0.02

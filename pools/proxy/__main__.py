@@ -32,9 +32,9 @@ from pools.proxy.routing import RoutingTable
 from pools.proxy.server import ProxyServer
 from pools.proxy.state import ProxyLimits
 from pools.proxy.upstream import Upstream
-from resources.addresses import own_address
-from resources.announcements import announce
 from resources.errors import ProxyFailed
+from resources.jobs.addresses import own_address
+from resources.jobs.announcements import announce
 from resources.settings import ProxyKeys, proxy_keys, settings
 from resources.storage.files import replace_text
 

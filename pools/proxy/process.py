@@ -10,7 +10,7 @@ from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_f
 from pools.proxy.state import ProxyLimits
 from resources.config import ResourceConfig
 from resources.errors import ProxyFailed
-from resources.jobs import Client, Command, JobHandle, JobRequest
+from resources.jobs.jobs import Client, Command, JobHandle, JobRequest
 from resources.settings import ProxyKeys, settings
 
 _START_SECONDS = 60.0

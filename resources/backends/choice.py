@@ -12,13 +12,14 @@ from types import ModuleType
 from urllib.parse import urlsplit
 
 from resources.errors import BadInput
-from resources.jobs import Client
+from resources.jobs.jobs import Client
 from resources.settings import iris_job, settings
 
 FORMS = "local, ray://auto, ray://host:10001, iris://host:port or kubernetes://context/namespace"
 """How a backend is named."""
 
-_PACKAGES = {"ray": "ray", "iris": "iris", "kubernetes": "kubernetes"}
+_ENTRIES = {"ray": "ray.client", "iris": "iris.connection", "kubernetes": "kubernetes.entry"}
+"""The module in each folder that has `client_from_address`; the package that it needs has the backend's name."""
 
 
 def client_from_url(url: str) -> Client:
@@ -51,11 +52,11 @@ def _client_of(url: str, process_id: int) -> Client:  # a forked child gets its 
     parts = urlsplit(url if ":" in url else f"{url}:")
     match parts.scheme:
         case "local" if not parts.netloc and not parts.path:
-            from resources.backends.local import local_client
+            from resources.backends.local.client import local_client
 
             return local_client()
         case "local" if not parts.netloc:  # how the jobs of a client with a folder of its own find it
-            from resources.backends.local import LocalClient
+            from resources.backends.local.client import LocalClient
 
             return LocalClient(Path(parts.path))
         case "ray":
@@ -69,11 +70,10 @@ def _client_of(url: str, process_id: int) -> Client:  # a forked child gets its 
 
 
 def _backend(name: str) -> ModuleType:
-    package = _PACKAGES[name]
-    if find_spec(package) is None:
+    if find_spec(name) is None:
         raise BadInput(
-            expected=f"the package {package}, which the {name} backend needs",
+            expected=f"the package {name}, which the {name} backend needs",
             found="it is not installed",
             remedy=f"Install the extra: pip install 'assay-evals[{name}]'",
         )
-    return import_module(f"resources.backends.{name}")
+    return import_module(f"resources.backends.{_ENTRIES[name]}")

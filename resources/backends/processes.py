@@ -11,11 +11,11 @@ from pathlib import Path
 
 from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput
-from resources.jobs import Command, EnvironmentConfig
+from resources.jobs.jobs import Command, EnvironmentConfig
 from resources.settings import process_environment, settings
 from resources.storage.files import replace_text
 
-PROGRAMS = Path(__file__).parents[1] / "programs"
+PROGRAMS = Path(__file__).parent / "programs"
 _OURS = ("pydantic>=2", "pydantic-settings")  # what a call needs to announce, to serve an actor, to submit jobs itself
 
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BackendUnavailable, BadInput
-from resources.jobs import Entrypoint, JobHandle, JobRequest, create_environment
+from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, create_environment
 from resources.regions.region_table import Region
 from resources.settings import settings
 from resources.storage.files import replace_text

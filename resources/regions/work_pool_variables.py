@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from resources.backends.kubernetes_devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
+from resources.backends.kubernetes.devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
 from resources.regions.region_table import Region, WorkPoolType, gpu_model, tpu_generation

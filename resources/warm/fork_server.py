@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Self
 
 from resources.config import ResourceConfig
-from resources.jobs import Client, Command, JobHandle, JobRequest, create_environment
+from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_environment
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _LONGEST_SOCKET_PATH = 90  # the kernel takes 108 bytes, or 104, and the server adds its process id for a moment

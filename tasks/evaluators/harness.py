@@ -32,7 +32,7 @@ from resources.errors import (
     StorageError,
     UnknownBenchmark,
 )
-from resources.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer

@@ -49,7 +49,7 @@ from side_by_side import (
 from fakes.engine import FakeEngine
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.warm.fork_server import ForkServer
 from tasks.benchmarks import BUNDLED

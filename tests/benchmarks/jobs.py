@@ -58,7 +58,7 @@ from side_by_side import (
 from fakes import ray_variables  # noqa: F401 before ray is imported
 from resources.backends.choice import client_from_url
 from resources.config import ResourceConfig
-from resources.jobs import Client, Entrypoint, JobRequest, create_environment
+from resources.jobs.jobs import Client, Entrypoint, JobRequest, create_environment
 
 WORK = BENCH / "jobs"
 BACKENDS = ("local", "iris", "ray")

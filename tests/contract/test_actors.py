@@ -18,9 +18,10 @@ from fakes.clients import CLIENTS, WITH_ACTORS
 from fakes.polling import eventually
 from resources.actor_handle import ActorHandle
 from resources.actors import create_actor, create_actor_group, get_actor
+from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.errors import ActorDied, ActorMethodFailed, ActorRestarted, BadInput, JobTimeout
-from resources.jobs import Client, Entrypoint, JobAlreadyExists, JobRequest, JobStatus, current_client
+from resources.jobs.jobs import Client, Entrypoint, JobAlreadyExists, JobRequest, JobStatus
 
 pytestmark = pytest.mark.timeout(90)
 

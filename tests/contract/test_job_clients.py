@@ -16,10 +16,11 @@ import pytest
 
 from fakes.clients import CLIENTS
 from fakes.polling import eventual_pid, eventually, is_alive
-from resources.announcements import announce
+from resources.backends.current import current_client, set_current_client
 from resources.config import ResourceConfig
 from resources.errors import BadInput, JobFailed, JobTimeout, UnsatisfiableResources
-from resources.jobs import (
+from resources.jobs.announcements import announce
+from resources.jobs.jobs import (
     Call,
     Client,
     Command,
@@ -28,8 +29,6 @@ from resources.jobs import (
     JobRequest,
     JobStatus,
     create_environment,
-    current_client,
-    set_current_client,
     wait_all,
 )
 

@@ -15,7 +15,7 @@ from fakes.polling import eventually
 from resources.actor_handle import ActorHandle
 from resources.actors import create_actor
 from resources.config import ResourceConfig
-from resources.jobs import Client, Entrypoint, JobRequest, JobStatus
+from resources.jobs.jobs import Client, Entrypoint, JobRequest, JobStatus
 from resources.leased_queue import LeasedQueue, LeaseLost
 
 pytestmark = pytest.mark.timeout(90)

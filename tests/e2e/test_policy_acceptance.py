@@ -30,7 +30,7 @@ from fakes.polling import eventually
 from fakes.prefect_field import WAITING, Field, prefect_field
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.benchmarks import BUNDLED
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send

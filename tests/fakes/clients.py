@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fakes.iris_cluster import shared_cluster
-from resources.backends.local import LocalClient
-from resources.jobs import Client
+from resources.backends.local.client import LocalClient
+from resources.jobs.jobs import Client
 
 GRACE_SECONDS = 1.5  # enough for a shell to say good-bye on a busy machine; the stubborn take all of it
 

@@ -16,7 +16,7 @@ from pools.config import InferencePoolConfig
 from pools.faults.target import Recipe, Target
 from pools.inference import InferencePool
 from pools.launch import Servable
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 
 MODEL = "run-1"
 

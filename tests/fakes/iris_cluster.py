@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from resources.backends.iris_client import IrisClient
+from resources.backends.iris.client import IrisClient
 
 _READY = "ready"
 
@@ -45,7 +45,7 @@ class IrisCluster:
         grace_seconds: float = 0.5,
     ) -> IrisClient:
         """A client of its own, with little grace."""
-        from resources.backends.iris import IrisController
+        from resources.backends.iris.connection import IrisController
 
         controller = IrisController(self.address, patience_seconds=patience_seconds)
         return IrisClient(

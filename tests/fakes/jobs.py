@@ -8,7 +8,7 @@ from typing import Any
 
 from resources.config import ResourceConfig
 from resources.errors import JobFailed
-from resources.jobs import JobDetails, JobRequest, JobStatus
+from resources.jobs.jobs import JobDetails, JobRequest, JobStatus
 
 
 @dataclass

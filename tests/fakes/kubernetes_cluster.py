@@ -11,8 +11,8 @@ from typing import Any
 import kubernetes
 
 from fakes.kubernetes_server import KubernetesServer
-from resources.backends.kubernetes_client import KubernetesClient
-from resources.backends.kubernetes_cluster import Cluster
+from resources.backends.kubernetes.client import KubernetesClient
+from resources.backends.kubernetes.cluster import Cluster
 
 IMAGE = "registry.example/assay:1"
 LEASE_SECONDS = 4.0

@@ -12,7 +12,7 @@ from typing import Any
 
 from pools.engines import ENGINES
 from pools.launch import Launch, Launcher, ServedCheckpoint, VllmLauncher
-from resources.jobs import Client
+from resources.jobs.jobs import Client
 
 _ENGINE = Path(__file__).with_name("engine.py")
 _STALE_VLLM = Path(__file__).with_name("stale_vllm.py")

@@ -11,7 +11,7 @@ from typing import Any
 
 from fakes.engine import FakeEngine
 from pools.endpoint import RunningModel
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.warm.fork_server import ForkServer
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, run_harness

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from resources.backends.ray import RayClient
+from resources.backends.ray.client import RayClient
 
 OBJECT_STORE_BYTES = 100 * 2**20
 MEMORY_BYTES = 256 * 2**30

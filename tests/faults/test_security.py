@@ -23,7 +23,7 @@ from pools.faults.processes import command_line, descendants, listens_on
 from pools.inference import InferencePool
 from pools.kept import keep_up, take_down
 from pools.launch import Servable
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.settings import settings
 
 CANARY = "canary-7f3a91c2-the-prompt-nobody-may-see"

@@ -9,7 +9,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.testing.utilities import prefect_test_harness
 
 from fakes.lm_eval import Harness, make_config
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.lm_eval import LmEval

@@ -18,7 +18,7 @@ from fakes.judge import FakeJudge
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable
 from resources.settings import process_environment

@@ -20,7 +20,7 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.inference import InferencePool
 from pools.launch import Servable
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment

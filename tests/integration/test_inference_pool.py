@@ -25,7 +25,7 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.inference import InferencePool
 from pools.launch import Servable
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
 from resources.settings import settings
 

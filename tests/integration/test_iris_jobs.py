@@ -16,10 +16,10 @@ import pytest
 
 from fakes.iris_cluster import IrisCluster, shared_cluster, start_cluster
 from fakes.polling import eventual_pid, eventually, is_alive
-from resources.backends.iris_client import IrisClient
+from resources.backends.iris.client import IrisClient
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, JobTimeout, UnsatisfiableResources
-from resources.jobs import Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
+from resources.jobs.jobs import Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
 
 FOR_EVER = "while :; do sleep 1; done"
 MANY = 40  # 200 take 36 s on two busy cores
@@ -72,7 +72,7 @@ def test_iris_job_whose_submitter_is_killed_ends_with_all_it_started(workspace: 
             sys.path.insert(0, {str(Path(__file__).parents[1])!r})
             from fakes.iris_cluster import IrisCluster
             from resources.config import ResourceConfig
-            from resources.jobs import Entrypoint, JobRequest, create_environment
+            from resources.jobs.jobs import Entrypoint, JobRequest, create_environment
 
             client = IrisCluster({cluster.address!r}, None).client(lease_seconds=3.0)
             script = 'trap "" TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}'
@@ -103,7 +103,7 @@ def test_iris_job_whose_submitter_is_killed_ends_with_all_it_started(workspace: 
 def test_iris_job_that_iris_kills_outright_leaves_no_process(
     client: IrisClient, workspace: Path, tmp_path: Path
 ) -> None:
-    from resources.backends.iris import IrisController
+    from resources.backends.iris.connection import IrisController
 
     daemon = f'trap "" TERM; echo $$ > {tmp_path}/daemon; {FOR_EVER}'
     handle = client.submit(job(f"(setsid sh -c '{daemon}' &); echo $$ > {tmp_path}/main; {FOR_EVER}", workspace))
@@ -225,7 +225,7 @@ def test_iris_runs_many_jobs_at_once(workspace: Path) -> None:
 
 
 def test_iris_job_inside_a_job_is_named_below_it(client: IrisClient, workspace: Path, tmp_path: Path) -> None:
-    script = "from resources.jobs import *; from resources.config import *; " + (
+    script = "from resources.jobs.jobs import *; from resources.config import *; " + (
         "print(current_client().submit(JobRequest('child', Entrypoint.from_binary('true'), "
         "resources=ResourceConfig())).job_id)"
     )
@@ -241,7 +241,7 @@ def test_iris_job_inside_a_job_is_named_below_it(client: IrisClient, workspace: 
 
 
 def _tasks(job_id: str) -> list:
-    from resources.backends.iris import IrisController
+    from resources.backends.iris.connection import IrisController
 
     return IrisController(shared_cluster().address).tasks(job_id)
 

@@ -17,11 +17,11 @@ from fakes.kubernetes_cluster import IMAGE, client_of, cluster_of
 from fakes.kubernetes_server import KubernetesServer, Refusal
 from fakes.polling import eventual_pid, eventually, is_alive
 from resources.backends.choice import client_from_url
-from resources.backends.kubernetes_attempts import Bounds
-from resources.backends.kubernetes_client import KubernetesClient
+from resources.backends.kubernetes.attempts import Bounds
+from resources.backends.kubernetes.client import KubernetesClient
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources
-from resources.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -212,10 +212,10 @@ PARENT = """
 import sys, time
 from pathlib import Path
 from fakes.kubernetes_cluster import IMAGE, cluster_of
-from resources.backends.kubernetes_cluster import connect
-from resources.backends.kubernetes_client import KubernetesClient
+from resources.backends.kubernetes.cluster import connect
+from resources.backends.kubernetes.client import KubernetesClient
 from resources.config import ResourceConfig
-from resources.jobs import Command, JobRequest
+from resources.jobs.jobs import Command, JobRequest
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 client = KubernetesClient(connect("fake", ""), image=IMAGE, grace_seconds=1, lease_seconds=2, poll_seconds=0.1)

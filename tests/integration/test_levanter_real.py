@@ -13,7 +13,7 @@ import pytest
 from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import LocalCheckpoint
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput

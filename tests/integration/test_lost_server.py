@@ -11,7 +11,7 @@ import pytest
 
 from fakes.deployed_policy import Deployed, deployed_policy
 from fakes.polling import eventually
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from tasks.records import read_records
 from tasks.work_pools import LOCAL_WORK_POOL
 

@@ -16,7 +16,7 @@ from fakes.deployed_policy import Deployed, deployed_policy
 from fakes.polling import eventually
 from fakes.postgresql import postgresql
 from flows.reconcile import load_policy
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import BadInput, EngineStartFailed, UnsatisfiableResources
 from tasks.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators

@@ -28,8 +28,8 @@ from pools.faults.target import Target
 from pools.faults.trial import Fault, Trial, tried
 from pools.inference import InferencePool
 from pools.launch import Launcher, Servable
-from resources.addresses import is_loopback, own_address
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.jobs.addresses import is_loopback, own_address
 from resources.settings import process_environment
 
 pytestmark = [

@@ -21,17 +21,10 @@ from ray.job_submission import JobSubmissionClient
 from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.ray_cluster import add_node, client_of, ray_cluster
 from resources.backends.choice import client_from_url
-from resources.backends.ray import RayClient
+from resources.backends.ray.client import RayClient
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources
-from resources.jobs import (
-    Entrypoint,
-    JobAlreadyExists,
-    JobRequest,
-    JobStatus,
-    create_environment,
-    wait_all,
-)
+from resources.jobs.jobs import Entrypoint, JobAlreadyExists, JobRequest, JobStatus, create_environment, wait_all
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -121,9 +114,9 @@ def test_callable_finds_the_modules_of_its_workspace_and_assay_on_another_machin
     def measure(text: str) -> None:
         import lengths  # pyright: ignore[reportMissingImports]
 
-        import resources.announcements
+        import resources.jobs.announcements
 
-        print(lengths.length(text), resources.announcements.__file__)
+        print(lengths.length(text), resources.jobs.announcements.__file__)
 
     request = JobRequest(
         "measure",
@@ -235,7 +228,7 @@ def test_job_inside_a_job_works_where_the_driver_is_a_job_of_ray_with_a_working_
     (tmp_path / "main.py").write_text(
         textwrap.dedent("""
             from resources.config import ResourceConfig
-            from resources.jobs import Entrypoint, JobRequest, current_client
+            from resources.jobs.jobs import Entrypoint, JobRequest, current_client
 
             def submit(function):
                 request = JobRequest(function.__name__, Entrypoint.from_callable(function), resources=ResourceConfig())
@@ -317,10 +310,10 @@ def start_driver(address: str, script: str) -> subprocess.Popen[bytes]:
     code = f"""
 import os, sys, time
 from pathlib import Path
-from resources.backends.ray import RayClient
+from resources.backends.ray.client import RayClient
 from resources.config import ResourceConfig
 from resources.errors import AssayError
-from resources.jobs import Entrypoint, JobRequest
+from resources.jobs.jobs import Entrypoint, JobRequest
 
 jobs = RayClient({address!r}, grace_seconds=0.5)
 
@@ -343,7 +336,7 @@ def test_lost_head_is_said_within_seconds_and_the_driver_goes_on(tmp_path: Path)
         driver = start_driver(
             str(cluster.address),
             f"""
-            from resources.jobs import JobRequest
+            from resources.jobs.jobs import JobRequest
             job = submit("job", "echo $$ > {tmp_path}/pid; {FOR_EVER}")
             write({str(tmp_path / "ready")!r}, "")
             while not Path({str(tmp_path / "go")!r}).exists():

@@ -12,13 +12,13 @@ import pytest
 
 from fakes.polling import eventually
 from fakes.ray_cluster import add_node, connected, ray, ray_cluster
-from resources.backends.ray import RayClient
-from resources.backends.ray_nodes import REGION_LABEL
-from resources.backends.ray_placement import Placement, check, place
+from resources.backends.ray.client import RayClient
+from resources.backends.ray.nodes import REGION_LABEL
+from resources.backends.ray.placement import Placement, check, place
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
-from resources.jobs import Entrypoint, JobHandle, JobRequest, JobStatus
-from resources.tpu_lockfile import TPU_LOCKFILE
+from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, JobStatus
+from resources.jobs.tpu_lockfile import TPU_LOCKFILE
 
 pytestmark = pytest.mark.timeout(300)  # ten nodes start in 25 s, or in 90 on a machine that is busy with other things
 

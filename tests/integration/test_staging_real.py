@@ -19,7 +19,7 @@ from fakes.suites import endpoint, in_lm_eval, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
 from flows.staging import StagingRequest, staged_by
 from pools.endpoint import RunningModel
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import StagingIncomplete
 from resources.settings import process_environment, settings

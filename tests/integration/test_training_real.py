@@ -15,7 +15,7 @@ from fakes.clients import CLIENTS
 from fakes.polling import eventually
 from fakes.training import nano_training, trainers_of, write_training_data
 from resources.errors import BadInput
-from resources.jobs import Client, JobStatus
+from resources.jobs.jobs import Client, JobStatus
 from resources.settings import settings
 from tasks.checkpoints import find_checkpoints
 from tasks.training import finished, is_trained, plan_training, run_levanter_train_lm, training

@@ -16,11 +16,11 @@ import pytest
 
 from fakes.polling import eventually
 from pools.engines import ENGINES, engine_arguments, engine_variables, server_arguments
-from resources.backends.local import LocalClient
-from resources.backends.local_job import LocalJob
+from resources.backends.local.client import LocalClient
+from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
-from resources.jobs import Command, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.warm.fork_server import ForkServer
 

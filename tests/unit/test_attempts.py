@@ -15,8 +15,8 @@ from fakes.models import write_run
 from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
 from pools.model_files import digest_model_folder
+from resources.backends.current import current_client
 from resources.errors import EvaluationInterrupted
-from resources.jobs import current_client
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
 from tasks.checkpoints import find_checkpoints

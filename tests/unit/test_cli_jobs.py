@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from flows.cli import app
 from flows.job_following import LogTail, ending_of, follow, is_lost
 from flows.submitting import SubmitOptions, client_of, job_name, request_of
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, NoMatchingRegion
-from resources.jobs import Command, JobDetails, JobRequest, JobStatus
+from resources.jobs.jobs import Command, JobDetails, JobRequest, JobStatus
 
 
 def job(workspace: Path, *command: str, **options: object) -> JobRequest:

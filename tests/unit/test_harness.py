@@ -14,7 +14,7 @@ import pytest
 
 from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.errors import (
     CountsDisagree,
     EngineDied,

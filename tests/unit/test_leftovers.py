@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from pools.pool_jobs import labelled
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ClaimLost
-from resources.jobs import Command, JobHandle, JobRequest, create_environment
+from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
 from tasks.cancelled_runs import stop_claimed
 from tasks.claim_files import Subject, claims_folder
 from tasks.claims import Claims

@@ -9,7 +9,7 @@ from pools.config import InferencePoolConfig
 from pools.proxy.client import ProxyAddress
 from pools.proxy.process import ProxyProcess
 from resources.errors import ProxyFailed
-from resources.jobs import Command, JobStatus
+from resources.jobs.jobs import Command, JobStatus
 from resources.settings import ProxyKeys
 
 

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from fakes.jobs import FakeClient, FakeJob
 from resources.config import Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed
-from resources.jobs import Call, JobDetails, JobRequest, JobStatus
+from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus
 from tasks.training import ENVIRONMENT_OF, finished, is_trained, plan_training, run_levanter_train_lm, training
 from tasks.training_config import TrainAndEvaluateConfig, TrainLmOnPodConfig
 from tasks.training_layout import run_id_of, training_of

@@ -16,7 +16,7 @@ from fakes.stores import folder_store
 from pools.model_files import digest_model_folder
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, StorageError
-from resources.jobs import Command, JobRequest, JobStatus
+from resources.jobs.jobs import Command, JobRequest, JobStatus
 from tasks.cells import Cell
 from tasks.checkpoints import Checkpoint
 from tasks.claiming import Shares

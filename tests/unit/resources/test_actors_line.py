@@ -14,7 +14,7 @@ import pytest
 from resources.actor_line import ActorLine, Patience
 from resources.actor_wire import Frame, Kind, greet_caller, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, BackendUnavailable
-from resources.jobs import JobDetails, JobStatus
+from resources.jobs.jobs import JobDetails, JobStatus
 from resources.settings import actor_key
 
 IMPATIENT = Patience(unreachable_seconds=0.2, unexplained_seconds=0.5, silent_seconds=0.05)

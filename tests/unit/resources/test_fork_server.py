@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from fakes.polling import eventually, is_alive
-from resources.backends.local import LocalClient
+from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import JobFailed
-from resources.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 

@@ -13,12 +13,12 @@ import pytest
 
 import resources
 from fakes.polling import eventually
-from resources.backends.iris_lease import LeaseKeeper
+from resources.backends.iris.lease import LeaseKeeper
 from resources.errors import BackendUnavailable, BadInput
 
 pytestmark = pytest.mark.timeout(60)
 
-RECORDS = runpy.run_path(str(Path(resources.__file__).parent / "programs/iris_records.py"))
+RECORDS = runpy.run_path(str(Path(resources.__file__).parent / "backends/programs/iris_records.py"))
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"no HTTP at all\r\n\r\n", b""])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from resources.backends.iris_resources import Group, check_groups, placement
+from resources.backends.iris.resources import Group, check_groups, placement
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
 

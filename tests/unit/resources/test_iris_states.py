@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from resources.backends.iris_states import Attempt, Seen, Task, classify_iris, counts, job_status, name_of, reason
-from resources.jobs import JobStatus
+from resources.backends.iris.states import Attempt, Seen, Task, classify_iris, counts, job_status, name_of, reason
+from resources.jobs.jobs import JobStatus
 
 OWN_END = "Exit code: 5. stderr: [assay] exit code 5; restarted here: 2"
 GAVE_UP = "Exit code: 1. stderr: [assay] gave up: ended from outside 2 times; restarted here: 2"

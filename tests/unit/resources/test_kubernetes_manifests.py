@@ -9,9 +9,9 @@ from typing import Any
 import kubernetes_validate
 import pytest
 
-from resources.backends.kubernetes import client_from_address
-from resources.backends.kubernetes_devices import placement
-from resources.backends.kubernetes_manifests import (
+from resources.backends.kubernetes.devices import placement
+from resources.backends.kubernetes.entry import client_from_address
+from resources.backends.kubernetes.manifests import (
     LARGEST_SECRET_BYTES,
     Owner,
     image_of,
@@ -21,10 +21,10 @@ from resources.backends.kubernetes_manifests import (
     secret_manifest,
     service_manifest,
 )
-from resources.backends.kubernetes_names import dns_label, new_job_id
+from resources.backends.kubernetes.names import dns_label, new_job_id
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs import Call, Command, JobRequest, create_environment
+from resources.jobs.jobs import Call, Command, JobRequest, create_environment
 from resources.settings import settings
 from resources.tpu import TPU_TOPOLOGIES
 

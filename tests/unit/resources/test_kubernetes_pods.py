@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from resources.backends.kubernetes_names import INDEX_LABEL
-from resources.backends.kubernetes_pods import PodState, attempt_outcome, classify_pod, states_by_index
+from resources.backends.kubernetes.names import INDEX_LABEL
+from resources.backends.kubernetes.pods import PodState, attempt_outcome, classify_pod, states_by_index
 
 
 def pod(phase: str = "Running", *, index: int = 0, deleted: bool = False, **status: Any) -> dict[str, Any]:

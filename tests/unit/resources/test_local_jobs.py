@@ -17,11 +17,19 @@ import pytest
 
 import resources
 from fakes.polling import eventual_pid, eventually, is_alive
-from resources.backends.local import LocalClient
-from resources.backends.local_job import LocalJob
+from resources.backends.local.client import LocalClient
+from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs import Command, Entrypoint, EnvironmentConfig, JobRequest, JobStatus, create_environment, wait_all
+from resources.jobs.jobs import (
+    Command,
+    Entrypoint,
+    EnvironmentConfig,
+    JobRequest,
+    JobStatus,
+    create_environment,
+    wait_all,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -47,9 +55,9 @@ def parent_that_submits(jobs_dir: Path, script: str, *, outlives_parent: bool) -
     program = f"""
         import os, sys, time
         from pathlib import Path
-        from resources.backends.local import LocalClient
+        from resources.backends.local.client import LocalClient
         from resources.config import ResourceConfig
-        from resources.jobs import Entrypoint, JobRequest
+        from resources.jobs.jobs import Entrypoint, JobRequest
         client = LocalClient(Path({str(jobs_dir)!r}), grace_seconds=0.5)
         entrypoint = Entrypoint.from_binary("sh", ["-c", {script!r}])
         request = JobRequest("job", entrypoint, resources=ResourceConfig(), outlives_parent={outlives_parent})

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from resources.errors import BadInput, StorageError
-from resources.packaging import Package, package_workspace, unpack
+from resources.jobs.packaging import Package, package_workspace, unpack
 
 
 def _git(folder: Path, *arguments: str) -> None:

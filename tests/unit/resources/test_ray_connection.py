@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from resources.backends.ray_connection import RayConnection
+from resources.backends.ray.connection import RayConnection
 from resources.errors import BackendUnavailable
 
 

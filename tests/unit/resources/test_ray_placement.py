@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from resources.backends.ray_demand import allowed_nodes, best_selector, reason_to_wait, refusal, share_of
-from resources.backends.ray_nodes import NODE_LABEL, REGION_LABEL, ZONE_LABEL, RayNode, room
+from resources.backends.ray.demand import allowed_nodes, best_selector, reason_to_wait, refusal, share_of
+from resources.backends.ray.nodes import NODE_LABEL, REGION_LABEL, ZONE_LABEL, RayNode, room
 from resources.config import ResourceConfig
 
 GIB = 2**30

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from fakes.polling import eventual_pid, eventually
-from resources.backends.ray_code import SentFolder
-from resources.backends.ray_keeper import Keeper
-from resources.backends.ray_orders import JobOrder, ProcessEnd, ProcessOrder
-from resources.backends.ray_replica import run_process
+from resources.backends.ray.code import SentFolder
+from resources.backends.ray.keeper import Keeper
+from resources.backends.ray.orders import JobOrder, ProcessEnd, ProcessOrder
+from resources.backends.ray.replica import run_process
 from resources.config import ResourceConfig
-from resources.jobs import Command, EnvironmentConfig, JobStatus
+from resources.jobs.jobs import Command, EnvironmentConfig, JobStatus
 
 pytestmark = pytest.mark.timeout(60)
 

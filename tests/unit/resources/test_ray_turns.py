@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from resources.backends.ray_placement import Placement
-from resources.backends.ray_turns import Turns
+from resources.backends.ray.placement import Placement
+from resources.backends.ray.turns import Turns
 
 pytestmark = pytest.mark.timeout(30)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from resources.tpu_lockfile import remove_tpu_lockfile_on_exit
+from resources.jobs.tpu_lockfile import remove_tpu_lockfile_on_exit
 
 
 def test_block_with_lockfile_of_a_dead_process_starts_and_ends_without_it(tmp_path: Path) -> None:

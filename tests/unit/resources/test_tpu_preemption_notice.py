@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from resources.preemption_notice import preemption_announced
+from resources.jobs.preemption_notice import preemption_announced
 
 
 @contextmanager

@@ -7,16 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from resources.backends.ray_demand import refusal
-from resources.backends.ray_nodes import REGION_LABEL, RayNode
-from resources.backends.ray_tpu import (
-    SliceState,
-    TpuSlice,
-    choose_slices,
-    describe_slices,
-    slices_of,
-    tpu_variables,
-)
+from resources.backends.ray.demand import refusal
+from resources.backends.ray.nodes import REGION_LABEL, RayNode
+from resources.backends.ray.tpu import SliceState, TpuSlice, choose_slices, describe_slices, slices_of, tpu_variables
 from resources.config import ResourceConfig, TpuConfig
 
 SHARE = {"CPU": 8.0, "memory": float(2**30)}

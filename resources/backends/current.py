@@ -1,0 +1,40 @@
+"""The client of jobs that this context uses, unless it names another."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
+from types import TracebackType
+
+from resources.backends.choice import client_of_process
+from resources.jobs.jobs import Client
+
+_current_client: ContextVar[Client | None] = ContextVar("current_client", default=None)
+
+
+def current_client() -> Client:
+    """The client set for this context; else the one of the job this process belongs to, as `ASSAY_JOBS` says, which
+    a person may set too; else that of an Iris job; else an initialized Ray; else the local one of this process.
+
+    Raises:
+        BadInput: `ASSAY_JOBS` names no backend, or one whose package is missing.
+    """
+    if (client := _current_client.get()) is not None:
+        return client
+    return client_of_process()
+
+
+class set_current_client(AbstractContextManager[Client]):  # called like a function
+    """Makes `client` the current one of this context: from now on, or to the end of a `with` block."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._token: Token[Client | None] = _current_client.set(client)
+
+    def __enter__(self) -> Client:
+        return self._client
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _current_client.reset(self._token)

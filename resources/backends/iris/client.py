@@ -1,0 +1,253 @@
+"""Jobs on an Iris cluster: each replica is a task, run by a program of ours that keeps what our jobs promise."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import secrets
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from math import inf
+from pathlib import Path
+
+from resources.actors import ActorsOnJobs
+from resources.backends.iris.controller import Controller, Launch
+from resources.backends.iris.job import IrisJob, unknown_job
+from resources.backends.iris.lease import LeaseKeeper
+from resources.backends.iris.resources import Group, check_groups, placement
+from resources.backends.iris.states import job_status, name_of, reason
+from resources.backends.processes import existing_folder, import_folders
+from resources.config import ResourceConfig
+from resources.errors import BadInput
+from resources.jobs.calls import pickled
+from resources.jobs.jobs import (
+    Call,
+    Command,
+    EnvironmentConfig,
+    JobAlreadyExists,
+    JobDetails,
+    JobRequest,
+    JobStatus,
+    create_environment,
+)
+from resources.jobs.packaging import package_workspace
+from resources.settings import iris_job, iris_task
+
+_PROGRAMS = Path(__file__).parents[1] / "programs"
+_SHIPPED = ("iris_replica.py", "iris_records.py", "supervise.py", "run_call.py")
+_FOLDER = ".assay"
+_COMMAND = f"exec $IRIS_PYTHON -S -u $IRIS_WORKDIR/{_FOLDER}/iris_replica.py $IRIS_WORKDIR/{_FOLDER}"
+_MAX_BUNDLE_BYTES = 25 * 2**20  # what Iris' controller takes
+_GROUPS_KNOWN_SECONDS = 10.0
+_ENDED_AT_ONCE = 16
+_PACKED_FOR_SECONDS = 5.0  # 0.3 s for a thousand files: jobs that are submitted together share one packing
+
+
+class IrisClient(ActorsOnJobs):
+    """Runs jobs on an Iris cluster.
+
+    Args:
+        controller: of the cluster.
+        grace_seconds: what processes get between SIGTERM and SIGKILL.
+        poll_seconds: how often a replica asks the controller whether it is to end; the longest that a request to
+            terminate waits to be heard.
+        lease_seconds: how long jobs that do not outlive this process go on without news of it.
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        *,
+        grace_seconds: float = 10.0,
+        poll_seconds: float = 2.0,
+        lease_seconds: float = 60.0,
+    ) -> None:
+        self._controller = controller
+        self._grace_seconds = grace_seconds
+        self._poll_seconds = poll_seconds
+        self._lease_seconds = lease_seconds
+        self._leases = LeaseKeeper(controller, renew_seconds=lease_seconds / 4)
+        self._lock = threading.Lock()
+        self._jobs: dict[str, IrisJob] = {}
+        self._ends_with_us: list[IrisJob] = []
+        self._packed: dict[Path, tuple[float, bytes]] = {}
+        self._groups: tuple[float, list[Group]] = (-inf, [])
+        self._known_user: str | None = None  # a controller that asks who we are gives us its own name
+
+    @property
+    def url(self) -> str:
+        """See `Client.url`."""
+        return f"iris://{self._controller.address.rpartition('://')[2]}"
+
+    def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> IrisJob:
+        """Hands a job to the controller; it starts when there is room for all of its replicas.
+
+        Raises:
+            JobAlreadyExists: a job of that name is running on this client, and is not to be adopted.
+            UnsatisfiableResources: no group of the cluster's machines can give what is asked for.
+            BadInput: the callable cannot be pickled, a folder does not exist, or the workspace is too large.
+            BackendUnavailable: the controller does not answer.
+        """
+        with self._lock:
+            if running := self._running(request.name, adopt_existing=adopt_existing):
+                return running
+            self.check_resources(request.resources)
+            launch = self._launch(request)
+            job_id = self._controller.launch(launch)
+            self._known_user = job_id.split("/")[1]
+            job = self._handle(job_id, hosts=launch.placement.hosts)
+            self._jobs[request.name] = job
+            if not request.outlives_parent:
+                self._ends_with_us.append(job)
+                self._leases.add(job_id)
+        return job
+
+    def attach(self, job_id: str) -> IrisJob:
+        """See `Client.attach`; any job of the cluster, also one that Iris' own tools have submitted."""
+        seen = self._controller.job(job_id) if job_id.count("/") > 1 and job_id.startswith("/") else None
+        if seen is None:
+            raise unknown_job(self._controller, job_id)
+        return self._handle(job_id, hosts=seen.hosts)
+
+    def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`: at most 500, those of our user; counted as Iris does, without ends on one machine."""
+        return [
+            JobDetails(
+                job_id=seen.job_id,
+                name=name_of(seen.job_id),
+                status=(status := job_status(seen.state)),
+                reason=reason(seen, []),
+                attempts=seen.failures + seen.preemptions + (status in {JobStatus.RUNNING, JobStatus.SUCCEEDED}),
+                failures=seen.failures,
+                preemptions=seen.preemptions,
+                submitted_at=seen.submitted_at,
+            )
+            for seen in self._controller.jobs(f"/{self._user()}/")
+        ]
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """See `Client.check_resources`."""
+        asked_at, groups = self._groups
+        if time.monotonic() - asked_at > _GROUPS_KNOWN_SECONDS:
+            groups = self._controller.groups()
+            self._groups = (time.monotonic(), groups)
+        check_groups(resources, groups)
+
+    def shutdown(self) -> None:
+        """Terminates all jobs of this client that do not outlive their parent."""
+        with self._lock:
+            jobs, self._ends_with_us = self._ends_with_us, []
+        jobs = [job for job in jobs if not job.status().finished]
+        with ThreadPoolExecutor(_ENDED_AT_ONCE) as pool:
+            list(pool.map(IrisJob.terminate, jobs))
+        self._leases.close()
+
+    def _handle(self, job_id: str, *, hosts: int) -> IrisJob:
+        return IrisJob(self._controller, job_id, hosts=hosts, grace_seconds=self._grace_seconds)
+
+    def _running(self, name: str, *, adopt_existing: bool) -> IrisJob | None:
+        job = self._jobs.get(name)
+        if job is None or job.status().finished:
+            return None
+        if adopt_existing:
+            return job
+        raise JobAlreadyExists.of(job.details())
+
+    def _launch(self, request: JobRequest) -> Launch:
+        environment = request.environment or create_environment()
+        workspace = _workspace(environment)
+        placed = placement(request.resources, replicas=request.replica_count)
+        suffix = secrets.token_hex(4)
+        # Iris ends jobs with the one whose name theirs begins with.
+        parent = None if request.outlives_parent else self._parent()
+        job_id = f"{parent or f'/{self._user()}'}/{request.name}-{suffix}"
+        files = {f"{_FOLDER}/{name}": (_PROGRAMS / name).read_bytes() for name in _SHIPPED}
+        if isinstance(request.entrypoint, Call):
+            files[f"{_FOLDER}/call.pickle"] = pickled(request.entrypoint)
+        files[f"{_FOLDER}/job.json"] = json.dumps(
+            self._job(request, environment, workspace=workspace, hosts=placed.hosts)
+        ).encode()
+        project = workspace is not None and (workspace / "pyproject.toml").is_file()
+        return Launch(
+            job_id=job_id,
+            command=("bash", "-c", _COMMAND),
+            files=files,
+            placement=placed,
+            resources=request.resources,
+            bundle=self._bundle(workspace) if workspace is not None else b"",
+            variables=environment.env_vars,
+            pip_packages=environment.pip_packages,
+            extras=environment.extras,
+            image=environment.docker_image or request.resources.image,
+            installs=project and environment.python is None,
+            max_retries_failure=request.max_retries_failure,
+            max_retries_preemption=request.max_retries_preemption,
+        )
+
+    def _job(
+        self, request: JobRequest, environment: EnvironmentConfig, *, workspace: Path | None, hosts: int
+    ) -> dict[str, object]:
+        """What `iris_replica.py` reads."""
+        match request.entrypoint:
+            case Command(command=command, args=args):
+                argv = [command, *args]
+            case Call():
+                argv = None
+        return {
+            "argv": argv,
+            "hosts": hosts,
+            "python": str(environment.python.absolute()) if environment.python else None,
+            "pip_packages": list(environment.pip_packages),
+            "extras": list(environment.extras),
+            "working_directory": _in_workspace(request.working_directory, workspace),
+            "import_folders": _import_folders(workspace),
+            "max_retries_preemption": request.max_retries_preemption,
+            "outlives_parent": request.outlives_parent,
+            "grace_seconds": self._grace_seconds,
+            "poll_seconds": self._poll_seconds,
+            "lease_seconds": self._lease_seconds,
+        }
+
+    def _bundle(self, workspace: Path) -> bytes:
+        packed_at, bundle = self._packed.get(workspace, (-inf, b""))
+        if time.monotonic() - packed_at > _PACKED_FOR_SECONDS:
+            bundle = package_workspace(workspace).content
+            self._packed = {workspace: (time.monotonic(), bundle)}
+        if len(bundle) > _MAX_BUNDLE_BYTES:
+            raise BadInput(
+                expected=f"a workspace of at most {_MAX_BUNDLE_BYTES / 2**20:g} MiB when packed, which Iris takes",
+                found=f"{len(bundle) / 2**20:.1f} MiB from {workspace}",
+                remedy="Name in .gitignore what the job does not need, or keep it in an object store.",
+            )
+        return bundle
+
+    def _parent(self) -> str | None:
+        """The job of this cluster that this process belongs to."""
+        task = iris_task() if iris_job() == self.url else None
+        return task.rpartition("/")[0] if task else None
+
+    def _user(self) -> str:
+        task = iris_task()
+        return self._known_user or (task.split("/")[1] if task else getpass.getuser())
+
+
+def _workspace(environment: EnvironmentConfig) -> Path | None:
+    return existing_folder(environment.workspace) if environment.workspace is not None else None
+
+
+def _in_workspace(folder: Path | None, workspace: Path | None) -> str:
+    """Where replicas start: relative to the unpacked workspace, or a path that every machine must have."""
+    if folder is None:
+        return "."
+    if workspace is not None and folder.absolute().is_relative_to(workspace):
+        return str(folder.absolute().relative_to(workspace))
+    return str(folder.absolute())
+
+
+def _import_folders(workspace: Path | None) -> list[str]:
+    """Folders of the workspace that modules of a callable may come from."""
+    if workspace is None:
+        return []
+    inside = [path for path in (workspace, *map(Path, import_folders())) if path.is_relative_to(workspace)]
+    return list(dict.fromkeys(str(path.relative_to(workspace)) for path in inside))

@@ -1,0 +1,287 @@
+"""The only module that knows Iris' package: calls of a cluster's controller, and their answers in our words."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from connectrpc.code import Code
+from connectrpc.errors import ConnectError
+from finelog.rpc import logging_pb2
+from finelog.rpc.logging_connect import LogServiceClientSync
+from iris.cluster.constraints import preemptible_constraint, region_constraint, zone_constraint
+from iris.cluster.runtime.entrypoint import build_runtime_entrypoint
+from iris.cluster.runtime.env import with_slice_topology_env
+from iris.cluster.token_store import cluster_name_from_url, load_token
+from iris.cluster.tpu_topology import get_tpu_topology
+from iris.cluster.types import Entrypoint, gpu_device, tpu_device
+from iris.rpc import config_pb2, controller_pb2, job_pb2
+from iris.rpc.auth import StaticTokenProvider, client_interceptors
+from iris.rpc.compression import IRIS_RPC_COMPRESSIONS
+from iris.rpc.controller_connect import ControllerServiceClientSync
+from iris.version import client_revision_date
+
+from resources.backends.iris.client import IrisClient
+from resources.backends.iris.controller import Launch
+from resources.backends.iris.resources import Group
+from resources.backends.iris.states import Attempt, Seen, Task
+from resources.config import GpuConfig, TpuConfig
+from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
+
+_CALL_SECONDS = 30.0
+_LAUNCH_SECONDS = 180.0  # a large workspace on a slow line
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0
+_PASSING = {Code.UNAVAILABLE, Code.INTERNAL, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED}
+_LISTED_JOBS = 500
+Answer = TypeVar("Answer")
+_C = controller_pb2.Controller
+
+
+class IrisController:
+    """A cluster's controller, with an end to the waiting for it.
+
+    Args:
+        address: `host:port`, or a whole URL.
+        patience_seconds: how long a controller that does not answer is asked again; a restart takes a few.
+    """
+
+    def __init__(self, address: str, *, patience_seconds: float = 20.0) -> None:
+        self.address = address
+        self._patience_seconds = patience_seconds
+        url = address if "://" in address else f"http://{address}"
+        credential = load_token(cluster_name_from_url(url))
+        interceptors = client_interceptors(StaticTokenProvider(credential.token) if credential else None)
+        self._calls = ControllerServiceClientSync(
+            url,
+            timeout_ms=int(_CALL_SECONDS * 1000),
+            interceptors=interceptors,
+            accept_compression=IRIS_RPC_COMPRESSIONS,
+            send_compression=None,
+        )
+        self._logs = LogServiceClientSync(url, timeout_ms=int(_CALL_SECONDS * 1000), interceptors=interceptors)
+
+    def launch(self, launch: Launch) -> str:
+        """Submits a job; its id, which may differ in the user whom the controller takes us for.
+
+        Raises:
+            UnsatisfiableResources: the controller knows that it can never run.
+        """
+        resources = job_pb2.ResourceSpecProto(
+            cpu_millicores=launch.placement.cpu_millicores,
+            memory_bytes=launch.placement.memory_bytes,
+            disk_bytes=launch.placement.disk_bytes,
+        )
+        device = launch.resources.device
+        if isinstance(device, TpuConfig):
+            resources.device.CopyFrom(tpu_device(device.variant))
+        elif isinstance(device, GpuConfig):
+            resources.device.CopyFrom(gpu_device(device.variant, device.count))
+        environment = job_pb2.EnvironmentConfig(
+            pip_packages=list(launch.pip_packages), extras=list(launch.extras), env_vars=dict(launch.variables)
+        )
+        environment = with_slice_topology_env(environment, resources, launch.placement.tasks)
+        entrypoint = Entrypoint(command=list(launch.command), workdir_files=dict(launch.files))
+        constraints = [] if launch.resources.preemptible else [preemptible_constraint(False)]
+        constraints += [region_constraint(list(launch.resources.regions))] if launch.resources.regions else []
+        constraints += [zone_constraint(launch.resources.zone)] if launch.resources.zone else []
+        request = _C.LaunchJobRequest(
+            name=launch.job_id,
+            entrypoint=entrypoint.to_proto(),
+            resources=resources,
+            environment=environment,
+            bundle_blob=launch.bundle,
+            constraints=[constraint.to_proto() for constraint in constraints],
+            replicas=launch.placement.tasks,
+            max_retries_failure=launch.max_retries_failure,
+            max_retries_preemption=launch.max_retries_preemption,
+            preemption_policy=job_pb2.JOB_PREEMPTION_POLICY_TERMINATE_CHILDREN,
+            existing_job_policy=job_pb2.EXISTING_JOB_POLICY_KEEP,  # the id is ours alone: it is this very request
+            task_image=launch.image or "",
+            client_revision_date=client_revision_date(),
+        )
+        if launch.installs:
+            request.entrypoint.setup_commands[:] = [
+                *build_runtime_entrypoint(entrypoint, environment).setup_commands,
+                "export ASSAY_IRIS_SETUP=1",
+            ]
+        if launch.placement.together_on:
+            request.coscheduling.group_by = launch.placement.together_on
+        try:
+            return self._asked(lambda: self._calls.launch_job(request, timeout_ms=int(_LAUNCH_SECONDS * 1000)).job_id)
+        except ConnectError as error:
+            if "too old" in error.message:
+                raise BackendUnavailable(
+                    expected="an Iris client that the controller still accepts",
+                    found=error.message,
+                    remedy="Install the marin-iris that the cluster runs.",
+                ) from error
+            if error.code in {Code.FAILED_PRECONDITION, Code.INVALID_ARGUMENT} and "parent job" not in error.message:
+                raise UnsatisfiableResources(
+                    expected="a job that some group of the cluster's machines can run",
+                    found=error.message,
+                    remedy="Change the resources, or the cluster's scale groups.",
+                ) from error
+            raise self._refused(error) from error
+
+    def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
+        """Iris' state of each job that it knows."""
+        found = self.ask(lambda: self._calls.get_job_state(_C.GetJobStateRequest(job_ids=list(job_ids))))
+        return {job_id: job_pb2.JobState.Name(state) for job_id, state in found.states.items()}
+
+    def job(self, job_id: str) -> Seen | None:
+        """One job; None where the controller knows none of that name."""
+        try:
+            return _seen(self._asked(lambda: self._calls.get_job_status(_C.GetJobStatusRequest(job_id=job_id))).job)
+        except ConnectError as error:
+            if error.code in {Code.NOT_FOUND, Code.INVALID_ARGUMENT}:
+                return None
+            raise self._refused(error) from error
+
+    def jobs(self, prefix: str) -> list[Seen]:
+        """Up to 500 jobs whose ids begin so, the newest first."""
+        query = _C.JobQuery(
+            job_id_prefix=prefix,
+            limit=_LISTED_JOBS,
+            sort_field=_C.JOB_SORT_FIELD_DATE,
+            sort_direction=_C.SORT_DIRECTION_DESC,
+        )
+        found = self.ask(lambda: self._calls.list_jobs(_C.ListJobsRequest(query=query)))
+        return [_seen(job) for job in found.jobs]
+
+    def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Task]:
+        """The tasks of a job, in order; each with its last attempt, or with all of them, which costs more calls."""
+        found = self.ask(lambda: self._calls.list_tasks(_C.ListTasksRequest(job_id=job_id)))
+        listed = sorted(map(_task, found.tasks), key=lambda task: int(task.task_id.rpartition("/")[2]))
+        return [self._whole(task) if every_attempt and task.attempt > 0 else task for task in listed]
+
+    def terminate(self, job_id: str) -> None:
+        """Has Iris end a job and its children; returns before they have."""
+        self.ask(lambda: self._calls.terminate_job(_C.TerminateJobRequest(job_id=job_id)))
+
+    def records(self, name: str) -> dict[str, dict[str, str]]:
+        """What is registered under a name: by the last part of its id."""
+        found = self.ask(lambda: self._calls.list_endpoints(_C.ListEndpointsRequest(prefix=name, exact=True)))
+        return {one.endpoint_id.rpartition("#")[2]: dict(one.metadata) for one in found.endpoints}
+
+    def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
+        """Registers metadata under a name, in place of what had the id; False where the attempt is not current."""
+        request = _C.RegisterEndpointRequest(
+            name=name, endpoint_id=record_id, address="-", task_id=task_id, attempt_id=attempt, metadata=dict(metadata)
+        )
+        try:
+            self._asked(lambda: self._calls.register_endpoint(request))
+        except ConnectError as error:
+            if error.code in {Code.FAILED_PRECONDITION, Code.NOT_FOUND}:
+                return False
+            raise self._refused(error) from error
+        return True
+
+    def log_lines(self, task_id: str, max_lines: int) -> list[tuple[int, str]]:
+        """The last lines of a task, each with the attempt that wrote it."""
+        request = logging_pb2.FetchLogsRequest(
+            source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, tail=True
+        )
+        entries = self.ask(lambda: self._logs.fetch_logs(request)).entries
+        return [(entry.attempt_id, entry.data) for entry in entries]
+
+    def groups(self) -> list[Group]:
+        """The kinds of machines that the cluster can start; empty where it starts none itself."""
+        found = self.ask(lambda: self._calls.get_autoscaler_status(_C.GetAutoscalerStatusRequest()))
+        return [_group(one.config) for one in found.status.groups]
+
+    def _whole(self, task: Task) -> Task:
+        request = _C.GetTaskStatusRequest(task_id=task.task_id)
+        return _task(self.ask(lambda: self._calls.get_task_status(request)).task)
+
+    def ask(self, call: Callable[[], Answer]) -> Answer:
+        """The answer to a call that cannot be refused for what it asks.
+
+        Raises:
+            BackendUnavailable: the controller does not answer, or does not let us in.
+        """
+        try:
+            return self._asked(call)
+        except ConnectError as error:
+            raise self._refused(error) from error
+
+    def _asked(self, call: Callable[[], Answer]) -> Answer:
+        """Asks again while the controller is away; what it refuses is raised as it is."""
+        deadline = time.monotonic() + self._patience_seconds
+        pause = _FIRST_PAUSE_SECONDS
+        while True:
+            try:
+                return call()
+            except ConnectError as error:
+                if error.code not in _PASSING or time.monotonic() + pause > deadline:
+                    raise
+            time.sleep(pause)
+            pause = min(pause * 2, _LAST_PAUSE_SECONDS)
+
+    def _refused(self, error: ConnectError) -> BackendUnavailable | BadInput:
+        if error.code in _PASSING | {Code.UNAUTHENTICATED, Code.PERMISSION_DENIED}:
+            return BackendUnavailable(
+                expected=f"the Iris controller {self.address} to answer within {self._patience_seconds:g} s",
+                found=f"{error.code.value}: {error.message}",
+                remedy="See that it runs and can be reached from here; `iris login` lets us in. Jobs go on meanwhile.",
+            )
+        return BadInput(
+            expected=f"a request that the Iris controller {self.address} accepts",
+            found=f"{error.code.value}: {error.message}",
+            remedy="Correct the request.",
+        )
+
+
+def client_from_address(address: str) -> IrisClient:
+    """The client of the cluster whose controller listens there.
+
+    Args:
+        address: `host:port`.
+
+    Raises:
+        BackendUnavailable: nothing answers there.
+    """
+    return IrisClient(IrisController(address))
+
+
+def _seen(job: job_pb2.JobStatus) -> Seen:
+    return Seen(
+        job_id=job.job_id,
+        state=job_pb2.JobState.Name(job.state),
+        error=job.error,
+        pending_reason=job.pending_reason,
+        submitted_at=job.submitted_at.epoch_ms / 1000,
+        failures=job.failure_count,
+        preemptions=job.preemption_count,
+        hosts=get_tpu_topology(job.resources.device.tpu.variant).vm_count if job.resources.device.tpu.variant else 1,
+    )
+
+
+def _task(task: job_pb2.TaskStatus) -> Task:
+    return Task(
+        task_id=task.task_id,
+        state=job_pb2.TaskState.Name(task.state),
+        attempt=task.current_attempt_id,
+        attempts=tuple(
+            Attempt(job_pb2.TaskState.Name(one.state), error=one.error, ended=one.finished_at.epoch_ms > 0)
+            for one in task.attempts
+        ),
+        error=task.error,
+    )
+
+
+def _group(config: config_pb2.ScaleGroupConfig) -> Group:
+    resources = config.resources
+    attributes = config.worker.attributes
+    return Group(
+        name=config.name,
+        device=config_pb2.AcceleratorType.Name(resources.device_type).removeprefix("ACCELERATOR_TYPE_").lower(),
+        variant=resources.device_variant,
+        device_count=resources.device_count,
+        cpu_millicores=resources.cpu_millicores,
+        memory_bytes=resources.memory_bytes,
+        disk_bytes=resources.disk_bytes,
+        preemptible=resources.capacity_type == config_pb2.CAPACITY_TYPE_PREEMPTIBLE,
+        region=attributes.get("region", ""),
+        zone=attributes.get("zone", ""),
+    )

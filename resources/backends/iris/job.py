@@ -1,0 +1,211 @@
+"""A handle on a job of Iris: asks the controller, and the replicas' own programs through it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from resources.backends.iris.controller import RECORDS, STOP, Controller, tell
+from resources.backends.iris.states import MARK, UNSATISFIABLE, Task, counts, job_status, name_of, reason, said
+from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.waiting import logs_by_replica, wait_until_finished
+
+_AGAIN = f"{MARK}another attempt"
+_TAIL_BYTES = 1 << 20
+_LOG_END_SECONDS = 10.0  # a worker sends its lines when it has seen the end, which the controller may hear first
+_STOP_MARGIN_SECONDS = 20.0
+_CONFIRM_SECONDS = 15.0
+_POLL_SECONDS = 0.1
+_LAST_POLL_SECONDS = 1.0
+
+
+class IrisJob:
+    """A job of an Iris cluster, submitted here or attached to.
+
+    Args:
+        controller: of the job.
+        job_id: Iris' name of it, such as `/user/name-0123abcd`.
+        hosts: tasks that one replica is made of.
+        grace_seconds: what processes get between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, controller: Controller, job_id: str, *, hosts: int, grace_seconds: float) -> None:
+        self._controller = controller
+        self._job_id = job_id
+        self._hosts = hosts
+        self._grace_seconds = grace_seconds
+        self._status: JobStatus | None = None  # once finished: it does not change any more
+
+    @property
+    def job_id(self) -> str:
+        """Iris' name of the job."""
+        return self._job_id
+
+    def status(self) -> JobStatus:
+        """Where the job stands now."""
+        if self._status is None:
+            states = self._controller.job_states([self._job_id])
+            if self._job_id not in states:
+                raise self._unknown()
+            status = job_status(states[self._job_id])
+            if not status.finished:
+                return status
+            self._status = status
+        return self._status
+
+    def details(self) -> JobDetails:
+        """Where the job stands now, and why, with what its replicas say of themselves."""
+        seen = self._controller.job(self._job_id)
+        if seen is None:
+            raise self._unknown()
+        status, tasks = job_status(seen.state), self._controller.tasks(self._job_id, every_attempt=True)
+        records = {} if status.finished else self._records()
+        counted = counts(status, tasks, restarts_now=[int(record.get("restarts", 0)) for record in records.values()])
+        why = reason(seen, tasks)
+        if status is JobStatus.STOPPED and (own := self._last_words(tasks)):
+            why = own
+        return JobDetails(
+            job_id=self._job_id,
+            name=name_of(self._job_id),
+            status=status,
+            reason=why,
+            attempts=counted.attempts,
+            failures=counted.failures,
+            preemptions=counted.preemptions,
+            submitted_at=seen.submitted_at,
+        )
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        """See `JobHandle.wait`.
+
+        Raises:
+            UnsatisfiableResources: no machine of the cluster could be found for it.
+        """
+        status = wait_until_finished(
+            self, timeout, raise_on_failure=False, where=self._where, last_poll_seconds=_LAST_POLL_SECONDS
+        )
+        if raise_on_failure and status is not JobStatus.SUCCEEDED:
+            states = self._controller.job_states([self._job_id])
+            if states.get(self._job_id) == UNSATISFIABLE:
+                raise UnsatisfiableResources(
+                    expected=f"a machine for job {self._job_id}",
+                    found=self.details().reason or "none",
+                    remedy="Ask for less or for another device, or add a scale group to the cluster's configuration.",
+                )
+        return wait_until_finished(self, 0, raise_on_failure=raise_on_failure, where=self._where)
+
+    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
+        """See `JobHandle.logs`; lines of several hosts of one replica follow each other."""
+        tasks = self._controller.tasks(self._job_id)
+        count = max(len(tasks) // self._hosts, 1)
+        deadline = time.monotonic() + _LOG_END_SECONDS  # one for all: replicas of a lost machine say nothing more
+        return logs_by_replica(
+            lambda index: self._lines(tasks, index, max_lines, deadline=deadline), count, replica=replica
+        )
+
+    def announced(self, replica: int = 0) -> str | None:
+        """See `JobHandle.announced`; None once the job has finished, since Iris forgets it then."""
+        return self._records().get(str(replica * self._hosts), {}).get("announcement")
+
+    def terminate(self) -> None:
+        """Ends the job and those that were submitted inside it, and returns when nothing of them is left."""
+        ids = [self._job_id, *self.request_stop()]
+        deadline = time.monotonic() + self._grace_seconds + _STOP_MARGIN_SECONDS
+        silent = [job_id for job_id in ids if not self._stops_until(deadline, job_id)]
+        if not self.status().finished:
+            self._controller.terminate(self._job_id)
+        deadline = time.monotonic() + _CONFIRM_SECONDS
+        for job_id in silent:
+            while not self._is_confirmed(job_id) and time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+        self.status()
+
+    def request_stop(self) -> list[str]:
+        """Asks the job to end, and those inside it, whose ids are returned."""
+        if self.status().finished:
+            return []
+        inside = [
+            seen.job_id for seen in self._controller.jobs(f"{self._job_id}/") if not job_status(seen.state).finished
+        ]
+        for job_id in (self._job_id, *inside):
+            tell(self._controller, job_id, STOP, {"reason": "terminated"})
+        return inside
+
+    @property
+    def _where(self) -> str:
+        return f"look for {self._job_id} on the dashboard at {self._controller.address}"
+
+    def _records(self, job_id: str | None = None) -> dict[str, dict[str, str]]:
+        found = self._controller.records(f"{job_id or self._job_id}/{RECORDS}")
+        return {key: record for key, record in found.items() if key.isdigit()}
+
+    def _stops_until(self, deadline: float, job_id: str) -> bool:
+        while not (stopped := self._has_stopped(job_id)) and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
+        return stopped
+
+    def _has_stopped(self, job_id: str) -> bool:
+        """Whether every replica has said that it ended all it had started, or has never begun."""
+        states = self._controller.job_states([job_id])
+        if job_id not in states or job_status(states[job_id]).finished:
+            return True
+        records = self._records(job_id)
+        for index, task in enumerate(self._controller.tasks(job_id)):
+            record = records.get(str(index))
+            if task.is_on_a_worker and (record is None or record.get("state") != "stopped"):
+                return False
+        return True
+
+    def _is_confirmed(self, job_id: str) -> bool:
+        """Whether workers have said that no task is left on them; those that are lost cannot."""
+        tasks = self._controller.tasks(job_id)
+        return all(task.is_over and all(attempt.ended for attempt in task.attempts) for task in tasks)
+
+    def _lines(self, tasks: Sequence[Task], replica: int, max_lines: int, *, deadline: float) -> str:
+        """The last lines of a replica's tasks, less those of its own program."""
+        shown: list[str] = []
+        for task in tasks[replica * self._hosts : (replica + 1) * self._hosts]:
+            if task.attempts:
+                shown += self._lines_of(task, max_lines, deadline=deadline)
+        text = "\n".join(shown[-max_lines:] if max_lines > 0 else [])
+        return text.encode()[-_TAIL_BYTES:].decode(errors="ignore")
+
+    def _lines_of(self, task: Task, max_lines: int, *, deadline: float) -> list[str]:
+        while True:
+            lines = self._controller.log_lines(task.task_id, max_lines + 3)
+            if not task.is_over or (lines and _is_last(lines[-1][1])) or time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_SECONDS)
+        shown: list[str] = []
+        attempt = lines[0][0] if lines else 0
+        for number, line in lines:
+            if number != attempt or line == _AGAIN:
+                attempt = number
+                shown.append("--- another attempt ---")
+            if not line.startswith(MARK):
+                shown.append(line)
+        return shown
+
+    def _last_words(self, tasks: Sequence[Task]) -> str | None:
+        """What the first task's program said of its end."""
+        lines = self._controller.log_lines(tasks[0].task_id, 3) if tasks and tasks[0].attempts else []
+        words = [said(line) for _, line in lines if _is_last(line)]
+        return words[-1] if words else None
+
+    def _unknown(self) -> BadInput:
+        return unknown_job(self._controller, self._job_id)
+
+
+def _is_last(line: str) -> bool:
+    """Whether a replica's program says with this line how it ended."""
+    return line.startswith(MARK) and line != _AGAIN
+
+
+def unknown_job(controller: Controller, job_id: str) -> BadInput:
+    """The error for an id that names no job of the cluster."""
+    return BadInput(
+        expected=f"the id of a job on the Iris cluster {controller.address}, such as /user/name-0123abcd",
+        found=repr(job_id),
+        remedy="Choose one that is listed there; those of old jobs are removed.",
+    )

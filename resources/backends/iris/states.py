@@ -1,0 +1,179 @@
+"""What Iris says of a job and its tasks, in our words; pure, so that every row can be tested.
+
+Names are those of Iris' states, such as `JOB_STATE_RUNNING`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from resources.jobs.jobs import JobStatus
+
+Ending = Literal["succeeded", "failed", "preempted", "stopped", "unsatisfiable"]
+
+MARK = "[assay] "
+"""How a line begins by which `iris_replica.py` says how it ended; Iris keeps it with the attempt, too."""
+UNSATISFIABLE = "JOB_STATE_UNSCHEDULABLE"
+_SUFFIX = re.compile(r"-[0-9a-f]{8}$")
+_SAID = re.compile(re.escape(MARK) + r"(?P<reason>.*?)(?:; restarted here: (?P<restarts>\d+))?\s*$", re.DOTALL)
+_GAVE_UP = "gave up: "
+_SHOWN_CHARACTERS = 500
+
+_JOBS = {
+    "JOB_STATE_PENDING": JobStatus.PENDING,
+    "JOB_STATE_BUILDING": JobStatus.PENDING,
+    "JOB_STATE_RUNNING": JobStatus.RUNNING,
+    "JOB_STATE_SUCCEEDED": JobStatus.SUCCEEDED,
+    "JOB_STATE_FAILED": JobStatus.FAILED,
+    "JOB_STATE_KILLED": JobStatus.STOPPED,
+    "JOB_STATE_WORKER_FAILED": JobStatus.FAILED,
+    UNSATISFIABLE: JobStatus.FAILED,
+}
+_ATTEMPTS: dict[str, Ending] = {
+    "TASK_STATE_SUCCEEDED": "succeeded",
+    "TASK_STATE_FAILED": "failed",
+    "TASK_STATE_WORKER_FAILED": "preempted",
+    "TASK_STATE_PREEMPTED": "preempted",
+    "TASK_STATE_COSCHED_FAILED": "preempted",
+    "TASK_STATE_KILLED": "stopped",
+    "TASK_STATE_UNSCHEDULABLE": "unsatisfiable",
+}
+_ON_A_WORKER = {"TASK_STATE_ASSIGNED", "TASK_STATE_BUILDING", "TASK_STATE_RUNNING"}
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a task by Iris."""
+
+    state: str
+    error: str = ""
+    ended: bool = False
+    """Whether its worker has confirmed that nothing of it runs."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """One replica, or one host of a replica, as Iris knows it."""
+
+    task_id: str
+    state: str
+    attempt: int
+    """The current one; -1 before the first."""
+    attempts: tuple[Attempt, ...] = ()
+    error: str = ""
+
+    @property
+    def is_on_a_worker(self) -> bool:
+        """Whether something of it may be running."""
+        return self.state in _ON_A_WORKER
+
+    @property
+    def is_over(self) -> bool:
+        """Whether Iris will not start it again."""
+        return self.state in _ATTEMPTS
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One job, as Iris knows it."""
+
+    job_id: str
+    state: str
+    error: str = ""
+    pending_reason: str = ""
+    submitted_at: float = 0.0
+    failures: int = 0
+    preemptions: int = 0
+    hosts: int = 1
+    """Tasks that one replica is made of."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Attempts of a job over all replicas, as `JobDetails` counts them."""
+
+    attempts: int
+    failures: int
+    preemptions: int
+
+
+def job_status(state: str) -> JobStatus:
+    """Where a job stands; a state that Iris adds one day counts as running."""
+    return _JOBS.get(state, JobStatus.RUNNING)
+
+
+def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> Ending | None:
+    """What the end of a task's attempt was; None while it has not ended.
+
+    Args:
+        state: Iris' state of the attempt.
+        error: what Iris says of it, with the last line of its output.
+        job_stopped: whether the whole job was; a single attempt that is killed was taken away from it.
+    """
+    ending = _ATTEMPTS.get(state)
+    if ending == "failed" and said(error).startswith(_GAVE_UP):
+        return "preempted"
+    return "preempted" if ending == "stopped" and not job_stopped else ending
+
+
+def said(error: str) -> str:
+    """What the replica's own program said of its end, or what Iris says where it said nothing; one line."""
+    found = _SAID.search(error)
+    text = found["reason"] if found else error.partition("Traceback")[0]
+    return " ".join(text.split())[:_SHOWN_CHARACTERS]
+
+
+def restarts(error: str) -> int:
+    """How often the replica's program had begun again on the same worker before this end."""
+    found = _SAID.search(error)
+    return int(found["restarts"] or 0) if found else 0
+
+
+def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Iterable[int] = ()) -> Counts:
+    """How often all replicas were started, and how those attempts ended.
+
+    A lost machine may hold several replicas, whose loss is one preemption; a failure is always one replica's own.
+
+    Args:
+        status: where the job stands.
+        tasks: of this job.
+        restarts_now: how often each running replica has begun again in its present attempt.
+    """
+    failures = preemptions_here = 0
+    preemptions_of_tasks = [0]
+    for task in tasks:
+        taken = 0
+        for attempt in task.attempts:
+            ending = classify_iris(
+                attempt.state, error=attempt.error, job_stopped=status is JobStatus.STOPPED or task.is_over
+            )
+            failures += ending == "failed"
+            taken += ending == "preempted" and not said(attempt.error).startswith(_GAVE_UP)
+            preemptions_here += restarts(attempt.error)
+        preemptions_of_tasks.append(taken)
+    preemptions = max(preemptions_of_tasks) + preemptions_here + sum(restarts_now)
+    started = any(task.attempts for task in tasks)
+    present = started and status in {JobStatus.RUNNING, JobStatus.SUCCEEDED, JobStatus.STOPPED}
+    return Counts(attempts=failures + preemptions + present, failures=failures, preemptions=preemptions)
+
+
+def reason(seen: Seen, tasks: Sequence[Task]) -> str | None:
+    """Why a job ended as it did, or what it waits for."""
+    match job_status(seen.state):
+        case JobStatus.PENDING:
+            return " ".join(seen.pending_reason.split()) or "waits for a worker"
+        case JobStatus.FAILED:
+            own = [task.error for task in tasks if MARK in task.error] or [task.error for task in tasks if task.error]
+            return said(own[0] if own else seen.error) or "failed"
+        case JobStatus.STOPPED:
+            return said(seen.error) or "terminated"
+        case _:
+            return None
+
+
+def name_of(job_id: str) -> str:
+    """The name that a job was submitted under."""
+    return _SUFFIX.sub("", job_id.rpartition("/")[2])

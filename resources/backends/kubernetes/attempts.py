@@ -1,0 +1,209 @@
+"""The owner's side of a job: starts attempts, counts how they ended, each way with a budget of its own.
+
+Each step looks at the cluster and does at most one thing. All that must not be forgotten is in the record, written
+before it is acted upon, so an owner that is started again goes on where the last one stopped.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from resources.backends.kubernetes.devices import Placement
+from resources.backends.kubernetes.endings import end_attempt
+from resources.backends.kubernetes.manifests import Owner, job_manifest, secret_manifest, service_manifest
+from resources.backends.kubernetes.names import attempt_name, selector
+from resources.backends.kubernetes.pods import GONE, PodState, attempt_outcome, states_by_index
+from resources.backends.kubernetes.records import Record, read_record, write_record
+from resources.jobs.jobs import EnvironmentConfig, JobRequest, JobStatus
+from resources.backends.programs.run_in_pod import ORPHANED
+
+if TYPE_CHECKING:
+    from resources.backends.kubernetes.cluster import Cluster
+
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 60.0
+TERMINATED = "terminated"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    """How long an attempt may take to start."""
+
+    stuck_seconds: float = 300.0
+    """An image that cannot be pulled, a container that cannot be made: a failure after this long."""
+    gang_seconds: float = 600.0
+    """Some pods run while others still wait: given back after this long, which counts as a preemption."""
+
+
+class OwnedJob:
+    """A job that this process looks after."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        record: Record,
+        request: JobRequest,
+        environment: EnvironmentConfig,
+        *,
+        image: str,
+        files: dict[str, bytes],
+        where: Placement,
+        owner: Owner,
+        bounds: Bounds,
+    ) -> None:
+        self._cluster = cluster
+        self._record = record
+        self._request, self._environment = request, environment
+        self._image, self._files, self._where, self._owner, self._bounds = image, files, where, owner, bounds
+        self._lock = threading.Lock()
+        self._started: set[int] = set()
+        self._begin_at = 0.0  # of the next attempt, by the monotonic clock
+        self._since: dict[str, float] = {}
+
+    @property
+    def record(self) -> Record:
+        """What was written last."""
+        return self._record
+
+    def step(self) -> Record:
+        """Brings the job one step further; does nothing once it has finished."""
+        with self._lock:
+            if not self._record.finished:
+                self._step()
+            return self._record
+
+    def begin_to_end(self) -> None:
+        """Asks the cluster to end the present attempt, and does not wait for that."""
+        with self._lock:
+            if not self._record.finished and self._record.attempts:
+                self._cluster.delete("jobs", attempt_name(self._record.job_id, self._record.attempts))
+
+    def abandon(self) -> None:
+        """Ends the job as its parent ends: as `step` after a request to stop, but the last logs are not kept."""
+        self._give_up(JobStatus.STOPPED, ORPHANED)
+
+    def fail(self, reason: str) -> None:
+        """Ends a job that cannot be looked after any more."""
+        self._give_up(JobStatus.FAILED, reason)
+
+    def _give_up(self, status: JobStatus, reason: str) -> None:
+        with self._lock:
+            if not self._record.finished:
+                if self._record.attempts:
+                    end_attempt(self._cluster, self._record, keep_logs=False)
+                self._write(status=status, reason=reason, counted=self._record.attempts)
+
+    def _step(self) -> None:
+        found = read_record(self._cluster, self._record.job_id)
+        if found is None or found[1]:
+            if self._record.attempts > self._record.counted:
+                end_attempt(self._cluster, self._record)
+            self._write(status=JobStatus.STOPPED, reason=TERMINATED, counted=self._record.attempts)
+        elif self._record.attempts > self._record.counted:
+            self._watch()
+        elif time.monotonic() >= self._begin_at:
+            self._write(attempts=self._record.attempts + 1)
+            self._start()
+
+    def _start(self) -> None:
+        """Creates what the attempt consists of; safe to do again after a half of it."""
+        record = self._record
+        manifest = job_manifest(
+            self._request,
+            self._environment,
+            job_id=record.job_id,
+            attempt=record.attempts,
+            image=self._image,
+            where=self._where,
+            owner=self._owner,
+        )
+        job = self._cluster.create("jobs", manifest)
+        self._cluster.create("secrets", secret_manifest(self._files, job=job))
+        if record.pods > 1:
+            self._cluster.create("services", service_manifest(job=job))
+        self._cluster.patch("jobs", attempt_name(record.job_id, record.attempts), {"spec": {"suspend": False}})
+        self._started.add(record.attempts)
+        self._since = {}
+
+    def _watch(self) -> None:
+        record = self._record
+        job = self._cluster.get("jobs", attempt_name(record.job_id, record.attempts))
+        if record.attempts not in self._started and (job is None or job["spec"].get("suspend")):
+            self._start()  # an owner before us died in the middle of it
+            return
+        self._started.add(record.attempts)
+        if job is None:
+            outcome: PodState | None = replace(GONE, reason="its Job was deleted")
+        else:
+            pods = self._cluster.list("pods", selector(job=record.job_id, attempt=record.attempts))
+            states = states_by_index(pods, count=record.pods, job=job)
+            outcome = attempt_outcome(states) or self._overdue(states)
+            if outcome is None:
+                self._write(**_progress(states))
+                return
+        self._conclude(outcome)
+
+    def _conclude(self, outcome: PodState) -> None:
+        """Counts an ending; what is left of the attempt goes first, unless all of it has ended by itself."""
+        record = self._record
+        if not self._all_ended():
+            end_attempt(self._cluster, record)
+        if outcome.standing == "succeeded":
+            self._write(status=JobStatus.SUCCEEDED, reason=None, counted=record.attempts)
+            return
+        failures = record.failures + (outcome.standing == "failed")
+        preemptions = record.preemptions + (outcome.standing == "preempted")
+        counts: dict[str, Any] = {"failures": failures, "preemptions": preemptions, "counted": record.attempts}
+        if failures > self._request.max_retries_failure:
+            self._write(**counts, status=JobStatus.FAILED, reason=f"failed {_times(failures)}; last: {outcome.reason}")
+        elif preemptions > self._request.max_retries_preemption:
+            ended = f"ended from outside {_times(preemptions)}; last: {outcome.reason}"
+            self._write(**counts, status=JobStatus.FAILED, reason=ended)
+        else:
+            pause = min(_FIRST_RETRY_SECONDS * 2 ** min(record.attempts - 1, 20), _LAST_RETRY_SECONDS)
+            self._begin_at = time.monotonic() + pause
+            self._write(**counts, status=JobStatus.PENDING, reason=f"to be tried again after: {outcome.reason}")
+
+    def _all_ended(self) -> bool:
+        """Whether no pod of the attempt runs any more; then its Job stays for a day, and its logs with it."""
+        pods = self._cluster.list("pods", selector(job=self._record.job_id, attempt=self._record.attempts))
+        return len(pods) == self._record.pods and all(
+            pod.get("status", {}).get("phase") in {"Succeeded", "Failed"} for pod in pods
+        )
+
+    def _overdue(self, states: Sequence[PodState]) -> PodState | None:
+        stuck = [state for state in states if state.standing == "stuck"]
+        waiting = [state for state in states if state.standing in {"pending", "stuck"}]
+        if self._lasts("stuck", bool(stuck), self._bounds.stuck_seconds):
+            return PodState("failed", stuck[0].reason)
+        if self._lasts("partial", 0 < len(waiting) < len(states), self._bounds.gang_seconds):
+            running = len(states) - len(waiting)
+            return PodState("preempted", f"only {running} of {len(states)} pods could start: {waiting[0].reason}")
+        return None
+
+    def _lasts(self, what: str, holds: bool, seconds: float) -> bool:
+        if not holds:
+            self._since.pop(what, None)
+            return False
+        return time.monotonic() - self._since.setdefault(what, time.monotonic()) >= seconds
+
+    def _write(self, **changes: Any) -> None:
+        changed = replace(self._record, **changes)
+        if changed != self._record:
+            write_record(self._cluster, changed)
+            self._record = changed
+
+
+def _progress(states: Sequence[PodState]) -> dict[str, Any]:
+    waiting = [state for state in states if state.standing in {"pending", "stuck"}]
+    if not waiting:
+        return {"status": JobStatus.RUNNING, "reason": None}
+    place = f"{len(states) - len(waiting)} of {len(states)} pods run; " if len(states) > 1 else ""
+    return {"status": JobStatus.PENDING, "reason": f"{place}{waiting[0].reason}"}
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

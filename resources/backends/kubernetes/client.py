@@ -1,0 +1,297 @@
+"""Jobs on a Kubernetes cluster: each attempt is a `batch/v1` Job, looked after by a thread of this process.
+
+Pods live as long as the process that submitted them: it rewrites a ConfigMap that they have mounted, and they end
+when it stays the same for a lease. A job that outlives its parent is looked after by a pod of its own, the keeper.
+"""
+
+from __future__ import annotations
+
+import atexit
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import cloudpickle
+
+from resources.actors import ActorsOnJobs
+from resources.backends.kubernetes.attempts import Bounds, OwnedJob
+from resources.backends.kubernetes.devices import placement, require_node
+from resources.backends.kubernetes.job import KubernetesJob
+from resources.backends.kubernetes.manifests import (
+    Owner,
+    bounded,
+    image_of,
+    keeper_manifest,
+    secret_content,
+    secret_manifest,
+)
+from resources.backends.kubernetes.names import heartbeat_name, keeper_name, new_job_id
+from resources.backends.kubernetes.records import (
+    Record,
+    all_records,
+    beat,
+    create_heartbeat,
+    create_record,
+    prune,
+    read_record,
+    write_record,
+)
+from resources.config import ResourceConfig
+from resources.errors import AssayError, BackendUnavailable, BadInput
+from resources.jobs.jobs import (
+    EnvironmentConfig,
+    JobAlreadyExists,
+    JobDetails,
+    JobRequest,
+    JobStatus,
+    create_environment,
+)
+
+if TYPE_CHECKING:
+    from resources.backends.kubernetes.cluster import Cluster
+
+_BEATS_PER_LEASE = 10
+
+
+class KubernetesClient(ActorsOnJobs):
+    """Runs jobs in one namespace of a cluster. A job ends when the process that submitted it has.
+
+    Args:
+        cluster: the namespace.
+        image: container image of jobs that name none.
+        grace_seconds: what processes get between SIGTERM and SIGKILL.
+        lease_seconds: how long pods go on without a sign of this process.
+        poll_seconds: how often each job of this process is looked at.
+        bounds: how long attempts may take to start.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        *,
+        image: str | None = None,
+        grace_seconds: float = 10.0,
+        lease_seconds: float = 300.0,
+        poll_seconds: float = 2.0,
+        bounds: Bounds | None = None,
+    ) -> None:
+        self._cluster = cluster
+        self._image = image
+        self._poll_seconds = poll_seconds
+        self._bounds = bounds or Bounds()
+        self._owner = Owner(
+            name=f"owner-{secrets.token_hex(6)}",
+            jobs_url=self.url,
+            image=image,
+            grace_seconds=grace_seconds,
+            lease_seconds=lease_seconds,
+        )
+        self._owned: list[OwnedJob] = []
+        self._handles: dict[str, KubernetesJob] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        self._beater: threading.Thread | None = None
+
+    @property
+    def url(self) -> str:
+        """See `Client.url`: in a pod, the cluster is the one around it."""
+        return f"kubernetes:///{self._cluster.namespace}"
+
+    def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> KubernetesJob:
+        """Starts a job, whose code is in its image.
+
+        Raises:
+            JobAlreadyExists: this client has a running job of that name; with `adopt_existing` its handle is returned.
+            UnsatisfiableResources: no node can ever have what is asked for, or no image is named.
+            BadInput: the callable cannot be pickled, or is too large for a Secret.
+            BackendUnavailable: the cluster does not answer, or does not let us.
+        """
+        with self._lock:
+            if running := self._running(request.name, adopt_existing=adopt_existing):
+                return running
+            self.check_resources(request.resources)
+            environment = request.environment or create_environment()
+            job_id = new_job_id(request.name)
+            where = placement(request.resources, replicas=request.replica_count)
+            image = image_of(request, environment, default=self._image)
+            owner = self._owner_of(request, job_id)
+            record = Record(
+                job_id=job_id,
+                name=request.name,
+                owner=owner.name,
+                submitted_at=time.time(),
+                replicas=request.replica_count,
+                vms=where.vms,
+                grace_seconds=owner.grace_seconds,
+                lease_seconds=owner.lease_seconds,
+                outlives_parent=request.outlives_parent,
+            )
+            files = secret_content(request, environment, job_id=job_id, vms=where.vms, owner=owner)
+            if request.outlives_parent:
+                handle = self._submit_with_keeper(record, request, environment, image=image, owner=owner)
+            else:
+                job = OwnedJob(
+                    self._cluster,
+                    record,
+                    request,
+                    environment,
+                    image=image,
+                    files=files,
+                    where=where,
+                    owner=owner,
+                    bounds=self._bounds,
+                )
+                handle = self._submit_owned(record, job)
+            self._handles[request.name] = handle
+        return handle
+
+    def attach(self, job_id: str) -> KubernetesJob:
+        """A handle on a job that any process has submitted to this namespace.
+
+        Raises:
+            BadInput: there is no such job there.
+        """
+        name = job_id if job_id.replace("-", "").isalnum() else ""
+        found = read_record(self._cluster, name) if name else None
+        if found is None:
+            raise BadInput(
+                expected=f"the id of a job in the namespace {self._cluster.namespace}",
+                found=repr(job_id),
+                remedy="Choose one that `kubectl get configmaps -l assay-evals/part=record` lists.",
+            )
+        mine = next((job for job in self._owned if job.record.job_id == job_id), None)
+        return self._handle(found[0], step=mine.step if mine else None)
+
+    def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`; those of every process that uses this namespace."""
+        return [record.details() for record in all_records(self._cluster)]
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """See `Client.check_resources`. Where node pools may grow from nothing, the scheduler has the last word."""
+        where = placement(resources, replicas=resources.replicas)
+        if where.node_resource is None:
+            return
+        try:
+            nodes = self._cluster.list("nodes")
+        except BackendUnavailable:  # who may submit jobs need not be allowed to see nodes
+            return
+        require_node(where, nodes, device=resources.device)
+
+    def shutdown(self) -> None:
+        """Terminates all jobs of this client that do not outlive their parent.
+
+        Raises:
+            AssayError: one could not be ended; its pods end themselves, after a lease.
+        """
+        with self._lock:
+            jobs = [self._handle(job.record, step=job.step) for job in self._owned if not job.record.finished]
+        problems: list[AssayError] = []
+        ending = [threading.Thread(target=_terminate, args=(job, problems)) for job in jobs]
+        for thread in ending:
+            thread.start()
+        for thread in ending:
+            thread.join()
+        self._closing.set()
+        if self._beater is not None:
+            self._beater.join()
+            self._cluster.delete("configmaps", heartbeat_name(self._owner.name))
+            atexit.unregister(self._end_at_exit)
+            self._beater = None
+        if problems:
+            raise problems[0]
+
+    def _handle(self, record: Record, *, step: Callable[[], Record] | None = None) -> KubernetesJob:
+        return KubernetesJob(self._cluster, record, step=step, poll_seconds=self._poll_seconds)
+
+    def _owner_of(self, request: JobRequest, job_id: str) -> Owner:
+        mine = self._owner
+        return replace(mine, name=job_id) if request.outlives_parent else mine
+
+    def _submit_owned(self, record: Record, job: OwnedJob) -> KubernetesJob:
+        self._start_beating()
+        create_record(self._cluster, record)
+        try:
+            job.step()
+        except AssayError as error:
+            with suppress(AssayError):
+                job.fail(f"it could not be started: {error.found}")
+            raise
+        self._owned = [*(one for one in self._owned if not one.record.finished), job]
+        threading.Thread(target=self._look_after, args=(job,), name=record.job_id, daemon=True).start()
+        return self._handle(record, step=job.step)
+
+    def _submit_with_keeper(
+        self, record: Record, request: JobRequest, environment: EnvironmentConfig, *, image: str, owner: Owner
+    ) -> KubernetesJob:
+        content = {"keeper.pickle": cloudpickle.dumps((request, environment, image, owner, self._bounds))}
+        files = bounded(content)
+        create_heartbeat(self._cluster, owner.name)
+        create_record(self._cluster, record)
+        name = keeper_name(record.job_id)
+        python = str(environment.python) if environment.python else "python3"
+        manifest = keeper_manifest(job_id=record.job_id, name=name, image=image, python=python)
+        try:
+            job = self._cluster.create("jobs", manifest)
+            self._cluster.create("secrets", secret_manifest(files, job=job))
+            self._cluster.patch("jobs", name, {"spec": {"suspend": False}})
+        except AssayError as error:
+            with suppress(AssayError):
+                self._cluster.delete("jobs", name)
+                reason = f"its keeper could not be started: {error.found}"
+                write_record(self._cluster, replace(record, status=JobStatus.FAILED, reason=reason))
+            raise
+        return self._handle(record)
+
+    def _running(self, name: str, *, adopt_existing: bool) -> KubernetesJob | None:
+        job = self._handles.get(name)
+        if job is None or job.status().finished:
+            return None
+        if adopt_existing:
+            return job
+        raise JobAlreadyExists.of(job.details())
+
+    def _start_beating(self) -> None:
+        if self._beater is None:
+            create_heartbeat(self._cluster, self._owner.name)
+            with suppress(AssayError):  # it can wait
+                prune(self._cluster)
+            self._closing.clear()
+            self._beater = threading.Thread(target=self._beat, name="kubernetes-heartbeat", daemon=True)
+            self._beater.start()
+            atexit.register(self._end_at_exit)
+
+    def _beat(self) -> None:
+        while not self._closing.wait(self._owner.lease_seconds / _BEATS_PER_LEASE):
+            with suppress(AssayError):  # a cluster that is gone for a while does not end the jobs
+                beat(self._cluster, self._owner.name)
+
+    def _look_after(self, job: OwnedJob) -> None:
+        finished = False
+        while not finished and not self._closing.wait(self._poll_seconds):
+            try:
+                finished = job.step().finished
+            except AssayError:  # likewise
+                continue
+            except Exception as error:  # a fault of ours must not leave pods that nobody looks after
+                job.fail(f"looking after it failed: {type(error).__name__}: {error}")
+                raise
+
+    def _end_at_exit(self) -> None:
+        """Ends the jobs of a process that goes without `shutdown`; no thread can be started any more by then."""
+        self._closing.set()
+        jobs = [job for job in self._owned if not job.record.finished]
+        for stop in (OwnedJob.begin_to_end, OwnedJob.abandon):
+            for job in jobs:
+                with suppress(AssayError):  # then the lease ends it
+                    stop(job)
+
+
+def _terminate(job: KubernetesJob, problems: list[AssayError]) -> None:
+    try:
+        job.terminate()
+    except AssayError as error:
+        problems.append(error)

@@ -1,0 +1,135 @@
+"""Ending an attempt, and keeping what its pods have written: a pod that is deleted takes its log along."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from resources.backends.kubernetes.manifests import MAIN, config_map_manifest
+from resources.backends.kubernetes.names import attempt_name, labels, logs_name, selector
+from resources.backends.kubernetes.pods import pod_index
+from resources.backends.kubernetes.records import Record
+from resources.errors import BackendUnavailable, JobTimeout
+
+if TYPE_CHECKING:
+    from resources.backends.kubernetes.cluster import Cluster
+
+LONGEST_LOG_BYTES = 1 << 20
+_KEPT_LOGS_BYTES = 900_000  # of all pods of an attempt: a ConfigMap holds 1 MiB
+_KEPT_LINES = 2000
+_LAST_POLL_SECONDS = 1.0
+_NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace is not there any more
+_SHOWN_ATTEMPTS = 10
+
+
+def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> None:
+    """Ends the present attempt, keeps the last lines of its logs, and returns when no pod of it is left.
+
+    Raises:
+        JobTimeout: a pod stays although its deletion was forced.
+    """
+    name = attempt_name(record.job_id, record.attempts)
+    pods = selector(job=record.job_id, attempt=record.attempts)
+    present = cluster.list("pods", pods) if keep_logs else []
+    followers = [_Follower(cluster, pod["metadata"]["name"], pod_index(pod)) for pod in present]
+    cluster.delete("jobs", name)
+    force_at = time.monotonic() + record.grace_seconds + _NODE_SECONDS
+    give_up_at = force_at + _NODE_SECONDS
+    poll_seconds = 0.02
+    while (left := cluster.list("pods", pods)) or cluster.get("jobs", name):
+        if time.monotonic() > give_up_at:
+            raise JobTimeout(
+                expected=f"the pods of {name} to be gone, {2 * _NODE_SECONDS + record.grace_seconds:g} s after the end",
+                found=f"{len(left)} left: {', '.join(pod['metadata']['name'] for pod in left)}",
+                remedy="See `kubectl describe pod` for a finalizer, or for a node that is gone.",
+            )
+        if time.monotonic() > force_at:
+            for pod in left:
+                cluster.delete("pods", pod["metadata"]["name"], grace_seconds=0)
+        time.sleep(poll_seconds)
+        poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+    share = _KEPT_LOGS_BYTES // max(1, len(followers))
+    kept = {f"pod-{follower.index}": follower.text(share) for follower in followers}
+    if kept:
+        tags = labels(record.job_id, "logs", attempt=record.attempts)
+        cluster.create("configmaps", config_map_manifest(logs_name(record.job_id, record.attempts), tags, kept))
+
+
+def log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str:
+    """The last lines of one pod of each attempt, a megabyte at most, under headings from the second attempt on."""
+    lines: list[str] = []
+    for attempt in range(record.attempts, max(0, record.attempts - _SHOWN_ATTEMPTS), -1):
+        wanted = max_lines - len(lines)
+        if wanted <= 0:
+            break
+        heading = [f"--- attempt {attempt} ---"] if attempt > 1 else []
+        lines = [*heading, *_lines_of(cluster, record, attempt=attempt, pod=pod, max_lines=wanted), *lines]
+    text = "\n".join(lines[-max_lines:] if max_lines > 0 else [])
+    return text.encode()[-LONGEST_LOG_BYTES:].decode(errors="ignore")
+
+
+def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> str | None:
+    """The name of a pod that is still there."""
+    for found in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
+        if pod_index(found) == pod:
+            return found["metadata"]["name"]
+    return None
+
+
+def _lines_of(cluster: Cluster, record: Record, *, attempt: int, pod: int, max_lines: int) -> list[str]:
+    # The end of an attempt deletes the pods first and writes this last: whoever reads in between asks again.
+    name = pod_name_of(cluster, record, attempt=attempt, pod=pod)
+    text = _tail(cluster, name, max_lines) if name else None
+    if text is None:
+        kept = cluster.get("configmaps", logs_name(record.job_id, attempt)) or {}
+        text = kept.get("data", {}).get(f"pod-{pod}", "")
+    return text.splitlines()[-max_lines:]
+
+
+def _tail(cluster: Cluster, pod: str, max_lines: int) -> str | None:
+    """Asks for fewer lines where they are too long: the server's limit of bytes would drop the last ones."""
+    while True:
+        text = cluster.log(pod, MAIN, max_lines=max_lines, max_bytes=LONGEST_LOG_BYTES)
+        if text is None or max_lines <= 1 or len(text.encode()) < LONGEST_LOG_BYTES:
+            return text
+        max_lines //= 2
+
+
+class _Follower:
+    """Reads a pod's log to its end, which is when its container ends, and keeps the last of it."""
+
+    def __init__(self, cluster: Cluster, pod: str, index: int) -> None:
+        self.index = index
+        self._cluster, self._pod = cluster, pod
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+        self._lock = threading.Lock()
+        self._connected = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._thread.start()
+        self._connected.wait(_NODE_SECONDS)  # deleted before, the pod might be gone with its last words
+
+    def text(self, max_bytes: int) -> str:
+        """The last bytes, whole lines of them."""
+        self._thread.join(_LAST_POLL_SECONDS)
+        with self._lock:  # it goes on where the pod's node is gone, and nobody ends the connection
+            content = b"".join(self._chunks)
+        if len(content) > max_bytes:
+            content = content[-max_bytes:].partition(b"\n")[2]
+        return "\n".join(content.decode(errors="replace").replace("\0", "").splitlines()[-_KEPT_LINES:])
+
+    def _follow(self) -> None:
+        try:
+            for chunk in self._cluster.follow_log(self._pod, MAIN, max_lines=_KEPT_LINES, connected=self._connected):
+                with self._lock:
+                    self._chunks.append(chunk)
+                    self._size += len(chunk)
+                    while self._size - len(self._chunks[0]) > _KEPT_LOGS_BYTES:
+                        self._size -= len(self._chunks.popleft())
+        except BackendUnavailable as error:
+            with self._lock:
+                self._chunks.append(f"(the rest of this log could not be read: {error.found})\n".encode())
+        finally:
+            self._connected.set()

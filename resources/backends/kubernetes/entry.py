@@ -1,0 +1,27 @@
+"""The entry to the Kubernetes backend: a client for a namespace of a cluster."""
+
+from __future__ import annotations
+
+from resources.backends.kubernetes.client import KubernetesClient
+from resources.backends.kubernetes.cluster import connect
+from resources.errors import BadInput
+from resources.settings import job_id, settings
+
+LEAST_LEASE_SECONDS = 180.0
+"""A kubelet looks about once a minute, at a copy up to a minute old, and the owner shows itself ten times a lease."""
+
+
+def client_from_address(context: str, namespace: str) -> KubernetesClient:
+    """A client with the settings of this machine; for the arguments and further errors see `connect`.
+
+    Raises:
+        BadInput: the lease of the settings is too short for any pod to live.
+    """
+    lease_seconds = settings().job_lease_seconds
+    if lease_seconds < LEAST_LEASE_SECONDS and not job_id():  # a job has the lease of whoever submitted it
+        raise BadInput(
+            expected=f"ASSAY_JOB_LEASE_SECONDS of {LEAST_LEASE_SECONDS:g} or more",
+            found=f"{lease_seconds:g}: a pod may see a sign of life two minutes late, and would end itself meanwhile",
+            remedy="set more, or leave it out for 300",
+        )
+    return KubernetesClient(connect(context, namespace), image=settings().job_image, lease_seconds=lease_seconds)

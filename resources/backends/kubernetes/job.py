@@ -1,0 +1,166 @@
+"""A handle on a job in a cluster: reads its record, and asks its owner to end it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from resources.backends.kubernetes.attempts import TERMINATED
+from resources.backends.kubernetes.endings import end_attempt, log_of, pod_name_of
+from resources.backends.kubernetes.manifests import ANNOUNCER
+from resources.backends.kubernetes.names import heartbeat_name, keeper_name, selector
+from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
+from resources.errors import BadInput, JobTimeout
+from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.waiting import wait_until_finished
+
+if TYPE_CHECKING:
+    from resources.backends.kubernetes.cluster import Cluster
+
+_TERMINATE_MARGIN_SECONDS = 180.0  # more than `end_attempt` waits for a lost node
+_POLL_SECONDS = 0.5
+_ANNOUNCEMENT_BYTES = 64 * 1024
+
+
+class KubernetesJob:
+    """A handle on a job in a cluster, submitted here or attached to.
+
+    Args:
+        cluster: where it runs.
+        record: the record at this time.
+        step: brings the job further where this process is its owner; None elsewhere.
+        poll_seconds: the longest pause between two looks of whoever waits.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        record: Record,
+        *,
+        step: Callable[[], Record] | None = None,
+        poll_seconds: float = 2.0,
+    ) -> None:
+        self._cluster = cluster
+        self._record = record
+        self._step = step
+        self._poll_seconds = poll_seconds
+
+    @property
+    def job_id(self) -> str:
+        """Name of its record in the cluster, and first part of the names of its Jobs and pods."""
+        return self._record.job_id
+
+    @property
+    def outlives_parent(self) -> bool:
+        """Whether it goes on when the process that submitted it ends."""
+        return self._record.outlives_parent
+
+    def details(self) -> JobDetails:
+        """Where the job stands now, and why; stopped when its owner has given no sign for two leases."""
+        return self._now().details()
+
+    def status(self) -> JobStatus:
+        """Where the job stands now."""
+        return JobStatus(self._now().status)
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        """See `JobHandle.wait`."""
+        where = f"run `kubectl --namespace {self._cluster.namespace} describe jobs -l assay-evals/job={self.job_id}`"
+        return wait_until_finished(
+            self, timeout, raise_on_failure=raise_on_failure, where=where, last_poll_seconds=self._poll_seconds
+        )
+
+    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
+        """See `JobHandle.logs`; a replica that is a slice of several VMs has a heading for each of them."""
+        record = self._now()
+        if replica is not None and not 0 <= replica < record.replicas:
+            raise BadInput(
+                expected=f"a replica from 0 to {record.replicas - 1}", found=str(replica), remedy="Choose one of those."
+            )
+        replicas = range(record.replicas) if replica is None else [replica]
+        parts = [(index, vm, index * record.vms + vm) for index in replicas for vm in range(record.vms)]
+        if len(parts) == 1:
+            return log_of(self._cluster, record, pod=parts[0][2], max_lines=max_lines)
+        found: list[str] = []
+        for index, vm, pod in parts:
+            place = f"replica {index}" + (f" worker {vm}" if record.vms > 1 else "")
+            found.append(f"==> {place} <==\n{log_of(self._cluster, record, pod=pod, max_lines=max_lines)}")
+        return "\n".join(found)
+
+    def announced(self, replica: int = 0) -> str | None:
+        """See `JobHandle.announced`; of a slice of several VMs, the first one's."""
+        record = self._now()
+        pod = pod_name_of(self._cluster, record, attempt=record.attempts, pod=replica * record.vms)
+        text = pod and self._cluster.log(pod, ANNOUNCER, max_lines=1, max_bytes=_ANNOUNCEMENT_BYTES)
+        return json.loads(text) if text and text.strip() else None
+
+    def terminate(self) -> None:
+        """Ends the job with everything it started, and returns when nothing of it is left.
+
+        Raises:
+            JobTimeout: a pod stayed although its deletion was forced, or the owner lives and does nothing.
+        """
+        record = self._read()
+        if record.finished:
+            return
+        request_stop(self._cluster, self.job_id)
+        deadline = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
+        while not (record := self._read() if self._step is None else self._step()).finished:
+            heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
+            silent = is_silent(heartbeat, lease_seconds=record.lease_seconds)
+            if self._step is None and (silent or (record.outlives_parent and not self._keeper_runs())):
+                self._end_for_owner(record)
+                return
+            if time.monotonic() > deadline:
+                raise JobTimeout(
+                    expected=f"the owner of {self.job_id} to end it",
+                    found=f"it is {record.status}: {record.reason}",
+                    remedy=f"Delete it: kubectl delete jobs -l assay-evals/job={self.job_id}",
+                )
+            time.sleep(min(_POLL_SECONDS, self._poll_seconds))
+
+    def _keeper_runs(self) -> bool:
+        """Whether a keeper's pod has started: one whose image is never found would not end its job either."""
+        keepers = self._cluster.list("pods", selector(job=self.job_id, part="keeper"))
+        return any(pod.get("status", {}).get("phase") == "Running" for pod in keepers)
+
+    def _end_for_owner(self, record: Record) -> None:
+        if record.outlives_parent:  # nor may a keeper begin meanwhile
+            self._cluster.delete("jobs", keeper_name(self.job_id))
+            until = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
+            while self._cluster.list("pods", selector(job=self.job_id, part="keeper")) and time.monotonic() < until:
+                time.sleep(min(_POLL_SECONDS, self._poll_seconds))
+            record = self._read()
+        if record.finished:
+            return
+        if record.attempts:
+            end_attempt(self._cluster, record)
+        ended = replace(record, status=JobStatus.STOPPED, reason=TERMINATED, counted=record.attempts)
+        write_record(self._cluster, ended)
+
+    def _read(self) -> Record:
+        """The record as it was written; the last one seen where it has been removed since."""
+        if (found := read_record(self._cluster, self.job_id)) is not None:
+            self._record = found[0]
+        return self._record
+
+    def _now(self) -> Record:
+        record = self._read()
+        if self._step is not None or record.finished:
+            return record
+        heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
+        if record.outlives_parent and is_silent(heartbeat, lease_seconds=record.lease_seconds):
+            return self._without_keeper(record)
+        return as_seen(record, heartbeat)
+
+    def _without_keeper(self, record: Record) -> Record:
+        """The record of a job whose keeper gives no sign: failed if the cluster has given the keeper up."""
+        name = keeper_name(self.job_id)
+        conditions = (self._cluster.get("jobs", name) or {}).get("status", {}).get("conditions") or ()
+        if not any(one["type"] == "Failed" and one["status"] == "True" for one in conditions):
+            return record
+        reason = f"its keeper failed, which needs an image with Assay: see `kubectl logs job/{name}`"
+        return replace(record, status=JobStatus.FAILED, reason=reason)

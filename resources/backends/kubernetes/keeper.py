@@ -1,0 +1,80 @@
+"""The pod that looks after a job which outlives its parent: `python -m resources.backends.kubernetes.keeper`.
+
+Arguments are the job's id and the file with the pickled request. It needs an image with Assay and its `kubernetes`
+extra, and a service account that may do what the submitting user did.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import cloudpickle
+
+from resources.backends.kubernetes.attempts import Bounds, OwnedJob
+from resources.backends.kubernetes.cluster import Cluster, connect
+from resources.backends.kubernetes.devices import placement
+from resources.backends.kubernetes.manifests import Owner, secret_content
+from resources.backends.kubernetes.records import beat, read_record
+from resources.errors import AssayError, BadInput
+from resources.jobs.jobs import EnvironmentConfig, JobRequest
+
+_POLL_SECONDS = 0.5
+_BEATS_PER_LEASE = 10
+
+
+def keep(
+    cluster: Cluster,
+    job_id: str,
+    *,
+    request: JobRequest,
+    environment: EnvironmentConfig,
+    image: str,
+    owner: Owner,
+    bounds: Bounds,
+) -> None:
+    """Looks after a job until it has finished, from where its record says it stands.
+
+    Raises:
+        BadInput: there is no such job.
+    """
+    found = read_record(cluster, job_id)
+    if found is None:
+        raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
+    where = placement(request.resources, replicas=request.replica_count)
+    files = secret_content(request, environment, job_id=job_id, vms=where.vms, owner=owner)
+    job = OwnedJob(
+        cluster,
+        found[0],
+        request,
+        environment,
+        image=image,
+        files=files,
+        where=where,
+        owner=owner,
+        bounds=bounds,
+    )
+    beaten_at = 0.0
+    while not job.record.finished:
+        with suppress(AssayError):  # a cluster that is gone for a while does not end the job
+            if time.monotonic() - beaten_at >= owner.lease_seconds / _BEATS_PER_LEASE:
+                beat(cluster, owner.name)
+                beaten_at = time.monotonic()
+            job.step()
+        time.sleep(_POLL_SECONDS)
+
+
+def main(arguments: list[str]) -> None:
+    """Reads the request from its file, and keeps the job."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a pod ignores it otherwise
+    job_id, path = arguments
+    request, environment, image, owner, bounds = cloudpickle.loads(Path(path).read_bytes())
+    cluster = connect("", owner.jobs_url.rpartition("/")[2])
+    keep(cluster, job_id, request=request, environment=environment, image=image, owner=owner, bounds=bounds)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,279 @@
+"""What a job consists of in a cluster, as data: pure functions from a request to manifests.
+
+An attempt is one Indexed `batch/v1` Job that never restarts a pod by itself (`backoffLimitPerIndex: 0`), so that each
+ending can be told apart and counted by `kubernetes_attempts.py`. Variables, callable and programs travel in a Secret
+that the Job owns. The record of the job and its owner's heartbeat are ConfigMaps without anything secret.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resources.backends.kubernetes.devices import Placement
+from resources.backends.kubernetes.names import NAME_ANNOTATION, attempt_name, heartbeat_name, labels
+from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs.calls import pickled
+from resources.jobs.jobs import Call, EnvironmentConfig, JobRequest
+
+MAIN, ANNOUNCER = "replica", "announcer"
+"""The two containers of a pod; the log of the second holds nothing but announcements."""
+LARGEST_SECRET_BYTES = 1_000_000
+"""What etcd and the API server take for one object is 1 MiB, names and labels included."""
+KEPT_SECONDS = 24 * 3600
+"""How long a finished Job stays, with its pods and their logs."""
+_PROGRAMS = Path(__file__).parents[1] / "programs"
+_JOB, _RUN, _HEARTBEAT = "/assay/job", "/assay/run", "/assay/heartbeat"
+_MESSAGE = "/dev/termination-log"
+_ANNOUNCER_LIMITS = {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Owner:
+    """Who looks after a job, and on what terms its pods live."""
+
+    name: str
+    """Names the heartbeat that the pods watch."""
+    jobs_url: str
+    """What `ASSAY_JOBS` is in the job."""
+    image: str | None
+    """Image of jobs that name none."""
+    grace_seconds: float
+    """Between SIGTERM and SIGKILL."""
+    lease_seconds: float
+    """How long pods go on without a heartbeat."""
+
+
+def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: str | None) -> str:
+    """The container image of a job.
+
+    Raises:
+        UnsatisfiableResources: none is named, or packages are to be installed on top of it.
+    """
+    if environment.pip_packages or environment.extras:
+        raise UnsatisfiableResources(
+            expected="an image that holds all packages of the job; Kubernetes builds no environments",
+            found=f"pip_packages={list(environment.pip_packages)}, extras={list(environment.extras)}",
+            remedy="Build them into the image, or submit to a backend that builds environments.",
+        )
+    image = environment.docker_image or request.resources.image or default
+    if not image:
+        raise UnsatisfiableResources(
+            expected="a container image that holds the job's code, with a python3",
+            found="neither environment.docker_image nor resources.image nor ASSAY_JOB_IMAGE is set",
+            remedy="Build one from the workspace, push it, and name it in resources.image.",
+        )
+    return image
+
+
+def secret_content(
+    request: JobRequest, environment: EnvironmentConfig, *, job_id: str, vms: int, owner: Owner
+) -> dict[str, bytes]:
+    """The files that a pod finds in its job folder.
+
+    Raises:
+        BadInput: the callable cannot be pickled, or all of it is more than a Secret can hold.
+    """
+    entrypoint = request.entrypoint
+    variables = {"ASSAY_JOB_LEASE_SECONDS": f"{owner.lease_seconds:g}", **environment.env_vars}
+    if owner.image:  # jobs that are submitted inside this one are treated alike
+        variables.setdefault("ASSAY_JOB_IMAGE", owner.image)
+    specification = {
+        "argv": None if isinstance(entrypoint, Call) else [entrypoint.command, *entrypoint.args],
+        "env_vars": variables,
+        "jobs": owner.jobs_url,
+        "job_id": job_id,
+        "replicas": request.replica_count,
+        "vms": vms,
+        "path_first": str(environment.python.parent) if environment.python else "",
+        "lease_seconds": 0 if request.outlives_parent else owner.lease_seconds,
+        "grace_seconds": owner.grace_seconds,
+    }
+    files = {"pod.json": json.dumps(specification).encode()}
+    files["run_in_pod.py"] = (_PROGRAMS / "run_in_pod.py").read_bytes()
+    if isinstance(entrypoint, Call):
+        files["call.pickle"] = pickled(entrypoint)
+        files["run_call.py"] = (_PROGRAMS / "run_call.py").read_bytes()
+    return bounded(files)
+
+
+def bounded(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The same files.
+
+    Raises:
+        BadInput: they are more than a Secret can hold.
+    """
+    if (size := sum(map(len, files.values()))) > LARGEST_SECRET_BYTES:
+        largest = max(files, key=lambda name: len(files[name]))
+        raise BadInput(
+            expected=f"callable, arguments and variables of {LARGEST_SECRET_BYTES:,} bytes at most, to fit a Secret",
+            found=f"{size:,} bytes, of which {largest} has {len(files[largest]):,}",
+            remedy="Put large values into a file or an object store, and pass their path.",
+        )
+    return files
+
+
+def job_manifest(
+    request: JobRequest,
+    environment: EnvironmentConfig,
+    *,
+    job_id: str,
+    attempt: int,
+    image: str,
+    where: Placement,
+    owner: Owner,
+) -> dict[str, Any]:
+    """The Job of one attempt. It is created suspended, since its Secret, which it owns, comes after it."""
+    name = attempt_name(job_id, attempt)
+    tags = labels(job_id, "attempt", attempt=attempt)
+    annotations = {NAME_ANNOTATION: request.name}
+    stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # or it would be moved to empty a node
+    pods = request.replica_count * where.vms
+    container: dict[str, Any] = {
+        "name": MAIN,
+        "image": image,
+        "command": [*_program(environment), "run", _JOB, _RUN, _HEARTBEAT, _MESSAGE],
+        "resources": {"requests": where.limits, "limits": where.limits},
+        "terminationMessagePath": _MESSAGE,
+        "volumeMounts": [
+            {"name": "job", "mountPath": _JOB, "readOnly": True},
+            {"name": "run", "mountPath": _RUN},
+            {"name": "heartbeat", "mountPath": _HEARTBEAT, "readOnly": True},
+        ],
+    }
+    if request.working_directory is not None:
+        container["workingDir"] = str(request.working_directory)
+    announcer = {
+        "name": ANNOUNCER,
+        "image": image,
+        "command": [*_program(environment), "announce", _RUN],
+        "restartPolicy": "Always",  # makes it a sidecar: it starts first, and does not keep the pod from ending
+        "resources": {"requests": _ANNOUNCER_LIMITS, "limits": _ANNOUNCER_LIMITS},
+        "volumeMounts": [
+            {"name": "job", "mountPath": _JOB, "readOnly": True},
+            {"name": "run", "mountPath": _RUN, "readOnly": True},
+        ],
+    }
+    pod: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "subdomain": name,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": max(1, round(owner.grace_seconds)),
+        "nodeSelector": where.node_selector,
+        "affinity": where.affinity,
+        "tolerations": where.tolerations,
+        "initContainers": [announcer],
+        "containers": [container],
+        "volumes": [
+            {"name": "job", "secret": {"secretName": name, "defaultMode": 0o444}},
+            {"name": "run", "emptyDir": {}},
+            # Optional: a pod that starts after the owner's end ends by the lease, and does not hang.
+            {"name": "heartbeat", "configMap": {"name": heartbeat_name(owner.name), "optional": True}},
+        ],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": tags, "annotations": annotations},
+        "spec": {
+            "completionMode": "Indexed",
+            "completions": pods,
+            "parallelism": pods,
+            "backoffLimitPerIndex": 0,
+            "suspend": True,
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
+            "template": {"metadata": {"labels": tags, "annotations": {**annotations, **stays}}, "spec": pod},
+        },
+    }
+
+
+def keeper_manifest(*, job_id: str, name: str, image: str, python: str) -> dict[str, Any]:
+    """The Job that looks after a job which outlives its parent: a pod may be lost, its work goes on in the next."""
+    tags = labels(job_id, "keeper")
+    container = {
+        "name": "keeper",
+        "image": image,
+        "command": [python, "-m", "resources.backends.kubernetes.keeper", job_id, f"{_JOB}/keeper.pickle"],
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
+        "volumeMounts": [{"name": "job", "mountPath": _JOB, "readOnly": True}],
+    }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {"name": name, "labels": tags},
+        "spec": {
+            "backoffLimit": 6,
+            "podFailurePolicy": {
+                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+            },
+            "suspend": True,
+            "ttlSecondsAfterFinished": KEPT_SECONDS,
+            "template": {
+                "metadata": {"labels": tags},
+                "spec": {
+                    "restartPolicy": "Never",
+                    "enableServiceLinks": False,
+                    "containers": [container],
+                    "volumes": [{"name": "job", "secret": {"secretName": name, "defaultMode": 0o444}}],
+                },
+            },
+        },
+    }
+
+
+def secret_manifest(files: Mapping[str, bytes], *, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The Secret of a Job that exists already, and owns it: one goes with the other."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Secret",
+        "type": "Opaque",
+        "metadata": {**_of(job), "ownerReferences": [_owned_by(job)]},
+        "data": {name: base64.b64encode(content).decode() for name, content in files.items()},
+    }
+
+
+def service_manifest(*, job: Mapping[str, Any]) -> dict[str, Any]:
+    """The headless Service that gives the pods of a TPU slice the host names under which they find each other."""
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**_of(job), "ownerReferences": [_owned_by(job)]},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": dict(job["metadata"]["labels"]),
+        },
+    }
+
+
+def config_map_manifest(name: str, tags: Mapping[str, str], content: Mapping[str, str]) -> dict[str, Any]:
+    """A ConfigMap: the record of a job, its kept logs, or an owner's heartbeat."""
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"name": name, "labels": dict(tags)},
+        "data": dict(content),
+    }
+
+
+def _program(environment: EnvironmentConfig) -> list[str]:
+    python = str(environment.python) if environment.python else "python3"
+    return [python, "-I", "-S", f"{_JOB}/run_in_pod.py"]
+
+
+def _of(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": job["metadata"]["name"], "labels": dict(job["metadata"]["labels"])}
+
+
+def _owned_by(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "name": job["metadata"]["name"],
+        "uid": job["metadata"]["uid"],
+        "blockOwnerDeletion": False,
+    }

@@ -1,0 +1,177 @@
+"""What a pod's state says: one table for how a replica ended, and the words for what a waiting one waits for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from resources.backends.kubernetes.manifests import MAIN
+from resources.backends.kubernetes.names import INDEX_LABEL
+from resources.backends.programs.run_in_pod import ORPHANED
+from resources.backends.programs.supervise import classify_exit
+
+PodStanding = Literal["pending", "stuck", "running", "succeeded", "failed", "preempted"]
+
+_STUCK = {
+    "ImagePullBackOff",
+    "ErrImagePull",
+    "ImageInspectError",
+    "RegistryUnavailable",
+    "CreateContainerConfigError",
+    "CreateContainerError",
+    "RunContainerError",
+}
+_HOPELESS = {"InvalidImageName", "ErrImageNeverPull"}
+_NODE_REASONS = {"Evicted", "NodeShutdown", "Shutdown", "Terminated", "NodeLost", "Preempting", "Preempted"}
+_REFUSED_BY_NODE = ("OutOf", "NodeAffinity", "UnexpectedAdmissionError", "NodeUnschedulable")
+_DISRUPTIONS = {
+    "PreemptionByScheduler": "it made room for a pod of higher priority",
+    "DeletionByTaintManager": "its node failed, or was taken away",
+    "EvictionByEvictionAPI": "it was evicted, as when a node is drained",
+    "DeletionByPodGC": "its node is gone",
+    "TerminationByKubelet": "its node was shut down, or short of memory or disk",
+}
+
+
+@dataclass(frozen=True)
+class PodState:
+    """Where one pod stands, and why."""
+
+    standing: PodStanding
+    reason: str | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether its replica does not run any more."""
+        return self.standing in {"succeeded", "failed", "preempted"}
+
+
+GONE = PodState("preempted", "its pod was deleted")
+
+
+def classify_pod(pod: Mapping[str, Any]) -> PodState:
+    """Where a pod stands, from its manifest as the API server gives it.
+
+    Preempted is what came from outside: disruptions, evictions, lost nodes, deletion, and the exit codes that
+    `supervise.classify_exit` names. Exceeding a limit of its own is the replica's own doing.
+    """
+    status = pod.get("status", {})
+    phase, reason, message = status.get("phase", "Pending"), status.get("reason", ""), status.get("message", "")
+    ended = _main_state(status).get("terminated")
+    if _exceeded_own_storage(message):
+        return PodState("failed", f"evicted: {message}")
+    if disruption := _condition(status, "DisruptionTarget", "True"):
+        words = _DISRUPTIONS.get(disruption.get("reason", ""), disruption.get("reason", "disrupted"))
+        return PodState("preempted", words)
+    if reason in _NODE_REASONS:
+        return PodState("preempted", f"{reason}: {message}" if message else reason)
+    if phase == "Failed" and reason.startswith(_REFUSED_BY_NODE):
+        return PodState("preempted", f"its node refused it: {reason}")
+    if ended is not None:
+        return _ended(ended, deleted="deletionTimestamp" in pod.get("metadata", {}))
+    if "deletionTimestamp" in pod.get("metadata", {}):
+        return PodState("preempted", "its pod is being deleted")
+    if phase == "Succeeded":
+        return PodState("succeeded")
+    if phase == "Failed":
+        return PodState("failed", f"{reason}: {message}".strip(": ") or "its pod failed without a reason")
+    return _unfinished(status)
+
+
+def states_by_index(pods: Sequence[Mapping[str, Any]], *, count: int, job: Mapping[str, Any]) -> list[PodState]:
+    """Where each pod of an attempt stands, those included that are not there, or not any more."""
+    present = {pod_index(pod): classify_pod(pod) for pod in pods}
+    lost = _indexes(job.get("status", {}).get("failedIndexes"))
+    done = _indexes(job.get("status", {}).get("completedIndexes"))
+    waiting = PodState("pending", "its pod is not created yet")
+    return [
+        present.get(index) or (PodState("succeeded") if index in done else GONE if index in lost else waiting)
+        for index in range(count)
+    ]
+
+
+def pod_index(pod: Mapping[str, Any]) -> int:
+    """Which pod of its Job this is."""
+    metadata = pod["metadata"]
+    labels, annotations = metadata.get("labels", {}), metadata.get("annotations", {})
+    return int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
+
+
+def attempt_outcome(states: Sequence[PodState]) -> PodState | None:
+    """How an attempt ended, from where its pods stand; None while it goes on.
+
+    Losing one replica can make the others fail an instant later, so preemption wins.
+    """
+    if all(state.standing == "succeeded" for state in states):
+        return PodState("succeeded")
+    for standing in ("preempted", "failed"):
+        for index, state in enumerate(states):
+            if state.standing == standing:
+                return PodState(standing, f"pod {index}: {state.reason}" if len(states) > 1 else state.reason)
+    return None
+
+
+def _main_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
+    for container in status.get("containerStatuses") or ():
+        if container["name"] == MAIN:
+            return container.get("state") or {}
+    return {}
+
+
+def _ended(state: Mapping[str, Any], *, deleted: bool) -> PodState:
+    code, reason = int(state.get("exitCode", 0)), state.get("reason", "")
+    said = (state.get("message") or "").strip()
+    if said == ORPHANED:
+        return PodState("preempted", ORPHANED)
+    if reason == "OOMKilled":
+        return PodState("failed", "it needed more memory than resources.ram")
+    if reason == "ContainerStatusUnknown":
+        return PodState("preempted", "its node lost sight of it")
+    if code == 0:
+        return PodState("succeeded")
+    if deleted:
+        return PodState("preempted", "its pod was deleted")
+    words = f"exit code {code}" + (f" ({reason}: {said})" if reason not in {"", "Error"} else "")
+    return PodState(classify_exit(code), words)
+
+
+def _unfinished(status: Mapping[str, Any]) -> PodState:
+    waiting = [
+        container["state"]["waiting"]
+        for part in ("initContainerStatuses", "containerStatuses")
+        for container in status.get(part) or ()
+        if (container.get("state") or {}).get("waiting")
+    ]
+    for state in waiting:
+        words = f"{state.get('reason')}: {state.get('message', '')}".strip(": ")
+        if state.get("reason") in _HOPELESS:
+            return PodState("failed", words)
+        if state.get("reason") in _STUCK:
+            return PodState("stuck", words)
+    if _main_state(status).get("running") is not None:
+        return PodState("running")
+    if unscheduled := _condition(status, "PodScheduled", "False"):
+        return PodState("pending", unscheduled.get("message") or unscheduled.get("reason"))
+    return PodState("pending", "its container is being created")
+
+
+def _condition(status: Mapping[str, Any], kind: str, value: str) -> Mapping[str, Any] | None:
+    for condition in status.get("conditions") or ():
+        if condition.get("type") == kind and condition.get("status") == value:
+            return condition
+    return None
+
+
+def _exceeded_own_storage(message: str) -> bool:
+    """The kubelet's words where a pod outgrew its own limit, unlike those where the whole node is short of disk."""
+    return "limit" in message and "exceed" in message and "storage" in message.lower().replace("emptydir", "storage")
+
+
+def _indexes(text: str | None) -> set[int]:
+    """`1,3-5` as Kubernetes writes sets of indexes."""
+    found: set[int] = set()
+    for part in filter(None, (text or "").split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return found

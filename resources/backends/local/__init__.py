@@ -1,0 +1,1 @@
+"""The backend of this machine: a job is a supervised process."""

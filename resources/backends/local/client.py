@@ -1,0 +1,239 @@
+"""Jobs on this machine: each has a folder, and a supervisor process that leaves nothing of it behind.
+
+The folder (`<jobs_dir>/<job id>`) holds the specification, the status and the logs; a handle only reads it, so any
+process can attach to a job by its id. Variables of a job travel in the supervisor's environment, never on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from resources.actors import ActorsOnJobs
+from resources.backends.local.job import LocalJob
+from resources.backends.processes import (
+    PROGRAMS,
+    argv_of,
+    existing_folder,
+    import_folders,
+    interpreter_of,
+    variables_of,
+)
+from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
+from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs.calls import pickled
+from resources.jobs.jobs import (
+    Call,
+    Command,
+    EnvironmentConfig,
+    JobAlreadyExists,
+    JobDetails,
+    JobRequest,
+    create_environment,
+)
+from resources.settings import settings
+from resources.storage.files import replace_json
+
+_KEPT_JOBS = 200
+
+
+class LocalClient(ActorsOnJobs):
+    """Runs jobs as processes of this machine. A job ends when its client and its handle are gone.
+
+    Args:
+        jobs_dir: parent of the job folders; the one in the settings when None.
+        grace_seconds: what processes get between SIGTERM and SIGKILL.
+        device_root: where `dev` and `proc` show the devices of this machine.
+    """
+
+    actors_listen_on_loopback = True
+
+    def __init__(
+        self, jobs_dir: Path | None = None, *, grace_seconds: float = 10.0, device_root: Path = Path("/")
+    ) -> None:
+        self._jobs_dir = jobs_dir or settings().jobs_dir
+        self._grace_seconds = grace_seconds
+        self._device_root = device_root
+        self._jobs: dict[str, LocalJob] = {}
+        self._has_pruned = False
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """See `Client.url`; names the folder of its jobs where that is not the usual one."""
+        return "local" if self._jobs_dir == settings().jobs_dir else f"local://{self._jobs_dir.absolute()}"
+
+    def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> LocalJob:
+        """Starts a job, after building its environment where it wants one of its own.
+
+        Raises:
+            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
+            UnsatisfiableResources: a device or an image that this backend cannot give.
+            BadInput: the callable cannot be pickled, or a folder does not exist.
+            EnvironmentBuildFailed: the packages asked for cannot be installed.
+        """
+        if running := self._running(request.name, adopt_existing=adopt_existing):
+            return running
+        self.check_resources(request.resources)
+        environment = request.environment or create_environment()
+        workspace = _workspace(environment)
+        working_directory = existing_folder(request.working_directory or workspace)
+        payload = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
+        python = interpreter_of(environment, workspace=workspace)
+        with self._lock:
+            if running := self._running(request.name, adopt_existing=adopt_existing):
+                return running
+            if not self._has_pruned:
+                self._prune()
+                self._has_pruned = True
+            for name in [name for name, job in self._jobs.items() if job.has_ended()]:
+                del self._jobs[name]  # each holds a pipe open
+            folder = self._jobs_dir / f"{request.name}-{secrets.token_hex(4)}"
+            folder.mkdir(parents=True, mode=0o700)
+            if payload is not None:
+                (folder / "call.pickle").write_bytes(payload)
+            specification = {
+                "name": request.name,
+                "submitted_at": time.time(),
+                "argv": argv_of(
+                    request.entrypoint if isinstance(request.entrypoint, Command) else folder / "call.pickle",
+                    python=python,
+                    imports=[str(workspace), *import_folders()],
+                ),
+                "working_directory": str(working_directory),
+                "replicas": request.replica_count,
+                "max_retries_failure": request.max_retries_failure,
+                "max_retries_preemption": request.max_retries_preemption,
+                "outlives_parent": request.outlives_parent,
+                "grace_seconds": self._grace_seconds,
+                "parent_pid": os.getpid(),
+            }
+            given = {"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url}
+            job = _start(folder, specification, env=variables_of(environment, python=python, given=given))
+            self._jobs[request.name] = job
+        job.wait_until_started()
+        return job
+
+    def attach(self, job_id: str) -> LocalJob:
+        """A handle on a job that was submitted by any process of this machine.
+
+        Raises:
+            BadInput: this machine has no such job.
+        """
+        folder = self._jobs_dir / job_id
+        if not re.fullmatch(r"[\w.-]+", job_id) or not (folder / "status.json").is_file():
+            raise BadInput(
+                expected=f"the id of a job in {self._jobs_dir}",
+                found=repr(job_id),
+                remedy="Choose one of the folders there; those of old jobs are removed.",
+            )
+        return LocalJob(folder)
+
+    def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`; those of every process of this machine."""
+        found: list[JobDetails] = []
+        for status in self._jobs_dir.glob("*/status.json"):
+            with suppress(OSError, KeyError, ValueError):  # another process prunes them; or it is no job of ours
+                found.append(LocalJob(status.parent).details())
+        return sorted(found, key=lambda one: one.submitted_at or 0.0, reverse=True)
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """See `Client.check_resources`."""
+        _check_device(resources.device, device_root=self._device_root)
+
+    def shutdown(self) -> None:
+        """Terminates all jobs of this client that do not outlive their parent."""
+        jobs = [job for job in self._jobs.values() if not job.outlives_parent]
+        for job in jobs:
+            job.request_stop()
+        for job in jobs:
+            job.terminate()
+
+    def _running(self, name: str, *, adopt_existing: bool) -> LocalJob | None:
+        job = self._jobs.get(name)
+        if job is None or job.status().finished:
+            return None
+        if adopt_existing:
+            return job
+        raise JobAlreadyExists.of(job.details())
+
+    def _prune(self) -> None:
+        """Removes the folders of the oldest jobs, but of none that runs."""
+        finished_at: dict[Path, float] = {}
+        for status in self._jobs_dir.glob("*/status.json"):
+            with suppress(OSError):  # another process prunes too
+                finished_at[status.parent] = status.stat().st_mtime
+        for folder in sorted(finished_at, key=finished_at.__getitem__, reverse=True)[_KEPT_JOBS:]:
+            with suppress(OSError, ValueError):
+                if LocalJob(folder).status().finished:
+                    shutil.rmtree(folder)
+
+
+def local_client() -> LocalClient:
+    """The client of this process; a forked child gets its own."""
+    return _client_of_process(os.getpid())
+
+
+@cache
+def _client_of_process(process_id: int) -> LocalClient:
+    return LocalClient()
+
+
+def _start(folder: Path, specification: dict[str, Any], *, env: dict[str, str]) -> LocalJob:
+    (folder / "specification.json").write_text(json.dumps(specification))
+    pending = {"status": "pending", "reason": None, "attempts": 0, "failures": 0, "preemptions": 0}
+    replace_json(folder / "status.json", {**pending, "supervisor_pid": None, "replicas": []})
+    marks = ["--outlives-parent"] if specification["outlives_parent"] else []
+    with (folder / "supervisor.log").open("wb") as log:
+        supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(PROGRAMS / "supervise.py"), str(folder), *marks],
+            env=env,
+            cwd=folder,
+            stdin=subprocess.DEVNULL if specification["outlives_parent"] else subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return LocalJob(folder, supervisor=supervisor)
+
+
+def _workspace(environment: EnvironmentConfig) -> Path:
+    if environment.workspace is None:
+        raise UnsatisfiableResources(
+            expected="an environment made of a workspace and packages; the local backend runs no containers",
+            found=f"docker_image={environment.docker_image!r}",
+            remedy="Give a workspace and pip_packages, or submit to a backend that runs containers.",
+        )
+    return existing_folder(environment.workspace)
+
+
+def _check_device(device: Device, *, device_root: Path) -> None:
+    match device:
+        case CpuConfig():
+            return
+        case TpuConfig(variant=variant):
+            raise UnsatisfiableResources(
+                expected="CPU or NVIDIA GPUs, which the local backend can give",
+                found=f"a TPU slice {variant}",
+                remedy="Submit to a backend with TPUs, or use ResourceConfig.with_cpu().",
+            )
+        case GpuConfig(count=count):
+            driver = device_root / "proc/driver/nvidia/gpus"
+            present = max(len(list(driver.glob("*"))), len(list((device_root / "dev").glob("nvidia[0-9]*"))))
+            if present < count:
+                raise UnsatisfiableResources(
+                    expected=f"{count} NVIDIA GPUs",
+                    found=f"{present} on this machine",
+                    remedy="Ask for fewer, install the driver, or use ResourceConfig.with_cpu().",
+                )

@@ -1,0 +1,169 @@
+"""A handle on a job of this machine: reads the job's folder, and signals its supervisor."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.waiting import logs_by_replica, wait_until_finished
+from resources.storage.files import replace_json
+
+_TAIL_BYTES = 1 << 20
+_SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine
+_TERMINATE_MARGIN_SECONDS = 40.0  # more than the supervisor itself waits for a process to die of SIGKILL
+
+
+class LocalJob:
+    """A handle on a job of this machine, submitted here or attached to."""
+
+    def __init__(self, folder: Path, *, supervisor: subprocess.Popen[bytes] | None = None) -> None:
+        self._folder = folder
+        self._supervisor = supervisor  # kept: its standard input is what tells it that we live
+        self._specification: dict[str, Any] = json.loads((folder / "specification.json").read_text())
+
+    @property
+    def job_id(self) -> str:
+        """Name of the job's folder."""
+        return self._folder.name
+
+    @property
+    def outlives_parent(self) -> bool:
+        """Whether it goes on when the process that submitted it ends."""
+        return self._specification["outlives_parent"]
+
+    def details(self) -> JobDetails:
+        """Where the job stands now, and why; failed when its supervisor was killed."""
+        now = self.process_details()
+        return JobDetails(
+            job_id=self.job_id,
+            name=self._specification["name"],
+            status=JobStatus(now["status"]),
+            reason=now["reason"],
+            attempts=now["attempts"],
+            failures=now["failures"],
+            preemptions=now["preemptions"],
+            submitted_at=self._specification["submitted_at"],
+        )
+
+    def process_details(self) -> dict[str, Any]:
+        """Its `status.json`, which also has the supervisor's process id, and id and exit code of each replica's."""
+        details = self._read()
+        if JobStatus(details["status"]).finished or self._is_supervised(details):
+            return details
+        details = self._read()  # it may have finished, and only then ended
+        return details if JobStatus(details["status"]).finished else self._bury(details)
+
+    def status(self) -> JobStatus:
+        """Where the job stands now."""
+        return JobStatus(self.process_details()["status"])
+
+    def has_ended(self) -> bool:
+        """Whether it has finished, and its supervisor is gone; looks at files only then."""
+        return self._supervisor is not None and self._supervisor.poll() is not None and self.status().finished
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        """See `JobHandle.wait`."""
+        return wait_until_finished(
+            self,
+            timeout,
+            raise_on_failure=raise_on_failure,
+            where=f"read {self._folder}/replica-*.log",
+            last_poll_seconds=0.25,
+        )
+
+    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
+        """See `JobHandle.logs`."""
+        return logs_by_replica(
+            lambda index: _tail(self._folder / f"replica-{index}.log", max_lines),
+            self._specification["replicas"],
+            replica=replica,
+        )
+
+    def announced(self, replica: int = 0) -> str | None:
+        """See `JobHandle.announced`."""
+        try:
+            return (self._folder / f"announced-{replica}").read_text()
+        except FileNotFoundError:
+            return None
+
+    def terminate(self) -> None:
+        """Ends the job with everything it started, and returns when nothing of it is left.
+
+        Raises:
+            JobTimeout: a process survived SIGKILL, which only a broken disk or driver makes possible.
+        """
+        self.request_stop()
+        grace_seconds: float = self._specification["grace_seconds"]
+        self.wait(grace_seconds + _TERMINATE_MARGIN_SECONDS, raise_on_failure=False)
+
+    def request_stop(self) -> None:
+        """Asks the supervisor to end the job, and returns as soon as it has heard."""
+        self.wait_until_started()  # before it listens, a signal would kill it
+        details = self.process_details()
+        if not JobStatus(details["status"]).finished and details["supervisor_pid"] is not None:
+            _send(details["supervisor_pid"], signal.SIGTERM)
+
+    def wait_until_started(self) -> None:
+        """Blocks until the supervisor has taken over, so that whoever attaches finds it."""
+        deadline = time.monotonic() + _SUPERVISOR_START_SECONDS
+        while time.monotonic() < deadline:
+            details = self.process_details()
+            if details["supervisor_pid"] is not None or JobStatus(details["status"]).finished:
+                return
+            time.sleep(0.005)
+
+    def _read(self) -> dict[str, Any]:
+        return json.loads((self._folder / "status.json").read_text())
+
+    def _is_supervised(self, details: dict[str, Any]) -> bool:
+        if self._supervisor is not None:
+            return self._supervisor.poll() is None
+        pid = details["supervisor_pid"]
+        if pid is None:  # another process is submitting it just now, or has died of it
+            return time.time() - self._specification["submitted_at"] < _SUPERVISOR_START_SECONDS
+        try:
+            if not Path("/proc/self").exists():
+                os.kill(pid, 0)
+                return True
+            # A reused process id has another command line, and a zombie has none.
+            return os.fsencode(self._folder) in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+    def _bury(self, details: dict[str, Any]) -> dict[str, Any]:
+        """Ends what a killed supervisor has left, known by the job's id in its environment, and says so."""
+        marker = f"ASSAY_JOB_ID={self.job_id}".encode()
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                if marker in (folder / "environ").read_bytes().split(b"\0"):
+                    _send(int(folder.name), signal.SIGKILL)
+            except OSError:
+                continue
+        reason = "its supervisor never started" if details["supervisor_pid"] is None else "its supervisor was killed"
+        details = {**details, "status": JobStatus.FAILED, "reason": reason}
+        replace_json(self._folder / "status.json", details)
+        return details
+
+
+def _tail(path: Path, max_lines: int) -> str:
+    try:
+        with path.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(0, size - _TAIL_BYTES))
+            lines = log.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    except FileNotFoundError:  # nothing has started yet
+        return ""
+    return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return

@@ -1,0 +1,217 @@
+"""Jobs on a Ray cluster: reserved all or nothing, supervised by a keeper on its head, and gone with their driver.
+
+A client asks an actor, the keeper, and does nothing on the cluster itself, so it works through Ray's client protocol
+too. Each process of a job is a task of Ray that runs it under a supervisor of ours.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from resources.actors import ActorsOnJobs
+from resources.backends.processes import existing_folder, import_folders
+from resources.backends.ray.code import SentFolder
+from resources.backends.ray.connection import KeeperGone, RayConnection
+from resources.backends.ray.job import RayJob, wait_for_all
+from resources.backends.ray.orders import JobOrder
+from resources.config import ResourceConfig
+from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs.calls import pickled
+from resources.jobs.jobs import Call, EnvironmentConfig, JobAlreadyExists, JobDetails, JobRequest, create_environment
+from resources.jobs.packaging import package_workspace
+
+_END_SECONDS = 60.0
+
+
+class RayClient(ActorsOnJobs):
+    """Runs jobs on a Ray cluster. Names are unique among the jobs of a driver and those that outlive theirs.
+
+    Args:
+        address: `auto`, host and port of the cluster's head, or `ray://host:port` of a Ray Client server. A Ray that
+            this process is connected to already is used as it is.
+        grace_seconds: what processes get between SIGTERM and SIGKILL.
+
+    Raises:
+        BackendUnavailable: nothing answers there.
+    """
+
+    def __init__(self, address: str = "auto", *, grace_seconds: float = 10.0) -> None:
+        self._address = address
+        self._grace_seconds = grace_seconds
+        self._id = secrets.token_hex(8)
+
+    @property
+    def url(self) -> str:
+        """See `Client.url`; processes of jobs have the cluster's address in `RAY_ADDRESS`."""
+        return "ray://auto"
+
+    @property
+    def head(self) -> str:
+        """Host and port of the cluster's head, for people.
+
+        Raises:
+            BackendUnavailable: the cluster does not answer.
+        """
+        return self._connection().address
+
+    def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> RayJob:
+        """See `Client.submit`; what cannot be found or built on a node makes the job fail, with the reason.
+
+        Raises:
+            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
+            UnsatisfiableResources: no node of the cluster can give what is asked for, or an image is.
+            BadInput: the callable cannot be pickled, or a folder does not exist or is too large to send.
+            BackendUnavailable: the cluster does not answer.
+        """
+        connection = self._connection()
+        if running := self._running(connection, request.name):
+            if adopt_existing:
+                return running
+            raise JobAlreadyExists.of(running.details())
+        environment = request.environment or create_environment()
+        workspace = _workspace(environment)
+        working_directory = existing_folder(request.working_directory or workspace)
+        entrypoint = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else request.entrypoint
+        keeper = connection.detached_keeper() if request.outlives_parent else self._own_keeper(connection)
+        nodes = connection.ask(keeper, "check", resources=request.resources, replicas=request.replica_count)
+        digest = None if connection.is_on(nodes) else _sent(connection, keeper, workspace)
+        order = JobOrder(
+            job_id=f"{request.name}-{secrets.token_hex(4)}",
+            name=request.name,
+            client=self._id,
+            entrypoint=entrypoint,
+            environment=environment,
+            resources=request.resources,
+            replicas=request.replica_count,
+            max_retries_failure=request.max_retries_failure,
+            max_retries_preemption=request.max_retries_preemption,
+            outlives_parent=request.outlives_parent,
+            workspace=SentFolder.of(workspace, digest=digest),
+            working_directory=str(working_directory),
+            imports=tuple(import_folders()),
+            grace_seconds=self._grace_seconds,
+            submitted_at=time.time(),
+            address=connection.address,
+        )
+        job_id: str = connection.ask(keeper, "submit", order=order, adopt_existing=adopt_existing)
+        return self._handle(connection, keeper, job_id, own=True)
+
+    def attach(self, job_id: str) -> RayJob:
+        """A handle on a job of any driver that is still there, or on one that outlives its driver.
+
+        Raises:
+            BadInput: no keeper of the cluster knows it.
+        """
+        connection = self._connection()
+        for keeper in connection.keepers():
+            try:
+                return self._handle(connection, keeper, job_id, own=False)
+            except (BadInput, KeeperGone):
+                continue
+        raise BadInput(
+            expected=f"the id of a job on the Ray cluster at {connection.address}",
+            found=repr(job_id),
+            remedy="Look at the jobs of this client; those of a driver are forgotten when it ends.",
+        )
+
+    def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`; those of every driver of the cluster."""
+        connection = self._connection()
+        found: list[JobDetails] = []
+        for keeper in connection.keepers():
+            try:
+                found += connection.ask(keeper, "jobs")
+            except KeeperGone:
+                continue
+        return sorted(found, key=lambda one: one.submitted_at or 0.0, reverse=True)
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """See `Client.check_resources`; judges by the nodes that are there, unless others may come."""
+        connection = self._connection()
+        keeper = self._own_keeper(connection)
+        connection.ask(keeper, "check", resources=resources, replicas=resources.replicas)
+
+    def shutdown(self) -> None:
+        """Terminates all jobs of this client that do not outlive their parent."""
+        if not ray.is_initialized():
+            return  # they have ended with the connection
+        connection = self._connection()
+        keeper = connection.own_keeper()
+        try:
+            jobs: list[str] = connection.ask(keeper, "stop_client", client=self._id)
+            wait_for_all(connection, keeper, jobs, seconds=self._grace_seconds + _END_SECONDS)
+        except KeeperGone:
+            return
+
+    def _connection(self) -> RayConnection:
+        return _connection(self._address)
+
+    def _own_keeper(self, connection: RayConnection) -> Any:
+        keeper = connection.own_keeper()
+        try:
+            connection.ask(keeper, "running", name="")
+        except KeeperGone:
+            connection.forget_own_keeper()
+            return connection.own_keeper()
+        return keeper
+
+    def _running(self, connection: RayConnection, name: str) -> RayJob | None:
+        for keeper in (self._own_keeper(connection), *connection.keepers(detached_only=True)):
+            try:
+                if (job_id := connection.ask(keeper, "running", name=name)) is not None:
+                    return self._handle(connection, keeper, job_id, own=True)
+            except KeeperGone:
+                continue
+        return None
+
+    def _handle(self, connection: RayConnection, keeper: Any, job_id: str, *, own: bool) -> RayJob:
+        return RayJob(connection, keeper, connection.ask(keeper, "details", job_id=job_id), own=own)
+
+
+def client_from_address(address: str) -> RayClient:
+    """The client for `auto`, the Ray that this process belongs to or that runs here, or for a Ray Client server.
+
+    Args:
+        address: `auto`, or host and port of the server.
+
+    Raises:
+        BackendUnavailable: nothing answers there.
+    """
+    client = RayClient(address if address == "auto" else f"ray://{address}")
+    client._connection()
+    return client
+
+
+_connections: dict[str, RayConnection] = {}
+
+
+def _connection(address: str) -> RayConnection:
+    """The connection of this process, which can have one; made anew when somebody has closed or changed it."""
+    known = _connections.get(address)
+    if known is None or not known.is_open():
+        _connections.clear()
+        known = _connections[address] = RayConnection(ray, address)
+    return known
+
+
+def _sent(connection: RayConnection, keeper: Any, workspace: Path) -> str:
+    """The digest under which the keeper has the workspace's package."""
+    package = package_workspace(workspace)
+    if not connection.ask(keeper, "add_package", digest=package.digest, content=None):
+        connection.ask(keeper, "add_package", digest=package.digest, content=package.content)
+    return package.digest
+
+
+def _workspace(environment: EnvironmentConfig) -> Path:
+    if environment.workspace is None:
+        raise UnsatisfiableResources(
+            expected="an environment made of a workspace and packages; nodes of Ray run no containers for us",
+            found=f"docker_image={environment.docker_image!r}",
+            remedy="Give a workspace and pip_packages, or submit to a backend that runs containers.",
+        )
+    return existing_folder(environment.workspace)

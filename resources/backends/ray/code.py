@@ -1,0 +1,97 @@
+"""Code on its way to the nodes of a Ray cluster: our own packages, and the folder of a job."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import secrets
+import tempfile
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from resources.errors import BadInput
+from resources.jobs.packaging import Package, unpack
+from resources.settings import settings
+
+_ROOT = Path(__file__).parents[3]
+_OURS = ("flows", "tasks", "pools", "resources")
+_EARLIEST = (1980, 1, 1, 0, 0, 0)  # equal files give equal bytes
+
+
+@cache
+def own_code() -> Package:
+    """The packages of this installation, 1 MB zipped, packed once per process."""
+    found = [path for name in _OURS for path in (_ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"]
+    content = io.BytesIO()
+    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+        for path in sorted([*found, *(_ROOT / "deployments").glob("*.yaml")]):
+            entry = zipfile.ZipInfo(path.relative_to(_ROOT).as_posix(), date_time=_EARLIEST)
+            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
+    packed = content.getvalue()
+    return Package(digest=hashlib.sha256(packed).hexdigest(), content=packed)
+
+
+def this_machine() -> str:
+    """A word that processes of one machine share, and no other machine knows: the content of a file in its `/tmp`."""
+    path = Path(tempfile.gettempdir()) / f"assay-machine-{os.getuid()}"
+    if not path.exists():
+        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+        unfinished.write_text(secrets.token_hex(16))
+        try:
+            os.link(unfinished, path)  # unlike a rename it leaves what another process has put there
+        except FileExistsError:
+            pass
+        finally:
+            unfinished.unlink()
+    return path.read_text()
+
+
+@dataclass(frozen=True, kw_only=True)
+class SentFolder:
+    """A folder of the submitting machine, as a node gets it."""
+
+    path: Path
+    machine: str
+    inode: int
+    digest: str | None
+    """Of the package to be used on other machines; None where none was sent."""
+
+    @classmethod
+    def of(cls, path: Path, *, digest: str | None) -> SentFolder:
+        """Describes an existing folder of this machine."""
+        return cls(path=path, machine=this_machine(), inode=path.stat().st_ino, digest=digest)
+
+    def is_here(self) -> bool:
+        """Whether this machine is the one that the folder lies on, and the folder is still the same."""
+        return self.machine == this_machine() and self.path.is_dir() and self.path.stat().st_ino == self.inode
+
+    def brought_here(self, fetch: Callable[[], bytes]) -> Path:
+        """The folder itself where this is its machine, else its package, unpacked once.
+
+        Raises:
+            BadInput: another machine, and no package was sent.
+        """
+        if self.is_here():
+            return self.path
+        if self.digest is None:
+            raise BadInput(
+                expected=f"{self.path} on every node, as when the job was submitted",
+                found="a node of another machine, which joined the cluster later, or no such folder any more",
+                remedy="Submit the job again; it is then packed for other machines.",
+            )
+        folders = settings().cache_dir / "workspaces"
+        folders.mkdir(parents=True, exist_ok=True)
+        here = folders / self.digest
+        return here if here.is_dir() else unpack(Package(digest=self.digest, content=fetch()), folders)
+
+    def moved(self, paths: Sequence[str], *, to: Path) -> list[str]:
+        """Paths below the folder, as they are below `to`; others stay as they are."""
+        places = [Path(path) for path in paths]
+        return [
+            str(to / place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)
+            for place in places
+        ]

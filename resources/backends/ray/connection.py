@@ -1,0 +1,284 @@
+"""This process's connection to a Ray cluster, and questions to keepers that end in time whatever has died.
+
+The module `ray` comes as an argument: `resources/backends/ray/client.py` imports it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import pickle
+import signal
+import socket
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+from resources.backends.ray.code import own_code
+from resources.backends.ray.failures import classify_ray
+from resources.backends.ray.orders import DETACHED, NAMESPACE
+from resources.errors import AssayError, BackendUnavailable
+from resources.settings import set_process_environment_defaults
+
+_LOOK_SECONDS = 3.0
+_PROBE_SECONDS = 3.0
+_CONNECTING_TRIES = 3
+_LEAVING_SECONDS = 5.0
+_ANSWER_SECONDS = 90.0  # a keeper's start takes 2 s; 30 s on two cores where all else starts too
+_NOT_WITH_THE_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "31536000"}
+"""Else Ray ends this process, without unwinding anything, when the head has been away for 60 s."""
+_HEAD = {"node:__internal_head__": 0.001}
+_MANY = 100_000  # questions that a keeper may be asked at once; most of them wait in its loop
+
+
+class KeeperGone(BackendUnavailable):
+    """The keeper of a job has ended, and its jobs with it."""
+
+
+class RayConnection:
+    """A connected driver, and the keepers that it knows.
+
+    Args:
+        ray: the module.
+        address: `auto`, host and port of a cluster, or `ray://host:port` of a Ray Client server.
+
+    Raises:
+        BackendUnavailable: nothing answers there, or another version of Ray does.
+    """
+
+    def __init__(self, ray: Any, address: str) -> None:
+        self._ray = ray
+        self._asked = address
+        self._own: Any = None
+        self._lock = threading.Lock()
+        self._through_client = address.startswith("ray://")
+        self._connect()
+
+    @property
+    def address(self) -> str:
+        """Under which processes inside the cluster find it."""
+        return self._gcs_address
+
+    def is_open(self) -> bool:
+        """Whether this process is still connected as it was."""
+        return self._ray.is_initialized() and self._context_key() == self._key
+
+    def is_on(self, addresses: list[str]) -> bool:
+        """Whether this process runs on the only machine that has one of these addresses."""
+        return not self._through_client and addresses == [self._ray.util.get_node_ip_address()]
+
+    def own_keeper(self) -> Any:
+        """The keeper whose jobs end with this process, started on first use."""
+        with self._lock:
+            if self._own is None:
+                self._own = self._keeper(f"keeper-{self._key[1]}", lifetime=None)
+            return self._own
+
+    def detached_keeper(self) -> Any:
+        """The keeper whose jobs go on without us, shared by all who run this version of Assay."""
+        return self._keeper(f"{DETACHED}-{own_code().digest[:12]}", lifetime="detached")
+
+    def forget_own_keeper(self) -> None:
+        """Makes the next use start another one."""
+        with self._lock:
+            self._own = None
+
+    def keepers(self, *, detached_only: bool = False) -> list[Any]:
+        """Those of the whole cluster that are there, our own first."""
+        self._probe()
+        with _unavailable(self._ray, self._asked):
+            actors = self._ray.util.list_named_actors(all_namespaces=True)
+        names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
+        wanted = DETACHED if detached_only else "keeper-"
+        found = []
+        for name in sorted(names, key=lambda one: one != f"keeper-{self._key[1]}"):
+            with suppress(ValueError):  # it has ended since
+                if name.startswith(wanted):
+                    found.append(self._ray.get_actor(name, namespace=NAMESPACE))
+        return found
+
+    def ask(self, keeper: Any, method: str, **arguments: Any) -> Any:
+        """The answer of a keeper, which may take the `seconds` among the arguments more than usual.
+
+        Raises:
+            KeeperGone: it has ended.
+            BackendUnavailable: the cluster does not answer.
+            AssayError: what the method raises for users.
+        """
+        reference: Any = None
+        deadline = time.monotonic() + _ANSWER_SECONDS + arguments.get("seconds", 0.0)
+        while True:
+            try:
+                if reference is None:
+                    reference = keeper.call.remote(method, pickle.dumps(arguments))
+                answer = pickle.loads(self._ray.get(reference, timeout=_LOOK_SECONDS))
+                break
+            except self._ray.exceptions.GetTimeoutError as error:
+                self._probe()
+                if time.monotonic() > deadline:
+                    raise self._unavailable("its keeper does not answer") from error
+            except self._ray.exceptions.ActorUnavailableError as error:  # a lost connection: it may still be there
+                self._probe()
+                if time.monotonic() > deadline:
+                    raise self._unavailable(str(error)) from error
+                reference = None
+                time.sleep(0.2)
+            except self._ray.exceptions.ActorDiedError as error:
+                self._probe()
+                raise KeeperGone(
+                    expected="the keeper of the job, an actor on the head of the Ray cluster",
+                    found=f"it has ended, and its jobs with it: {_first_line(error)}",
+                    remedy="Submit the job again.",
+                ) from error
+            except (ConnectionError, RuntimeError, self._ray.exceptions.RayError) as error:
+                raise self._unavailable(f"{classify_ray(error)[1]}"[:500]) from error
+        if isinstance(answer, AssayError):
+            raise answer
+        return answer
+
+    def _keeper(self, name: str, *, lifetime: str | None) -> Any:
+        from resources.backends.ray import workers as ray_workers
+
+        self._probe()
+        self._ray.cloudpickle.register_pickle_by_value(ray_workers)
+        code = own_code()
+        with _unavailable(self._ray, self._asked):
+            return (
+                self._ray.remote(ray_workers.KeeperShell)
+                .options(
+                    name=name,
+                    namespace=NAMESPACE,
+                    lifetime=lifetime,
+                    get_if_exists=True,
+                    num_cpus=0,
+                    resources=_HEAD,
+                    max_concurrency=_MANY,
+                    max_restarts=0,
+                )
+                .remote(code.digest, code.content)
+            )
+
+    def _connect(self) -> None:
+        if not self._ray.is_initialized():
+            _probe(self._bootstrap_address(), self._asked)  # ray.init would try for minutes
+            set_process_environment_defaults(_NOT_WITH_THE_HEAD)
+            terminate = _handler_of_sigterm()
+            try:
+                with _unavailable(self._ray, self._asked):
+                    self._init()
+            finally:
+                _restore_sigterm(terminate)
+        self._through_client = self._ray.util.client.ray.is_connected()
+        if self._through_client:
+            _leave_in_time(self._ray)
+        context = self._ray.get_runtime_context()
+        self._gcs_address: str = context.gcs_address
+        self._key = self._context_key()
+
+    def _init(self) -> None:
+        for left in reversed(range(_CONNECTING_TRIES)):
+            try:
+                self._ray.init(
+                    address=self._asked, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR
+                )
+                return
+            except ConnectionAbortedError:  # the Ray Client server starts a process for each of us, which may die
+                if left == 0:
+                    raise
+                self._ray.shutdown()
+
+    def _bootstrap_address(self) -> str:
+        """Host and port of what `ray.init` will connect to: `auto` is `RAY_ADDRESS`, else what was started here."""
+        address = self._asked
+        if address == "auto":
+            with _unavailable(self._ray, address):
+                address = self._ray._private.services.get_ray_address_from_environment(address, None)
+        if address.startswith("ray://"):
+            return address.removeprefix("ray://")
+        return self._ray._private.services.canonicalize_bootstrap_address(address)
+
+    def _context_key(self) -> tuple[str, str]:
+        context = self._ray.get_runtime_context()
+        return context.gcs_address, context.get_job_id()
+
+    def _probe(self) -> None:
+        """Raises BackendUnavailable, within seconds, when the cluster's head is gone."""
+        if not self._ray.is_initialized():
+            raise self._unavailable("this process is not connected to it any more")
+        _probe(self._asked.removeprefix("ray://") if self._through_client else self._gcs_address, self._asked)
+
+    def _unavailable(self, found: str) -> BackendUnavailable:
+        return unavailable(self._asked, found)
+
+
+def unavailable(address: str, found: str) -> BackendUnavailable:
+    """The error for a cluster that cannot be used."""
+    return BackendUnavailable(
+        expected=f"a Ray cluster at {address}, of the same version as ours",
+        found=found,
+        remedy="Look with `ray status` whether it is up, and correct the address.",
+    )
+
+
+def _probe(host_and_port: str, asked: str) -> None:
+    host, _, port = host_and_port.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise unavailable(asked, f"nothing answers at {host_and_port}: {error}") from error
+
+
+class _unavailable:  # called like a function
+    """Turns what Ray raises for a cluster that does not answer into our error."""
+
+    def __init__(self, ray: Any, address: str) -> None:
+        self._kinds = (ConnectionError, RuntimeError, TimeoutError, ray.exceptions.RayError)
+        self._address = address
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: object) -> None:
+        if error is not None and isinstance(error, self._kinds) and not isinstance(error, AssayError):
+            raise unavailable(self._address, f"{type(error).__name__}: {_first_line(error)}") from error
+
+
+@cache
+def _leave_in_time(ray: Any) -> None:
+    """Bounds how long the process waits at its end for the Ray Client server to let it go.
+
+    Ray joins a thread that reads until the server ends the stream, which after Ctrl-C now and then it never does. The
+    server ends what is left of us by itself after half a minute.
+    """
+    ending = threading.Event()
+
+    def leave() -> None:
+        ending.wait()
+        ray.shutdown()
+
+    leaving = threading.Thread(target=leave, name="leave-ray", daemon=True)  # none can be started at the end
+    leaving.start()
+
+    def at_the_end() -> None:
+        ending.set()
+        leaving.join(_LEAVING_SECONDS)
+        if leaving.is_alive():
+            atexit.unregister(ray._private.worker.shutdown)
+
+    atexit.register(at_the_end)  # after Ray's own, so called before it
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _handler_of_sigterm() -> Any:
+    return signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+
+
+def _restore_sigterm(handler: Any) -> None:
+    """`ray.init` puts a handler of its own in place, which ends the process without unwinding anything."""
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)

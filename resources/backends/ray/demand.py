@@ -1,0 +1,174 @@
+"""What a job asks of a Ray cluster: on which nodes, how much of them, and why it does not get it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from resources.backends.ray.nodes import (
+    NODE_LABEL,
+    REGION_LABEL,
+    ZONE_LABEL,
+    RayNode,
+    free_in_words,
+    gpu_type_resource,
+    in_words,
+    room,
+    total_in_words,
+)
+from resources.backends.ray.tpu import describe_slices, most_in_one_region, slices_of, tpu_types
+from resources.config import GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
+from resources.errors import UnsatisfiableResources
+
+_TRACE = 0.001  # of a resource that only says which kind a node is of
+
+
+def share_of(nodes: Sequence[RayNode], resources: ResourceConfig) -> dict[str, float]:
+    """What one replica holds of its node or, less the chips, of each of its hosts, by Ray's names.
+
+    A TPU slice is ours as a whole, so each host has to have the CPUs and the memory that are asked for.
+    """
+    share: dict[str, float] = {"CPU": float(resources.cpu), "memory": float(size_in_bytes(resources.ram))}
+    if isinstance(resources.device, GpuConfig):
+        share["GPU"] = float(resources.device.count)
+        if resources.device.variant.lower() != "auto":
+            share[gpu_type_resource(nodes, resources.device.variant)] = _TRACE
+    return share
+
+
+def allowed_nodes(nodes: Sequence[RayNode], resources: ResourceConfig) -> list[RayNode]:
+    """The nodes that are where the job is allowed to run, and that stay if it has to.
+
+    A node that does not say where it is counts as being nowhere: what a job may cost or see depends on the region.
+    """
+    return [
+        node
+        for node in nodes
+        if (resources.regions is None or node.region in resources.regions)
+        and (resources.zone is None or node.labels.get(ZONE_LABEL) == resources.zone)
+        and (resources.preemptible or node.stays)
+    ]
+
+
+def best_selector(
+    allowed: Sequence[RayNode], resources: ResourceConfig, *, share: Mapping[str, float], replicas: int
+) -> dict[str, str]:
+    """The labels of the best nodes that have room for all replicas now, else of all that are allowed.
+
+    Earlier regions are better, and for a job without accelerator nodes without one: it could be in a slice's way.
+    """
+    for region in resources.regions or (None,):
+        here = [node for node in allowed if region is None or node.region == region]
+        plain = [node for node in here if not node.total.get("TPU") and not node.total.get("GPU")]
+        for chosen in (plain, here):
+            if room((node.free for node in chosen), share) >= replicas:
+                names = {node.node_id for node in chosen}
+                avoided = [node for node in here if node.node_id not in names]
+                return selector_of(allowed, resources, region=region, avoided=avoided)
+    return selector_of(allowed, resources, region=None, avoided=())
+
+
+def selector_of(
+    allowed: Sequence[RayNode], resources: ResourceConfig, *, region: str | None, avoided: Sequence[RayNode]
+) -> dict[str, str]:
+    """The labels that a node must have."""
+    selector: dict[str, str] = {}
+    names = [node.node_id for node in avoided]
+    if resources.regions:
+        selector[REGION_LABEL] = region or _any_of(resources.regions)
+    if resources.zone:
+        selector[ZONE_LABEL] = resources.zone
+    if not resources.preemptible and allowed:
+        selector[NODE_LABEL] = _any_of(sorted({node.node_id for node in allowed} - {*names}))
+    elif names:
+        selector[NODE_LABEL] = f"!{_any_of(names)}"
+    return selector
+
+
+def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> str:
+    """What a job waits for, with what of it is there and what of that is free."""
+    allowed = allowed_nodes(nodes, resources)
+    share = share_of(nodes, resources)
+    if isinstance(resources.device, TpuConfig):
+        found = describe_slices(allowed, resources.device, share=share)
+        return f"waits for {replicas} × {resources.device.variant}: {found}"
+    wanted = in_words(share) if replicas == 1 else f"{replicas} × ({in_words(share)})"
+    if not allowed:
+        return f"waits for {wanted}: no node {_where(resources)} at present"
+    fits = room((node.free for node in allowed), share)
+    more = f"room for {fits} of {replicas} now, " if replicas > 1 else ""
+    count = f"{len(allowed)} node{'' if len(allowed) == 1 else 's'}"
+    return f"waits for {wanted}: {more}{free_in_words(allowed, share)} free on {count}"
+
+
+def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> UnsatisfiableResources | None:
+    """Why these nodes can never give what is asked for, however long one waits; None if they can."""
+    allowed = allowed_nodes(nodes, resources)
+    if not allowed:
+        return _refused_place(nodes, resources)
+    if isinstance(resources.device, TpuConfig):
+        return _refused_slices(allowed, resources, resources.device, replicas)
+    share = share_of(nodes, resources)
+    fits = room((node.total for node in allowed), share)
+    if fits >= replicas:
+        return None
+    largest = max(allowed, key=lambda node: tuple(node.total.get(name, 0.0) for name in ("GPU", "CPU", "memory")))
+    types = sorted({name for node in allowed for name in node.gpu_types})
+    of_types = f"; GPUs in the cluster: {', '.join(types) or 'none'}" if "GPU" in share else ""
+    return UnsatisfiableResources(
+        expected=f"{_nodes_with(replicas)} {in_words(share)}{_where(resources, before=' ')}",
+        found=f"room for {fits}; the largest node has {total_in_words(largest, share)}{of_types}",
+        remedy="Ask for less, or for fewer replicas, or add nodes to the cluster.",
+    )
+
+
+def _refused_place(nodes: Sequence[RayNode], resources: ResourceConfig) -> UnsatisfiableResources:
+    places = sorted({f"{node.region or '?'} ({node.labels.get(ZONE_LABEL) or 'zone unknown'})" for node in nodes})
+    says = any(node.region or ZONE_LABEL in node.labels for node in nodes)
+    return UnsatisfiableResources(
+        expected=f"a node {_where(resources)}",
+        found=f"nodes in {', '.join(places)}" if says else "no node of the cluster says where it is",
+        remedy="Leave out regions and zone, or start the nodes with RAY_NODE_REGION and RAY_NODE_ZONE set, and with "
+        "RAY_NODE_MARKET_TYPE=on-demand where they stay.",
+    )
+
+
+def _refused_slices(
+    nodes: Sequence[RayNode], resources: ResourceConfig, tpu: TpuConfig, replicas: int
+) -> UnsatisfiableResources | None:
+    share = share_of(nodes, resources)
+    slices = slices_of(nodes, tpu)
+    known = tpu_types(nodes)
+    offered = ", ".join(f"{count} × {name}" for name, count in sorted(known.items())) or "no TPUs"
+    wanted = f"{replicas} × {tpu.variant}" + (f" arranged as {tpu.topology}" if tpu.topology else "")
+    if most_in_one_region(slices) < replicas:
+        return UnsatisfiableResources(
+            expected=f"{wanted} in the cluster{_where(resources, before=' ')}, in one region",
+            found=offered,
+            remedy="Ask for a type and a number that are there, or add slices to the cluster.",
+        )
+    lacking = [host for one in slices for host in one.hosts if room([host.total], share) < 1]
+    if len(slices) - len({one.name for one in slices if any(host in lacking for host in one.hosts)}) >= replicas:
+        return None
+    return UnsatisfiableResources(
+        expected=f"{in_words(share)} on each host of {wanted}",
+        found=f"hosts with {total_in_words(lacking[0], share)}",
+        remedy="Ask for no more cpu and ram than one host has; the slice is yours as a whole in any case.",
+    )
+
+
+def _nodes_with(replicas: int) -> str:
+    return "a node with" if replicas == 1 else f"room for {replicas} ×"
+
+
+def _where(resources: ResourceConfig, *, before: str = "") -> str:
+    """Which nodes are allowed, as a clause; empty where all are."""
+    clauses: Sequence[str] = [
+        *([f"in {' or '.join(resources.regions)}"] if resources.regions else []),
+        *([f"in zone {resources.zone}"] if resources.zone else []),
+        *([] if resources.preemptible else ["that stays (the head, or bought on demand)"]),
+    ]
+    return before + " ".join(clauses) if clauses else ""
+
+
+def _any_of(values: Sequence[str]) -> str:
+    return f"in({','.join(values)})"  # Ray 2.60 takes a space after a comma for a part of the value

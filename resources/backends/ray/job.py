@@ -1,0 +1,121 @@
+"""A handle on a job of a Ray cluster: asks the job's keeper."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from resources.backends.ray.connection import KeeperGone, RayConnection
+from resources.errors import JobTimeout
+from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.waiting import wait_until_finished
+
+_LONG_POLL_SECONDS = 20.0
+
+
+class RayJob:
+    """A handle on a job, submitted here or attached to."""
+
+    def __init__(self, connection: RayConnection, keeper: Any, details: JobDetails, *, own: bool) -> None:
+        self._connection = connection
+        self._keeper = keeper
+        self._known = details
+        self._own = own
+
+    @property
+    def job_id(self) -> str:
+        """See `JobHandle.job_id`."""
+        return self._known.job_id
+
+    def details(self) -> JobDetails:
+        """See `JobHandle.details`; of a job whose keeper has ended, what became of it by that."""
+        if self._known.status.finished:
+            return self._known
+        try:
+            self._known = self._ask("details")
+        except KeeperGone as gone:
+            self._known = self._buried(gone)
+        return self._known
+
+    def status(self) -> JobStatus:
+        """See `JobHandle.status`."""
+        return self.details().status
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        """See `JobHandle.wait`."""
+        begun = time.monotonic()
+        while not self._known.status.finished:
+            left = _LONG_POLL_SECONDS if timeout is None else timeout - (time.monotonic() - begun)
+            if left <= 0:
+                break
+            try:
+                seconds = min(left, _LONG_POLL_SECONDS)
+                if not self._ask("finished", seconds=seconds).finished:
+                    continue
+            except KeeperGone:
+                pass
+            break
+        remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
+        return wait_until_finished(
+            self, remaining, raise_on_failure=raise_on_failure, where=f"read the logs of {self.job_id}"
+        )
+
+    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
+        """See `JobHandle.logs`; empty when the job's keeper has ended."""
+        try:
+            return self._ask("logs", max_lines=max_lines, replica=replica)
+        except KeeperGone:
+            return ""
+
+    def announced(self, replica: int = 0) -> str | None:
+        """See `JobHandle.announced`."""
+        try:
+            return self._ask("announced", replica=replica)
+        except KeeperGone:
+            return None
+
+    def terminate(self) -> None:
+        """See `JobHandle.terminate`.
+
+        Raises:
+            JobTimeout: something survived SIGKILL, or a node does not answer.
+        """
+        try:
+            seconds: float = self._ask("stop")
+        except KeeperGone:
+            return
+        self.wait(seconds, raise_on_failure=False)
+
+    def _ask(self, method: str, **arguments: Any) -> Any:
+        return self._connection.ask(self._keeper, method, job_id=self.job_id, **arguments)
+
+    def _buried(self, gone: KeeperGone) -> JobDetails:
+        known = self._known
+        return JobDetails(
+            job_id=known.job_id,
+            name=known.name,
+            status=JobStatus.FAILED if self._own else JobStatus.STOPPED,
+            reason="its keeper was killed" if self._own else "the process that submitted it has ended",
+            attempts=known.attempts,
+            failures=known.failures,
+            preemptions=known.preemptions,
+            submitted_at=known.submitted_at,
+        )
+
+
+def wait_for_all(connection: RayConnection, keeper: Any, job_ids: list[str], *, seconds: float) -> None:
+    """Returns when all jobs have finished.
+
+    Raises:
+        JobTimeout: some had not in time.
+    """
+    deadline = time.monotonic() + seconds
+    for job_id in job_ids:
+        left = max(0.1, deadline - time.monotonic())
+        status: JobStatus = connection.ask(keeper, "finished", job_id=job_id, seconds=left)
+        if not status.finished:
+            raise JobTimeout(
+                expected=f"job {job_id} to have ended {seconds:g} s after it was asked to",
+                found=f"it is {status}",
+                remedy="Look at the node that it runs on.",
+            )

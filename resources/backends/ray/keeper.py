@@ -1,0 +1,185 @@
+"""The keeper: one actor per driver that supervises all its jobs, and one for the jobs that outlive theirs.
+
+A driver's keeper dies with it, and Ray ends the workers that it had started, so nothing of the jobs is left. All
+methods run in one loop of the actor's process, so no state needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+from resources.backends.ray import placement as ray_placement
+from resources.backends.ray.kept_job import KeptJob
+from resources.backends.ray.orders import JobOrder
+from resources.backends.ray.turns import Turns
+from resources.config import ResourceConfig
+from resources.errors import AssayError, BadInput
+from resources.jobs.jobs import JobAlreadyExists, JobDetails, JobStatus
+
+_KEPT_JOBS = 200
+_KEPT_LOG_BYTES = 64 << 20  # of finished jobs together
+_KEPT_PACKAGES = 4
+
+
+class Keeper:
+    """Jobs, their states and their logs.
+
+    Args:
+        ray: the module, connected to the cluster.
+        start: begins one process, see `KeptJob`; the result can be awaited.
+    """
+
+    def __init__(self, ray: Any, *, start: Callable[[Any, bytes, list[Any]], Any]) -> None:
+        self._ray = ray
+        self._start = start
+        self._turns = Turns()
+        self._jobs: dict[str, KeptJob] = {}
+        self._packages: dict[str, Any] = {}
+        self._tasks: set[asyncio.Task[None]] = set()  # a loop keeps weak references only
+        self._methods: dict[str, Callable[..., Any]] = {
+            method.__name__: method
+            for method in (
+                self.running,
+                self.check,
+                self.add_package,
+                self.submit,
+                self.details,
+                self.jobs,
+                self.logs,
+                self.announced,
+                self.stop,
+                self.stop_client,
+                self.finished,
+                self.until_end,
+                self.report,
+            )
+        }
+
+    async def answer(self, method: str, arguments: bytes) -> bytes:
+        """The pickled result of a method, or the error that is meant for a user; other errors pass through."""
+        try:
+            result = await self._methods[method](**pickle.loads(arguments))
+        except AssayError as error:
+            result = error
+        return pickle.dumps(result)
+
+    async def running(self, *, name: str) -> str | None:
+        """The id of the job of that name that has not finished."""
+        return next((key for key, job in self._jobs.items() if job.name == name and not job.status.finished), None)
+
+    async def check(self, *, resources: ResourceConfig, replicas: int) -> list[str]:
+        """Refuses what the cluster can never give; the addresses of its living nodes.
+
+        Raises:
+            UnsatisfiableResources: the cluster can never give what is asked for.
+        """
+        await asyncio.to_thread(ray_placement.check, self._ray, resources, replicas)
+        nodes = await asyncio.to_thread(self._ray.nodes)
+        return sorted({node["NodeManagerAddress"] for node in nodes if node["Alive"]})
+
+    async def add_package(self, *, digest: str, content: bytes | None) -> bool:
+        """Keeps a package for jobs submitted later; says whether it is there, without content it only looks."""
+        if content is not None and digest not in self._packages:
+            self._packages[digest] = self._ray.put(content)
+        return digest in self._packages
+
+    async def submit(self, *, order: JobOrder, adopt_existing: bool) -> str:
+        """Starts a job, and returns its id, or with `adopt_existing` that of the running one of the same name.
+
+        Raises:
+            JobAlreadyExists: one of that name is running.
+        """
+        if order.job_id in self._jobs:  # asked again, since the first answer was lost on its way
+            return order.job_id
+        if (existing := await self.running(name=order.name)) is not None:
+            if adopt_existing:
+                return existing
+            raise JobAlreadyExists.of(self._jobs[existing].details())
+        self._prune()
+        package = [self._packages[order.workspace.digest]] if order.workspace.digest in self._packages else []
+        job = self._jobs[order.job_id] = KeptJob(
+            self._ray, order, turns=self._turns, package=package, start=self._start
+        )
+        task = asyncio.get_running_loop().create_task(job.run())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return order.job_id
+
+    async def details(self, *, job_id: str) -> JobDetails:
+        """See `JobHandle.details`."""
+        return self._job(job_id).details()
+
+    async def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`."""
+        return [job.details() for job in self._jobs.values()]
+
+    async def logs(self, *, job_id: str, max_lines: int, replica: int | None) -> str:
+        """See `JobHandle.logs`."""
+        return self._job(job_id).logs(max_lines, replica=replica)
+
+    async def announced(self, *, job_id: str, replica: int) -> str | None:
+        """See `JobHandle.announced`."""
+        return self._job(job_id).announced.get(replica)
+
+    async def stop(self, *, job_id: str) -> float:
+        """Begins to end a job; how many seconds that may take."""
+        return self._job(job_id).stop("terminated")
+
+    async def stop_client(self, *, client: str) -> list[str]:
+        """Begins to end all jobs of one client that do not outlive their parent, and says which they are."""
+        jobs = [job for job in self._jobs.values() if job.client == client and not job.status.finished]
+        for job in jobs:
+            job.stop("its client was shut down")
+        return [job.job_id for job in jobs]
+
+    async def finished(self, *, job_id: str, seconds: float) -> JobStatus:
+        """The status once the job has finished, or after that many seconds."""
+        job = self._job(job_id)
+        await job.wait(seconds)
+        return job.status
+
+    async def until_end(self, *, job_id: str, attempt: int, replica: int, host: int, seconds: float) -> bool:
+        """Whether a process is to end now; answers no after that many seconds at the latest."""
+        job = self._jobs.get(job_id)
+        return job is None or await job.ends_within(attempt, seconds)
+
+    async def report(
+        self,
+        *,
+        job_id: str,
+        attempt: int,
+        replica: int,
+        host: int,
+        output: bytes,
+        announcement: str | None,
+        started: bool,
+    ) -> None:
+        """Takes what a process has written and announced since its last report."""
+        if (job := self._jobs.get(job_id)) is not None:
+            job.report(attempt, (replica, host), output=output, announcement=announcement, started=started)
+
+    def _job(self, job_id: str) -> KeptJob:
+        if (job := self._jobs.get(job_id)) is None:
+            raise BadInput(
+                expected="the id of a job that its keeper still remembers",
+                found=repr(job_id),
+                remedy="Look at the jobs of this backend; finished ones are forgotten after a while.",
+            )
+        return job
+
+    def _prune(self) -> None:
+        """Forgets the oldest of the finished jobs, and packages that nobody needs any more."""
+        finished = [job for job in self._jobs.values() if job.status.finished]
+        log_bytes = sum(job.log_bytes for job in finished)
+        for position, job in enumerate(finished):
+            if len(finished) - position <= _KEPT_JOBS and log_bytes <= _KEPT_LOG_BYTES:
+                break
+            log_bytes -= job.log_bytes
+            del self._jobs[job.job_id]
+        needed = {job.digest for job in self._jobs.values() if not job.status.finished}
+        for digest in list(self._packages)[:-_KEPT_PACKAGES]:
+            if digest not in needed:
+                del self._packages[digest]

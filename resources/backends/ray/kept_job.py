@@ -1,0 +1,302 @@
+"""One job in its keeper: attempts, budgets, what it waits for, and what its processes have said."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Literal
+
+from resources.backends.ray import placement as ray_placement
+from resources.backends.ray.failures import classify_ray
+from resources.backends.ray.log import LogTail
+from resources.backends.ray.orders import JobOrder, ProcessEnd, ProcessOrder
+from resources.backends.ray.turns import Turns
+from resources.config import TpuConfig
+from resources.errors import AssayError
+from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.waiting import logs_by_replica
+
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
+_END_MARGIN_SECONDS = 35.0  # more than a supervisor waits for a process to die of SIGKILL
+_FORCED_SECONDS = 10.0
+
+Outcome = Literal["succeeded", "failed", "preempted", "stopped", "refused"]
+
+
+class KeptJob:
+    """A job from its first wait for a place to its final status.
+
+    Args:
+        ray: the module, connected to the cluster.
+        order: what to run.
+        turns: at asking for places, of all jobs of the keeper.
+        package: holds a reference to the workspace's package, if one was sent.
+        start: begins one process, given its place, a pickled `ProcessOrder` and `package`; the result can be awaited.
+    """
+
+    def __init__(
+        self,
+        ray: Any,
+        order: JobOrder,
+        *,
+        turns: Turns,
+        package: list[Any],
+        start: Callable[[Any, bytes, list[Any]], Any],
+    ) -> None:
+        self._ray = ray
+        self._turns = turns
+        self._order = order
+        self._package = package
+        self._start = start
+        self.status = JobStatus.PENDING
+        self._reason: str | None = None
+        self._attempts = self._failures = self._preemptions = 0
+        self._stopping = asyncio.Event()
+        self._stop_reason = ""
+        self._ending = asyncio.Event()  # of the present attempt
+        self._finished = asyncio.Event()
+        self._started: set[tuple[int, int]] = set()
+        self._expected = 0
+        self._logs: dict[tuple[int, int], LogTail] = defaultdict(LogTail)
+        self.announced: dict[int, str] = {}
+        """By replica, of the present attempt."""
+
+    @property
+    def job_id(self) -> str:
+        """See `JobHandle.job_id`."""
+        return self._order.job_id
+
+    @property
+    def name(self) -> str:
+        """See `JobRequest.name`."""
+        return self._order.name
+
+    @property
+    def client(self) -> str | None:
+        """Whose end is the job's too; None where it outlives its parent."""
+        return None if self._order.outlives_parent else self._order.client
+
+    @property
+    def digest(self) -> str | None:
+        """Of the package that its attempts need."""
+        return self._order.workspace.digest
+
+    @property
+    def log_bytes(self) -> int:
+        """How much memory its logs take."""
+        return sum(len(log) for log in self._logs.values())
+
+    def details(self) -> JobDetails:
+        """See `JobHandle.details`."""
+        return JobDetails(
+            job_id=self.job_id,
+            name=self.name,
+            status=self.status,
+            reason=self._reason,
+            attempts=self._attempts,
+            failures=self._failures,
+            preemptions=self._preemptions,
+            submitted_at=self._order.submitted_at,
+        )
+
+    def logs(self, max_lines: int, *, replica: int | None) -> str:
+        """See `JobHandle.logs`; a replica of several hosts has a part for each of them."""
+        return logs_by_replica(lambda index: self._log_of(index, max_lines), self._order.replicas, replica=replica)
+
+    def _log_of(self, index: int, max_lines: int) -> str:
+        hosts = {host: log for (of, host), log in sorted(self._logs.items()) if of == index}
+        if set(hosts) <= {0}:
+            return hosts[0].last(max_lines) if hosts else ""
+        return "\n".join(f"==> host {host} <==\n{log.last(max_lines)}" for host, log in hosts.items())
+
+    def stop(self, reason: str) -> float:
+        """Begins to end the job; how many seconds that may take."""
+        if not self._stopping.is_set():
+            self._stop_reason = reason
+            self._stopping.set()
+        return self._order.grace_seconds + _END_MARGIN_SECONDS + _FORCED_SECONDS
+
+    async def wait(self, seconds: float) -> None:
+        """Returns when the job has finished, or after that many seconds."""
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._finished.wait(), seconds)
+
+    async def ends_within(self, attempt: int, seconds: float) -> bool:
+        """Whether the processes of an attempt are to end, now or within that many seconds."""
+        if attempt == self._attempts and not self._finished.is_set():
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ending.wait(), seconds)
+        return attempt != self._attempts or self._ending.is_set() or self._finished.is_set()
+
+    def report(
+        self, attempt: int, who: tuple[int, int], *, output: bytes, announcement: str | None, started: bool
+    ) -> None:
+        """Takes what one process, a replica and its host, has written and announced since its last report."""
+        if attempt != self._attempts or self._finished.is_set():
+            return
+        self._logs[who].add(output)
+        if announcement is not None:
+            self.announced[who[0]] = announcement
+        if started:
+            self._started.add(who)
+        if self.status is JobStatus.PENDING and self._expected and len(self._started) == self._expected:
+            self.status, self._reason = JobStatus.RUNNING, None
+
+    async def run(self) -> None:
+        """Attempts the job until it succeeds, is stopped, or has used up a budget."""
+        status, reason = JobStatus.FAILED, "its keeper failed"
+        try:
+            status, reason = await self._run()
+        except AssayError as error:  # what was asked for cannot be had
+            reason = f"expected {error.expected}; found {error.found}. {error.remedy}"
+        except Exception:  # noqa: BLE001 the job must not hang, whatever is wrong with us
+            reason = f"its keeper failed: {traceback.format_exc()}"
+        finally:
+            self.status, self._reason = status, reason
+            self._package = []  # finished jobs are remembered, and would keep it in Ray's memory
+            self._finished.set()
+            self._ending.set()
+
+    async def _run(self) -> tuple[JobStatus, str | None]:
+        while True:
+            outcome, reason = await self._attempt()
+            if outcome == "succeeded":
+                return JobStatus.SUCCEEDED, None
+            if outcome == "stopped":
+                return JobStatus.STOPPED, self._stop_reason
+            self._failures += outcome in ("failed", "refused")
+            self._preemptions += outcome == "preempted"
+            if outcome == "refused":
+                return JobStatus.FAILED, reason
+            if self._failures > self._order.max_retries_failure:
+                return JobStatus.FAILED, f"failed {self._failures} times, the last time with {reason}"
+            if self._preemptions > self._order.max_retries_preemption:
+                return JobStatus.FAILED, f"ended from outside {self._preemptions} times, the last time: {reason}"
+            self.status, self._reason = JobStatus.PENDING, f"tried again after {reason}"
+            delay = min(_FIRST_RETRY_SECONDS * 2 ** min(self._attempts - 1, 20), _LAST_RETRY_SECONDS)
+            with suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+            if self._stopping.is_set():
+                return JobStatus.STOPPED, self._stop_reason
+
+    async def _attempt(self) -> tuple[Outcome, str | None]:
+        """Finds places for all processes, runs them, and ends those that are left: they succeed or fail together."""
+        placement = await self._placed()
+        if placement is None:
+            return "stopped", None
+        try:
+            self._attempts += 1
+            self._ending = asyncio.Event()
+            self._started.clear()
+            self.announced.clear()
+            self._expected = len(placement.hosts)
+            self._reason = f"starts {self._expected} process{'' if self._expected == 1 else 'es'}"
+            return await self._outcome(placement.hosts)
+        finally:
+            self._ending.set()
+            placement.release()
+            self._turns.given_back()
+
+    async def _placed(self) -> ray_placement.Placement | None:
+        resources, replicas, since = self._order.resources, self._order.replicas, time.monotonic()
+        placing = asyncio.ensure_future(
+            self._turns.placed(
+                f"{replicas} {resources.model_dump_json()}",
+                lambda: ray_placement.place(
+                    self._ray, resources, replicas, on_waiting=self._say_what_is_missing, since=since
+                ),
+                on_waiting=self._say_what_is_missing,
+            )
+        )
+        stopping = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait({placing, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not self._stopping.is_set():
+            return placing.result()
+        placing.cancel()
+        with suppress(asyncio.CancelledError):
+            (await placing).release()
+        return None
+
+    def _say_what_is_missing(self, reason: str) -> None:
+        self._reason = reason
+
+    async def _outcome(self, places: list[ray_placement.HostPlace]) -> tuple[Outcome, str | None]:
+        ends: dict[asyncio.Future[Any], tuple[int, int]] = {}
+        references = []
+        for place in places:
+            who = (place.replica, place.host)
+            if self._attempts > 1:
+                self._logs[who].add(f"--- attempt {self._attempts} ---\n".encode())
+            reference = self._start(place, pickle.dumps(self._process(place, places)), self._package)
+            references.append(reference)
+            ends[asyncio.ensure_future(_ended(reference))] = who
+        stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())
+        try:
+            left: set[Any] = set(ends)
+            while left and not self._stopping.is_set():
+                done, _ = await asyncio.wait({*left, stopping}, return_when=asyncio.FIRST_COMPLETED)
+                left -= done
+                if any(end.done() and end.result().outcome != "succeeded" for end in ends):
+                    break
+            self._ending.set()
+            if left:
+                _, left = await asyncio.wait(left, timeout=self._order.grace_seconds + _END_MARGIN_SECONDS)
+            if left:  # its worker does not answer any more; the supervisor ends what is there when that is gone
+                for reference in references:
+                    self._ray.cancel(reference, force=True)
+                _, left = await asyncio.wait(left, timeout=_FORCED_SECONDS)
+        finally:
+            stopping.cancel()
+        results = [end.result() if end.done() else ProcessEnd(outcome="preempted", reason="lost") for end in ends]
+        for who, result in zip(ends.values(), results, strict=True):
+            self.report(self._attempts, who, output=result.output, announcement=result.announcement, started=False)
+        return self._together(results)
+
+    def _together(self, ends: list[ProcessEnd]) -> tuple[Outcome, str | None]:
+        outcomes = {end.outcome for end in ends}
+        if outcomes == {"succeeded"}:
+            return "succeeded", None
+        if self._stopping.is_set():
+            return "stopped", None
+        for end in ends:
+            if end.refusal is not None:
+                refusal = end.refusal
+                return "refused", f"expected {refusal.expected}; found {refusal.found}. {refusal.remedy}"
+        # Losing one replica can make the others fail an instant later, so preemption wins.
+        worst: Outcome = "preempted" if "preempted" in outcomes else "failed"
+        return worst, next((end.reason for end in ends if end.outcome == worst), None)
+
+    def _process(self, place: ray_placement.HostPlace, places: list[ray_placement.HostPlace]) -> ProcessOrder:
+        order = self._order
+        return ProcessOrder(
+            job_id=order.job_id,
+            attempt=self._attempts,
+            replica=place.replica,
+            replicas=order.replicas,
+            host=place.host,
+            hosts=sum(other.replica == place.replica for other in places),
+            entrypoint=order.entrypoint,
+            environment=order.environment,
+            device_variables=place.env_vars,
+            given={"ASSAY_JOB_ID": order.job_id, "ASSAY_JOBS": "ray://auto", "RAY_ADDRESS": order.address},
+            is_tpu=isinstance(order.resources.device, TpuConfig),
+            workspace=order.workspace,
+            working_directory=order.working_directory,
+            imports=order.imports,
+            grace_seconds=order.grace_seconds,
+        )
+
+
+async def _ended(reference: Any) -> ProcessEnd:
+    """How a process ended, its worker and its node included."""
+    try:
+        return pickle.loads(await reference)
+    except Exception as error:  # noqa: BLE001 what became of the worker, or what our code there raised
+        outcome, words = classify_ray(error)
+        return ProcessEnd(outcome=outcome, reason=words)

@@ -1,0 +1,233 @@
+"""Where on a Ray cluster the processes of a job go: reserved all at once, or not at all.
+
+A replica is one share of one node, or one whole TPU slice (`ray_tpu.py`). All shares of a job are the bundles of one
+placement group, which Ray creates only when it has room for all of them, so that two jobs cannot block each other
+with half of what each needs. The module `ray` comes as an argument: one module of this floor imports it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from resources.backends.ray.demand import allowed_nodes, best_selector, reason_to_wait, refusal, selector_of, share_of
+from resources.backends.ray.nodes import NODE_LABEL, RayNode, has_autoscaler, read_nodes
+from resources.backends.ray.tpu import choose_slices, head_resource, tpu_variables
+from resources.config import CpuConfig, ResourceConfig, TpuConfig
+
+_QUIET_SECONDS = 1.0  # what every job waits is no news
+_LAST_LOOK_SECONDS = 10.0  # 200 waiting jobs then read the nodes 20 times a second, 3 ms each
+_LAST_SLICE_LOOK_SECONDS = 3.0  # a free slice is found by looking
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostPlace:
+    """Where one process of a job runs: the options of its Ray task."""
+
+    strategy: Any
+    """Scheduling strategy: a bundle of the job's placement group."""
+    resources: Mapping[str, float]
+    num_cpus: float
+    num_gpus: float
+    memory: int | None
+    """Bytes."""
+    env_vars: Mapping[str, str]
+    """What the device wants to know; the job's own variables win."""
+    replica: int
+    host: int
+    """Which of the replica's hosts; a replica has several where it is a TPU slice of several VMs."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What a job holds on the cluster."""
+
+    hosts: list[HostPlace]
+    _release: Callable[[], None] = field(repr=False)
+
+    def release(self) -> None:
+        """Gives all of it back, and ends what still runs there; may be called again."""
+        self._release()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Bundle:
+    """One share of one node, before it is reserved."""
+
+    share: Mapping[str, float]
+    selector: Mapping[str, str]
+    replica: int
+    host: int
+    env_vars: Mapping[str, str]
+
+
+async def place(
+    ray: Any,
+    resources: ResourceConfig,
+    replicas: int,
+    *,
+    on_waiting: Callable[[str], None],
+    since: float | None = None,
+) -> Placement:
+    """Reserves the places of all replicas at once, and waits for them as long as it takes.
+
+    Args:
+        ray: the module, connected to the cluster.
+        resources: what one replica gets.
+        replicas: how many.
+        on_waiting: told after a second, and again whenever it has changed, what the job waits for.
+        since: on the monotonic clock, when it was asked for first; now when None.
+
+    Cancelling it gives back what was reserved.
+    """
+    started = time.monotonic() if since is None else since
+    said: str | None = None
+    claim: _Claim | None = None
+    pause_seconds = _QUIET_SECONDS
+    slices = isinstance(resources.device, TpuConfig)
+    anywhere = False
+    try:
+        while True:
+            nodes = await asyncio.to_thread(read_nodes, ray)
+            if claim is None:
+                grows = slices and await asyncio.to_thread(has_autoscaler, ray, nodes)
+                claim = _next_claim(ray, nodes, resources, replicas, anywhere=anywhere, grows=grows)
+            reason = reason_to_wait(nodes, resources, replicas)
+            if reason != said and time.monotonic() - started >= _QUIET_SECONDS:
+                on_waiting(reason)
+                said = reason
+            if claim is None:
+                await asyncio.sleep(pause_seconds)
+            elif await claim.granted_within(pause_seconds):
+                if claim.is_real:
+                    return claim.placement()
+                claim = claim.withdraw()
+                await asyncio.sleep(pause_seconds)
+            elif not claim.lasts:
+                claim = claim.withdraw()
+                anywhere = True
+            pause_seconds = min(pause_seconds * 1.5, _LAST_SLICE_LOOK_SECONDS if slices else _LAST_LOOK_SECONDS)
+    except BaseException:
+        if claim is not None:
+            claim.withdraw()
+        raise
+
+
+def check(ray: Any, resources: ResourceConfig, replicas: int) -> None:
+    """Refuses what this cluster can never give, judging by the nodes it has; with an autoscaler others may come.
+
+    Raises:
+        UnsatisfiableResources: says what the nearest is.
+    """
+    nodes = read_nodes(ray)
+    refused = refusal(nodes, resources, replicas)
+    if refused is not None and not has_autoscaler(ray, nodes):
+        raise refused
+
+
+def _next_claim(
+    ray: Any, nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int, *, anywhere: bool, grows: bool
+) -> _Claim | None:
+    """What to ask Ray for; None while there is nothing that could be granted."""
+    if isinstance(resources.device, TpuConfig):
+        if bundles := _slice_bundles(nodes, resources, resources.device, replicas):
+            # Hosts that looked free. If it is not granted soon, somebody else was faster, and others are looked for.
+            return _Claim(ray, bundles, lasts=False)
+        if grows:  # an autoscaler goes by what is asked for: it is shown the heads of the slices
+            wanted = [_head_bundle(resources, resources.device, replica) for replica in range(replicas)]
+            return _Claim(ray, wanted, lasts=False, is_real=False)
+        return None
+    allowed = allowed_nodes(nodes, resources)
+    if not allowed and not resources.preemptible:
+        return None  # the nodes that stay are named one by one
+    share = share_of(nodes, resources)
+    everywhere = selector_of(allowed, resources, region=None, avoided=())
+    selector = everywhere if anywhere else best_selector(allowed, resources, share=share, replicas=replicas)
+    # A claim on the best nodes that had room is given up if others were faster; one on all that are allowed waits.
+    env_vars = {"JAX_PLATFORMS": "cpu"} if isinstance(resources.device, CpuConfig) else {}
+    bundles = [
+        _Bundle(share=share, selector=selector, replica=replica, host=0, env_vars=env_vars)
+        for replica in range(replicas)
+    ]
+    return _Claim(ray, bundles, lasts=selector == everywhere)
+
+
+def _slice_bundles(
+    nodes: Sequence[RayNode], resources: ResourceConfig, tpu: TpuConfig, replicas: int
+) -> list[_Bundle] | None:
+    """All hosts of as many free slices as there are replicas; None while there are too few."""
+    share = share_of(nodes, resources)
+    allowed = allowed_nodes(nodes, resources)
+    slices = choose_slices(allowed, tpu, replicas, share=share, regions=resources.regions or ())
+    if slices is None:
+        return None
+    return [
+        _Bundle(
+            share={**share, **one.claim(host)},
+            selector={NODE_LABEL: node.node_id},
+            replica=replica,
+            host=host,
+            env_vars=tpu_variables(slices, replica, host),
+        )
+        for replica, one in enumerate(slices)
+        for host, node in enumerate(one.hosts)
+    ]
+
+
+def _head_bundle(resources: ResourceConfig, tpu: TpuConfig, replica: int) -> _Bundle:
+    selector = selector_of((), resources, region=None, avoided=())
+    return _Bundle(share={head_resource(tpu.variant): 1.0}, selector=selector, replica=replica, host=0, env_vars={})
+
+
+class _Claim:
+    """A placement group that Ray has been asked for.
+
+    Args:
+        ray: the module.
+        bundles: what is to be granted together.
+        lasts: whether to go on waiting for it.
+        is_real: whether it is what the job needs, and not only shown to an autoscaler.
+    """
+
+    def __init__(self, ray: Any, bundles: Sequence[_Bundle], *, lasts: bool, is_real: bool = True) -> None:
+        self.lasts = lasts
+        self.is_real = is_real
+        self._ray = ray
+        self._bundles = bundles
+        self._group = ray.util.placement_group(
+            [dict(bundle.share) for bundle in bundles],
+            strategy="PACK",
+            bundle_label_selector=[dict(bundle.selector) for bundle in bundles],
+        )
+        self._granted = asyncio.wrap_future(self._group.ready().future())
+
+    async def granted_within(self, seconds: float) -> bool:
+        """Waits for it, but not for longer."""
+        done, _ = await asyncio.wait({self._granted}, timeout=seconds)
+        return bool(done) and self._granted.result() is not None
+
+    def withdraw(self) -> None:
+        """Gives it back, granted or not."""
+        self._granted.cancel()
+        self._ray.util.remove_placement_group(self._group)
+
+    def placement(self) -> Placement:
+        """Where each process goes in it."""
+        strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        hosts = [
+            HostPlace(
+                strategy=strategy(self._group, placement_group_bundle_index=index),
+                resources={"TPU": bundle.share["TPU"]} if "TPU" in bundle.share else {},
+                num_cpus=bundle.share["CPU"],
+                num_gpus=bundle.share.get("GPU", 0.0),
+                memory=int(bundle.share["memory"]),
+                env_vars=bundle.env_vars,
+                replica=bundle.replica,
+                host=bundle.host,
+            )
+            for index, bundle in enumerate(self._bundles)
+        ]
+        return Placement(hosts, self.withdraw)

@@ -1,0 +1,237 @@
+"""One process of a job on its node: prepared, run under a supervisor of its own, and reported on to the keeper.
+
+The supervisor holds the reading end of a pipe into this worker: whatever ends the worker (its node's raylet, the end
+of the driver, the kernel) ends everything the job has started here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from resources.backends.processes import PROGRAMS, argv_of, interpreter_of, variables_of
+from resources.backends.ray.orders import LOG_BYTES, ProcessEnd, ProcessOrder
+from resources.errors import AssayError, BadInput
+from resources.jobs.preemption_notice import preemption_announced
+from resources.jobs.tpu_lockfile import remove_tpu_lockfile_on_exit
+
+_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.02, 0.3
+_UNTIL_END_SECONDS = 30.0
+_PREPARING_SECONDS = 2.0  # how long an order to end waits for a build of packages, which cannot be interrupted
+_LOST_KEEPER_SECONDS = 60.0
+
+Ask = Callable[..., Any]
+
+
+def run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes]) -> ProcessEnd:
+    """Runs the process to its end, and everything it started with it.
+
+    Args:
+        order: what to run.
+        ask: calls a method of the keeper by name.
+        package: fetches the workspace's package.
+    """
+    # A whole TPU host is ours, so what locks it is left from a process that has ended.
+    with remove_tpu_lockfile_on_exit() if order.is_tpu else nullcontext():
+        return _run_process(order, ask=ask, package=package)
+
+
+def _run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes]) -> ProcessEnd:
+    run = _Run(order, ask)
+    threading.Thread(target=run.end_when_told, daemon=True).start()
+    folder = Path(tempfile.mkdtemp(prefix=f"assay-{order.job_id}-"))
+    try:
+        try:
+            variables, specification = _prepare(order, folder, package)
+        except AssayError as error:
+            return ProcessEnd(outcome="refused", refusal=error)
+        if not run.start(folder, specification, variables):
+            return ProcessEnd(outcome="stopped")
+        return run.report_until_ended()
+    finally:
+        run.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prepare(order: ProcessOrder, folder: Path, package: Callable[[], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
+    """Variables and specification for the supervisor, once code and packages are here."""
+    workspace = order.workspace.brought_here(package)
+    moved = [order.working_directory, *order.imports]
+    if workspace != order.workspace.path:
+        moved = order.workspace.moved(moved, to=workspace)
+    working_directory, *imports = moved
+    if not Path(working_directory).is_dir():
+        raise BadInput(
+            expected=f"the working directory {order.working_directory} on the node, or inside the workspace",
+            found="no such folder there",
+            remedy="Choose one inside the workspace, which is sent along.",
+        )
+    python = interpreter_of(order.environment, workspace=workspace)
+    entrypoint = order.entrypoint
+    if isinstance(entrypoint, bytes):
+        (folder / "call.pickle").write_bytes(entrypoint)
+        entrypoint = folder / "call.pickle"
+        imports = [str(workspace), *imports, str(Path(__file__).parents[3])]
+    specification = {
+        "argv": argv_of(entrypoint, python=python, imports=imports),
+        "working_directory": working_directory,
+        "replicas": 1,
+        "max_retries_failure": 0,
+        "max_retries_preemption": 0,
+        "outlives_parent": False,
+        "grace_seconds": order.grace_seconds,
+        "parent_pid": os.getpid(),
+        "shielded": True,
+        "variables": {
+            "ASSAY_REPLICA_INDEX": str(order.replica),
+            "ASSAY_REPLICA_COUNT": str(order.replicas),
+            "ASSAY_HOST_INDEX": str(order.host),
+            "ASSAY_HOST_COUNT": str(order.hosts),
+        },
+    }
+    environment = replace(order.environment, env_vars={**order.device_variables, **order.environment.env_vars})
+    return variables_of(environment, python=python, given=order.given), specification
+
+
+class _Run:
+    """The supervisor, and what of it the keeper was told."""
+
+    def __init__(self, order: ProcessOrder, ask: Ask) -> None:
+        self._who = {
+            "job_id": order.job_id,
+            "attempt": order.attempt,
+            "replica": order.replica,
+            "host": order.host,
+        }
+        self._ask = ask
+        self._is_tpu = order.is_tpu
+        self._lock = threading.Lock()
+        self._told_to_end = False
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._folder = Path()
+        self._read_bytes = 0
+        self._reported: tuple[str | None, bool] = (None, False)
+
+    def start(self, folder: Path, specification: dict[str, Any], variables: dict[str, str]) -> bool:
+        """Starts the supervisor, unless the process was told to end before."""
+        (folder / "specification.json").write_text(json.dumps(specification))
+        with self._lock, (folder / "supervisor.log").open("wb") as log:
+            if self._told_to_end:
+                return False
+            self._folder = folder
+            self._supervisor = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(PROGRAMS / "supervise.py"), str(folder)],
+                env=variables,
+                cwd=folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        return True
+
+    def end_when_told(self) -> None:
+        """Waits in a thread for the keeper's word, or its death, and ends the process."""
+        lost_at: float | None = None
+        while True:
+            try:
+                told = self._ask("until_end", **self._who, seconds=_UNTIL_END_SECONDS)
+                lost_at = None
+            except Exception as error:  # noqa: BLE001 ray's, when the keeper is gone or cannot be reached
+                verdict = type(error).__name__
+                lost_at = lost_at or time.monotonic()
+                told = verdict == "ActorDiedError" or time.monotonic() - lost_at > _LOST_KEEPER_SECONDS
+                time.sleep(0 if told else 1.0)
+            if told:
+                return self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._told_to_end = True
+            supervisor = self._supervisor
+        if supervisor is not None and supervisor.stdin is not None:
+            supervisor.stdin.close()  # a signal would kill one that has only begun, as if from outside
+            return
+        time.sleep(_PREPARING_SECONDS)
+        if self._supervisor is None:
+            os._exit(1)  # still building: the worker is all that there is to end
+
+    def report_until_ended(self) -> ProcessEnd:
+        """Tells the keeper what is new, until the supervisor has ended."""
+        assert self._supervisor is not None
+        look_seconds = _FIRST_LOOK_SECONDS
+        while True:
+            try:
+                self._supervisor.wait(look_seconds)
+                break
+            except subprocess.TimeoutExpired:
+                self._report()
+            look_seconds = min(look_seconds * 1.5, _LAST_LOOK_SECONDS)
+        status = self._status()
+        outcome = status.get("status")
+        match outcome:
+            case "succeeded":
+                pass
+            case "stopped" if self._told_to_end:
+                pass
+            case "failed" if status["failures"] and self._is_tpu and preemption_announced():
+                outcome = "preempted"
+            case "failed" if status["failures"]:
+                pass
+            case _:  # ended from outside, or its supervisor was
+                outcome = "preempted"
+        code = next((replica["exit_code"] for replica in status.get("replicas", [])), None)
+        return ProcessEnd(
+            outcome=outcome,
+            reason=None if code is None else f"exit code {code}",
+            output=self._new_output(),
+            announcement=self._announcement(),
+        )
+
+    def close(self) -> None:
+        """Ends a supervisor that is still there, by its closed pipe."""
+        if self._supervisor is not None and self._supervisor.stdin is not None:
+            self._supervisor.stdin.close()
+            self._supervisor.wait()
+
+    def _report(self) -> None:
+        now = (self._announcement(), self._status().get("status") not in (None, "pending"))
+        output = self._new_output()
+        if not output and now == self._reported:
+            return
+        try:
+            self._ask("report", **self._who, output=output, announcement=now[0], started=now[1])
+            self._reported = now
+        except Exception:  # noqa: BLE001 ray's: the keeper cannot be reached for a while; the thread sees its death
+            self._read_bytes -= len(output)
+
+    def _new_output(self) -> bytes:
+        """What was written since the last time, of which at most the last megabyte."""
+        with suppress(FileNotFoundError), (self._folder / "replica-0.log").open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._read_bytes, size - LOG_BYTES))
+            output = log.read(LOG_BYTES)
+            self._read_bytes = log.tell()
+            return output
+        return b""
+
+    def _announcement(self) -> str | None:
+        with suppress(FileNotFoundError):
+            return (self._folder / "announced-0").read_text()
+        return None
+
+    def _status(self) -> dict[str, Any]:
+        with suppress(FileNotFoundError):
+            return json.loads((self._folder / "status.json").read_text())
+        return {}

@@ -1,0 +1,188 @@
+"""TPU slices of a Ray cluster: which there are, which are whole and free, and what their hosts are told.
+
+A slice is claimed whole: all chips of all its hosts, and the resource `TPU-<type>-head` of its first host, by which
+others (Ray's own libraries too) claim it. Ray labels the hosts; a slice of one host may lack the slice's name, so the
+type is always looked at: a request for one host is never answered with a part of a larger slice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from resources.backends.ray.nodes import RayNode, room
+from resources.config import TpuConfig
+from resources.tpu import TpuTopology, canonical_variant
+
+_SLICE_LABEL = "ray.io/tpu-slice-name"
+_WORKER_LABEL = "ray.io/tpu-worker-id"
+_TYPE_LABEL = "ray.io/tpu-pod-type"
+_TOPOLOGY_LABEL = "ray.io/tpu-topology"
+_HEAD_RESOURCE = re.compile(r"TPU-(.+)-head")
+_MEGASCALE_PORT = 8081
+_ROUNDING = 1e-6
+
+
+class SliceState(StrEnum):
+    """What keeps a slice from being claimed."""
+
+    FREE = "free"
+    TAKEN = "taken"
+    INCOMPLETE = "incomplete"
+    CROWDED = "short of CPUs or memory at the moment"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuSlice:
+    """One slice as the nodes describe it."""
+
+    name: str
+    topology: TpuTopology
+    """What its type has by Google's tables."""
+    hosts: tuple[RayNode, ...]
+    """Those that are there, in the order of their worker ids."""
+
+    @property
+    def region(self) -> str | None:
+        """Where it is, as far as its first host says."""
+        return self.hosts[0].region
+
+    @property
+    def chips(self) -> int:
+        """Chips of the hosts that are there."""
+        return round(sum(host.total.get("TPU", 0.0) for host in self.hosts))
+
+    @property
+    def whole(self) -> bool:
+        """Whether every host is there once, and they have the chips that the type has.
+
+        A host that came back may be listed beside its former self until Ray knows of that one's death.
+        """
+        return self.chips == self.topology.chips and [_worker(host) for host in self.hosts] == list(
+            range(len(self.hosts))
+        )
+
+    def claim(self, host: int) -> dict[str, float]:
+        """What to hold of one host, besides CPU and memory."""
+        node = self.hosts[host]
+        return {"TPU": node.total["TPU"], **{name: 1.0 for name in node.total if _HEAD_RESOURCE.fullmatch(name)}}
+
+    def state(self, share: Mapping[str, float]) -> SliceState:
+        """Whether it can be claimed now, with this share of CPU and memory on each of its hosts."""
+        if not self.whole or any(host.draining for host in self.hosts):
+            return SliceState.INCOMPLETE
+        for index, host in enumerate(self.hosts):
+            if any(host.free.get(name, 0.0) + _ROUNDING < amount for name, amount in self.claim(index).items()):
+                return SliceState.TAKEN
+        if any(room([host.free], share) < 1 for host in self.hosts):
+            return SliceState.CROWDED
+        return SliceState.FREE
+
+
+def slices_of(nodes: Iterable[RayNode], tpu: TpuConfig) -> list[TpuSlice]:
+    """All slices of the type asked for, in whatever state, by name."""
+    return [
+        TpuSlice(name=name, topology=tpu.slice, hosts=tuple(sorted(hosts, key=_worker)))
+        for name, hosts in sorted(_by_slice(nodes).items())
+        if _types(hosts) == {tpu.variant}
+        and (tpu.topology is None or {host.labels.get(_TOPOLOGY_LABEL) for host in hosts} == {tpu.topology})
+    ]
+
+
+def choose_slices(
+    nodes: Iterable[RayNode], tpu: TpuConfig, count: int, *, share: Mapping[str, float], regions: Sequence[str] = ()
+) -> list[TpuSlice] | None:
+    """Free slices of one region, of the best one that has enough of them; None while there is no such region.
+
+    Slices of one job talk to each other over the data centre's network, which does not reach into other regions.
+    """
+    by_region: dict[str | None, list[TpuSlice]] = defaultdict(list)
+    for one in slices_of(nodes, tpu):
+        if one.state(share) is SliceState.FREE:
+            by_region[one.region].append(one)
+    enough = [region for region, free in by_region.items() if len(free) >= count]
+    if not enough:
+        return None
+    best = min(enough, key=lambda name: (regions.index(name) if name in regions else len(regions), name or ""))
+    return by_region[best][:count]
+
+
+def most_in_one_region(slices: Iterable[TpuSlice]) -> int:
+    """How many slices a job could have at most, in whatever state they are."""
+    return max(Counter(one.region for one in slices).values(), default=0)
+
+
+def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[str, float]) -> str:
+    """How many slices of the type there are, and in what state: `2 slices in the cluster, both taken`."""
+    slices = slices_of(nodes, tpu)
+    if not slices:
+        return "none in the cluster at present"
+    states = Counter(one.state(share) for one in slices)
+    there = f"{len(slices)} slice{'' if len(slices) == 1 else 's'} in the cluster"
+    if len(states) == 1:
+        (state,) = states
+        every = {1: "", 2: "both "}.get(len(slices), "all ")
+        return f"{there}, {every}{state}{_missing(slices)}"
+    counted = ", ".join(f"{states[state]} {state}" for state in SliceState if states[state])
+    return f"{there}: {counted}{_missing(slices)}"
+
+
+def tpu_types(nodes: Iterable[RayNode]) -> Counter[str]:
+    """How many slices of each type the nodes are hosts of."""
+    return Counter(next(iter(types)) for hosts in _by_slice(nodes).values() if len(types := _types(hosts)) == 1)
+
+
+def head_resource(variant: str) -> str:
+    """What the first host of each slice of this type has one of."""
+    return f"TPU-{variant}-head"
+
+
+def tpu_variables(slices: Sequence[TpuSlice], replica: int, host: int) -> dict[str, str]:
+    """What JAX and libtpu want to know on one host of one of these slices, which work together if they are several."""
+    own = slices[replica]
+    variables = {"JAX_PLATFORMS": ""}  # the TPU, and no silent fall-back that "tpu,cpu" would be
+    if len(own.hosts) > 1:
+        variables["TPU_WORKER_ID"] = str(host)
+        variables["TPU_WORKER_HOSTNAMES"] = ",".join(node.address for node in own.hosts)
+    if len(slices) > 1:
+        variables["MEGASCALE_COORDINATOR_ADDRESS"] = f"{slices[0].hosts[0].address}:{_MEGASCALE_PORT}"
+        variables["MEGASCALE_PORT"] = str(_MEGASCALE_PORT)
+        variables["MEGASCALE_NUM_SLICES"] = str(len(slices))
+        variables["MEGASCALE_SLICE_ID"] = str(replica)
+    return variables
+
+
+def _by_slice(nodes: Iterable[RayNode]) -> dict[str, list[RayNode]]:
+    """The hosts of each slice; one that names no slice is one by itself."""
+    groups: dict[str, list[RayNode]] = defaultdict(list)
+    for node in nodes:
+        if node.total.get("TPU", 0.0) > 0:
+            groups[node.labels.get(_SLICE_LABEL) or node.node_id].append(node)
+    return groups
+
+
+def _worker(node: RayNode) -> int:
+    label = node.labels.get(_WORKER_LABEL, "")
+    return int(label) if label.isdecimal() else 0
+
+
+def _types(hosts: Iterable[RayNode]) -> set[str]:
+    """The types that hosts of one slice name, by label or by the resource of the first host."""
+    named = {label for host in hosts if (label := host.labels.get(_TYPE_LABEL))}
+    heads = {match[1] for host in hosts for resource in host.total if (match := _HEAD_RESOURCE.fullmatch(resource))}
+    return {canonical_variant(name) for name in named or heads}
+
+
+def _missing(slices: Sequence[TpuSlice]) -> str:
+    """What the first slice that is not whole lacks."""
+    broken = next((one for one in slices if not one.whole), None)
+    if broken is None:
+        return ""
+    workers = ", ".join(str(_worker(host)) for host in broken.hosts)
+    return (
+        f" ({broken.name} has {broken.chips} of {broken.topology.chips} chips, on worker"
+        f"{'' if len(broken.hosts) == 1 else 's'} {workers})"
+    )

@@ -1,0 +1,24 @@
+"""Callables on their way to another process."""
+
+from __future__ import annotations
+
+import cloudpickle
+
+from resources.errors import BadInput
+from resources.jobs.jobs import Call
+
+
+def pickled(call: Call) -> bytes:
+    """What `resources/backends/programs/run_call.py` executes.
+
+    Raises:
+        BadInput: the callable or one of its arguments cannot be pickled.
+    """
+    try:
+        return cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
+    except Exception as error:  # whatever the objects' own pickling code raises
+        raise BadInput(
+            expected="a callable and arguments that can be pickled, since they are sent to another process",
+            found=f"{getattr(call.function, '__qualname__', call.function)}: {type(error).__name__}: {error}",
+            remedy="Pass paths, names and numbers; open files, locks and connections inside the callable.",
+        ) from error

@@ -1,0 +1,348 @@
+"""Jobs, whoever runs them: what to run, in which environment, on what, and a handle on the running thing.
+
+Backends implement `Client` and `JobHandle`; they live in `resources/backends/` and honour every field of
+`JobRequest`. `current_client()` says which one is meant; `resources/actors.py` builds named actors on jobs.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from resources.config import ResourceConfig
+from resources.errors import AssayError, BadInput, JobTimeout
+from resources.settings import forwarded_secrets
+
+if TYPE_CHECKING:  # they are built on this module
+    from resources.actor_group import ActorGroup
+    from resources.actor_handle import ActorHandle
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+_FIRST_POLL_SECONDS = 0.05
+_LAST_POLL_SECONDS = 2.0
+
+
+class JobAlreadyExists(AssayError):
+    """A job of that name is running on this client."""
+
+    @classmethod
+    def of(cls, running: JobDetails) -> JobAlreadyExists:
+        """The error for a name that a running job has."""
+        return cls(
+            expected=f"no running job named {running.name}",
+            found=f"{running.job_id} is {running.status}",
+            remedy="Choose another name, wait for it, or submit with adopt_existing=True.",
+        )
+
+
+class JobStatus(StrEnum):
+    """Where a job stands, over all its replicas and attempts."""
+
+    PENDING = "pending"
+    RUNNING = "running"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job has ended, in whatever way, and nothing of it is left."""
+        return self in {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A program and its arguments."""
+
+    command: str
+    args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A Python callable and its arguments; all three must be picklable. What it returns is dropped."""
+
+    function: Callable[..., object]
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Entrypoint:
+    """What a replica executes: makes a `Command` or a `Call`."""
+
+    @staticmethod
+    def from_binary(command: str, args: Sequence[str] = ()) -> Command:
+        """A program, found on the PATH of the job's environment unless `command` is a path."""
+        return Command(command, tuple(args))
+
+    @staticmethod
+    def from_callable(
+        function: Callable[..., object], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Call:
+        """A callable, executed in a process of its own in the job's environment."""
+        return Call(function, tuple(args), dict(kwargs or {}))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EnvironmentConfig:
+    """Where a job finds its code and packages: in a folder of this machine, or in a container image."""
+
+    workspace: Path | None = None
+    docker_image: str | None = None
+    pip_packages: tuple[str, ...] = ()
+    """Requirements of an environment built for this job."""
+    extras: tuple[str, ...] = ()
+    """Extras of the project in `workspace`, installed into the same environment."""
+    env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Variables that win over the inherited ones; may hold credentials, so they are never shown."""
+    python: Path | None = None
+    """Interpreter of an environment that has been built already."""
+
+    def __post_init__(self) -> None:
+        """Refuses what contradicts itself."""
+        if (self.workspace is None) == (self.docker_image is None):
+            raise BadInput(
+                expected="either a workspace or a docker_image",
+                found="both" if self.workspace else "neither",
+                remedy="Give one; create_environment() takes the working directory when neither is given.",
+            )
+        if self.python is not None and (self.pip_packages or self.extras):
+            raise BadInput(
+                expected="either the interpreter of a finished environment, or packages to build one from",
+                found=f"python={self.python} together with {[*self.pip_packages, *self.extras]}",
+                remedy="Leave one of them out.",
+            )
+
+
+def create_environment(
+    *,
+    workspace: Path | str | None = None,
+    docker_image: str | None = None,
+    pip_packages: Sequence[str] = (),
+    extras: Sequence[str] = (),
+    env_vars: Mapping[str, str | None] | None = None,
+    python: Path | None = None,
+) -> EnvironmentConfig:
+    """An environment with the usual defaults: the working directory, credentials passed on, no tokenizer threads.
+
+    Args:
+        workspace: folder with the job's code; the working directory when neither this nor an image is given.
+        docker_image: image, on backends that run containers.
+        pip_packages: requirements of an environment to be built for the job.
+        extras: extras of the project in `workspace`.
+        env_vars: win over the defaults; a default set to None here is left out.
+        python: interpreter of an environment that has been built already.
+    """
+    if workspace is None and docker_image is None:
+        workspace = Path.cwd()
+    variables = {"TOKENIZERS_PARALLELISM": "false", **forwarded_secrets(), **(env_vars or {})}
+    return EnvironmentConfig(
+        workspace=Path(workspace) if workspace is not None else None,
+        docker_image=docker_image,
+        pip_packages=tuple(pip_packages),
+        extras=tuple(extras),
+        env_vars={name: value for name, value in variables.items() if value is not None},
+        python=python,
+    )
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """One job: the same entrypoint in `replicas` processes that succeed or fail together."""
+
+    name: str
+    entrypoint: Command | Call
+    _: KW_ONLY
+    resources: ResourceConfig
+    environment: EnvironmentConfig | None = None
+    """`create_environment()` when None."""
+    replicas: int | None = None
+    """`resources.replicas` when None."""
+    max_retries_failure: int = 0
+    """How many failed attempts are tried again."""
+    max_retries_preemption: int = 100
+    """How many attempts that were ended from outside are tried again; a budget of its own."""
+    outlives_parent: bool = False
+    """Whether the job goes on when the process that submitted it ends."""
+    working_directory: Path | None = None
+    """Where replicas start; the workspace when None."""
+
+    def __post_init__(self) -> None:
+        """Refuses names that could not become a path, and counts that mean nothing."""
+        if not _NAME.fullmatch(self.name):
+            raise BadInput(
+                expected="a job name of up to 100 letters, digits, dots, dashes and underscores",
+                found=repr(self.name),
+                remedy="Replace spaces and slashes with dashes.",
+            )
+        if self.replica_count < 1 or self.max_retries_failure < 0 or self.max_retries_preemption < 0:
+            raise BadInput(
+                expected="at least one replica, and retries of at least 0",
+                found=f"replicas={self.replica_count}, max_retries_failure={self.max_retries_failure}, "
+                f"max_retries_preemption={self.max_retries_preemption}",
+                remedy="Correct the number.",
+            )
+
+    @property
+    def replica_count(self) -> int:
+        """How many processes run side by side."""
+        return self.resources.replicas if self.replicas is None else self.replicas
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobDetails:
+    """What a backend knows of one job."""
+
+    job_id: str
+    name: str
+    status: JobStatus
+    reason: str | None = None
+    """Why it ended as it did or, while it is pending, what it waits for."""
+    attempts: int = 0
+    """How often all replicas were started, the present time included."""
+    failures: int = 0
+    """How many attempts ended by the job's own doing."""
+    preemptions: int = 0
+    """How many attempts were ended from outside."""
+    submitted_at: float | None = None
+    """Seconds since the epoch."""
+
+
+class JobHandle(Protocol):
+    """A submitted job."""
+
+    @property
+    def job_id(self) -> str:
+        """Unique on its backend, for ever."""
+        ...
+
+    def details(self) -> JobDetails:
+        """Where the job stands now, and why."""
+        ...
+
+    def status(self) -> JobStatus:
+        """Where the job stands now."""
+        ...
+
+    def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
+        """Blocks until the job has finished, for at most `timeout` seconds.
+
+        Raises:
+            JobTimeout: the job was still running by then; it goes on.
+            JobFailed: the job failed or was stopped, unless `raise_on_failure` is False.
+        """
+        ...
+
+    def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
+        """The last lines, a megabyte at most, written so far by one replica, or by each of them under a heading.
+
+        Raises:
+            BadInput: there is no such replica.
+        """
+        ...
+
+    def announced(self, replica: int = 0) -> str | None:
+        """What a process of this replica said last in its present attempt by `announce`; None if nothing yet."""
+        ...
+
+    def terminate(self) -> None:
+        """Ends the job with everything it started, and returns when nothing of it is left."""
+        ...
+
+
+class Client(Protocol):
+    """Runs jobs. Jobs that are submitted inside its jobs go to the same backend."""
+
+    @property
+    def url(self) -> str:
+        """The setting under which a process of a job finds this backend, such as `local` or `ray://auto`."""
+        ...
+
+    def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:
+        """Starts a job.
+
+        Raises:
+            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
+            UnsatisfiableResources: this backend can never give what was asked for.
+            BadInput: the entrypoint cannot be sent to another process.
+        """
+        ...
+
+    def attach(self, job_id: str) -> JobHandle:
+        """A handle on a job that any process has submitted to this backend.
+
+        Raises:
+            BadInput: there is no such job, or nothing is known of it any more.
+        """
+        ...
+
+    def jobs(self) -> list[JobDetails]:
+        """The jobs of this backend that are running or are still remembered, the newest first."""
+        ...
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """Says before anything is built or copied what `submit` would say later.
+
+        Raises:
+            UnsatisfiableResources: this backend can never give what is asked for.
+        """
+        ...
+
+    def create_actor(self, actor_class: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
+        """See `resources.actors.create_actor`; `ActorsOnJobs` there gives it to every client."""
+        ...
+
+    def create_actor_group(
+        self, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
+    ) -> ActorGroup:
+        """See `resources.actors.create_actor_group`."""
+        ...
+
+    def get_actor(self, name: str) -> ActorHandle:
+        """See `resources.actors.get_actor`."""
+        ...
+
+    def shutdown(self) -> None:
+        """Terminates all jobs of this client that do not outlive their parent."""
+        ...
+
+
+def wait_all(
+    handles: Iterable[JobHandle], timeout: float | None = None, *, raise_on_failure: bool = True
+) -> list[JobStatus]:
+    """Waits until all jobs have finished, for at most `timeout` seconds; their statuses in the order given.
+
+    Terminates nothing.
+
+    Raises:
+        JobFailed: as soon as one of them has failed or was stopped, unless `raise_on_failure` is False.
+        JobTimeout: some were still running by then.
+    """
+    jobs = list(handles)
+    deadline = None if timeout is None else time.monotonic() + timeout
+    poll_seconds = _FIRST_POLL_SECONDS
+    statuses: dict[int, JobStatus] = {}
+    while True:
+        for position, job in enumerate(jobs):
+            if position in statuses:
+                continue
+            if job.status().finished:
+                statuses[position] = job.wait(0, raise_on_failure=raise_on_failure)
+                poll_seconds = _FIRST_POLL_SECONDS
+        if len(statuses) == len(jobs):
+            return [statuses[position] for position in range(len(jobs))]
+        if deadline is not None and time.monotonic() >= deadline:
+            running = ", ".join(job.job_id for position, job in enumerate(jobs) if position not in statuses)
+            raise JobTimeout(
+                expected=f"all {len(jobs)} jobs to have finished after {timeout:g} s",
+                found=f"{len(jobs) - len(statuses)} still running: {running}",
+                remedy="Wait longer, or terminate them.",
+            )
+        remaining = poll_seconds if deadline is None else deadline - time.monotonic()
+        time.sleep(max(0.0, min(poll_seconds, remaining)))
+        poll_seconds = min(poll_seconds * 2, _LAST_POLL_SECONDS)

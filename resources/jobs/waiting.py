@@ -1,0 +1,81 @@
+"""What handles of all backends share: waiting, the error that says how a job ended, logs by replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from resources.errors import BadInput, JobFailed, JobTimeout
+from resources.jobs.jobs import JobHandle, JobStatus
+
+_FIRST_POLL_SECONDS = 0.01
+_SHOWN_LINES = 20
+
+
+def wait_until_finished(
+    job: JobHandle,
+    timeout: float | None,
+    *,
+    raise_on_failure: bool,
+    where: str,
+    last_poll_seconds: float = 1.0,
+) -> JobStatus:
+    """Blocks until a job has finished, asking for its status less and less often.
+
+    Args:
+        job: what to wait for.
+        timeout: seconds; for ever when None.
+        raise_on_failure: whether a job that failed or was stopped is an error.
+        where: what to do to learn more, a clause such as "read …/replica-*.log".
+        last_poll_seconds: the longest pause between two looks.
+
+    Raises:
+        JobTimeout: it was still running by then; it goes on.
+        JobFailed: it failed or was stopped.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    poll_seconds = _FIRST_POLL_SECONDS
+    while not (status := job.status()).finished:
+        remaining = poll_seconds if deadline is None else deadline - time.monotonic()
+        if remaining <= 0:
+            reason = job.details().reason
+            raise JobTimeout(
+                expected=f"job {job.job_id} to have finished after {timeout:g} s",
+                found=f"it is {status}" + (f": {reason}" if reason else ""),
+                remedy=f"Wait longer, terminate it, or {where}",
+            )
+        time.sleep(min(poll_seconds, remaining))
+        poll_seconds = min(poll_seconds * 1.5, last_poll_seconds)
+    if raise_on_failure and status is not JobStatus.SUCCEEDED:
+        raise failure_of(job, where=where)
+    return status
+
+
+def failure_of(job: JobHandle, *, where: str) -> JobFailed:
+    """The error for a job that failed or was stopped, with the reason and its last lines."""
+    details = job.details()
+    reason = f": {details.reason}" if details.reason else ""
+    return JobFailed(
+        expected=f"job {job.job_id} to succeed",
+        found=f"it {'was ' if details.status is JobStatus.STOPPED else ''}{details.status}{reason}\n"
+        f"{job.logs(_SHOWN_LINES)}".rstrip(),
+        remedy=where[:1].upper() + where[1:],
+    )
+
+
+def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | None) -> str:
+    """The log of one replica, or those of all under headings when None.
+
+    Args:
+        read: gives the log of one, by its index.
+        count: how many there are.
+        replica: which one.
+
+    Raises:
+        BadInput: there is no such replica.
+    """
+    if replica is None and count > 1:
+        return "\n".join(f"==> replica {index} <==\n{read(index)}" for index in range(count))
+    if not 0 <= (index := replica or 0) < count:
+        raise BadInput(expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those.")
+    return read(index)
