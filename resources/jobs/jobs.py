@@ -1,7 +1,7 @@
 """Jobs, whoever runs them: what to run, in which environment, on what, and a handle on the running thing.
 
 Backends implement `Client` and `JobHandle`; they live in `resources/backends/` and honour every field of
-`JobRequest`. `current_client()` says which one is meant; `resources/actors.py` builds named actors on jobs.
+`JobRequest`. `current_client()` says which one is meant; `resources/actors/actors.py` builds named actors on jobs.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from resources.errors import AssayError, BadInput, JobTimeout
 from resources.settings import forwarded_secrets
 
 if TYPE_CHECKING:  # they are built on this module
-    from resources.actor_group import ActorGroup
-    from resources.actor_handle import ActorHandle
+    from resources.actors.actor_group import ActorGroup
+    from resources.actors.actor_handle import ActorHandle
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FIRST_POLL_SECONDS = 0.05
@@ -294,17 +294,17 @@ class Client(Protocol):
         ...
 
     def create_actor(self, actor_class: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
-        """See `resources.actors.create_actor`; `ActorsOnJobs` there gives it to every client."""
+        """See `resources.actors.actors.create_actor`; `ActorsOnJobs` there gives it to every client."""
         ...
 
     def create_actor_group(
         self, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
     ) -> ActorGroup:
-        """See `resources.actors.create_actor_group`."""
+        """See `resources.actors.actors.create_actor_group`."""
         ...
 
     def get_actor(self, name: str) -> ActorHandle:
-        """See `resources.actors.get_actor`."""
+        """See `resources.actors.actors.get_actor`."""
         ...
 
     def shutdown(self) -> None:

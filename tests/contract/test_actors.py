@@ -16,8 +16,8 @@ import pytest
 
 from fakes.clients import CLIENTS, WITH_ACTORS
 from fakes.polling import eventually
-from resources.actor_handle import ActorHandle
-from resources.actors import create_actor, create_actor_group, get_actor
+from resources.actors.actor_handle import ActorHandle
+from resources.actors.actors import create_actor, create_actor_group, get_actor
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.errors import ActorDied, ActorMethodFailed, ActorRestarted, BadInput, JobTimeout

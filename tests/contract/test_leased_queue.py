@@ -12,11 +12,11 @@ import pytest
 
 from fakes.clients import CLIENTS, WITH_ACTORS
 from fakes.polling import eventually
-from resources.actor_handle import ActorHandle
-from resources.actors import create_actor
+from resources.actors.actor_handle import ActorHandle
+from resources.actors.actors import create_actor
+from resources.actors.leased_queue import LeasedQueue, LeaseLost
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Client, Entrypoint, JobRequest, JobStatus
-from resources.leased_queue import LeasedQueue, LeaseLost
 
 pytestmark = pytest.mark.timeout(90)
 

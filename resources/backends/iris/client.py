@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 
-from resources.actors import ActorsOnJobs
+from resources.actors.actors import ActorsOnJobs
 from resources.backends.iris.controller import Controller, Launch
 from resources.backends.iris.job import IrisJob, unknown_job
 from resources.backends.iris.lease import LeaseKeeper

@@ -18,8 +18,8 @@ from resources.backends.kubernetes.manifests import Owner, job_manifest, secret_
 from resources.backends.kubernetes.names import attempt_name, selector
 from resources.backends.kubernetes.pods import GONE, PodState, attempt_outcome, states_by_index
 from resources.backends.kubernetes.records import Record, read_record, write_record
-from resources.jobs.jobs import EnvironmentConfig, JobRequest, JobStatus
 from resources.backends.programs.run_in_pod import ORPHANED
+from resources.jobs.jobs import EnvironmentConfig, JobRequest, JobStatus
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster

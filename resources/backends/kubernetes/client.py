@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from resources.actors import ActorsOnJobs
+from resources.actors.actors import ActorsOnJobs
 from resources.backends.kubernetes.attempts import Bounds, OwnedJob
 from resources.backends.kubernetes.devices import placement, require_node
 from resources.backends.kubernetes.job import KubernetesJob

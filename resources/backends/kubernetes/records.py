@@ -21,8 +21,8 @@ from resources.backends.kubernetes.names import (
     labels,
     selector,
 )
-from resources.jobs.jobs import JobDetails, JobStatus
 from resources.backends.programs.run_in_pod import ORPHANED
+from resources.jobs.jobs import JobDetails, JobStatus
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from resources.actors import ActorsOnJobs
+from resources.actors.actors import ActorsOnJobs
 from resources.backends.local.job import LocalJob
 from resources.backends.processes import (
     PROGRAMS,

@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from resources.actors import ActorsOnJobs
+from resources.actors.actors import ActorsOnJobs
 from resources.backends.processes import existing_folder, import_folders
 from resources.backends.ray.code import SentFolder
 from resources.backends.ray.connection import KeeperGone, RayConnection

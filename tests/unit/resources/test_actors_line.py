@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from resources.actor_line import ActorLine, Patience
-from resources.actor_wire import Frame, Kind, greet_caller, receive, send
+from resources.actors.actor_line import ActorLine, Patience
+from resources.actors.actor_wire import Frame, Kind, greet_caller, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.settings import actor_key

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from resources.actor_wire import Frame, Kind, WrongKey, greet_actor, greet_caller, receive, send
+from resources.actors.actor_wire import Frame, Kind, WrongKey, greet_actor, greet_caller, receive, send
 
 KEY = b"the key of both"
 

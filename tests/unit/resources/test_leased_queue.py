@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from resources.actors.leased_queue import Lease, LeasedQueue, LeaseLost
 from resources.errors import BadInput
-from resources.leased_queue import Lease, LeasedQueue, LeaseLost
 
 
 class Clock:

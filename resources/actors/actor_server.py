@@ -20,7 +20,7 @@ from typing import Any
 
 import cloudpickle
 
-from resources.actor_wire import Frame, Kind, Raised, greet_caller, receive, send
+from resources.actors.actor_wire import Frame, Kind, Raised, greet_caller, receive, send
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce
 from resources.settings import actor_key, job_id

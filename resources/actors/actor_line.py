@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from resources.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
+from resources.actors.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, AssayError, BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
 from resources.settings import ACTOR_KEY_VARIABLE, actor_key

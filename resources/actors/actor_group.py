@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-from resources.actor_handle import ActorHandle
+from resources.actors.actor_handle import ActorHandle
 from resources.errors import BadInput, JobTimeout
 from resources.jobs.jobs import JobStatus
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import cloudpickle
 
-from resources.actor_line import ActorLine, death_of
-from resources.actor_wire import Frame, Kind, Raised
+from resources.actors.actor_line import ActorLine, death_of
+from resources.actors.actor_wire import Frame, Kind, Raised
 from resources.errors import ActorMethodFailed, BadInput, JobTimeout
 from resources.jobs.jobs import Client, JobHandle
 

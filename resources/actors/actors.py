@@ -10,9 +10,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-from resources.actor_group import ActorGroup
-from resources.actor_handle import ActorHandle
-from resources.actor_server import serve_actor
+from resources.actors.actor_group import ActorGroup
+from resources.actors.actor_handle import ActorHandle
+from resources.actors.actor_server import serve_actor
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobRequest, create_environment
@@ -129,15 +129,15 @@ class ActorsOnJobs:
         name: str,
         **options: Any,
     ) -> ActorHandle:
-        """See `resources.actors.create_actor`."""
+        """See `resources.actors.actors.create_actor`."""
         return create_actor(self, actor_class, *args, name=name, **options)
 
     def create_actor_group(
         self: Client, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
     ) -> ActorGroup:
-        """See `resources.actors.create_actor_group`."""
+        """See `resources.actors.actors.create_actor_group`."""
         return create_actor_group(self, actor_class, *args, name=name, count=count, **options)
 
     def get_actor(self: Client, name: str) -> ActorHandle:
-        """See `resources.actors.get_actor`."""
+        """See `resources.actors.actors.get_actor`."""
         return get_actor(self, name)
