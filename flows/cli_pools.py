@@ -46,7 +46,7 @@ def pool_up(
 def pool_ls(as_json: Json = False) -> None:
     """Show the pools that are kept up on this machine."""
     from flows.pooling import state_of
-    from pools.kept import list_kept
+    from pools.pool.kept import list_kept
 
     rows = [state_of(state) for state in list_kept()]
     if as_json:
@@ -64,7 +64,7 @@ def pool_ls(as_json: Json = False) -> None:
 @pool_app.command("env")
 def pool_env(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
     """Print the variables that let OpenAI clients use a pool; its key is among them."""
-    from pools.kept import require
+    from pools.pool.kept import require
 
     access = require(name).access
     sys.stdout.write(f"export OPENAI_BASE_URL={access.address.base_url}\n")
@@ -74,7 +74,7 @@ def pool_env(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> 
 @pool_app.command("down")
 def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
     """End a pool with everything it runs, whoever uses it."""
-    from pools.kept import take_down
+    from pools.pool.kept import take_down
 
     take_down(name)
     OUT.print(f"{name} is down.", highlight=False)

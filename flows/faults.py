@@ -12,12 +12,12 @@ from rich.table import Table
 from flows.loading import build_config
 from flows.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
 from pools.faults.outcome import Outcome, Scale
 from pools.faults.scenarios import chosen, try_all
 from pools.faults.target import Recipe, Target
-from pools.inference import InferencePool
-from pools.launch import Servable
-from pools.model_files import digest_model_folder
+from pools.pool.inference import InferencePool
+from pools.weights.model_files import digest_model_folder
 from resources.errors import NoCheckpoints
 from tasks.checkpoints import find_checkpoints
 

@@ -7,9 +7,9 @@ from typing import Any
 from flows.loading import build_config
 from flows.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
-from pools.kept import KeptPool, KeptPoolState, keep_up
-from pools.launch import Servable, environment_name
-from pools.model_files import digest_model_folder
+from pools.engine.launch import Servable, environment_name
+from pools.pool.kept import KeptPool, KeptPoolState, keep_up
+from pools.weights.model_files import digest_model_folder
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoCheckpoints
 from tasks.checkpoints import find_checkpoints, name_of

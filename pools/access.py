@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import SecretStr, field_serializer
 
 from pools.config import InferencePoolConfig
-from pools.engines import engine_kwargs
+from pools.engine.engines import engine_kwargs
 from pools.proxy.client import ProxyAddress, ProxyClient
 from resources.config import Config
 

@@ -10,7 +10,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment
 
-from pools.model_files import ModelDigests, ModelFolder, digest_model_folder
+from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from pools.model_files import INDEX_NAME, ModelFolder, inspect_model_folder
-from pools.native_files import Exports, inspect_native_folder, is_native
+from pools.weights.model_files import INDEX_NAME, ModelFolder, inspect_model_folder
+from pools.weights.native_files import Exports, inspect_native_folder, is_native
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from resources.storage.storage import FileInfo

@@ -12,7 +12,7 @@ from threading import Event, Lock
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from pools.launch import Servable
+from pools.engine.launch import Servable
 from pools.pool_jobs import is_local
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client

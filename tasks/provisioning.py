@@ -12,11 +12,11 @@ from prefect.runtime import flow_run
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
-from pools.engine_client import EngineClient
-from pools.inference import InferencePool
-from pools.kept import require
-from pools.launch import Servable, environment_name
-from pools.session import PoolSession
+from pools.engine.engine_client import EngineClient
+from pools.engine.launch import Servable, environment_name
+from pools.pool.inference import InferencePool
+from pools.pool.kept import require
+from pools.pool.session import PoolSession
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import settings

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import fsspec
 import orjson
 
-from pools.model_files import INDEX_NAME, TOKENIZER_FILES, digest_model_folder, inspect_model_folder
-from pools.native_files import Exports, inspect_native_folder
+from pools.weights.model_files import INDEX_NAME, TOKENIZER_FILES, digest_model_folder, inspect_model_folder
+from pools.weights.native_files import Exports, inspect_native_folder
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from resources.storage import storage

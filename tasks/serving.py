@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from pools.endpoint import RunningModel
-from pools.engine_client import EngineClient
-from pools.launch import Servable
-from pools.session import OpenCell, PoolSession
+from pools.engine.engine_client import EngineClient
+from pools.engine.launch import Servable
+from pools.pool.session import OpenCell, PoolSession
 from resources.errors import EndpointUnusable, EvaluationInterrupted
 from resources.settings import settings
 

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from pools.launch import Servable
+from pools.engine.launch import Servable
 from resources.errors import BackendUnavailable, CheckpointError, NoCheckpoints, StorageError
 from resources.jobs.jobs import JobDetails, JobHandle
 from resources.storage import storage

@@ -18,7 +18,7 @@ from pools.faults.outcome import Outcome, Scale, Scenario
 from pools.faults.processes import descendants, send
 from pools.faults.target import Recipe, Target, kept_answers
 from pools.faults.trial import plan_of
-from pools.inference import InferencePool
+from pools.pool.inference import InferencePool
 from resources.backends.local.client import local_client
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from pools.config import InferencePoolConfig
+from pools.engine.launch import Launcher, Servable
 from pools.faults.load import Endpoint
 from pools.faults.processes import ancestors, command_line, descendants, job_of, listener
-from pools.inference import InferencePool
-from pools.launch import Launcher, Servable
+from pools.pool.inference import InferencePool
+from pools.pool.session import OpenCell
 from pools.proxy.state import ProxyStatus, RequestCounters
-from pools.session import OpenCell
 from resources.errors import ProxyFailed
 from resources.settings import settings
 

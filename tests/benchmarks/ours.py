@@ -12,7 +12,7 @@ from typing import Any
 
 from side_by_side import BENCH, ROOT, environment_of_a_user, run_timed
 
-from pools.kept import KeptPool
+from pools.pool.kept import KeptPool
 from resources.settings import settings
 
 ASSAY = ROOT / ".venv" / "bin" / "assay"

@@ -37,7 +37,7 @@ from benchmarks.side_by_side import Comparison
 
 from fakes.gcs import fake_gcs
 from fakes.records import make_record
-from pools.model_files import digest_model_folder
+from pools.weights.model_files import digest_model_folder
 from resources.settings import settings
 from resources.storage import storage
 from tasks.checkpoint_rules import CheckpointRule

@@ -53,7 +53,7 @@ from side_by_side import (
     say,
 )
 
-from pools.engines import ENGINES, engine_flags
+from pools.engine.engines import ENGINES, engine_flags
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.benchmarks import BUNDLED
 

@@ -25,10 +25,10 @@ from fakes.polling import eventually
 from fakes.processes import running_program
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
-from pools.engine_client import EngineClient
+from pools.engine.engine_client import EngineClient
+from pools.engine.launch import Servable
 from pools.faults.processes import listener
-from pools.inference import InferencePool
-from pools.launch import Servable
+from pools.pool.inference import InferencePool
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import ModelUnusable
 from tasks.checkpoints import find_checkpoints

@@ -13,9 +13,9 @@ import httpx
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
 from pools.faults.target import Recipe, Target
-from pools.inference import InferencePool
-from pools.launch import Servable
+from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 
 MODEL = "run-1"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pools.engines import ENGINES
-from pools.launch import Launch, Launcher, ServedCheckpoint, VllmLauncher
+from pools.engine.engines import ENGINES
+from pools.engine.launch import Launch, Launcher, ServedCheckpoint, VllmLauncher
 from resources.jobs.jobs import Client
 
 _ENGINE = Path(__file__).with_name("engine.py")
@@ -38,7 +38,7 @@ class FakeLauncher:
         return noted.read_text().split() if noted.is_file() else []
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
-        """See `pools.launch.Launcher`."""
+        """See `pools.engine.launch.Launcher`."""
         number = len(self.launches)
         with (self.folder / "launches.txt").open("a") as noted:
             noted.write(f"{checkpoint.name}\n")
@@ -49,7 +49,7 @@ class FakeLauncher:
         return Launch(sys.executable, tuple(arguments), {})
 
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
-        """See `pools.launch.Launcher`."""
+        """See `pools.engine.launch.Launcher`."""
         return nullcontext(self)
 
 
@@ -58,7 +58,7 @@ class StaleVllmLauncher(VllmLauncher):
     """Starts real vLLM that goes on with its old weights when it is told to load others, and says nothing of it."""
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
-        """See `pools.launch.Launcher`."""
+        """See `pools.engine.launch.Launcher`."""
         real = super().launch(checkpoint, port=port)
         program = str(ENGINES[self.config.device].program)
         position = real.arguments.index(program)
@@ -67,5 +67,5 @@ class StaleVllmLauncher(VllmLauncher):
 
     @contextmanager
     def warmed(self, client: Client) -> Iterator[Launcher]:
-        """See `pools.launch.Launcher`; the fault is made at a cold start."""
+        """See `pools.engine.launch.Launcher`; the fault is made at a cold start."""
         yield self

@@ -18,8 +18,8 @@ from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
-from pools.inference import InferencePool
-from pools.launch import Servable
+from pools.engine.launch import Servable
+from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable, HarnessFailed, UnknownBenchmark

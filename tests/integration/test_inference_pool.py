@@ -23,8 +23,8 @@ from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from fakes.polling import eventually, is_alive
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
-from pools.inference import InferencePool
-from pools.launch import Servable
+from pools.engine.launch import Servable
+from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
 from resources.settings import settings
@@ -497,8 +497,8 @@ def test_signal_to_the_owner_ends_every_process(tmp_path: Path, number: signal.S
             from pathlib import Path
             from fakes.launcher import FakeLauncher
             from pools.config import InferencePoolConfig
-            from pools.inference import InferencePool
-            from pools.launch import Servable
+            from pools.pool.inference import InferencePool
+            from pools.engine.launch import Servable
             folder = Path({str(tmp_path)!r})
             checkpoint = Servable.from_uri("run-1", str(folder / "step-1"))
             config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}}})

@@ -20,9 +20,9 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually, is_alive
 from pools.config import InferencePoolConfig
-from pools.kept import KeptPool, find, keep_up, list_kept, require, take_down
-from pools.launch import Servable
-from pools.session import PoolSession
+from pools.engine.launch import Servable
+from pools.pool.kept import KeptPool, find, keep_up, list_kept, require, take_down
+from pools.pool.session import PoolSession
 from resources.errors import BadInput, ProxyFailed
 from resources.settings import settings
 
@@ -98,8 +98,8 @@ def test_kept_pool_survives_the_process_that_made_it(tmp_path: Path, checkpoints
             from pathlib import Path
             from fakes.launcher import FakeLauncher
             from pools.config import InferencePoolConfig
-            from pools.kept import keep_up
-            from pools.launch import Servable
+            from pools.pool.kept import keep_up
+            from pools.engine.launch import Servable
             folder = Path({str(tmp_path)!r})
             checkpoint = Servable.from_uri("run-1", str(folder / "step-1"))
             config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}}})

@@ -22,12 +22,12 @@ from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from fakes.processes import running_program
 from fakes.ray_cluster import add_node, client_of, ray_cluster
+from pools.engine.launch import Launcher, Servable
 from pools.faults.load import LoadPlan
 from pools.faults.processes import ancestors, command_line, descendants, job_of, send
 from pools.faults.target import Target
 from pools.faults.trial import Fault, Trial, tried
-from pools.inference import InferencePool
-from pools.launch import Launcher, Servable
+from pools.pool.inference import InferencePool
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.addresses import is_loopback, own_address
 from resources.settings import process_environment
@@ -125,8 +125,8 @@ from fakes import ray_variables
 from fakes.fault_target import MODEL, pool_config
 from fakes.launcher import FakeLauncher
 from fakes.ray_cluster import client_of
-from pools.inference import InferencePool
-from pools.launch import Servable
+from pools.pool.inference import InferencePool
+from pools.engine.launch import Servable
 
 served = [Servable.from_uri(MODEL, {str(checkpoint)!r})]
 launcher = FakeLauncher(Path({str(tmp_path)!r}))

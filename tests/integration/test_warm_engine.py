@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from fakes.polling import eventually
-from pools.engines import ENGINES, engine_arguments, engine_variables, server_arguments
+from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
-from pools.engines import engine_kwargs
+from pools.engine.engines import engine_kwargs
 from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.alpaca_eval import AlpacaEval

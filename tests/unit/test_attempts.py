@@ -14,7 +14,7 @@ import pytest
 from fakes.models import write_run
 from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
-from pools.model_files import digest_model_folder
+from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client
 from resources.errors import EvaluationInterrupted
 from tasks.attempts import Harness, Turn, evaluate_cell

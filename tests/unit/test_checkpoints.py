@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fakes.models import write_checkpoint, write_run
-from pools.model_files import digest_model_folder
+from pools.weights.model_files import digest_model_folder
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints

@@ -14,7 +14,7 @@ from fakes.engine import FakeEngine
 from fakes.models import CONFIG, write_checkpoint, write_run
 from flows.options import EvaluationOptions, evaluation_from_file, evaluation_from_options
 from pools.endpoint import RunningModel
-from pools.launch import Servable
+from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
 from tasks.cells import plan_cells
 from tasks.checkpoints import find_checkpoints, select

@@ -17,7 +17,7 @@ from fakes.models import write_checkpoint, write_run
 from fakes.records import make_record
 from flows.cli import app
 from flows.reconcile import load_policy
-from pools.model_files import digest_model_folder, inspect_model_folder
+from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import RecordStatus
 from resources.processes import ProcessMark
 from resources.storage import storage

@@ -13,7 +13,7 @@ from fakes.jobs import FakeClient, FakeJob
 from fakes.models import write_checkpoint, write_run
 from fakes.records import make_record
 from fakes.stores import folder_store
-from pools.model_files import digest_model_folder
+from pools.weights.model_files import digest_model_folder
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, StorageError
 from resources.jobs.jobs import Command, JobRequest, JobStatus

@@ -12,9 +12,9 @@ from typing import Any
 
 from pools.access import PoolAccess
 from pools.endpoint import RunningModel
-from pools.engines import replica_capacity
+from pools.engine.engines import replica_capacity
+from pools.engine.launch import Servable
 from pools.failures import as_error
-from pools.launch import Servable
 from pools.proxy.state import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
 from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
-from pools.launch import Servable, ServedCheckpoint, why_not_reload
-from pools.model_files import digest_model_folder, inspect_model_folder
+from pools.engine.launch import Servable, ServedCheckpoint, why_not_reload
+from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import IncompleteCheckpoint
 
 

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pools.config import InferencePoolConfig
-from pools.engine_client import EngineClient
-from pools.engines import engine_kwargs, replica_capacity
-from pools.launch import Launch, Launcher, ServedCheckpoint, why_not_reload
+from pools.engine.engine_client import EngineClient
+from pools.engine.engines import engine_kwargs, replica_capacity
+from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload
+from pools.engine.reload_trust import ReloadTrust
 from pools.proxy.state import LoadedHow, ReplicaState
-from pools.reload_trust import ReloadTrust
 from resources.errors import (
     AssayError,
     EndpointUnusable,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pools.model_files import ModelDigests, ModelFolder, digest_model_folder, inspect_model_folder
+from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder, inspect_model_folder
 from resources.errors import CheckpointChanged, StorageError
 from resources.storage import storage
 from resources.storage.file_copy import copy_files

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pools.config import InferencePoolConfig
-from pools.engines import (
+from pools.engine.engines import (
     ENGINES,
     engine_arguments,
     engine_kwargs,
@@ -17,7 +17,8 @@ from pools.engines import (
     hand_command,
     server_arguments,
 )
-from pools.model_files import (
+from pools.proxy.state import ServedModel
+from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,
     Tensor,
@@ -25,8 +26,7 @@ from pools.model_files import (
     inspect_model_folder,
     read_tensors,
 )
-from pools.proxy.state import ServedModel
-from pools.staging import Staging
+from pools.weights.staging import Staging
 from resources.environments.environments import Environment
 from resources.jobs.jobs import Client
 from resources.settings import settings

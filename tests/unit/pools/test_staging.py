@@ -17,8 +17,8 @@ import pytest
 from fakes.models import write_checkpoint, write_safetensors
 from fakes.polling import eventually
 from fakes.stores import FolderStore, HashKind, failing_after, folder_store, waiting_until
-from pools.model_files import ModelDigests, digest_model_folder, inspect_model_folder
-from pools.staging import Staging
+from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder
+from pools.weights.staging import Staging
 from resources.errors import CheckpointChanged, IncompleteCheckpoint, StorageError
 from resources.storage import storage
 

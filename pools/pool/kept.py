@@ -17,8 +17,8 @@ from pydantic import ValidationError
 
 from pools.access import PoolAccess
 from pools.config import InferencePoolConfig, check_name
-from pools.inference import InferencePool
-from pools.launch import Launcher, Servable
+from pools.engine.launch import Launcher, Servable
+from pools.pool.inference import InferencePool
 from pools.proxy.state import ProxyStatus
 from resources.backends.choice import client_from_url
 from resources.backends.current import current_client

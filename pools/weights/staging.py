@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from pools.checkpoint_copy import Progress, copy_checkpoint, copy_small_files, require_planned
-from pools.model_files import ModelDigests, digest_model_folder, inspect_model_folder
+from pools.weights.checkpoint_copy import Progress, copy_checkpoint, copy_small_files, require_planned
+from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder
 from resources.errors import StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes

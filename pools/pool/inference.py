@@ -14,17 +14,17 @@ from types import TracebackType
 from typing import Any
 
 from pools.access import PoolAccess, engine_digest
-from pools.agent import run_agent
-from pools.agent_jobs import AgentJobs
 from pools.config import InferencePoolConfig
-from pools.director import Patience, assign
 from pools.endpoint import RunningModel
-from pools.launch import Launcher, Servable, VllmLauncher, environment_name
+from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_name
+from pools.pool.director import Patience, assign
+from pools.pool.session import PoolSession
 from pools.pool_jobs import is_local, labelled, pool_environment
 from pools.proxy.client import ProxyClient
 from pools.proxy.process import ProxyProcess
 from pools.proxy.state import DesiredState, Failure, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
-from pools.session import PoolSession
+from pools.replica.agent import run_agent
+from pools.replica.agent_jobs import AgentJobs
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, planned_identity
 from resources.errors import EngineStartFailed, ProxyFailed

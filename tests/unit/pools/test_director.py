@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pools.director import Patience, assign
+from pools.pool.director import Patience, assign
 from pools.proxy.state import Demand
 
 PATIENCE = Patience(linger_seconds=0.5, longest_wait_seconds=60)

@@ -174,7 +174,7 @@ async def test_lock_that_is_never_given_back_is_told_once_and_costs_no_request(p
         await kept_at_last(journal)
 
 
-TESTS = str(Path(__file__).parents[1])
+TESTS = str(Path(__file__).parents[2])
 CHILD = """
 import asyncio, sys
 from pathlib import Path

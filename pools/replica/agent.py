@@ -17,13 +17,13 @@ from collections import deque
 from urllib.parse import urlsplit
 
 from pools.config import InferencePoolConfig
-from pools.entrance import Entrance
+from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
 from pools.failures import as_failure
-from pools.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
 from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.proxy.state import Announcement, LoadReport, Orders, ServedModel
-from pools.replica import Loading, Replica
-from pools.staging import StagedFolder
+from pools.replica.ingress import Entrance
+from pools.replica.replica import Loading, Replica
+from pools.weights.staging import StagedFolder
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, ProxyFailed

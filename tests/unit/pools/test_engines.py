@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pools.config import InferencePoolConfig
-from pools.engines import (
+from pools.engine.engines import (
     ENGINES,
     engine_arguments,
     engine_flags,

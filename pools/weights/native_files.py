@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pools.model_files import ModelFolder, inspect_reference_folder
+from pools.weights.model_files import ModelFolder, inspect_reference_folder
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
