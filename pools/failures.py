@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pools.proxy.state import Failure
+from pools.protocol import Failure
 from resources import errors
 from resources.errors import AssayError
 

@@ -13,7 +13,7 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pools.engine.launch import Servable
-from pools.pool_jobs import is_local
+from pools.jobs import is_local
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment

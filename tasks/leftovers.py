@@ -11,7 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pools.pool_jobs import is_local
+from pools.jobs import is_local
 from resources.errors import AssayError
 from resources.jobs.jobs import Client
 from tasks.claim_files import SeenClaim, claims_folder, end_claim, read_claims

@@ -17,7 +17,7 @@ from pools.engine.engines import (
     hand_command,
     server_arguments,
 )
-from pools.proxy.state import ServedModel
+from pools.protocol import ServedModel
 from pools.weights.model_files import (
     ModelDigests,
     ModelFolder,

@@ -18,7 +18,7 @@ from pools.faults.fuzz import odd_body, odd_bytes
 from pools.faults.load import Endpoint
 from pools.faults.outcome import Outcome, Scale, Scenario
 from pools.faults.target import Target
-from pools.proxy.state import RequestCounters
+from pools.protocol import RequestCounters
 
 _AT_ONCE = 48
 _SILENT_SECONDS = 0.2

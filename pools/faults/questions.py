@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from pools.answers import judge
+from pools.journal.answers import judge
 
 Kind = Literal["greedy", "logprobs", "sampled", "stream", "chat"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

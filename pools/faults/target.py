@@ -19,7 +19,7 @@ from pools.faults.load import Endpoint
 from pools.faults.processes import ancestors, command_line, descendants, job_of, listener
 from pools.pool.inference import InferencePool
 from pools.pool.session import OpenCell
-from pools.proxy.state import ProxyStatus, RequestCounters
+from pools.protocol import ProxyStatus, RequestCounters
 from resources.errors import ProxyFailed
 from resources.settings import settings
 

@@ -11,7 +11,7 @@ from pools.faults.load import Load, LoadPlan, LoadReport, reference_answers
 from pools.faults.outcome import Outcome, Scale
 from pools.faults.questions import KINDS, Kind
 from pools.faults.target import Kept, Target
-from pools.proxy.state import RequestCounters
+from pools.protocol import RequestCounters
 
 Fault = Callable[[], Awaitable[None]]
 _SHOWN = 3

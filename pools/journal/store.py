@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pools.answers import AnswerFacts
 from pools.journal import sealing
+from pools.journal.answers import AnswerFacts
 from pools.journal.background import Background
 from pools.journal.cells import Attempt, CellScope
 from pools.journal.database import Database, JournalCounters
@@ -181,7 +181,7 @@ class Journal:
             claim: of the request, with nothing stored.
             content_type: of the answer.
             body: exactly as the client gets it.
-            facts: what `pools.answers.judge` said of it.
+            facts: what `pools.journal.answers.judge` said of it.
         """
         if not claim.keeps or len(body) > self._max_bytes // 4:
             return

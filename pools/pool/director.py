@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pools.proxy.state import Demand
+from pools.protocol import Demand
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,12 @@ from pools.access import PoolAccess, engine_digest
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_name
+from pools.jobs import is_local, labelled, pool_environment
 from pools.pool.director import Patience, assign
 from pools.pool.session import PoolSession
-from pools.pool_jobs import is_local, labelled, pool_environment
+from pools.protocol import DesiredState, Failure, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
 from pools.proxy.client import ProxyClient
 from pools.proxy.process import ProxyProcess
-from pools.proxy.state import DesiredState, Failure, LoadReport, ProxyStatus, ReplicaStatus, ServedModel
 from pools.replica.agent import run_agent
 from pools.replica.agent_jobs import AgentJobs
 from resources.backends.current import current_client

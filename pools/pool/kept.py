@@ -19,7 +19,7 @@ from pools.access import PoolAccess
 from pools.config import InferencePoolConfig, check_name
 from pools.engine.launch import Launcher, Servable
 from pools.pool.inference import InferencePool
-from pools.proxy.state import ProxyStatus
+from pools.protocol import ProxyStatus
 from resources.backends.choice import client_from_url
 from resources.backends.current import current_client
 from resources.backends.local.client import LocalClient

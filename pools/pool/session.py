@@ -15,7 +15,7 @@ from pools.endpoint import RunningModel
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
 from pools.failures import as_error
-from pools.proxy.state import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
+from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
 from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused
 
 LEASE_SECONDS = 60.0

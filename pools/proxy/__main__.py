@@ -22,16 +22,16 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from pools.journal.store import Journal
+from pools.protocol import ProxyLimits
 from pools.proxy.cells import Cells
 from pools.proxy.client import JournalFlags
+from pools.proxy.connections.listener import Listener
+from pools.proxy.connections.reading import Bounds
+from pools.proxy.connections.upstream import Upstream
 from pools.proxy.counters import Tally
 from pools.proxy.forwarding import Forwarder
-from pools.proxy.listener import Listener
-from pools.proxy.reading import Bounds
 from pools.proxy.routing import RoutingTable
 from pools.proxy.server import ProxyServer
-from pools.proxy.state import ProxyLimits
-from pools.proxy.upstream import Upstream
 from resources.errors import ProxyFailed
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pools.answers import AnswerFacts, judge
-from pools.proxy.messages import Reply, Responder
+from pools.journal.answers import AnswerFacts, judge
+from pools.proxy.connections.messages import Reply, Responder
+from pools.proxy.connections.stream import EventRelay
+from pools.proxy.connections.upstream import Call, Lost, TimedOut
 from pools.proxy.request import Asked
 from pools.proxy.routing import Outcome, Replica, outcome_of
-from pools.proxy.stream import EventRelay
-from pools.proxy.upstream import Call, Lost, TimedOut
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from pools.journal.cells import CellScope
 from pools.journal.store import Journal
-from pools.proxy.replies import Refusal
-from pools.proxy.state import JournalStatus
+from pools.protocol import JournalStatus
+from pools.proxy.connections.replies import Refusal
 
 _REMEMBERED = 10_000
 """Attempts that are over, which a late request must not begin again."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from pools.proxy.state import (
+from pools.protocol import (
     Announcement,
     DesiredState,
     Lease,

@@ -7,7 +7,7 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 
-from pools.proxy.state import Announcement, JournalStatus, ReplicaStatus, RequestCounters
+from pools.protocol import Announcement, JournalStatus, ReplicaStatus, RequestCounters
 
 LATENCY_BOUNDS_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 CLIENT_LEFT = 499

@@ -8,19 +8,19 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-from pools.answers import AnswerFacts
+from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
 from pools.journal.keys import Subject, question
 from pools.journal.store import Claim, Journal, StoredAnswer
+from pools.protocol import ProxyLimits, ServedModel
 from pools.proxy.attempts import Attempt, attempt
+from pools.proxy.connections.messages import ClientGone, Reply, Request, Responder
+from pools.proxy.connections.replies import Refusal, unknown_model
+from pools.proxy.connections.upstream import Call, Upstream
 from pools.proxy.counters import CLIENT_LEFT, RequestTally, Tally
-from pools.proxy.messages import ClientGone, Reply, Request, Responder
 from pools.proxy.probes import Probes
-from pools.proxy.replies import Refusal, unknown_model
 from pools.proxy.request import Asked, asked_in
 from pools.proxy.routing import Outcome, Replica, RoutingTable, may_retry
-from pools.proxy.state import ProxyLimits, ServedModel
-from pools.proxy.upstream import Call, Upstream
 
 SERVER_ERROR_PAUSE_SECONDS = 0.1
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pools.proxy.state import Lease, LeaseStatus
+from pools.protocol import Lease, LeaseStatus
 
 
 @dataclass(slots=True)

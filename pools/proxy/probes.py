@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+from pools.protocol import ProxyLimits
+from pools.proxy.connections.upstream import Lost, TimedOut, Upstream
 from pools.proxy.routing import Replica
-from pools.proxy.state import ProxyLimits
-from pools.proxy.upstream import Lost, TimedOut, Upstream
 
 
 class Probes:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import secrets
 
 from pools.config import InferencePoolConfig
-from pools.pool_jobs import is_local, labelled, placed_with, pool_environment
+from pools.jobs import is_local, labelled, placed_with, pool_environment
+from pools.protocol import ProxyLimits
 from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
-from pools.proxy.state import ProxyLimits
 from resources.config import ResourceConfig
 from resources.errors import ProxyFailed
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest

@@ -9,8 +9,8 @@ from typing import Any
 
 import orjson
 
-from pools.proxy.messages import Header, Request
-from pools.proxy.replies import OURS_TO_KEEP, Refusal, passed_on
+from pools.proxy.connections.messages import Header, Request
+from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pools.proxy.state import (
+from pools.protocol import (
     Announcement,
     Demand,
     DesiredState,

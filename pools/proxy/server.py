@@ -16,22 +16,14 @@ from urllib.parse import parse_qs
 from pydantic import ValidationError
 
 from pools.journal.cells import CellScope
+from pools.protocol import NAME_PATTERN, Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus
 from pools.proxy.cells import Cells
+from pools.proxy.connections.messages import Head, Reply, Request, Responder
+from pools.proxy.connections.replies import Refusal
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.leases import Leases
-from pools.proxy.messages import Head, Reply, Request, Responder
-from pools.proxy.replies import Refusal
 from pools.proxy.routing import Replica, RoutingTable
-from pools.proxy.state import (
-    NAME_PATTERN,
-    Announcement,
-    DesiredState,
-    Lease,
-    Orders,
-    ProxyLimits,
-    ProxyStatus,
-)
 from resources.config import Config
 from resources.settings import ProxyKeys
 

@@ -19,8 +19,8 @@ from urllib.parse import urlsplit
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
 from pools.failures import as_failure
+from pools.protocol import Announcement, LoadReport, Orders, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
-from pools.proxy.state import Announcement, LoadReport, Orders, ServedModel
 from pools.replica.ingress import Entrance
 from pools.replica.replica import Loading, Replica
 from pools.weights.staging import StagedFolder

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from pools.proxy.state import ReplicaStatus
+from pools.protocol import ReplicaStatus
 from resources.jobs.jobs import JobHandle, JobStatus
 
 _SILENT_LEASES = 4.0  # an agent that is silent for so many leases is started again

@@ -16,7 +16,7 @@ from pools.engine.engine_client import EngineClient
 from pools.engine.engines import engine_kwargs, replica_capacity
 from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload
 from pools.engine.reload_trust import ReloadTrust
-from pools.proxy.state import LoadedHow, ReplicaState
+from pools.protocol import LoadedHow, ReplicaState
 from resources.errors import (
     AssayError,
     EndpointUnusable,

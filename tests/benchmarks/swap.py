@@ -46,7 +46,7 @@ from side_by_side import (
     say,
 )
 
-from pools.proxy.state import LoadReport
+from pools.protocol import LoadReport
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 
 WORK = BENCH / "swap"

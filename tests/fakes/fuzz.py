@@ -11,8 +11,8 @@ import h11
 from hypothesis import strategies as st
 
 from fakes.wire import EchoApplication
-from pools.proxy.reading import Bounds
-from pools.proxy.wire import ClientConnection
+from pools.proxy.connections.reading import Bounds
+from pools.proxy.connections.wire import ClientConnection
 
 _SPACES = re.compile(rb"\A([A-Z]+) +(\S+) +(?=HTTP/)")
 _POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
-from pools.answers import AnswerFacts
+from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
 from pools.journal.keys import Question, Subject, question
 from pools.journal.store import Claim, Journal

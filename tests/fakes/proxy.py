@@ -14,8 +14,8 @@ from typing import Any
 from pydantic import SecretStr
 
 from fakes.engine import FakeEngine
+from pools.protocol import Announcement, DesiredState, ProxyLimits, ReplicaState, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
-from pools.proxy.state import Announcement, DesiredState, ProxyLimits, ReplicaState, ServedModel
 from resources.settings import ProxyKeys, process_environment
 
 CLIENT_KEY = "client-key-5eb1"

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from pools.proxy.messages import Head, Reply, Request, Responder
-from pools.proxy.replies import Refusal
+from pools.proxy.connections.messages import Head, Reply, Request, Responder
+from pools.proxy.connections.replies import Refusal
 
 
 @dataclass

@@ -13,8 +13,8 @@ import pytest
 
 from fakes.engine import FakeEngine
 from fakes.proxy import ADMIN_KEY, HEADERS, KEYS, RunningProxy, replica_of, state_of, text_of, until
+from pools.protocol import Lease, ProxyLimits
 from pools.proxy.client import JournalFlags, ProxyClient, proxy_command, wait_for_address
-from pools.proxy.state import Lease, ProxyLimits
 from resources.settings import process_environment
 
 MODEL = "m"

@@ -16,7 +16,7 @@ from pools.faults.outcome import Scale
 from pools.faults.target import Kept, kept_answers
 from pools.faults.trial import Trial, plan_of
 from pools.journal.schema import COLUMNS, connect
-from pools.proxy.state import RequestCounters
+from pools.protocol import RequestCounters
 
 PLAN = LoadPlan("mark", requests=100, concurrency=8, prompts=4)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pools.pool_jobs import labelled
+from pools.jobs import labelled
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ClaimLost

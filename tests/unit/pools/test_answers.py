@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pools.answers import AnswerFacts, judge
+from pools.journal.answers import AnswerFacts, judge
 
 JSON = "application/json"
 SSE = "text/event-stream; charset=utf-8"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pools.pool.director import Patience, assign
-from pools.proxy.state import Demand
+from pools.protocol import Demand
 
 PATIENCE = Patience(linger_seconds=0.5, longest_wait_seconds=60)
 HELD = Demand(held=3, oldest_held_seconds=1)

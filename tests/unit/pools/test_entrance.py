@@ -11,7 +11,7 @@ import pytest
 
 from fakes.polling import eventually
 from fakes.wire import read_request, scripted_engine
-from pools.proxy.upstream import Lost, Upstream
+from pools.proxy.connections.upstream import Lost, Upstream
 from pools.replica.ingress import Entrance
 
 BODY = bytes(range(256)) * 4096

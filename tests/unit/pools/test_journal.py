@@ -27,7 +27,7 @@ from fakes.journal import (
     sampled,
     until,
 )
-from pools.answers import AnswerFacts
+from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
 
 

@@ -179,7 +179,7 @@ CHILD = """
 import asyncio, sys
 from pathlib import Path
 from fakes.journal import asked
-from pools.answers import AnswerFacts
+from pools.journal.answers import AnswerFacts
 from pools.journal.store import Journal
 
 async def main(path, name):

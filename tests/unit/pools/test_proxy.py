@@ -34,8 +34,8 @@ from fakes.proxy import (
     state_of,
     until,
 )
+from pools.protocol import Announcement, DesiredState, ProxyLimits, ReplicaState
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
-from pools.proxy.state import Announcement, DesiredState, ProxyLimits, ReplicaState
 from resources.errors import ProxyFailed
 from resources.settings import process_environment
 

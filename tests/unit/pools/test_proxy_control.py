@@ -14,7 +14,7 @@ import pytest
 
 from fakes.engine import FakeEngine
 from fakes.proxy import CLIENT_KEY, HEADERS, JOIN_TOKEN, RunningProxy, replica_of, running_proxy, state_of, until
-from pools.proxy.state import Announcement, DesiredState, Failure, Lease, LoadReport, Orders, ServedModel
+from pools.protocol import Announcement, DesiredState, Failure, Lease, LoadReport, Orders, ServedModel
 from resources.errors import ProxyRefused
 
 LEASE_SECONDS = 1.0

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from pools.protocol import Announcement, DesiredState, Lease, ReplicaState, ServedModel
 from pools.proxy.leases import Leases
 from pools.proxy.routing import Outcome, Replica, RoutingTable, may_retry, outcome_of
-from pools.proxy.state import Announcement, DesiredState, Lease, ReplicaState, ServedModel
 
 MODELS = {"m1": ServedModel(digest="d1"), "m2": ServedModel(digest="d2")}
 

@@ -16,8 +16,8 @@ import uvloop
 from fakes.engine import CANNED
 from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, running_proxy, until
 from fakes.wire import Script, read_request, scripted_engine
-from pools.proxy.state import Announcement
-from pools.proxy.upstream import STREAM_BUFFER_BYTES, Call, Lost, TimedOut, Upstream
+from pools.protocol import Announcement
+from pools.proxy.connections.upstream import STREAM_BUFFER_BYTES, Call, Lost, TimedOut, Upstream
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture:DeprecationWarning")
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from fakes.fuzz import awkward_streams, check_conversation
 from fakes.proxy import until
 from fakes.wire import EchoApplication
-from pools.proxy.listener import Listener
-from pools.proxy.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn
+from pools.proxy.connections.listener import Listener
+from pools.proxy.connections.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn
 
 BOUNDS = Bounds(2**26, head_timeout_seconds=5, idle_timeout_seconds=5)
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 
-from pools.proxy.messages import Header, Reply
+from pools.proxy.connections.messages import Header, Reply
 
 HOP_BY_HOP = frozenset(
     {

@@ -9,8 +9,8 @@ from urllib.parse import unquote
 
 import httptools
 
-from pools.proxy.messages import Head, Header, Reply, Request
-from pools.proxy.replies import Refusal
+from pools.proxy.connections.messages import Head, Header, Reply, Request
+from pools.proxy.connections.replies import Refusal
 
 MAX_HEAD_BYTES = 64 * 2**10
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pools.proxy.messages import Application
-from pools.proxy.reading import Bounds
-from pools.proxy.wire import ClientConnection
+from pools.proxy.connections.messages import Application
+from pools.proxy.connections.reading import Bounds
+from pools.proxy.connections.wire import ClientConnection
 
 BACKLOG = 4096
 _CLOSING_LOOK_SECONDS = 0.01

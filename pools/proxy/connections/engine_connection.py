@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from pools.proxy.messages import Header
-from pools.proxy.replies import HOP_BY_HOP
+from pools.proxy.connections.messages import Header
+from pools.proxy.connections.replies import HOP_BY_HOP
 
 MAX_HEAD_BYTES = 64 * 2**10
 STALE_SECONDS = 1.0

@@ -6,8 +6,8 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from pools.proxy.engine_connection import EngineConnection, Origin, message_of
-from pools.proxy.messages import Header
+from pools.proxy.connections.engine_connection import EngineConnection, Origin, message_of
+from pools.proxy.connections.messages import Header
 
 STREAM_BUFFER_BYTES = 2**20
 _EVENT_STREAM = b"text/event-stream"
