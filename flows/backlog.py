@@ -8,15 +8,15 @@ from typing import Any
 
 import yaml
 
-from flows.loading import build_config, load_config
 from resources.config import Config
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.config import EvaluationConfig
-from tasks.names import how_many
 from tasks.records import RECORD_NAME, Record, SinkState, find_records, note_sinks
-from tasks.sinks.config import Sink, Sinks
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.loading import build_config, load_config
+from tasks.spec.names import how_many
+from tasks.spec.sinks import Sink, Sinks
 
 
 class SinkList(Config):

@@ -52,7 +52,6 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate the checkpoints of a run that have no succeeded record yet."""
-    from flows.loading import build_config
     from flows.options import (
         EvaluationOptions,
         evaluation_from_file,
@@ -62,7 +61,8 @@ def evaluate(
     from flows.running import run_series
     from flows.series import evaluate_checkpoints
     from resources.errors import BadInput
-    from tasks.config import CheckpointSelection
+    from tasks.spec.evaluation import CheckpointSelection
+    from tasks.spec.loading import build_config
 
     judged_by = gate_of(gate, summary)
     options = EvaluationOptions(
@@ -105,7 +105,7 @@ def evaluate(
         )
     if suite is not None and config is None:
         from flows.suites import evaluate_suite
-        from tasks.suites import load_suite
+        from tasks.spec.suites import load_suite
 
         request, chosen = suite_request_from_options(options), load_suite(suite)
         if on_work_pool:
@@ -135,8 +135,8 @@ def _tell(line: str) -> None:
 
 def show_series(result: Any, *, as_json: bool) -> None:
     """Prints what a series came to; raises its error afterwards, so that it decides the exit code."""
-    from tasks.names import how_many
     from tasks.reports import results_rows, results_table
+    from tasks.spec.names import how_many
 
     if as_json:
         print_json(

@@ -54,8 +54,8 @@ def load_gate(uri: str) -> Gate:
     Raises:
         BadInput: it is not there, or not valid.
     """
-    from flows.loading import load_config
     from tasks.gates import Gate
+    from tasks.spec.loading import load_config
 
     return load_config(uri, Gate)
 

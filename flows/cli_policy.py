@@ -89,9 +89,9 @@ def retry(
     as_json: Json = False,
 ) -> None:
     """Have cells tried again that failed, failed too often or were cancelled; no record is removed."""
-    from tasks.names import how_many
     from tasks.policy_acts import chosen
     from tasks.policy_acts import retry as clear
+    from tasks.spec.names import how_many
 
     wanted, _, found = _looked(policy, afresh=True)
     meant = clear(wanted, found, cells=chosen(found, cell) if cell else None, failed=failed)
@@ -105,9 +105,9 @@ def retry(
 
 def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     """End what runs of a policy, or of some of its cells, and let nothing more of it begin until assay retry."""
-    from tasks.names import how_many
     from tasks.policy_acts import cancel as stop
     from tasks.policy_acts import chosen
+    from tasks.spec.names import how_many
 
     wanted, listings, found = _looked(policy, afresh=True)
     claims, flow_runs = stop(wanted, listings, cells=chosen(found, cell) if cell else None)
@@ -129,9 +129,9 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
     from tasks.gate_verdicts import Verdict
-    from tasks.names import how_many
     from tasks.prefect_client import prefect_errors_in_words
     from tasks.progress import Event, Judged, Update, listening
+    from tasks.spec.names import how_many
 
     wanted, judged_by = load_policy(policy), gate_of(gate, summary)
     if wanted.dispatch == "work_pools":
@@ -215,7 +215,7 @@ def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) 
 
 
 def _summary(found: Reconciliation) -> str:
-    from tasks.names import how_many
+    from tasks.spec.names import how_many
 
     done, left_out = how_many(found.done_count, "cell"), found.left_out
     words = f"{done} done, {len(found.work):,} to do, {len(found.others):,} waiting for something."

@@ -49,10 +49,10 @@ def records(
 ) -> None:
     """Show recorded results, or export them: one row for each metric; as JSON, whole records."""
     from tasks.export import exported, measured_rows
-    from tasks.names import how_many
     from tasks.record_search import RecordFilter
     from tasks.records import read_records
     from tasks.reports import results_table, rows_table
+    from tasks.spec.names import how_many
 
     form = _form(format_, output=output, as_json=as_json)
     first, last = _step_range(steps)

@@ -11,7 +11,7 @@ from flows.console import ERR, OUT, Json, print_json
 from resources.errors import BadInput, UnknownBenchmark
 
 if TYPE_CHECKING:
-    from tasks.suites import Suite, SuiteEvaluation
+    from tasks.spec.suites import Suite, SuiteEvaluation
 
 
 def suites(
@@ -22,8 +22,8 @@ def suites(
     as_json: Json = False,
 ) -> None:
     """Show the suites there are, what they ask, and what they need."""
-    from tasks.names import how_many
-    from tasks.suites import built_in_suites, load_suite
+    from tasks.spec.names import how_many
+    from tasks.spec.suites import built_in_suites, load_suite
 
     if sets:
         _show_sets(as_json=as_json)
@@ -66,8 +66,8 @@ def stage(
     as_json: Json = False,
 ) -> None:
     """Stage data sets, texts and tokenizers once, for workers that reach no hub (ASSAY_OFFLINE=1)."""
-    from flows.loading import build_config
     from flows.staging import StagingRequest, staged_by
+    from tasks.spec.loading import build_config
 
     request = build_config(
         {
@@ -99,8 +99,8 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
         BadInput: there is no such folder, or arguments of a benchmark cannot be right.
     """
     from resources.environments.environments import ENVIRONMENTS, ensure_environment
-    from tasks.config import EvaluationConfig
     from tasks.evaluators.registry import EVALUATORS
+    from tasks.spec.evaluation import EvaluationConfig
 
     evaluations = [(suite, one) for suite in shown for one in suite.evaluations]
     _check_lm_eval([(suite, one) for suite, one in evaluations if not _checks_itself(one)], benchmarks)
@@ -127,9 +127,9 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
     import difflib
 
     from resources.environments.environments import ENVIRONMENTS, ensure_environment
-    from tasks.benchmark_sets import bundled_names
-    from tasks.config import EvaluationConfig
     from tasks.evaluators.lm_eval_index import listed_benchmarks, own_benchmarks
+    from tasks.spec.benchmark_sets import bundled_names
+    from tasks.spec.evaluation import EvaluationConfig
 
     if not evaluations:
         return
@@ -153,7 +153,7 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
 
 
 def _data_of(one: SuiteEvaluation) -> str:
-    from tasks.benchmark_sets import bundled_names
+    from tasks.spec.benchmark_sets import bundled_names
 
     if one.texts:
         return f"assay stage ({one.texts})"
@@ -209,7 +209,7 @@ def _suites_table(shown: list[Suite]) -> Table:
 
 
 def _evaluations_table(suite: Suite) -> Table:
-    from tasks.config import EVALUATOR_TITLES
+    from tasks.spec.evaluation import EVALUATOR_TITLES
 
     table = Table("Label", "Evaluator", "Benchmarks", "Needs", "Data")
     table.columns[0].no_wrap = True
@@ -229,7 +229,7 @@ def _show_access(suite: Suite) -> None:
 
 
 def _show_sets(*, as_json: bool) -> None:
-    from tasks.benchmark_sets import benchmark_sets
+    from tasks.spec.benchmark_sets import benchmark_sets
 
     found = benchmark_sets()
     if as_json:

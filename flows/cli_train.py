@@ -20,9 +20,9 @@ def train_and_evaluate(
 ) -> None:
     """Train a model with Levanter and evaluate each checkpoint as soon as it is complete."""
     from flows.cli_evaluate import show_series
-    from flows.loading import load_config
     from flows.running import run_series
     from flows.training import train_and_evaluate as flow
+    from tasks.spec.loading import load_config
     from tasks.training_config import TrainAndEvaluateConfig
 
     judged_by = gate_of(gate, summary)

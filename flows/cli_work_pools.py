@@ -115,11 +115,11 @@ def choose(
 ) -> None:
     """Show which work pool a request would get, with which job variables, and what that costs."""
     from flows.deploying import require_server
-    from flows.loading import build_config
     from flows.options import EvaluationOptions, resources_asked
     from resources.config import ResourceConfig
     from resources.regions.regions import known_regions, load_regions
     from resources.regions.work_pools import Source, choose_work_pool
+    from tasks.spec.loading import build_config
     from tasks.work_pools import work_pool_states
 
     require_server()

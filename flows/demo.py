@@ -22,7 +22,7 @@ from tasks.evaluators.registry import EVALUATORS
 from tasks.progress import Event
 from tasks.records import read_records
 from tasks.reports import write_report
-from tasks.suites import SuiteRequest, built_in_suite
+from tasks.spec.suites import SuiteRequest, built_in_suite
 
 SUITE = "demo"
 RUN_NAME = "tiny-llama"

@@ -11,7 +11,6 @@ from tasks.announcing import announce
 from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoints import Checkpoint, discover_one, layouts_for
 from tasks.claiming import Shares
-from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells, stage_tokenizers
 from tasks.gates import Gate
 from tasks.gating import conclude_by
@@ -20,6 +19,7 @@ from tasks.provisioning import as_served, provisioned
 from tasks.publishing import publish_report
 from tasks.records import Record, now
 from tasks.run_marks import marked
+from tasks.spec.evaluation import EvaluationConfig
 
 
 @flow(

@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.table import Table
 
-from flows.loading import build_config
 from flows.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
@@ -20,6 +19,7 @@ from pools.pool.inference import InferencePool
 from pools.weights.model_files import digest_model_folder
 from resources.errors import NoCheckpoints
 from tasks.checkpoints import find_checkpoints
+from tasks.spec.loading import build_config
 
 _SHORT = {
     "engine_timeout_seconds": 120,

@@ -8,15 +8,15 @@ from prefect import Flow
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging.loggers import flow_run_logger
 
-from flows.loading import load_config
 from resources.backends.current import current_client
 from resources.errors import AssayError
 from tasks.cancelled_runs import stop_claimed
 from tasks.leftovers import end_claims, end_jobs
-from tasks.names import how_many
 from tasks.policies import Policy
 from tasks.policy_runs import end_task_runs
 from tasks.run_marks import note_ending
+from tasks.spec.loading import load_config
+from tasks.spec.names import how_many
 
 
 def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:

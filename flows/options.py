@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from flows.backlog import sinks_in
-from flows.loading import build_config, load_config
 from resources.errors import BadInput
-from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName
-from tasks.names import name_of
-from tasks.suites import SuiteRequest
+from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName
+from tasks.spec.loading import build_config, load_config
+from tasks.spec.names import name_of
+from tasks.spec.suites import SuiteRequest
 
 _SHORT_NAMES: dict[str, EvaluatorName] = {
     "lm-eval": "lm_evaluation_harness",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.loading import build_config
 from flows.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable, environment_name
@@ -13,6 +12,7 @@ from pools.weights.model_files import digest_model_folder
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoCheckpoints
 from tasks.checkpoints import find_checkpoints, name_of
+from tasks.spec.loading import build_config
 
 
 def start_pool(options: EvaluationOptions, *, pool_name: str | None, idle_minutes: float) -> KeptPool:

@@ -15,14 +15,12 @@ from pydantic import Field
 from flows.dispatching import dispatch
 from flows.evaluation import evaluate_wanted
 from flows.hooks import leave_nothing
-from flows.loading import load_config
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
 from tasks.batches import served_together
 from tasks.cancelled_runs import stopping_if_cancelled
 from tasks.cells import Cell, plan_cells
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, find_checkpoints
 from tasks.gates import Gate
-from tasks.names import how_many
 from tasks.policies import Policy, check_policy_paths
 from tasks.policy_gating import conclude_policy
 from tasks.policy_looking import look
@@ -32,6 +30,8 @@ from tasks.progress import report_event
 from tasks.reconciliation import OpenCell, Reconciliation, reconcile
 from tasks.records import Record, now, read_record
 from tasks.run_marks import marked
+from tasks.spec.loading import load_config
+from tasks.spec.names import how_many
 
 
 @dataclass(frozen=True)

@@ -24,13 +24,13 @@ from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
 from tasks.batches import resources_of
 from tasks.checkpoints import discover, layouts_for
-from tasks.config import CheckpointSelection, EvaluationConfig, digest_of
 from tasks.dispatching import send_run, source_of, states_of
 from tasks.gates import Gate
 from tasks.prefect_client import prefect_client
 from tasks.publishing import report_uri
 from tasks.records import current_records, now, read_records
-from tasks.suites import Suite, SuiteRequest
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of
+from tasks.spec.suites import Suite, SuiteRequest
 
 _Request = TypeVar("_Request", bound=EvaluationConfig | SuiteRequest)
 _POLL_SECONDS = 2.0

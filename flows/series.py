@@ -7,9 +7,9 @@ from prefect import flow
 from flows.evaluation import evaluate_each
 from flows.hooks import leave_nothing
 from tasks.checkpoints import discover, layouts_for
-from tasks.config import CheckpointSelection, EvaluationConfig
 from tasks.gates import Gate
 from tasks.records import Record
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 
 
 @flow(

@@ -9,9 +9,9 @@ from prefect.logging import get_run_logger
 from pydantic import model_validator
 
 from resources.config import Config
-from tasks.names import in_few_words
+from tasks.spec.names import in_few_words
+from tasks.spec.suites import SuiteName, load_suite
 from tasks.staging import fill_from, share_staged, stage
-from tasks.suites import SuiteName, load_suite
 from tasks.wanted_data import Wanted, wanted_by
 
 

@@ -7,10 +7,10 @@ from prefect import flow
 from flows.evaluation import evaluate_each
 from flows.hooks import leave_nothing
 from tasks.checkpoints import discover, layouts_for
-from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluatorName
 from tasks.gates import Gate
 from tasks.records import Record
-from tasks.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
+from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluatorName
+from tasks.spec.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
 
 _LATEST = CheckpointSelection(which="latest")
 

@@ -16,7 +16,6 @@ from tasks.checkpoint_events import emit
 from tasks.checkpoints import Checkpoint
 from tasks.claim_files import claims_folder
 from tasks.claiming import Shares
-from tasks.config import EvaluationConfig
 from tasks.evaluation import evaluate_cells
 from tasks.gates import Gate
 from tasks.gating import conclude_by
@@ -26,6 +25,7 @@ from tasks.provisioning import as_served, prepare_environments, provisioned, ser
 from tasks.publishing import publish_report
 from tasks.records import Record, now
 from tasks.run_marks import marked
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.training import finished, is_trained, plan_training, training
 from tasks.training_cells import ArrivingCells, Exports
 from tasks.training_config import TrainAndEvaluateConfig

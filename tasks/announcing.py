@@ -11,8 +11,8 @@ from prefect.cache_policies import NO_CACHE
 from tasks.cells import Cell
 from tasks.progress import report_event
 from tasks.records import Record, note_sinks, read_record
-from tasks.sinks.config import Sink
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+from tasks.spec.sinks import Sink
 
 
 @task(task_run_name="tell the sinks", cache_policy=NO_CACHE, persist_result=False)

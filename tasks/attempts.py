@@ -26,7 +26,6 @@ from tasks.cells import Cell
 from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
-from tasks.names import job_name, suites_in
 from tasks.progress import CellDone, CellProgress, report, report_event
 from tasks.provenance import git_state, hardware, versions
 from tasks.provisioning import judge_of
@@ -34,6 +33,7 @@ from tasks.record_index import note_record
 from tasks.records import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, now, write_record
 from tasks.serving import Interruption, ServedCell, Serving
 from tasks.sinks.publishing import publish_record
+from tasks.spec.names import job_name, suites_in
 
 
 @dataclass(frozen=True, eq=False)

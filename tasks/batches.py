@@ -11,8 +11,8 @@ from resources.config import ResourceConfig
 from resources.errors import AssayError, NoUsableWorkPool
 from resources.regions.region_table import Regions
 from resources.regions.work_pools import Source, WorkPoolChoice, WorkPoolState, choose_work_pool
-from tasks.config import EvaluationConfig
 from tasks.reconciliation import OpenCell
+from tasks.spec.evaluation import EvaluationConfig
 
 MOST_CELLS_IN_A_RUN = 500
 """Their names are a parameter of the flow run, which Prefect bounds at 512 kB."""

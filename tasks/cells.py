@@ -15,14 +15,14 @@ from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
-from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoints import Checkpoint
-from tasks.config import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
 from tasks.evaluators.registry import EVALUATORS
-from tasks.names import how_many
 from tasks.progress import report_event
 from tasks.records import CheckpointReference, Record, read_record
 from tasks.run_listing import listing_digest
+from tasks.spec.benchmarks import benchmarks_digest
+from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
+from tasks.spec.names import how_many
 
 _MOST_NAMES_IN_A_CELL = 3
 

@@ -16,10 +16,10 @@ from prefect.events import Event, Resource, emit_event
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints import Checkpoint, find_checkpoints
-from tasks.names import name_of
 from tasks.policies import Policy
 from tasks.prefect_client import prefect_client
 from tasks.run_listing import SeenCheckpoint, expand_runs, look_at_run
+from tasks.spec.names import name_of
 
 CHECKPOINT_COMPLETE = "checkpoint.complete"
 """Name of the event."""

@@ -19,9 +19,9 @@ from pools.weights.native_files import Exports, inspect_native_folder, is_native
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from resources.storage.storage import FileInfo
-from tasks.config import CheckpointSelection, EvaluationConfig
-from tasks.names import how_many, name_of, step_of
 from tasks.progress import report_event
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.spec.names import how_many, name_of, step_of
 
 _MODEL_FILES = ("config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
 _POLL_SECONDS = 1.0

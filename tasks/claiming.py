@@ -12,9 +12,9 @@ from prefect.runtime import flow_run
 from tasks.cells import Cell
 from tasks.claim_files import SeenClaim, Subject, claims_folder
 from tasks.claims import LEASE_SECONDS, Claims
-from tasks.names import how_many
 from tasks.progress import report_event
 from tasks.records import now, read_record
+from tasks.spec.names import how_many
 
 _POLL_SECONDS = 2.0
 

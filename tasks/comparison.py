@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from resources.errors import AssayError, BadInput
-from tasks.config import EvaluationConfig
 from tasks.paired_tests import Adjustment, Finding, adjusted, compare_means, compare_pairs
 from tasks.question_scores import QuestionScores, Scores
 from tasks.record_search import FoundRecord, RecordFilter
 from tasks.records import Record
 from tasks.results import evaluator_place, title_of
+from tasks.spec.evaluation import EvaluationConfig
 
 SIGNIFICANT = 0.05
 """Adjusted p below which a difference is called one."""

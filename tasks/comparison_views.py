@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
-from tasks.names import how_many
 from tasks.paired_tests import CONFIDENCE, RESAMPLES, Adjustment, TestName
 from tasks.results import NOTHING, arrow, measured, title_of
+from tasks.spec.names import how_many
 
 _VERDICTS: dict[Verdict, tuple[str, str]] = {
     "better": ("better", "green"),

@@ -27,10 +27,10 @@ from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import Field, ValidationError
 
 from resources.config import Config
-from tasks.names import in_few_words
 from tasks.policies import Policy
 from tasks.prefect_client import prefect_client
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.spec.names import in_few_words
 
 FLOW = "evaluate-cells"
 """Name of the flow that evaluates named cells of a policy; each region has a deployment of it, `FLOW/<region>`."""

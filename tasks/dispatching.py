@@ -22,11 +22,11 @@ from resources.regions.regions import known_regions
 from resources.regions.work_pools import Source, WorkPoolChoice, WorkPoolState
 from resources.storage import storage
 from tasks.batches import Batch, batches_of, placed, without_limits
-from tasks.config import digest_of
 from tasks.dispatches import FLOW, MOVED, CellNames, Dispatch, Dispatches, name_of_cell
 from tasks.policies import Policy
 from tasks.prefect_client import prefect_client
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.spec.evaluation import digest_of
 from tasks.work_pools import work_pool_states
 
 TAG = "assay"

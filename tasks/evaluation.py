@@ -20,11 +20,11 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
 from tasks.claiming import Shares
-from tasks.config import EvaluationConfig, EvaluatorName
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.registry import EVALUATORS
 from tasks.progress import report_event
 from tasks.serving import Interruption, Serving
+from tasks.spec.evaluation import EvaluationConfig, EvaluatorName
 
 _INTERRUPTED_SECONDS = 30.0
 _TURN_SECONDS = 0.05

@@ -11,10 +11,10 @@ from typing import Any
 from resources.errors import BadInput, GateRefused
 from tasks.comparison import ComparedMetric, Comparison, compare
 from tasks.gates import BaselineRule, BoundRule, Gate
-from tasks.names import how_many, suites_in
 from tasks.record_search import FoundRecord, RecordFilter, records_of_checkpoints
 from tasks.records import Metric, Record, current_records
 from tasks.results import measured, title_of
+from tasks.spec.names import how_many, suites_in
 
 _ROUNDING = 1e-9  # 0.52 - 0.5 is more than 0.02 to a computer
 

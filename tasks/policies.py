@@ -11,14 +11,14 @@ from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, ResourceConfig
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.benchmarks import benchmarks_digest
 from tasks.checkpoint_rules import CheckpointRule
-from tasks.config import EvaluationConfig, digest_of
-from tasks.names import name_of
-from tasks.options.alpaca_eval import Judge
 from tasks.provisioning import as_served
-from tasks.sinks.config import Sinks
-from tasks.suites import SuiteName, SuiteRequest, load_suite
+from tasks.spec.benchmarks import benchmarks_digest
+from tasks.spec.evaluation import EvaluationConfig, digest_of
+from tasks.spec.names import name_of
+from tasks.spec.options_alpaca_eval import Judge
+from tasks.spec.sinks import Sinks
+from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 
 class RetryBudget(Config):

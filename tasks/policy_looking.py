@@ -14,12 +14,12 @@ from resources.regions.regions import price_per_hour, regions_for
 from resources.storage import storage
 from tasks.batches import Batch
 from tasks.claim_files import claims_folder, read_claims
-from tasks.names import name_of
 from tasks.policies import Policy, WantedEvaluation, wanted_evaluations
 from tasks.policy_marks import read_marks
 from tasks.reconciliation import OpenCell, RunListing, undecided
 from tasks.record_index import indexed_records
 from tasks.run_listing import expand_runs, look_at_run, with_digests
+from tasks.spec.names import name_of
 
 
 @seldom_collecting()

@@ -21,10 +21,10 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
 from resources.errors import PrefectUnavailable
-from tasks.names import how_many
 from tasks.prefect_client import prefect_client
 from tasks.progress import report_event
 from tasks.run_marks import note_ending
+from tasks.spec.names import how_many
 
 _BY_MACHINES = ("AUTOMATION", "SCHEDULE")
 _OVER = [StateType.CRASHED, StateType.CANCELLED]

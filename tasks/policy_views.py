@@ -11,10 +11,10 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from tasks.batches import Batch
-from tasks.names import how_many
 from tasks.policies import Policy
 from tasks.policy_looking import Estimates
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
+from tasks.spec.names import how_many
 
 _MOST_ROWS = 40
 _WORDS: dict[State, str] = {

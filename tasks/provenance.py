@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from resources.config import ResourceConfig
-from tasks.config import EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig
 
 
 @cache

@@ -21,11 +21,11 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import settings
 from tasks.accelerators import accelerators_reserved
-from tasks.config import EvaluationConfig
 from tasks.evaluators.registry import EVALUATORS
-from tasks.names import pool_label
 from tasks.progress import report_event
 from tasks.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import pool_label
 
 
 def as_served(config: EvaluationConfig) -> EvaluationConfig:

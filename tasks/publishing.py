@@ -11,12 +11,12 @@ from prefect.artifacts import create_image_artifact, create_link_artifact, creat
 from prefect.cache_policies import NO_CACHE
 
 from resources.storage import storage
-from tasks.config import EvaluationConfig
-from tasks.names import artifact_key
 from tasks.prefect_client import show
 from tasks.progress import report_event
 from tasks.records import Record, current_records, read_records
 from tasks.reports import curves_svg, results_rows, write_report
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import artifact_key
 
 REPORT_NAME = "report.html"
 _REASON_CHARACTERS = 160

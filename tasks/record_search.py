@@ -12,9 +12,9 @@ from typing import get_args
 
 from resources.errors import BadInput, RecordStatus
 from resources.storage import storage
-from tasks.config import EVALUATOR_TITLES
-from tasks.names import how_many
 from tasks.records import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record
+from tasks.spec.evaluation import EVALUATOR_TITLES
+from tasks.spec.names import how_many
 
 _SHOWN_NAMES = 8
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from tasks.config import EVALUATOR_TITLES
 from tasks.records import CheckpointReference, Metric, Record, current_records
+from tasks.spec.evaluation import EVALUATOR_TITLES
 
 if TYPE_CHECKING:
     from tasks.plots import Chart  # imported where it draws: matplotlib takes a second, which a table need not wait

@@ -23,10 +23,10 @@ from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from resources.errors import PrefectUnavailable
-from tasks.config import EVALUATOR_TITLES, EvaluationConfig
-from tasks.names import artifact_key, how_many
 from tasks.prefect_client import prefect_client
 from tasks.progress import CellDone, CellProgress, Update, listening, report_event, reported
+from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig
+from tasks.spec.names import artifact_key, how_many
 
 _SECONDS_BETWEEN_UPDATES = 5.0
 _LAST_UPDATE_SECONDS = 5.0

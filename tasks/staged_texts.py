@@ -21,7 +21,7 @@ import yaml
 from resources.config import Config
 from resources.errors import BadInput, StorageError
 from resources.storage import storage
-from tasks.benchmark_sets import SUITE_DATA
+from tasks.spec.benchmark_sets import SUITE_DATA
 
 _SOURCE = "source.yaml"
 _DONE = "staged.json"

@@ -17,11 +17,11 @@ from resources.storage.storage import FileInfo
 from tasks.cells import Cell, plan_cells
 from tasks.checkpoints import Checkpoint, find_checkpoints
 from tasks.claiming import Shares
-from tasks.config import EvaluationConfig
 from tasks.evaluation import stage_tokenizers
-from tasks.names import how_many
 from tasks.progress import Event, report, report_event
 from tasks.serving import Serving
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import how_many
 from tasks.training import SILENCE_SECONDS
 
 _STEP_LINE = re.compile(r'\{"tracker": "json_logger".*"train/loss".*\}')

@@ -11,9 +11,9 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from resources.config import Config, ResourceConfig, TpuConfig
 from resources.storage import storage
-from tasks.config import EvaluationConfig
-from tasks.names import in_few_words, name_of
-from tasks.suites import SuiteName, SuiteRequest, load_suite
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.names import in_few_words, name_of
+from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 EXPORTS = "hf"
 """Folder of a run with its checkpoints in Hugging Face's layout."""

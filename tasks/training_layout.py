@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from resources.config import CpuConfig
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.config import digest_of
+from tasks.spec.evaluation import digest_of
 from tasks.training_config import EXPORTS, TrainLmOnPodConfig, check_train_config
 
 CHECKPOINTS = "checkpoints"

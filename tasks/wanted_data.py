@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.benchmark_sets import bundled_names
-from tasks.config import digest_of
 from tasks.evaluators.helm_entries import read_entries_file
-from tasks.suites import Suite, SuiteEvaluation
+from tasks.spec.benchmark_sets import bundled_names
+from tasks.spec.evaluation import digest_of
+from tasks.spec.suites import Suite, SuiteEvaluation
 
 PARTS = ("benchmarks", "datasets", "tokenizers", "texts", "files_of_datasets", "helm", "scenarios")
 """Of a manifest: what was asked for and what it consists of, each by name."""

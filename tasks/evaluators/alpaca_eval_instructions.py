@@ -12,8 +12,8 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from resources.errors import BadInput, UnknownBenchmark
 from resources.storage import storage
-from tasks.benchmarks import BUNDLED
-from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.spec.benchmarks import BUNDLED
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 OFFICIAL = "alpaca_eval"
 """AlpacaEval's own 805 instructions with the outputs of its baseline, which lie on the hub."""

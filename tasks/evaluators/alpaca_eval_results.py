@@ -17,11 +17,11 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records import Counts, Metric
 from tasks.samples import Sample
+from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "AlpacaEval"
 

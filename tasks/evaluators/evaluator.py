@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Protocol
 
 from pools.endpoint import LocalCheckpoint, RunningModel
-from tasks.config import EvaluationConfig
 from tasks.records import Counts, Metric
 from tasks.samples import Sample
+from tasks.spec.evaluation import EvaluationConfig
 
 EvaluatedModel = RunningModel | LocalCheckpoint
 """An endpoint that answers, or, for evaluators that need none, a checkpoint's files."""

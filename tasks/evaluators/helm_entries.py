@@ -14,8 +14,8 @@ from pydantic import BaseModel, ValidationError
 from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment, settings
 from resources.storage import storage
-from tasks.benchmarks import benchmarks_uri
-from tasks.config import EvalTaskConfig, EvaluationConfig
+from tasks.spec.benchmarks import benchmarks_uri
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 ALL_ENTRIES = "all"
 """The benchmark that stands for every entry of a file."""

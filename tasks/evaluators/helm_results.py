@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records import Counts, Metric
 from tasks.samples import Sample
+from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "HELM"
 

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, UnknownBenchmark
-from tasks.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks
-from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.lm_eval_index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
 from tasks.evaluators.lm_eval_results import NO_ANSWER, RESULTS_FOLDER, read_results
 from tasks.evaluators.lm_eval_samples import read_samples
 from tasks.samples import Sample
+from tasks.spec.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks
+from tasks.spec.evaluation import EvaluationConfig
 
 _JOB_FILE = "job.json"
 _PROMPTS_PER_REQUEST = 8

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ValidationError
 from resources.errors import BadInput, EnvironmentBuildFailed, HarnessFailed
 from resources.settings import process_environment, settings
 from resources.storage import storage
-from tasks.benchmarks import benchmarks_uri
-from tasks.config import EvaluationConfig
+from tasks.spec.benchmarks import benchmarks_uri
+from tasks.spec.evaluation import EvaluationConfig
 
 PROGRAM = Path(__file__).parents[1] / "programs" / "run_lm_eval.py"
 _LIST_SECONDS = 600  # 13 s to read fifteen thousand benchmark files on 2 cores; a network disk takes longer

@@ -15,10 +15,10 @@ from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
-from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records import Counts, Metric
+from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "lm-eval"
 

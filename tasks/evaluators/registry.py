@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from tasks.config import EvaluatorName
 from tasks.evaluators.alpaca_eval import AlpacaEval
 from tasks.evaluators.evaluator import Evaluator
 from tasks.evaluators.helm import Helm
 from tasks.evaluators.levanter import Levanter
 from tasks.evaluators.lm_eval import LmEval
+from tasks.spec.evaluation import EvaluatorName
 
 EVALUATORS: dict[EvaluatorName, Evaluator] = {
     "levanter_lm_evaluation_harness": Levanter(),

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, SecretStr
 
 from resources.errors import SinkFailed
 from resources.settings import process_environment
-from tasks.sinks.config import MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
+from tasks.spec.sinks import MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
 
 _SECRET_VARIABLES = (
     *("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN"),

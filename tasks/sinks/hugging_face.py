@@ -15,7 +15,7 @@ from resources.errors import SinkFailed
 from resources.storage import storage
 from tasks.records import RECORD_NAME, Record
 from tasks.sinks.announcement import Announcement
-from tasks.sinks.config import HuggingFaceSink
+from tasks.spec.sinks import HuggingFaceSink
 
 CARD_NAME = "README.md"
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n?", re.DOTALL | re.MULTILINE)

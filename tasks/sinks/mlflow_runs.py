@@ -23,7 +23,7 @@ from resources.errors import SinkFailed
 from resources.storage import storage
 from tasks.records import RECORD_NAME, Record
 from tasks.sinks.announcement import REPORT_NAME, Announcement, metric_values
-from tasks.sinks.config import MlflowSink
+from tasks.spec.sinks import MlflowSink
 
 SERIES_TAG = "assay.series"
 _TAG_CHARACTERS = 5000

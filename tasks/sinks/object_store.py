@@ -23,7 +23,7 @@ from resources.errors import SinkFailed
 from resources.storage import storage
 from tasks.records import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, Announcement
-from tasks.sinks.config import ObjectStoreSink
+from tasks.spec.sinks import ObjectStoreSink
 
 _PERMISSION = re.compile(r"\b(?:storage\.[a-z]+\.\w+|s3:\w+)\b")
 _NEEDED = "storage.objects.list, .get, .create and .delete, or s3:ListBucket, s3:GetObject and s3:PutObject"

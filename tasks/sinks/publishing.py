@@ -28,9 +28,9 @@ from resources.errors import AssayError, SinkFailed
 from resources.settings import settings
 from tasks.records import Record, SinkState, now
 from tasks.sinks.announcement import Announcement
-from tasks.sinks.config import Sink
 from tasks.sinks.credentials import Credentials, credentials_of, scrub
 from tasks.sinks.sending import Answer, Job
+from tasks.spec.sinks import Sink
 
 _REASON_CHARACTERS = 800
 _LOOK_SECONDS = 0.1

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 
 from resources.errors import AssayError, SinkFailed
 from tasks.sinks.announcement import Announcement
-from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
+from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
 
 
 class Job(BaseModel):

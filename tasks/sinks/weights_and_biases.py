@@ -21,7 +21,7 @@ from resources.settings import set_process_environment_defaults
 from resources.storage import storage
 from tasks.records import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, STEP_METRIC, Announcement, metric_values
-from tasks.sinks.config import WeightsAndBiasesSink
+from tasks.spec.sinks import WeightsAndBiasesSink
 
 _FINISHED = ".finished"
 _FIXED: dict[str, Any] = {

@@ -52,11 +52,11 @@ from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.warm.fork_server import ForkServer
-from tasks.benchmarks import BUNDLED
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness, warmed
 from tasks.evaluators.lm_eval import LmEval
+from tasks.spec.benchmarks import BUNDLED
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 WORK = BENCH / "evaluator-start"
 SIDES = ("ours", "theirs")

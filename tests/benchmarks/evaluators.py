@@ -59,7 +59,7 @@ from side_by_side import (
 )
 
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.benchmarks import BUNDLED
+from tasks.spec.benchmarks import BUNDLED
 
 SUITE = "demo"
 LABELS = {"lm_evaluation_harness": "lm_eval", "helm": "helm", "alpaca_eval": "alpaca_eval"}

@@ -42,13 +42,13 @@ from resources.settings import settings
 from resources.storage import storage
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.checkpoints import find_checkpoints
-from tasks.config import EvaluationConfig, digest_of
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import Reconciliation, reconcile
 from tasks.record_index import keep_rows, record_stamps, row_of
 from tasks.records import Record, read_record
 from tasks.run_listing import look_at_run
+from tasks.spec.evaluation import EvaluationConfig, digest_of
 
 NEWEST = 10
 """Checkpoints without records, as a run has them that trains on."""

@@ -55,7 +55,7 @@ from side_by_side import (
 
 from pools.engine.engines import ENGINES, engine_flags
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.benchmarks import BUNDLED
+from tasks.spec.benchmarks import BUNDLED
 
 BENCHMARKS = ("demo_facts", "demo_backwards")
 WORK = BENCH / "series"

@@ -11,9 +11,9 @@ import pytest
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import ENVIRONMENTS
 from resources.errors import HarnessOutputInvalid
-from tasks.config import EvalTaskConfig, EvaluationConfig, EvaluatorName
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator
 from tasks.evaluators.registry import EVALUATORS
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig, EvaluatorName
 
 KEY = "sk-a-key-that-nobody-may-see"
 PYTHON = Path("/environment/bin/python")

@@ -21,8 +21,8 @@ from fakes.records import make_metric
 from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.records import note_sinks, read_record
-from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
 from tasks.sinks.publishing import missing_sinks, publish_record
+from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
 
 KEY = "f00dfacef00dfacef00dfacef00dfacef00dface"
 NUMBERS = {

@@ -32,13 +32,13 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.benchmarks import BUNDLED
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
 from tasks.claim_files import Claim, claims_folder, read_claims
 from tasks.policy_looking import look
 from tasks.policy_views import gaps_json
 from tasks.reconciliation import reconcile
 from tasks.records import Record, read_records
+from tasks.spec.benchmarks import BUNDLED
 from tasks.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]

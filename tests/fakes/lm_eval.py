@@ -13,10 +13,10 @@ from fakes.engine import FakeEngine
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.warm.fork_server import ForkServer
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, run_harness
 from tasks.evaluators.lm_eval import LmEval
 from tasks.evaluators.lm_eval_index import PROGRAM as PROGRAM
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 KEY = "sk-a-key-that-nobody-may-see"
 DEMO = ("demo_facts", "demo_backwards")

@@ -14,8 +14,8 @@ from fakes import engine as engine_program
 from fakes.polling import eventually
 from flows import suites as flows
 from resources.settings import process_environment
-from tasks.benchmark_sets import needs_of
-from tasks.config import EvalTaskConfig
+from tasks.spec.benchmark_sets import needs_of
+from tasks.spec.evaluation import EvalTaskConfig
 
 PROGRAMS = Path(flows.__file__).parents[1] / "tasks" / "programs"
 

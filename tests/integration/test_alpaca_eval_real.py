@@ -23,12 +23,12 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.alpaca_eval import AlpacaEval
 from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
 from tasks.records import Counts
 from tasks.samples import read_samples
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 

@@ -20,10 +20,10 @@ from resources.errors import BadInput
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover_one
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
 from tasks.evaluators.levanter import Levanter
 from tasks.samples import Sample
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 

@@ -19,13 +19,13 @@ from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import BOS, write_byte_tokenizer
 from resources.errors import HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment
-from tasks.config import EvalTaskConfig
 from tasks.evaluators.harness import Progress, verify_counts
 from tasks.evaluators.lm_eval import LmEval
 from tasks.evaluators.lm_eval_index import listed_benchmarks
-from tasks.options.lm_eval import LmEvalOptions
 from tasks.records import Counts
 from tasks.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.spec.evaluation import EvalTaskConfig
+from tasks.spec.options_lm_eval import LmEvalOptions
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 

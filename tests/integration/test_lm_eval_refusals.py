@@ -15,12 +15,12 @@ from fakes.engine import FakeEngine
 from fakes.lm_eval import DEMO, KINDS, Harness, make_config, make_model, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
 from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.lm_eval import LmEval
-from tasks.options.lm_eval import LmEvalOptions
 from tasks.records import Counts
 from tasks.samples import SAMPLES_NAME, read_samples
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.options_lm_eval import LmEvalOptions
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 

@@ -17,11 +17,11 @@ from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import bucket_objects
 from tasks.checkpoint_rules import CheckpointRule
-from tasks.config import EvaluationConfig
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import Reconciliation, reconcile
 from tasks.records import write_record
+from tasks.spec.evaluation import EvaluationConfig
 
 CHECKPOINTS = 300
 FILES = 4

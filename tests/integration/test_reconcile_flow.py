@@ -29,11 +29,11 @@ from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationIncomplete
 from resources.settings import process_environment
-from tasks.benchmarks import BUNDLED
 from tasks.gates import Gate
 from tasks.policy_looking import look
 from tasks.reconciliation import reconcile
 from tasks.records import Record, read_records
+from tasks.spec.benchmarks import BUNDLED
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]
 

@@ -23,11 +23,11 @@ from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import StagingIncomplete
 from resources.settings import process_environment, settings
-from tasks.config import EvaluationConfig
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.evaluators.registry import EVALUATORS
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.suites import SuiteRequest, load_suite
 from tasks.staging import fill_from, share_staged, stage
-from tasks.suites import SuiteRequest, load_suite
 from tasks.wanted_data import Wanted
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]

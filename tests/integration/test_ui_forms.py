@@ -20,9 +20,9 @@ from flows.deploying import deployments_for
 from flows.suites import evaluate_suite
 from resources.config import TpuConfig
 from resources.settings import process_environment
-from tasks.config import CheckpointSelection
 from tasks.gates import BaselineRule, Gate
-from tasks.suites import built_in_suites
+from tasks.spec.evaluation import CheckpointSelection
+from tasks.spec.suites import built_in_suites
 from tasks.work_pools import LOCAL_WORK_POOL, base_job_template
 
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]

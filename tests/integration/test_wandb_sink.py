@@ -14,8 +14,8 @@ from fakes.cells import make_cell
 from fakes.wandb_files import OfflineRun, read_offline_run
 from fakes.wandb_server import fake_wandb
 from tasks.records import read_records
-from tasks.sinks.config import WeightsAndBiasesSink
 from tasks.sinks.publishing import publish_record, publish_report
+from tasks.spec.sinks import WeightsAndBiasesSink
 
 KEY = "f00dfacef00dfacef00dfacef00dfacef00dface"
 OFFLINE = WeightsAndBiasesSink(project="p", entity="team", mode="offline", tags=("nightly",))

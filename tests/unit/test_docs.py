@@ -28,7 +28,6 @@ from pydantic.fields import FieldInfo
 
 from flows.backlog import sinks_in
 from flows.cli import app
-from flows.loading import load_config
 from flows.staging import StagingRequest
 from pools.config import InferencePoolConfig, ModelConfig
 from resources import errors
@@ -39,17 +38,18 @@ from resources.regions.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoint_rules import CheckpointRule
-from tasks.config import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.gates import BaselineRule, BoundRule, Gate
-from tasks.options.alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
-from tasks.options.helm import HelmOptions
-from tasks.options.levanter import LevanterOptions
-from tasks.options.lm_eval import LmEvalOptions
 from tasks.policies import Policy, PolicySuite, RetryBudget
 from tasks.records import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.samples import Sample
-from tasks.sinks.config import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
-from tasks.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
+from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
+from tasks.spec.loading import load_config
+from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
+from tasks.spec.options_helm import HelmOptions
+from tasks.spec.options_levanter import LevanterOptions
+from tasks.spec.options_lm_eval import LmEvalOptions
+from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
+from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 from tasks.training_config import TrainAndEvaluateConfig, TrainLmOnPodConfig
 
 ROOT = Path(__file__).parents[2]

@@ -27,7 +27,6 @@ from tasks.checkpoint_rules import CheckpointRule
 from tasks.checkpoints import find_checkpoints
 from tasks.claim_files import Claim, Holder, SeenClaim, Subject
 from tasks.claims import Claims
-from tasks.config import EvaluationConfig
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import Estimates, look
 from tasks.policy_marks import Mark, Marks
@@ -35,6 +34,7 @@ from tasks.reconciliation import Reconciliation, RunListing, State, reconcile
 from tasks.record_index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records import record_uri, write_record
 from tasks.run_listing import SeenCheckpoint, look_at_run
+from tasks.spec.evaluation import EvaluationConfig
 
 NOW = 1_000_000.0
 NOTHING = RunRecords({}, (), {})

@@ -13,11 +13,11 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engines import engine_kwargs
 from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.alpaca_eval import AlpacaEval
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
-from tasks.options.alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
 from tasks.records import Counts
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
 
 PYTHON = Path("/environment/bin/python")
 KEY, JUDGE_KEY = "sk-a-key-that-nobody-may-see", "sk-the-judges-key-that-nobody-may-see"

@@ -25,14 +25,14 @@ from resources.errors import (
     UnknownBenchmark,
 )
 from resources.settings import process_environment
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.records import Counts
 from tasks.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 KEY = "sk-a-key-that-nobody-may-see"
-PROGRAM = Path(__file__).parents[1] / "fakes" / "harness.py"
+PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
 MODEL = RunningModel(
     base_url="http://127.0.0.1:9/v1",
     model="m",

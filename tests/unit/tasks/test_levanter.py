@@ -13,11 +13,11 @@ from pydantic import ValidationError
 from pools.endpoint import LocalCheckpoint
 from resources.config import ResourceConfig
 from resources.errors import BadInput, HarnessOutputInvalid
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Progress
 from tasks.evaluators.levanter import Levanter
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
-RECORDED = Path(__file__).parents[1] / "data" / "lm_eval" / "recorded"
+RECORDED = Path(__file__).parents[2] / "data" / "lm_eval" / "recorded"
 PYTHON = Path("/environment/bin/python")
 
 

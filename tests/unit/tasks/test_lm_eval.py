@@ -27,13 +27,13 @@ from resources.errors import (
     UnknownBenchmark,
 )
 from resources.settings import settings
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.evaluators.lm_eval import LmEval
 from tasks.evaluators.lm_eval_results import NO_ANSWER
-from tasks.options.lm_eval import LmEvalOptions
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.options_lm_eval import LmEvalOptions
 
-DATA = Path(__file__).parents[1] / "data" / "lm_eval"
+DATA = Path(__file__).parents[2] / "data" / "lm_eval"
 PYTHON = Path("/environment/bin/python")
 KEY = "sk-a-key-that-nobody-may-see"
 EVALS = (

@@ -8,12 +8,12 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from flows.loading import load_config
 from pools.config import InferencePoolConfig, ModelConfig
 from resources.config import ResourceConfig
 from resources.errors import BadInput
-from tasks.benchmarks import benchmarks_digest
-from tasks.config import EvaluationConfig, digest_of
+from tasks.spec.benchmarks import benchmarks_digest
+from tasks.spec.evaluation import EvaluationConfig, digest_of
+from tasks.spec.loading import load_config
 
 MINIMAL = {"model_path": "/runs/run-a", "evals": [{"name": "demo_facts"}]}
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-BUNDLED = REPOSITORY / "tasks" / "bundled"
+REPOSITORY = Path(__file__).resolve().parents[3]
+BUNDLED = REPOSITORY / "tasks" / "spec" / "bundled"
 PROGRAMS = REPOSITORY / "flows" / "programs"
 NAMES = ("demo_facts", "demo_backwards")
 INSTRUCTIONS = Path("alpaca_eval") / "demo_instructions.json"

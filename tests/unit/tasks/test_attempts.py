@@ -20,13 +20,13 @@ from resources.errors import EvaluationInterrupted
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
 from tasks.checkpoints import find_checkpoints
-from tasks.config import EvaluationConfig
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records import CheckpointReference, read_record
 from tasks.samples import Sample
 from tasks.serving import Interruption
+from tasks.spec.evaluation import EvaluationConfig
 
-PROGRAM = Path(__file__).parents[1] / "fakes" / "harness.py"
+PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from tasks.cancelled_runs import stop_claimed
 from tasks.claim_files import Subject, claims_folder
 from tasks.claims import Claims
 from tasks.leftovers import end_claims, end_jobs
-from tasks.names import job_label
 from tasks.policy_marks import read_marks
+from tasks.spec.names import job_label
 
 RUN, OTHER = "0a1b2c3d-0000-4000-8000-000000000001", "9a1b2c3d-0000-4000-8000-000000000002"
 

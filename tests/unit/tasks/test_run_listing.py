@@ -16,13 +16,13 @@ from resources.settings import settings
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.claim_files import Subject, claims_folder
 from tasks.claims import Claims
-from tasks.config import EvaluationConfig
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import RunListing, reconcile
 from tasks.record_index import Evaluated, IndexedRecord, RunRecords
 from tasks.records import write_record
 from tasks.run_listing import SeenCheckpoint, look_at_run
+from tasks.spec.evaluation import EvaluationConfig
 
 
 @pytest.fixture(autouse=True)

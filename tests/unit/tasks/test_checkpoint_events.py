@@ -12,11 +12,11 @@ from prefect.events.schemas.events import Resource
 
 from fakes.models import write_checkpoint
 from flows.cli_schedule import duration
-from flows.loading import load_config
 from flows.watching import watch
 from resources.errors import BadInput, PrefectUnavailable
 from tasks.checkpoint_events import CompleteCheckpoint, Watched, checkpoint_at, resources_of
 from tasks.policies import Policy
+from tasks.spec.loading import load_config
 
 
 @pytest.fixture

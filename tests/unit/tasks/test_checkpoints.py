@@ -13,8 +13,8 @@ from pools.weights.model_files import digest_model_folder
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints
-from tasks.config import CheckpointSelection
-from tasks.names import name_of
+from tasks.spec.evaluation import CheckpointSelection
+from tasks.spec.names import name_of
 
 
 class Clock:

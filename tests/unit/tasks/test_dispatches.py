@@ -13,7 +13,6 @@ from resources.regions.region_table import Regions
 from resources.regions.work_pools import Source, WorkPoolState
 from tasks.batches import batches_of, placed
 from tasks.checkpoint_rules import CheckpointRule
-from tasks.config import EvaluationConfig
 from tasks.dispatches import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import Estimates
@@ -21,6 +20,7 @@ from tasks.policy_marks import Mark, Marks
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.record_index import IndexedRecord, RunRecords
 from tasks.run_listing import SeenCheckpoint
+from tasks.spec.evaluation import EvaluationConfig
 
 NOW = 1_000_000.0
 POLICY = Policy.model_validate(

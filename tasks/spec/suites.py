@@ -21,14 +21,14 @@ from resources.config import Config, CpuConfig, ResourceConfig
 from resources.errors import BadInput
 from resources.settings import settings
 from resources.storage import storage
-from tasks.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
-from tasks.config import EvalTaskConfig, EvaluationConfig, EvaluatorName
-from tasks.names import name_of
-from tasks.options.alpaca_eval import AlpacaEvalOptions, Judge
-from tasks.options.helm import HelmOptions
-from tasks.options.levanter import LevanterOptions
-from tasks.options.lm_eval import LmEvalOptions
-from tasks.sinks.config import Sinks
+from tasks.spec.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig, EvaluatorName
+from tasks.spec.names import name_of
+from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, Judge
+from tasks.spec.options_helm import HelmOptions
+from tasks.spec.options_levanter import LevanterOptions
+from tasks.spec.options_lm_eval import LmEvalOptions
+from tasks.spec.sinks import Sinks
 
 _LM_EVAL: EvaluatorName = "lm_evaluation_harness"
 _ENGINE_KWARGS: dict[str, Any] = {"max_model_len": 4096}

@@ -13,14 +13,14 @@ import pytest
 
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, HarnessOutputInvalid
-from tasks.benchmarks import BUNDLED
-from tasks.config import EvalTaskConfig, EvaluationConfig
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.helm import Helm
-from tasks.options.helm import HelmOptions
 from tasks.records import Counts
+from tasks.spec.benchmarks import BUNDLED
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.options_helm import HelmOptions
 
-RECORDED = Path(__file__).parents[1] / "data" / "helm"
+RECORDED = Path(__file__).parents[2] / "data" / "helm"
 CHOICES = "custom_mcqa,path=helm_demo_mcqa.jsonl,method=multiple_choice_separate_original:model=assay_m"
 PYTHON = Path("/environment/bin/python")
 

@@ -18,10 +18,10 @@ from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
 from tasks.cells import plan_cells
 from tasks.checkpoints import find_checkpoints, select
-from tasks.config import CheckpointSelection, EvaluationConfig
-from tasks.options.alpaca_eval import AlpacaEvalOptions, Judge
 from tasks.provisioning import judge_of
 from tasks.serving import EndpointServing
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, Judge
 
 
 def config(path: Path | str, output: Path | str, **changes: Any) -> EvaluationConfig:

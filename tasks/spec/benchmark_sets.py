@@ -12,8 +12,8 @@ import yaml
 
 from resources.config import Config
 from resources.errors import BadInput
-from tasks.benchmarks import BUNDLED
-from tasks.config import EvalTaskConfig
+from tasks.spec.benchmarks import BUNDLED
+from tasks.spec.evaluation import EvalTaskConfig
 
 SUITE_DATA = Path(__file__).parent / "suite_data"
 

@@ -7,11 +7,11 @@ import io
 from rich.console import Console
 
 from tasks.checkpoint_rules import CheckpointRule
-from tasks.config import EvaluationConfig
 from tasks.policies import WantedEvaluation
 from tasks.policy_views import gaps_table
 from tasks.reconciliation import OpenCell, Reconciliation
 from tasks.run_listing import SeenCheckpoint
+from tasks.spec.evaluation import EvaluationConfig
 
 CONFIG = EvaluationConfig.model_validate(
     {"model_path": "run", "evals": [{"name": "demo_facts"}], "base_url": "http://127.0.0.1:9/v1"}

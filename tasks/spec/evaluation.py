@@ -11,12 +11,12 @@ from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, ResourceConfig
-from tasks.names import in_few_words, name_of
-from tasks.options.alpaca_eval import AlpacaEvalOptions
-from tasks.options.helm import HelmOptions
-from tasks.options.levanter import LevanterOptions
-from tasks.options.lm_eval import LmEvalOptions
-from tasks.sinks.config import Sinks
+from tasks.spec.names import in_few_words, name_of
+from tasks.spec.options_alpaca_eval import AlpacaEvalOptions
+from tasks.spec.options_helm import HelmOptions
+from tasks.spec.options_levanter import LevanterOptions
+from tasks.spec.options_lm_eval import LmEvalOptions
+from tasks.spec.sinks import Sinks
 
 EvaluatorName = Literal["lm_evaluation_harness", "helm", "alpaca_eval", "levanter_lm_evaluation_harness"]
 EVALUATOR_TITLES: dict[EvaluatorName, str] = {

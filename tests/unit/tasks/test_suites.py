@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 from flows.cli import app
 from resources.config import GpuConfig
 from resources.errors import BadInput
-from tasks.benchmark_sets import benchmark_sets, needs_of, split_by_kind
-from tasks.config import EvaluationConfig
-from tasks.suites import Suite, SuiteRequest, built_in_suites, load_suite
+from tasks.spec.benchmark_sets import benchmark_sets, needs_of, split_by_kind
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.suites import Suite, SuiteRequest, built_in_suites, load_suite
 
 OWN = """
 name: mine

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from resources.storage import storage
-from tasks.config import EvaluationConfig, digest_of
+from tasks.spec.evaluation import EvaluationConfig, digest_of
 
 BUNDLED = Path(__file__).parent / "bundled"
 """Benchmarks as lm-eval reads them, one YAML and one JSONL file each; other harnesses' in folders of their own."""

@@ -8,7 +8,6 @@ from typing import Any
 
 from fakes.records import make_metric, make_record, publish
 from tasks.checkpoint_rules import CheckpointRule
-from tasks.config import EvaluationConfig
 from tasks.gate_verdicts import JudgedCheckpoint
 from tasks.gates import Gate
 from tasks.policies import Policy, WantedEvaluation
@@ -16,6 +15,7 @@ from tasks.policy_gating import judged_of
 from tasks.reconciliation import RunListing
 from tasks.record_index import RunRecords
 from tasks.run_listing import SeenCheckpoint
+from tasks.spec.evaluation import EvaluationConfig
 
 LATEST, EVERY = Gate(), Gate(checkpoints="every")
 

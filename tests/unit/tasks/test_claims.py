@@ -106,7 +106,7 @@ claims = Claims({str(tmp_path)!r}).__enter__()
 claims.acquire([Subject.model_validate_json({CELL.model_dump_json()!r})])
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", code], check=False, timeout=60, cwd=Path(__file__).parents[3])
     [seen] = read_claims(str(tmp_path))
     assert seen.holder is not None
     with Claims(str(tmp_path), in_background=False) as mine:
@@ -177,7 +177,7 @@ def test_processes_that_race_for_cells_on_disk_evaluate_each_once(tmp_path: Path
     work = tmp_path / "work"
     work.mkdir()
     command = [sys.executable, "-c", RACE, str(tmp_path / "claims"), str(work)]
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     processes = [
         subprocess.Popen(command, cwd=root, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(4)
     ]

@@ -20,9 +20,9 @@ from resources.jobs.jobs import Command, JobRequest, JobStatus
 from tasks.cells import Cell
 from tasks.checkpoints import Checkpoint
 from tasks.claiming import Shares
-from tasks.config import EvaluationConfig
 from tasks.progress import Event, Update, listening
 from tasks.records import CheckpointReference, now, write_record
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.training_cells import ArrivingCells, Exports, step_in
 
 CONFIG = EvaluationConfig.model_validate(
