@@ -14,8 +14,8 @@ from tasks.announcing import announce
 from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoint_events import emit
 from tasks.checkpoints import Checkpoint
-from tasks.claim_files import claims_folder
 from tasks.claiming import Shares
+from tasks.claims.files import claims_folder
 from tasks.evaluation import evaluate_cells
 from tasks.gates import Gate
 from tasks.gating import conclude_by

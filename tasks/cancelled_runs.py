@@ -19,7 +19,7 @@ from prefect.runtime import flow_run
 from prefect.settings import PREFECT_API_URL
 
 from resources.errors import AssayError
-from tasks.claim_files import read_claims
+from tasks.claims.files import read_claims
 from tasks.leftovers import claims_folders, held_by
 from tasks.policies import Policy
 from tasks.policy_acts import CANCELLED_BY_COMMAND

@@ -10,8 +10,8 @@ from types import TracebackType
 from prefect.runtime import flow_run
 
 from tasks.cells import Cell
-from tasks.claim_files import SeenClaim, Subject, claims_folder
-from tasks.claims import LEASE_SECONDS, Claims
+from tasks.claims.files import SeenClaim, Subject, claims_folder
+from tasks.claims.leases import LEASE_SECONDS, Claims
 from tasks.progress import report_event
 from tasks.records import now, read_record
 from tasks.spec.names import how_many

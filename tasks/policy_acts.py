@@ -11,7 +11,7 @@ from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 
 from resources.errors import AssayError, BadInput
-from tasks.claim_files import SeenClaim, end_claim
+from tasks.claims.files import SeenClaim, end_claim
 from tasks.dispatches import read_dispatches
 from tasks.policies import Policy
 from tasks.policy_looking import run_folder

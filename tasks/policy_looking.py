@@ -13,7 +13,7 @@ from resources.errors import BadInput
 from resources.regions.regions import price_per_hour, regions_for
 from resources.storage import storage
 from tasks.batches import Batch
-from tasks.claim_files import claims_folder, read_claims
+from tasks.claims.files import claims_folder, read_claims
 from tasks.policies import Policy, WantedEvaluation, wanted_evaluations
 from tasks.policy_marks import read_marks
 from tasks.reconciliation import OpenCell, RunListing, undecided

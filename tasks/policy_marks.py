@@ -12,8 +12,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from resources.config import Config
-from resources.processes import acting_user
 from resources.storage import storage
+from tasks.claims.process_marks import acting_user
 
 _FOLDER = "marks"
 

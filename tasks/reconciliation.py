@@ -10,7 +10,7 @@ from typing import Literal
 
 from resources.collection import seldom_collecting
 from tasks.checkpoint_rules import eligible_steps, might_be_eligible
-from tasks.claim_files import SeenClaim
+from tasks.claims.files import SeenClaim
 from tasks.policies import Policy, RetryBudget, WantedEvaluation
 from tasks.policy_marks import Marks
 from tasks.record_index import Evaluated, IndexedRecord, RunRecords

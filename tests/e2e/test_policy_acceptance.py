@@ -33,7 +33,7 @@ from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
-from tasks.claim_files import Claim, claims_folder, read_claims
+from tasks.claims.files import Claim, claims_folder, read_claims
 from tasks.policy_looking import look
 from tasks.policy_views import gaps_json
 from tasks.reconciliation import reconcile

@@ -20,7 +20,7 @@ from fakes.training import CONTEXT, nano_training, trainers_of, write_training_d
 from flows.training import train_and_evaluate
 from resources.errors import GateRefused, JobFailed
 from resources.settings import process_environment
-from tasks.claim_files import claims_folder, read_claims
+from tasks.claims.files import claims_folder, read_claims
 from tasks.gates import Gate
 from tasks.progress import CellDone, Update, listening
 from tasks.records import Record, read_records

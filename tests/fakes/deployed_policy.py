@@ -23,7 +23,7 @@ from flows.policy_deploying import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint
-from tasks.claim_files import claims_folder, read_claims
+from tasks.claims.files import claims_folder, read_claims
 from tasks.records import read_records
 from tasks.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from fakes.conditional_store import ConditionalStore, Steps, conditional_store
 from resources.errors import ClaimLost
-from resources.processes import ProcessMark
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
-from tasks.claim_files import Claim, Subject, end_claim, read_claims
-from tasks.claims import Claims
+from tasks.claims.files import Claim, Subject, end_claim, read_claims
+from tasks.claims.leases import Claims
+from tasks.claims.process_marks import ProcessMark
 
 LEASE = 60.0
 CELL = Subject(key="step-1.facts-0123456789", checkpoint="run-1", evaluation_hash="hash")
@@ -99,8 +99,8 @@ def test_holder_that_could_not_renew_in_time_counts_itself_out_without_asking(tm
 
 def test_dead_process_of_the_same_machine_is_succeeded_at_once(tmp_path: Path):
     code = f"""
-from tasks.claim_files import Subject
-from tasks.claims import Claims
+from tasks.claims.files import Subject
+from tasks.claims.leases import Claims
 import os, signal
 claims = Claims({str(tmp_path)!r}).__enter__()
 claims.acquire([Subject.model_validate_json({CELL.model_dump_json()!r})])
@@ -152,8 +152,8 @@ def test_claim_of_one_who_had_looked_too_early_stands_in_nobodys_way(tmp_path: P
 RACE = """
 import sys
 from pathlib import Path
-from tasks.claim_files import Subject
-from tasks.claims import Claims
+from tasks.claims.files import Subject
+from tasks.claims.leases import Claims
 folder, work = sys.argv[1], Path(sys.argv[2])
 subjects = [Subject(key=f"step-{n}.cell", checkpoint=f"c-{n}", evaluation_hash="h") for n in range(12)]
 print("ready", flush=True)

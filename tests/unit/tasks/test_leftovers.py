@@ -14,8 +14,8 @@ from resources.config import ResourceConfig
 from resources.errors import ClaimLost
 from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
 from tasks.cancelled_runs import stop_claimed
-from tasks.claim_files import Subject, claims_folder
-from tasks.claims import Claims
+from tasks.claims.files import Subject, claims_folder
+from tasks.claims.leases import Claims
 from tasks.leftovers import end_claims, end_jobs
 from tasks.policy_marks import read_marks
 from tasks.spec.names import job_label

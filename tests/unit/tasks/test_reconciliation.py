@@ -19,14 +19,14 @@ from flows.cli import app
 from flows.reconcile import load_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import RecordStatus
-from resources.processes import ProcessMark
 from resources.storage import storage
 from tasks.cancelled_runs import stop_unfinished
 from tasks.cells import plan_cells
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.checkpoints import find_checkpoints
-from tasks.claim_files import Claim, Holder, SeenClaim, Subject
-from tasks.claims import Claims
+from tasks.claims.files import Claim, Holder, SeenClaim, Subject
+from tasks.claims.leases import Claims
+from tasks.claims.process_marks import ProcessMark
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import Estimates, look
 from tasks.policy_marks import Mark, Marks

@@ -14,8 +14,8 @@ from fakes.models import write_checkpoint
 from fakes.records import make_record
 from resources.settings import settings
 from tasks.checkpoint_rules import CheckpointRule
-from tasks.claim_files import Subject, claims_folder
-from tasks.claims import Claims
+from tasks.claims.files import Subject, claims_folder
+from tasks.claims.leases import Claims
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import RunListing, reconcile

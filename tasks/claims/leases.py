@@ -20,10 +20,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from resources.errors import AssayError, ClaimLost
-from resources.processes import ProcessMark, acting_user
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
-from tasks.claim_files import (
+from tasks.claims.files import (
     Claim,
     ClaimFile,
     Holder,
@@ -35,6 +34,7 @@ from tasks.claim_files import (
     read_file,
     standing_claims,
 )
+from tasks.claims.process_marks import ProcessMark, acting_user
 
 LEASE_SECONDS = 120.0
 """How long a claim holds after the last sign of life of its holder."""

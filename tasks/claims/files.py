@@ -11,8 +11,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from resources.config import Config
-from resources.processes import ProcessMark
 from resources.storage import storage
+from tasks.claims.process_marks import ProcessMark
 
 _CLOCKS_DIFFER_SECONDS = 10.0
 _FOLDER = "claims"

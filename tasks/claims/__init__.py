@@ -1,0 +1,1 @@
+"""Claims: which run evaluates which cell."""
