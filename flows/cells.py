@@ -11,8 +11,8 @@ from flows.hooks import leave_nothing
 from flows.reconcile import reconcile_once
 from tasks.dispatches import FLOW, CellNames, name_of_cell
 from tasks.policies import Policy
-from tasks.policy_runs import settle_lost
-from tasks.prefect_client import end_is_told
+from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.flow_runs import settle_lost
 
 
 @flow(

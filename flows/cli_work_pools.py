@@ -34,8 +34,8 @@ def apply(
     from flows.policy_deploying import watch_over_flow_runs
     from flows.region_deployments import deploy_sent_flows
     from resources.regions.regions import known_regions, load_regions
-    from tasks.accelerators import limit_accelerators
-    from tasks.work_pools import apply_work_pools, wanted_work_pools
+    from tasks.prefect_server.accelerators import limit_accelerators
+    from tasks.prefect_server.work_pools import apply_work_pools, wanted_work_pools
 
     require_server()
     table = load_regions(regions) if regions else known_regions()
@@ -80,7 +80,7 @@ def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
     """Show each region's work pool, and whether a flow run would start there now."""
     from flows.deploying import require_server
     from resources.regions.regions import known_regions, load_regions
-    from tasks.work_pools import LOCAL_WORK_POOL, work_pool_states
+    from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, work_pool_states
 
     require_server()
     table = load_regions(regions) if regions else known_regions()
@@ -119,8 +119,8 @@ def choose(
     from resources.config import ResourceConfig
     from resources.regions.regions import known_regions, load_regions
     from resources.regions.work_pools import Source, choose_work_pool
+    from tasks.prefect_server.work_pools import work_pool_states
     from tasks.spec.loading import build_config
-    from tasks.work_pools import work_pool_states
 
     require_server()
     table = load_regions(regions) if regions else known_regions()

@@ -10,7 +10,7 @@ from resources.errors import AssayError
 from tasks.dispatches import read_dispatches, with_dispatches
 from tasks.dispatching import Dispatcher
 from tasks.policies import Policy, check_policy_paths
-from tasks.progress import report_event
+from tasks.prefect_server.progress import report_event
 from tasks.reconciliation import Reconciliation, RunListing
 from tasks.spec.names import how_many
 

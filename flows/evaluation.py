@@ -14,11 +14,11 @@ from tasks.claiming import Shares
 from tasks.evaluation import evaluate_cells, stage_tokenizers
 from tasks.gates import Gate
 from tasks.gating import conclude_by
-from tasks.prefect_client import end_is_told
+from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.progress_artifact import marked
 from tasks.provisioning import as_served, provisioned
 from tasks.publishing import publish_report
 from tasks.records import Record, now
-from tasks.run_marks import marked
 from tasks.spec.evaluation import EvaluationConfig
 
 

@@ -13,8 +13,8 @@ from resources.errors import AssayError
 from tasks.cancelled_runs import stop_claimed
 from tasks.leftovers import end_claims, end_jobs
 from tasks.policies import Policy
-from tasks.policy_runs import end_task_runs
-from tasks.run_marks import note_ending
+from tasks.prefect_server.flow_runs import end_task_runs
+from tasks.prefect_server.progress_artifact import note_ending
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 

@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tasks.progress import CellDone, CellProgress, Event, Update
+from tasks.prefect_server.progress import CellDone, CellProgress, Event, Update
 
 _SECONDS_BETWEEN_PLAIN_LINES = 5.0
 

@@ -26,7 +26,7 @@ from resources.storage import storage
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, resources_of
 from tasks.dispatching import TAG
 from tasks.policies import Policy, check_policy_paths
-from tasks.prefect_client import prefect_client
+from tasks.prefect_server.client import prefect_client
 
 ENTRYPOINT = "flows.reconcile.reconcile_policy"
 SILENCE_AUTOMATION = "assay: flow runs without a sign of life"

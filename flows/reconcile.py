@@ -24,12 +24,12 @@ from tasks.gates import Gate
 from tasks.policies import Policy, check_policy_paths
 from tasks.policy_gating import conclude_policy
 from tasks.policy_looking import look
-from tasks.policy_runs import collapse_waiting, settle_lost
-from tasks.prefect_client import end_is_told
-from tasks.progress import report_event
+from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
+from tasks.prefect_server.progress import report_event
+from tasks.prefect_server.progress_artifact import marked
 from tasks.reconciliation import OpenCell, Reconciliation, reconcile
 from tasks.records import Record, now, read_record
-from tasks.run_marks import marked
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 

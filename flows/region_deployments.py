@@ -15,7 +15,7 @@ from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.regions.region_table import Regions
 from tasks.dispatching import TAG
-from tasks.prefect_client import prefect_client
+from tasks.prefect_server.client import prefect_client
 
 SENT: tuple[Flow[..., Any], ...] = (evaluate_cells, evaluate_checkpoints, evaluate_suite)
 """The flows that are sent: by a policy, by `assay evaluate` with benchmarks, and with a suite."""

@@ -10,8 +10,8 @@ from rich.console import Console
 from flows.live import live_view
 from resources.errors import AssayError, BadInput
 from tasks.gate_verdicts import Verdict
-from tasks.prefect_client import prefect_errors_in_words
-from tasks.progress import CellDone, Judged, Update, listening
+from tasks.prefect_server.client import prefect_errors_in_words
+from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.publishing import report_uri
 from tasks.records import Record, current_records, now, read_records
 

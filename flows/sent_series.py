@@ -26,7 +26,7 @@ from tasks.batches import resources_of
 from tasks.checkpoints import discover, layouts_for
 from tasks.dispatching import send_run, source_of, states_of
 from tasks.gates import Gate
-from tasks.prefect_client import prefect_client
+from tasks.prefect_server.client import prefect_client
 from tasks.publishing import report_uri
 from tasks.records import current_records, now, read_records
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of

@@ -19,12 +19,12 @@ from tasks.claims.files import claims_folder
 from tasks.evaluation import evaluate_cells
 from tasks.gates import Gate
 from tasks.gating import conclude_by
-from tasks.prefect_client import end_is_told
-from tasks.progress import report_event
+from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.progress import report_event
+from tasks.prefect_server.progress_artifact import marked
 from tasks.provisioning import as_served, prepare_environments, provisioned, served_alike
 from tasks.publishing import publish_report
 from tasks.records import Record, now
-from tasks.run_marks import marked
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training import finished, is_trained, plan_training, training
 from tasks.training_cells import ArrivingCells, Exports

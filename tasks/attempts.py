@@ -26,7 +26,7 @@ from tasks.cells import Cell
 from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
-from tasks.progress import CellDone, CellProgress, report, report_event
+from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
 from tasks.provenance import git_state, hardware, versions
 from tasks.provisioning import judge_of
 from tasks.record_index import note_record

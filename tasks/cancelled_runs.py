@@ -25,8 +25,8 @@ from tasks.policies import Policy
 from tasks.policy_acts import CANCELLED_BY_COMMAND
 from tasks.policy_looking import look, run_folder
 from tasks.policy_marks import write_mark
-from tasks.prefect_client import prefect_client
-from tasks.progress import report_event
+from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.progress import report_event
 from tasks.reconciliation import OpenCell, reconcile
 
 

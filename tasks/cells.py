@@ -17,7 +17,7 @@ from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupt
 from resources.storage import storage
 from tasks.checkpoints import Checkpoint
 from tasks.evaluators.registry import EVALUATORS
-from tasks.progress import report_event
+from tasks.prefect_server.progress import report_event
 from tasks.records import CheckpointReference, Record, read_record
 from tasks.run_listing import listing_digest
 from tasks.spec.benchmarks import benchmarks_digest

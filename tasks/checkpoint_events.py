@@ -17,7 +17,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints import Checkpoint, find_checkpoints
 from tasks.policies import Policy
-from tasks.prefect_client import prefect_client
+from tasks.prefect_server.client import prefect_client
 from tasks.run_listing import SeenCheckpoint, expand_runs, look_at_run
 from tasks.spec.names import name_of
 

@@ -19,7 +19,7 @@ from pools.weights.native_files import Exports, inspect_native_folder, is_native
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from resources.storage.storage import FileInfo
-from tasks.progress import report_event
+from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.names import how_many, name_of, step_of
 

@@ -12,7 +12,7 @@ from prefect.runtime import flow_run
 from tasks.cells import Cell
 from tasks.claims.files import SeenClaim, Subject, claims_folder
 from tasks.claims.leases import LEASE_SECONDS, Claims
-from tasks.progress import report_event
+from tasks.prefect_server.progress import report_event
 from tasks.records import now, read_record
 from tasks.spec.names import how_many
 

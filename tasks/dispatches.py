@@ -28,7 +28,7 @@ from pydantic import Field, ValidationError
 
 from resources.config import Config
 from tasks.policies import Policy
-from tasks.prefect_client import prefect_client
+from tasks.prefect_server.client import prefect_client
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.spec.names import in_few_words
 

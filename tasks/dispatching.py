@@ -24,10 +24,10 @@ from resources.storage import storage
 from tasks.batches import Batch, batches_of, placed, without_limits
 from tasks.dispatches import FLOW, MOVED, CellNames, Dispatch, Dispatches, name_of_cell
 from tasks.policies import Policy
-from tasks.prefect_client import prefect_client
+from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.work_pools import work_pool_states
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.spec.evaluation import digest_of
-from tasks.work_pools import work_pool_states
 
 TAG = "assay"
 """Of all our flow runs: an automation looks after those that show no sign of life."""

@@ -22,7 +22,7 @@ from tasks.cells import Cell
 from tasks.claiming import Shares
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.registry import EVALUATORS
-from tasks.progress import report_event
+from tasks.prefect_server.progress import report_event
 from tasks.serving import Interruption, Serving
 from tasks.spec.evaluation import EvaluationConfig, EvaluatorName
 

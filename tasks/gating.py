@@ -13,8 +13,8 @@ from tasks.cells import Cell, conclude
 from tasks.gate_verdicts import JudgedCheckpoint, Verdict, judge
 from tasks.gate_views import verdict_markdown
 from tasks.gates import Gate
-from tasks.prefect_client import show
-from tasks.progress import Judged, report, report_event
+from tasks.prefect_server.client import show
+from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.record_search import FoundRecord
 from tasks.records import Record, read_record
 from tasks.spec.names import artifact_key

@@ -16,8 +16,8 @@ from tasks.dispatches import read_dispatches
 from tasks.policies import Policy
 from tasks.policy_looking import run_folder
 from tasks.policy_marks import write_mark
-from tasks.prefect_client import prefect_client
-from tasks.progress import report_event
+from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.progress import report_event
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 
 CANCELLED_BY_COMMAND = "assay cancel"

@@ -13,7 +13,7 @@ from tasks.gates import Gate
 from tasks.gating import judge_checkpoints
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look, run_folder
-from tasks.progress import Judged, report
+from tasks.prefect_server.progress import Judged, report
 from tasks.reconciliation import RunListing
 from tasks.record_search import FoundRecord
 from tasks.records import find_records

@@ -20,9 +20,9 @@ from pools.pool.session import PoolSession
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import settings
-from tasks.accelerators import accelerators_reserved
 from tasks.evaluators.registry import EVALUATORS
-from tasks.progress import report_event
+from tasks.prefect_server.accelerators import accelerators_reserved
+from tasks.prefect_server.progress import report_event
 from tasks.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import pool_label

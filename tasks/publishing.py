@@ -11,8 +11,8 @@ from prefect.artifacts import create_image_artifact, create_link_artifact, creat
 from prefect.cache_policies import NO_CACHE
 
 from resources.storage import storage
-from tasks.prefect_client import show
-from tasks.progress import report_event
+from tasks.prefect_server.client import show
+from tasks.prefect_server.progress import report_event
 from tasks.records import Record, current_records, read_records
 from tasks.reports import curves_svg, results_rows, write_report
 from tasks.spec.evaluation import EvaluationConfig

@@ -18,7 +18,7 @@ from tasks.cells import Cell, plan_cells
 from tasks.checkpoints import Checkpoint, find_checkpoints
 from tasks.claiming import Shares
 from tasks.evaluation import stage_tokenizers
-from tasks.progress import Event, report, report_event
+from tasks.prefect_server.progress import Event, report, report_event
 from tasks.serving import Serving
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many

@@ -36,10 +36,10 @@ from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, sen
 from tasks.claims.files import Claim, claims_folder, read_claims
 from tasks.policy_looking import look
 from tasks.policy_views import gaps_json
+from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.reconciliation import reconcile
 from tasks.records import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
-from tasks.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 

@@ -22,7 +22,7 @@ from resources.errors import GateRefused, JobFailed
 from resources.settings import process_environment
 from tasks.claims.files import claims_folder, read_claims
 from tasks.gates import Gate
-from tasks.progress import CellDone, Update, listening
+from tasks.prefect_server.progress import CellDone, Update, listening
 from tasks.records import Record, read_records
 from tasks.training_config import TrainAndEvaluateConfig
 

@@ -29,11 +29,11 @@ from resources.storage import storage
 from tasks.cells import plan_cells
 from tasks.checkpoints import discover
 from tasks.gates import Gate
+from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.provisioning import as_served
 from tasks.records import write_record
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, load_suite
-from tasks.work_pools import LOCAL_WORK_POOL, base_job_template
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]
 

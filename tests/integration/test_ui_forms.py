@@ -21,9 +21,9 @@ from flows.suites import evaluate_suite
 from resources.config import TpuConfig
 from resources.settings import process_environment
 from tasks.gates import BaselineRule, Gate
+from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.suites import built_in_suites
-from tasks.work_pools import LOCAL_WORK_POOL, base_job_template
 
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
 

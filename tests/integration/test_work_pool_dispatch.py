@@ -30,8 +30,8 @@ from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoUsableWorkPool
 from resources.settings import settings
+from tasks.prefect_server.work_pools import work_pool_states
 from tasks.records import read_records
-from tasks.work_pools import work_pool_states
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from flows.live import Progress, live_view
-from tasks.progress import CellDone, CellProgress, Event
+from tasks.prefect_server.progress import CellDone, CellProgress, Event
 
 
 class Clock:

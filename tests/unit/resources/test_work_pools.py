@@ -27,7 +27,7 @@ from resources.regions.region_table import Regions, WorkPoolType
 from resources.regions.regions import load_regions
 from resources.regions.work_pools import Source, WorkPoolState, choose_work_pool
 from resources.tpu import TPU_TOPOLOGIES
-from tasks.work_pools import LOCAL_WORK_POOL, base_job_template, wanted_work_pools, work_pool_states
+from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template, wanted_work_pools, work_pool_states
 
 REPOSITORY = Path(__file__).parents[3]
 OURS = load_regions(REPOSITORY / "deployments" / "regions.yaml")

@@ -15,9 +15,9 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 
 from fakes.polling import eventually
 from resources.errors import BadInput, PrefectUnavailable
-from tasks.prefect_client import end_is_told, prefect_errors_in_words, server_answers, show
-from tasks.progress import CellDone, CellProgress, Event, Update, listening
-from tasks.run_marks import ProgressBar
+from tasks.prefect_server.client import end_is_told, prefect_errors_in_words, server_answers, show
+from tasks.prefect_server.progress import CellDone, CellProgress, Event, Update, listening
+from tasks.prefect_server.progress_artifact import ProgressBar
 
 
 @dataclass

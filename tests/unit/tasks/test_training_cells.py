@@ -20,7 +20,7 @@ from resources.jobs.jobs import Command, JobRequest, JobStatus
 from tasks.cells import Cell
 from tasks.checkpoints import Checkpoint
 from tasks.claiming import Shares
-from tasks.progress import Event, Update, listening
+from tasks.prefect_server.progress import Event, Update, listening
 from tasks.records import CheckpointReference, now, write_record
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training_cells import ArrivingCells, Exports, step_in

@@ -12,7 +12,7 @@ from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
 from resources.errors import AssayError, PrefectUnavailable
-from tasks.progress import report_event
+from tasks.prefect_server.progress import report_event
 
 _AWAY_SECONDS = 300.0
 """How long the end of a flow run waits for the server. Prefect itself tries for one minute to tell it."""

@@ -11,8 +11,8 @@ from prefect.exceptions import ObjectNotFound
 
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
-from tasks.prefect_client import prefect_client
-from tasks.progress import report_event
+from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.progress import report_event
 
 ACCELERATOR_LIMIT = "assay-accelerators"
 """Name of the limit; without one nothing is counted."""

@@ -21,9 +21,9 @@ from prefect.exceptions import ObjectNotFound
 from prefect.states import Cancelled, Crashed
 
 from resources.errors import PrefectUnavailable
-from tasks.prefect_client import prefect_client
-from tasks.progress import report_event
-from tasks.run_marks import note_ending
+from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.progress import report_event
+from tasks.prefect_server.progress_artifact import note_ending
 from tasks.spec.names import how_many
 
 _BY_MACHINES = ("AUTOMATION", "SCHEDULE")

@@ -23,8 +23,8 @@ from prefect.context import FlowRunContext
 from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from resources.errors import PrefectUnavailable
-from tasks.prefect_client import prefect_client
-from tasks.progress import CellDone, CellProgress, Update, listening, report_event, reported
+from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.progress import CellDone, CellProgress, Update, listening, report_event, reported
 from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig
 from tasks.spec.names import artifact_key, how_many
 

@@ -18,7 +18,7 @@ from prefect.runtime import flow_run
 from resources.errors import BadInput
 from resources.regions.region_table import Region, Regions, WorkPoolType
 from resources.regions.work_pools import WorkPoolState
-from tasks.prefect_client import async_prefect_client
+from tasks.prefect_server.client import async_prefect_client
 
 LOCAL_WORK_POOL = "assay-local"
 """The work pool of the machine at hand, whose worker runs flows as processes."""

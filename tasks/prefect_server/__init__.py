@@ -1,0 +1,1 @@
+"""What Prefect's server is asked and told."""
