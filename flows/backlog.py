@@ -11,7 +11,7 @@ import yaml
 from resources.config import Config
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.records import RECORD_NAME, Record, SinkState, find_records, note_sinks
+from tasks.records.record import RECORD_NAME, Record, SinkState, find_records, note_sinks
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.loading import build_config, load_config

@@ -111,7 +111,7 @@ def _checkpoints(path: str, *, run: str | None, step: int | None) -> list[Judged
     """
     from resources.errors import BadInput
     from tasks.gate_verdicts import judged_checkpoints
-    from tasks.records import find_records
+    from tasks.records.record import find_records
 
     found = find_records(path)
     runs = sorted({one.record.checkpoint.run for one in found})

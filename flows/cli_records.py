@@ -48,9 +48,9 @@ def records(
     as_json: _Json = False,
 ) -> None:
     """Show recorded results, or export them: one row for each metric; as JSON, whole records."""
-    from tasks.export import exported, measured_rows
-    from tasks.record_search import RecordFilter
-    from tasks.records import read_records
+    from tasks.records.export import exported, measured_rows
+    from tasks.records.record import read_records
+    from tasks.records.search import RecordFilter
     from tasks.reports import results_table, rows_table
     from tasks.spec.names import how_many
 
@@ -114,7 +114,7 @@ def compare(
     """Compare two checkpoints on the questions both were asked: is the difference more than chance?"""
     from tasks.comparison import compare as compare_records
     from tasks.comparison_views import comparison_json, comparison_table
-    from tasks.record_search import RecordFilter, records_of_checkpoints
+    from tasks.records.search import RecordFilter, records_of_checkpoints
 
     adjustment = next((one for one in get_args(_Adjustment) if one == adjust), None)
     if adjustment is None:
@@ -145,7 +145,7 @@ def report(
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
 ) -> None:
     """Write one self-contained HTML page with curves and tables."""
-    from tasks.records import read_records
+    from tasks.records.record import read_records
     from tasks.reports import write_report
 
     found = read_records(path)
@@ -160,7 +160,7 @@ def report(
 
 def _form(given: str | None, *, output: str | None, as_json: bool) -> _Format:
     """What to write: what was asked for, else what the end of the file's name says, else a table."""
-    from tasks.export import form_of
+    from tasks.records.export import form_of
 
     if as_json and (given is not None or output is not None):
         raise BadInput(

@@ -20,7 +20,7 @@ from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environme
 from tasks.checkpoints import find_checkpoints
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import Event
-from tasks.records import read_records
+from tasks.records.record import read_records
 from tasks.reports import write_report
 from tasks.spec.suites import SuiteRequest, built_in_suite
 

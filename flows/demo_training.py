@@ -17,7 +17,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, create_environment
 from resources.storage import storage
 from tasks.prefect_server.progress import Event
-from tasks.records import Record
+from tasks.records.record import Record
 from tasks.training_config import TrainAndEvaluateConfig
 
 RUN_NAME = "nano-llama"

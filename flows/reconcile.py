@@ -29,7 +29,7 @@ from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
 from tasks.reconciliation import OpenCell, Reconciliation, reconcile
-from tasks.records import Record, now, read_record
+from tasks.records.record import Record, now, read_record
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 

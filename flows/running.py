@@ -13,7 +13,7 @@ from tasks.gate_verdicts import Verdict
 from tasks.prefect_server.client import prefect_errors_in_words
 from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.publishing import report_uri
-from tasks.records import Record, current_records, now, read_records
+from tasks.records.record import Record, current_records, now, read_records
 
 
 @dataclass(frozen=True)

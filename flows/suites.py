@@ -8,7 +8,7 @@ from flows.evaluation import evaluate_each
 from flows.hooks import leave_nothing
 from tasks.checkpoints import discover, layouts_for
 from tasks.gates import Gate
-from tasks.records import Record
+from tasks.records.record import Record
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluatorName
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
 

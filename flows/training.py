@@ -24,7 +24,7 @@ from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
 from tasks.provisioning import as_served, prepare_environments, provisioned, served_alike
 from tasks.publishing import publish_report
-from tasks.records import Record, now
+from tasks.records.record import Record, now
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training import finished, is_trained, plan_training, training
 from tasks.training_cells import ArrivingCells, Exports

@@ -27,10 +27,10 @@ from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
-from tasks.provenance import git_state, hardware, versions
 from tasks.provisioning import judge_of
-from tasks.record_index import note_record
-from tasks.records import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, now, write_record
+from tasks.records.index import note_record
+from tasks.records.provenance import git_state, hardware, versions
+from tasks.records.record import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, now, write_record
 from tasks.serving import Interruption, ServedCell, Serving
 from tasks.sinks.publishing import publish_record
 from tasks.spec.names import job_name, suites_in

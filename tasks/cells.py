@@ -18,7 +18,7 @@ from resources.storage import storage
 from tasks.checkpoints import Checkpoint
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
-from tasks.records import CheckpointReference, Record, read_record
+from tasks.records.record import CheckpointReference, Record, read_record
 from tasks.run_listing import listing_digest
 from tasks.spec.benchmarks import benchmarks_digest
 from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of

@@ -13,7 +13,7 @@ from tasks.cells import Cell
 from tasks.claims.files import SeenClaim, Subject, claims_folder
 from tasks.claims.leases import LEASE_SECONDS, Claims
 from tasks.prefect_server.progress import report_event
-from tasks.records import now, read_record
+from tasks.records.record import now, read_record
 from tasks.spec.names import how_many
 
 _POLL_SECONDS = 2.0

@@ -14,8 +14,8 @@ from pydantic import ValidationError
 from resources.errors import AssayError, BadInput
 from tasks.paired_tests import Adjustment, Finding, adjusted, compare_means, compare_pairs
 from tasks.question_scores import QuestionScores, Scores
-from tasks.record_search import FoundRecord, RecordFilter
-from tasks.records import Record
+from tasks.records.record import Record
+from tasks.records.search import FoundRecord, RecordFilter
 from tasks.results import evaluator_place, title_of
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -11,8 +11,8 @@ from typing import Any
 from resources.errors import BadInput, GateRefused
 from tasks.comparison import ComparedMetric, Comparison, compare
 from tasks.gates import BaselineRule, BoundRule, Gate
-from tasks.record_search import FoundRecord, RecordFilter, records_of_checkpoints
-from tasks.records import Metric, Record, current_records
+from tasks.records.record import Metric, Record, current_records
+from tasks.records.search import FoundRecord, RecordFilter, records_of_checkpoints
 from tasks.results import measured, title_of
 from tasks.spec.names import how_many, suites_in
 

@@ -15,8 +15,8 @@ from tasks.gate_views import verdict_markdown
 from tasks.gates import Gate
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import Judged, report, report_event
-from tasks.record_search import FoundRecord
-from tasks.records import Record, read_record
+from tasks.records.record import Record, read_record
+from tasks.records.search import FoundRecord
 from tasks.spec.names import artifact_key
 
 

@@ -15,8 +15,8 @@ from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look, run_folder
 from tasks.prefect_server.progress import Judged, report
 from tasks.reconciliation import RunListing
-from tasks.record_search import FoundRecord
-from tasks.records import find_records
+from tasks.records.record import find_records
+from tasks.records.search import FoundRecord
 from tasks.run_listing import SeenCheckpoint
 
 

@@ -7,9 +7,9 @@ import math
 from typing import NamedTuple
 
 from resources.storage import storage
-from tasks.record_search import FoundRecord
-from tasks.records import Metric
-from tasks.samples import SAMPLES_NAME, read_samples
+from tasks.records.record import Metric
+from tasks.records.samples import SAMPLES_NAME, read_samples
+from tasks.records.search import FoundRecord
 
 _TOLERANCE = 5e-4  # harnesses round the means they publish
 _SCALES = (1.0, 100.0)  # some publish per cent over scores from 0 to 1

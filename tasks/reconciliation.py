@@ -13,7 +13,7 @@ from tasks.checkpoint_rules import eligible_steps, might_be_eligible
 from tasks.claims.files import SeenClaim
 from tasks.policies import Policy, RetryBudget, WantedEvaluation
 from tasks.policy_marks import Marks
-from tasks.record_index import Evaluated, IndexedRecord, RunRecords
+from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.run_listing import SeenCheckpoint
 
 State = Literal["work", "waiting", "failed", "backing_off", "spent", "claimed", "scheduled", "stopped", "not_served"]

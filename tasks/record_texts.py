@@ -10,7 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 from resources.storage import storage
-from tasks.records import Counts, Record
+from tasks.records.record import Counts, Record
 from tasks.results import NOTHING, title_of
 
 _JUDGED = ("judge", "annotator")  # shown by themselves

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.record_texts import judge_of, links_of
-from tasks.records import Counts, Record
+from tasks.records.record import Counts, Record
 from tasks.results import Column, Results, evaluator_place, title_of
 
 _NOTES = {

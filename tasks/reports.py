@@ -14,7 +14,7 @@ from rich.text import Text
 
 from resources.storage import storage
 from tasks.record_texts import PROVENANCE, counted, flat, pretty, served
-from tasks.records import Record
+from tasks.records.record import Record
 from tasks.report_parts import evaluator_parts, measured_differently, remarks, same, sink_parts
 from tasks.results import NOTHING, Outcome, Results, measured, questions, title_of
 

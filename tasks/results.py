@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from tasks.records import CheckpointReference, Metric, Record, current_records
+from tasks.records.record import CheckpointReference, Metric, Record, current_records
 from tasks.spec.evaluation import EVALUATOR_TITLES
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from resources.regions.region_check import check_gcs_paths_same_region
 from resources.settings import training_variables
 from resources.storage import storage
 from tasks.prefect_server.progress import report_event
-from tasks.provenance import git_state
+from tasks.records.provenance import git_state
 from tasks.training_config import TrainLmOnPodConfig
 from tasks.training_layout import Training, training_of
 from tasks.training_node import train

@@ -19,7 +19,7 @@ from resources.storage import storage
 from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS, check_instructions, instruction_sets
 from tasks.evaluators.alpaca_eval_results import folder_of, read_results, read_samples
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.samples import Sample
+from tasks.records.samples import Sample
 from tasks.spec.benchmarks import COPIED, benchmarks_here, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.reading import invalid_results, read_result
-from tasks.records import Counts, Metric
-from tasks.samples import Sample
+from tasks.records.record import Counts, Metric
+from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "AlpacaEval"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from pools.endpoint import LocalCheckpoint, RunningModel
-from tasks.records import Counts, Metric
-from tasks.samples import Sample
+from tasks.records.record import Counts, Metric
+from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvaluationConfig
 
 EvaluatedModel = RunningModel | LocalCheckpoint

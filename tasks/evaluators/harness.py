@@ -37,7 +37,7 @@ from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, HarnessCommand, Parsed, Progress
-from tasks.samples import SAMPLES_NAME, write_samples
+from tasks.records.samples import SAMPLES_NAME, write_samples
 from tasks.spec.evaluation import EvaluationConfig
 
 LOG_NAME = "harness.log"

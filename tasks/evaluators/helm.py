@@ -14,8 +14,8 @@ from resources.settings import process_environment, settings
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.helm_entries import check_entries, read_entries_file
 from tasks.evaluators.helm_results import RESULTS_FOLDER, read_results, read_samples
-from tasks.records import SCOPE_NAME
-from tasks.samples import Sample
+from tasks.records.record import SCOPE_NAME
+from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -23,7 +23,7 @@ from tasks.evaluators.lm_eval import LmEval
 from tasks.evaluators.lm_eval_index import local_benchmarks
 from tasks.evaluators.lm_eval_results import RESULTS_FOLDER, read_results
 from tasks.evaluators.lm_eval_samples import read_samples
-from tasks.samples import Sample
+from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -15,7 +15,7 @@ from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, P
 from tasks.evaluators.lm_eval_index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
 from tasks.evaluators.lm_eval_results import NO_ANSWER, RESULTS_FOLDER, read_results
 from tasks.evaluators.lm_eval_samples import read_samples
-from tasks.samples import Sample
+from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.reading import invalid_results, read_result
-from tasks.records import Counts, Metric
+from tasks.records.record import Counts, Metric
 from tasks.spec.evaluation import EvaluationConfig
 
 _HARNESS = "lm-eval"

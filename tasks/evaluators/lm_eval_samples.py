@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.evaluators.lm_eval_results import Results, is_finite, is_number, read_files, sample_lines
-from tasks.samples import Sample
+from tasks.records.samples import Sample
 
 SKIPPED_NAME = "skipped.jsonl"
 _HASH_DIGITS = 12

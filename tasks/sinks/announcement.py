@@ -10,8 +10,8 @@ from itertools import islice
 from pydantic import BaseModel, ConfigDict
 
 from resources.storage import storage
-from tasks.records import Record
-from tasks.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.records.record import Record
+from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 
 STEP_METRIC = "training_step"
 """What curves are drawn over."""

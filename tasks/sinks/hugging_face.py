@@ -13,7 +13,7 @@ import yaml
 
 from resources.errors import SinkFailed
 from resources.storage import storage
-from tasks.records import RECORD_NAME, Record
+from tasks.records.record import RECORD_NAME, Record
 from tasks.sinks.announcement import Announcement
 from tasks.spec.sinks import HuggingFaceSink
 

@@ -21,7 +21,7 @@ from mlflow.exceptions import MlflowException
 
 from resources.errors import SinkFailed
 from resources.storage import storage
-from tasks.records import RECORD_NAME, Record
+from tasks.records.record import RECORD_NAME, Record
 from tasks.sinks.announcement import REPORT_NAME, Announcement, metric_values
 from tasks.spec.sinks import MlflowSink
 

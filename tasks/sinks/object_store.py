@@ -21,7 +21,7 @@ import fsspec
 
 from resources.errors import SinkFailed
 from resources.storage import storage
-from tasks.records import RECORD_NAME
+from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, Announcement
 from tasks.spec.sinks import ObjectStoreSink
 

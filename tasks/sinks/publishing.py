@@ -26,7 +26,7 @@ from pydantic import ValidationError
 
 from resources.errors import AssayError, SinkFailed
 from resources.settings import settings
-from tasks.records import Record, SinkState, now
+from tasks.records.record import Record, SinkState, now
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import Credentials, credentials_of, scrub
 from tasks.sinks.sending import Answer, Job

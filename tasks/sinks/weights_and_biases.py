@@ -19,7 +19,7 @@ import wandb
 from resources.errors import SinkFailed
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
-from tasks.records import RECORD_NAME
+from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, STEP_METRIC, Announcement, metric_values
 from tasks.spec.sinks import WeightsAndBiasesSink
 

@@ -45,8 +45,8 @@ from tasks.checkpoints import find_checkpoints
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import Reconciliation, reconcile
-from tasks.record_index import keep_rows, record_stamps, row_of
-from tasks.records import Record, read_record
+from tasks.records.index import keep_rows, record_stamps, row_of
+from tasks.records.record import Record, read_record
 from tasks.run_listing import look_at_run
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 

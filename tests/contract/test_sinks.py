@@ -20,7 +20,7 @@ from fakes.mlflow_server import mlflow_server
 from fakes.records import make_metric
 from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.records import note_sinks, read_record
+from tasks.records.record import note_sinks, read_record
 from tasks.sinks.publishing import missing_sinks, publish_record
 from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
 

@@ -38,7 +38,7 @@ from tasks.policy_looking import look
 from tasks.policy_views import gaps_json
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.reconciliation import reconcile
-from tasks.records import Record, read_records
+from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]

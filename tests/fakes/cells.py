@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from fakes.records import make_metric, make_record
-from tasks.records import Record, write_record
-from tasks.samples import SAMPLES_NAME, Sample, write_samples
+from tasks.records.record import Record, write_record
+from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
 
 METRICS = (make_metric("demo_facts", 0.5), make_metric("demo_backwards", 0.25, name="exact_match", stderr=None))
 

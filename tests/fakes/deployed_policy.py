@@ -25,7 +25,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint
 from tasks.claims.files import claims_folder, read_claims
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
-from tasks.records import read_records
+from tasks.records.record import read_records
 
 STEPS = (1, 2, 3)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from resources.errors import RecordStatus
 from resources.storage import storage
-from tasks.records import CheckpointReference, Counts, Metric, Record, SinkState, write_record
-from tasks.samples import SAMPLES_NAME, Sample, write_samples
+from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState, write_record
+from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
 
 FIRST = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

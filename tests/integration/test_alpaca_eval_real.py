@@ -26,8 +26,8 @@ from resources.warm.fork_server import ForkServer
 from tasks.evaluators.alpaca_eval import AlpacaEval
 from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
-from tasks.records import Counts
-from tasks.samples import read_samples
+from tasks.records.record import Counts
+from tasks.records.samples import read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]

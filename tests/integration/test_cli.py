@@ -14,7 +14,7 @@ from fakes.models import write_checkpoint, write_run
 from fakes.records import make_metric, make_record
 from flows.cli import app
 from resources.settings import process_environment
-from tasks.records import Record, write_record
+from tasks.records.record import Record, write_record
 
 ASSAY = Path(sys.executable).with_name("assay")
 SERVED_ELSEWHERE = ("--base-url", "http://127.0.0.1:9/v1")

@@ -21,7 +21,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate_each
 from resources.errors import BadInput, EvaluationInterrupted
 from tasks.checkpoints import find_checkpoints
-from tasks.records import Record, read_records
+from tasks.records.record import Record, read_records
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]

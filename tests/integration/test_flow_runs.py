@@ -31,7 +31,7 @@ from tasks.checkpoints import discover
 from tasks.gates import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.provisioning import as_served
-from tasks.records import write_record
+from tasks.records.record import write_record
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, load_suite
 

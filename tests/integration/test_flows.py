@@ -22,7 +22,7 @@ from flows.series import evaluate_checkpoints
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationInterrupted
 from resources.settings import process_environment
-from tasks.records import Record, read_records
+from tasks.records.record import Record, read_records
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900), pytest.mark.usefixtures("prefect_api")]

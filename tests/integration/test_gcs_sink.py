@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from fakes.broken_servers import broken_server
 from fakes.cells import make_cell
 from fakes.gcs import FakeGcs, fake_gcs
-from tasks.records import Record
+from tasks.records.record import Record
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.spec.sinks import ObjectStoreSink
 

@@ -28,8 +28,8 @@ from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import LOG_NAME, run_harness, verify_counts, warmed
 from tasks.evaluators.helm import Helm
-from tasks.records import begin_scope, end_scope
-from tasks.samples import SAMPLES_NAME, read_samples
+from tasks.records.record import begin_scope, end_scope
+from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]

@@ -22,7 +22,7 @@ from resources.warm.fork_server import ForkServer
 from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover_one
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
 from tasks.evaluators.levanter import Levanter
-from tasks.samples import Sample
+from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]

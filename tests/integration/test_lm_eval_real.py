@@ -22,8 +22,8 @@ from resources.settings import process_environment
 from tasks.evaluators.harness import Progress, verify_counts
 from tasks.evaluators.lm_eval import LmEval
 from tasks.evaluators.lm_eval_index import listed_benchmarks
-from tasks.records import Counts
-from tasks.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.records.record import Counts
+from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.spec.evaluation import EvalTaskConfig
 from tasks.spec.options_lm_eval import LmEvalOptions
 

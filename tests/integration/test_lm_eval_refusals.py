@@ -17,8 +17,8 @@ from fakes.tokenizers import write_byte_tokenizer
 from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.lm_eval import LmEval
-from tasks.records import Counts
-from tasks.samples import SAMPLES_NAME, read_samples
+from tasks.records.record import Counts
+from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.options_lm_eval import LmEvalOptions
 

@@ -13,7 +13,7 @@ from fakes.deployed_policy import Deployed, deployed_policy
 from fakes.polling import eventually
 from resources.backends.local.client import LocalClient
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL
-from tasks.records import read_records
+from tasks.records.record import read_records
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(400)]
 

@@ -20,7 +20,7 @@ from tasks.checkpoint_rules import CheckpointRule
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import Reconciliation, reconcile
-from tasks.records import write_record
+from tasks.records.record import write_record
 from tasks.spec.evaluation import EvaluationConfig
 
 CHECKPOINTS = 300

@@ -32,7 +32,7 @@ from resources.settings import process_environment
 from tasks.gates import Gate
 from tasks.policy_looking import look
 from tasks.reconciliation import reconcile
-from tasks.records import Record, read_records
+from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]

@@ -14,7 +14,7 @@ import pytest
 from fakes.browser import chromium_binary
 from fakes.records import make_metric, make_record, of_every_evaluator
 from resources.errors import RecordStatus
-from tasks.records import Record
+from tasks.records.record import Record
 from tasks.reports import render_report
 
 pytestmark = pytest.mark.chromium

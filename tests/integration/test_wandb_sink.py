@@ -13,7 +13,7 @@ from fakes.broken_servers import Way, broken_server
 from fakes.cells import make_cell
 from fakes.wandb_files import OfflineRun, read_offline_run
 from fakes.wandb_server import fake_wandb
-from tasks.records import read_records
+from tasks.records.record import read_records
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.spec.sinks import WeightsAndBiasesSink
 

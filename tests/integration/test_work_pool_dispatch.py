@@ -31,7 +31,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoUsableWorkPool
 from resources.settings import settings
 from tasks.prefect_server.work_pools import work_pool_states
-from tasks.records import read_records
+from tasks.records.record import read_records
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 

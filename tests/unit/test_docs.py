@@ -40,8 +40,8 @@ from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoint_rules import CheckpointRule
 from tasks.gates import BaselineRule, BoundRule, Gate
 from tasks.policies import Policy, PolicySuite, RetryBudget
-from tasks.records import CheckpointReference, Counts, Metric, Record, SinkState
-from tasks.samples import Sample
+from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
+from tasks.records.samples import Sample
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.spec.loading import load_config
 from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge

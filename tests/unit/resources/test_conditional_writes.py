@@ -16,7 +16,7 @@ from fakes.conditional_store import conditional_store
 from fakes.records import make_record
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively, read_version, replace_bytes
-from tasks.records import read_record, write_record
+from tasks.records.record import read_record, write_record
 
 
 class Versioned(AbstractFileSystem):

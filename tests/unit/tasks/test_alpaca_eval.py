@@ -15,7 +15,7 @@ from pools.engine.engines import engine_kwargs
 from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.alpaca_eval import AlpacaEval
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
-from tasks.records import Counts
+from tasks.records.record import Counts
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
 

@@ -21,8 +21,8 @@ from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
 from tasks.checkpoints import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.records import CheckpointReference, read_record
-from tasks.samples import Sample
+from tasks.records.record import CheckpointReference, read_record
+from tasks.records.samples import Sample
 from tasks.serving import Interruption
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -18,7 +18,7 @@ from fakes.stores import folder_store
 from flows.cli_records import compare
 from resources.errors import BadInput
 from tasks.paired_tests import Adjustment, adjusted, compare_means, compare_pairs, mcnemar, paired_bootstrap
-from tasks.samples import Sample
+from tasks.records.samples import Sample
 
 app = typer.Typer()
 app.command()(compare)

@@ -18,7 +18,7 @@ from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import Estimates
 from tasks.policy_marks import Mark, Marks
 from tasks.reconciliation import OpenCell, Reconciliation, RunListing
-from tasks.record_index import IndexedRecord, RunRecords
+from tasks.records.index import IndexedRecord, RunRecords
 from tasks.run_listing import SeenCheckpoint
 from tasks.spec.evaluation import EvaluationConfig
 

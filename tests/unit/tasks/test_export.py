@@ -18,7 +18,7 @@ from fakes.records import FIRST, make_metric, make_record, of_every_evaluator, p
 from fakes.stores import folder_store
 from flows.cli_records import records
 from resources.errors import BadInput
-from tasks.export import COLUMNS
+from tasks.records.export import COLUMNS
 
 app = typer.Typer()
 app.command()(records)

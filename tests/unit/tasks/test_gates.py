@@ -22,7 +22,7 @@ from resources.errors import BadInput, GateRefused
 from tasks.gate_verdicts import JudgedCheckpoint, Reason, Verdict, judge, judged_checkpoints
 from tasks.gate_views import verdict_markdown
 from tasks.gates import BaselineRule, BoundRule, Gate
-from tasks.records import FoundRecord, Metric, Record, find_records
+from tasks.records.record import FoundRecord, Metric, Record, find_records
 
 FACTS = {"benchmark": "demo_facts", "metric": "acc"}
 QUESTIONS = 40

@@ -27,8 +27,8 @@ from resources.errors import (
 from resources.settings import process_environment
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
-from tasks.records import Counts
-from tasks.samples import SAMPLES_NAME, Sample, read_samples
+from tasks.records.record import Counts
+from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 KEY = "sk-a-key-that-nobody-may-see"

@@ -15,7 +15,7 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput, HarnessOutputInvalid
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.helm import Helm
-from tasks.records import Counts
+from tasks.records.record import Counts
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.options_helm import HelmOptions

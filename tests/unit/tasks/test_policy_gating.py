@@ -13,7 +13,7 @@ from tasks.gates import Gate
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_gating import judged_of
 from tasks.reconciliation import RunListing
-from tasks.record_index import RunRecords
+from tasks.records.index import RunRecords
 from tasks.run_listing import SeenCheckpoint
 from tasks.spec.evaluation import EvaluationConfig
 

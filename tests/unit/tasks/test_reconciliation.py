@@ -31,8 +31,8 @@ from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import Estimates, look
 from tasks.policy_marks import Mark, Marks
 from tasks.reconciliation import Reconciliation, RunListing, State, reconcile
-from tasks.record_index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
-from tasks.records import record_uri, write_record
+from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
+from tasks.records.record import record_uri, write_record
 from tasks.run_listing import SeenCheckpoint, look_at_run
 from tasks.spec.evaluation import EvaluationConfig
 

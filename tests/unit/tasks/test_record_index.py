@@ -11,8 +11,8 @@ import pytest
 
 from fakes.records import make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus
-from tasks.record_index import indexed_records, row_of
-from tasks.records import Record, read_record
+from tasks.records.index import indexed_records, row_of
+from tasks.records.record import Record, read_record
 
 INDEX = ("summary.json", "records.json")
 

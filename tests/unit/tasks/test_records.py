@@ -11,7 +11,7 @@ import pytest
 from fakes.records import make_record
 from resources.errors import StorageError
 from resources.storage import storage
-from tasks.records import current_records, read_record, read_records, record_uri, write_record
+from tasks.records.record import current_records, read_record, read_records, record_uri, write_record
 
 
 def test_record_survives_writing_and_reading(tmp_path: Path) -> None:

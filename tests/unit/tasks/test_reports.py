@@ -16,7 +16,7 @@ from rich.console import Console
 from fakes.records import FIRST, REASONS, make_metric, make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
-from tasks.records import Record
+from tasks.records.record import Record
 from tasks.reports import curves_svg, render_report, results_rows, results_table, write_report
 from tasks.results import Results
 

@@ -19,8 +19,8 @@ from tasks.claims.leases import Claims
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import RunListing, reconcile
-from tasks.record_index import Evaluated, IndexedRecord, RunRecords
-from tasks.records import write_record
+from tasks.records.index import Evaluated, IndexedRecord, RunRecords
+from tasks.records.record import write_record
 from tasks.run_listing import SeenCheckpoint, look_at_run
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tasks.samples import Sample, read_samples, write_samples
+from tasks.records.samples import Sample, read_samples, write_samples
 
 
 def test_sample_with_half_a_character_is_written_without_it(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from fakes.cells import METRICS, make_cell
 from fakes.records import make_metric, make_record
 from flows.backlog import publish_missing, sinks_in
 from resources.errors import BadInput, SinkFailed
-from tasks.records import note_sinks, read_record
+from tasks.records.record import note_sinks, read_record
 from tasks.sinks.announcement import Announcement, metric_values
 from tasks.sinks.credentials import credentials_of, scrub
 from tasks.sinks.hugging_face import with_results

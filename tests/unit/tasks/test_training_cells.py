@@ -21,7 +21,7 @@ from tasks.cells import Cell
 from tasks.checkpoints import Checkpoint
 from tasks.claiming import Shares
 from tasks.prefect_server.progress import Event, Update, listening
-from tasks.records import CheckpointReference, now, write_record
+from tasks.records.record import CheckpointReference, now, write_record
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training_cells import ArrivingCells, Exports, step_in
 

@@ -12,7 +12,7 @@ from typing import get_args
 
 from resources.errors import BadInput, RecordStatus
 from resources.storage import storage
-from tasks.records import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record
+from tasks.records.record import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record
 from tasks.spec.evaluation import EVALUATOR_TITLES
 from tasks.spec.names import how_many
 

@@ -14,8 +14,8 @@ from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
 from resources.storage import storage
-from tasks.record_search import RecordFilter
-from tasks.records import Counts, Metric, Record
+from tasks.records.record import Counts, Metric, Record
+from tasks.records.search import RecordFilter
 
 ExportFormat = Literal["csv", "jsonl", "parquet"]
 Kind = Literal["text", "whole", "number", "yes or no", "time", "texts"]

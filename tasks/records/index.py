@@ -30,7 +30,7 @@ import orjson
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.storage import FileInfo
-from tasks.records import RECORD_NAME, Record, failures_in_a_row, parsed_record
+from tasks.records.record import RECORD_NAME, Record, failures_in_a_row, parsed_record
 from tasks.spec.names import step_of
 
 _FOLDER = "index"
