@@ -89,7 +89,7 @@ def checkpoints(
     path: Annotated[str, typer.Argument(help="A checkpoint, or a run that holds them.")], as_json: Json = False
 ) -> None:
     """Show which checkpoints are there, and which are complete or why not."""
-    from tasks.checkpoints import find_checkpoints
+    from tasks.checkpoints.discovery import find_checkpoints
 
     found = find_checkpoints(path)
     if as_json:

@@ -17,7 +17,7 @@ from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import JobFailed
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import Event
 from tasks.records.record import read_records

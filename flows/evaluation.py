@@ -9,7 +9,7 @@ from prefect import flow
 from flows.hooks import leave_nothing
 from tasks.announcing import announce
 from tasks.cells import Cell, conclude, plan_cells
-from tasks.checkpoints import Checkpoint, discover_one, layouts_for
+from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for
 from tasks.claiming import Shares
 from tasks.evaluation import evaluate_cells, stage_tokenizers
 from tasks.gates import Gate

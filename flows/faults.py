@@ -18,7 +18,7 @@ from pools.faults.target import Recipe, Target
 from pools.pool.inference import InferencePool
 from pools.weights.model_files import digest_model_folder
 from resources.errors import NoCheckpoints
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.spec.loading import build_config
 
 _SHORT = {

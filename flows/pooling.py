@@ -11,7 +11,7 @@ from pools.pool.kept import KeptPool, KeptPoolState, keep_up
 from pools.weights.model_files import digest_model_folder
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoCheckpoints
-from tasks.checkpoints import find_checkpoints, name_of
+from tasks.checkpoints.discovery import find_checkpoints, name_of
 from tasks.spec.loading import build_config
 
 

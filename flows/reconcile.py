@@ -19,7 +19,7 @@ from resources.errors import AssayError, BadInput, EvaluationIncomplete, Evaluat
 from tasks.batches import served_together
 from tasks.cancelled_runs import stopping_if_cancelled
 from tasks.cells import Cell, plan_cells
-from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, find_checkpoints
+from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
 from tasks.gates import Gate
 from tasks.policies import Policy, check_policy_paths
 from tasks.policy_gating import conclude_policy

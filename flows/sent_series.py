@@ -23,7 +23,7 @@ from resources.regions.regions import known_regions
 from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
 from tasks.batches import resources_of
-from tasks.checkpoints import discover, layouts_for
+from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.dispatching import send_run, source_of, states_of
 from tasks.gates import Gate
 from tasks.prefect_server.client import prefect_client

@@ -13,7 +13,7 @@ from resources.errors import AssayError, NoCheckpoints
 from tasks.announcing import announce
 from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoint_events import emit
-from tasks.checkpoints import Checkpoint
+from tasks.checkpoints.discovery import Checkpoint
 from tasks.claiming import Shares
 from tasks.claims.files import claims_folder
 from tasks.evaluation import evaluate_cells

@@ -15,11 +15,11 @@ from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
-from tasks.checkpoints import Checkpoint
+from tasks.checkpoints.discovery import Checkpoint
+from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import CheckpointReference, Record, read_record
-from tasks.run_listing import listing_digest
 from tasks.spec.benchmarks import benchmarks_digest
 from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
 from tasks.spec.names import how_many

@@ -15,10 +15,10 @@ from prefect.events import Event, Resource, emit_event
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.checkpoints import Checkpoint, find_checkpoints
+from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, look_at_run
 from tasks.policies import Policy
 from tasks.prefect_server.client import prefect_client
-from tasks.run_listing import SeenCheckpoint, expand_runs, look_at_run
 from tasks.spec.names import name_of
 
 CHECKPOINT_COMPLETE = "checkpoint.complete"

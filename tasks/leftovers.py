@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from pools.jobs import is_local
 from resources.errors import AssayError
 from resources.jobs.jobs import Client
+from tasks.checkpoints.run_snapshot import expand_runs
 from tasks.claims.files import SeenClaim, claims_folder, end_claim, read_claims
 from tasks.policies import Policy
-from tasks.run_listing import expand_runs
 from tasks.spec.names import job_label, name_of
 from tasks.training_config import TrainAndEvaluateConfig
 

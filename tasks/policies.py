@@ -11,7 +11,7 @@ from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, ResourceConfig
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.checkpoint_rules import CheckpointRule
+from tasks.checkpoints.rules import CheckpointRule
 from tasks.provisioning import as_served
 from tasks.spec.benchmarks import benchmarks_digest
 from tasks.spec.evaluation import EvaluationConfig, digest_of

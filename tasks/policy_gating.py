@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from resources.errors import AssayError, EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from resources.storage import storage
-from tasks.checkpoint_rules import eligible_steps
+from tasks.checkpoints.rules import eligible_steps
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gate_verdicts import JudgedCheckpoint
 from tasks.gates import Gate
 from tasks.gating import judge_checkpoints
@@ -17,7 +18,6 @@ from tasks.prefect_server.progress import Judged, report
 from tasks.reconciliation import RunListing
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
-from tasks.run_listing import SeenCheckpoint
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:

@@ -9,12 +9,12 @@ from datetime import UTC, datetime
 from typing import Literal
 
 from resources.collection import seldom_collecting
-from tasks.checkpoint_rules import eligible_steps, might_be_eligible
+from tasks.checkpoints.rules import eligible_steps, might_be_eligible
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import SeenClaim
 from tasks.policies import Policy, RetryBudget, WantedEvaluation
 from tasks.policy_marks import Marks
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
-from tasks.run_listing import SeenCheckpoint
 
 State = Literal["work", "waiting", "failed", "backing_off", "spent", "claimed", "scheduled", "stopped", "not_served"]
 """What a cell that is wanted and not done is waiting for.

@@ -15,7 +15,7 @@ from resources.jobs.jobs import JobDetails, JobHandle
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 from tasks.cells import Cell, plan_cells
-from tasks.checkpoints import Checkpoint, find_checkpoints
+from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
 from tasks.claiming import Shares
 from tasks.evaluation import stage_tokenizers
 from tasks.prefect_server.progress import Event, report, report_event

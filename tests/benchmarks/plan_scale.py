@@ -40,14 +40,14 @@ from fakes.records import make_record
 from pools.weights.model_files import digest_model_folder
 from resources.settings import settings
 from resources.storage import storage
-from tasks.checkpoint_rules import CheckpointRule
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.run_snapshot import look_at_run
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import Reconciliation, reconcile
 from tasks.records.index import keep_rows, record_stamps, row_of
 from tasks.records.record import Record, read_record
-from tasks.run_listing import look_at_run
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 
 NEWEST = 10

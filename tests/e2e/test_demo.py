@@ -31,7 +31,7 @@ from pools.faults.processes import listener
 from pools.pool.inference import InferencePool
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import ModelUnusable
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.records.record import Record, read_records
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]

@@ -20,7 +20,7 @@ from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate_each
 from resources.errors import BadInput, EvaluationInterrupted
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.records.record import Record, read_records
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -27,7 +27,7 @@ from resources.errors import GateRefused
 from resources.settings import process_environment
 from resources.storage import storage
 from tasks.cells import plan_cells
-from tasks.checkpoints import discover
+from tasks.checkpoints.discovery import discover
 from tasks.gates import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.provisioning import as_served

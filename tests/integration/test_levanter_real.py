@@ -19,7 +19,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
-from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover_one
+from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_one
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
 from tasks.evaluators.levanter import Levanter
 from tasks.records.samples import Sample

@@ -16,7 +16,7 @@ from fakes.records import make_record
 from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import bucket_objects
-from tasks.checkpoint_rules import CheckpointRule
+from tasks.checkpoints.rules import CheckpointRule
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look
 from tasks.reconciliation import Reconciliation, reconcile

@@ -20,7 +20,7 @@ from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import BadInput, EngineStartFailed, UnsatisfiableResources
 from tasks.checkpoint_events import emit, send
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.policy_acts import retry
 from tasks.policy_looking import look
 from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators

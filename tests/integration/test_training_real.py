@@ -17,7 +17,7 @@ from fakes.training import nano_training, trainers_of, write_training_data
 from resources.errors import BadInput
 from resources.jobs.jobs import Client, JobStatus
 from resources.settings import settings
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.training import finished, is_trained, plan_training, run_levanter_train_lm, training
 from tasks.training_config import TrainLmOnPodConfig
 

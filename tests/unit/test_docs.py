@@ -37,7 +37,7 @@ from resources.regions.region_table import EgressPrice, Price, Prices, RayCluste
 from resources.regions.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
-from tasks.checkpoint_rules import CheckpointRule
+from tasks.checkpoints.rules import CheckpointRule
 from tasks.gates import BaselineRule, BoundRule, Gate
 from tasks.policies import Policy, PolicySuite, RetryBudget
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState

@@ -19,7 +19,7 @@ from resources.backends.current import current_client
 from resources.errors import EvaluationInterrupted
 from tasks.attempts import Harness, Turn, evaluate_cell
 from tasks.cells import Cell
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records.record import CheckpointReference, read_record
 from tasks.records.samples import Sample

@@ -12,7 +12,7 @@ from fakes.models import write_checkpoint, write_run
 from pools.weights.model_files import digest_model_folder
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
-from tasks.checkpoints import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints
+from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.names import name_of
 

@@ -17,7 +17,7 @@ from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
 from tasks.cells import plan_cells
-from tasks.checkpoints import find_checkpoints, select
+from tasks.checkpoints.discovery import find_checkpoints, select
 from tasks.provisioning import judge_of
 from tasks.serving import EndpointServing
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fakes.records import make_metric, make_record, publish
-from tasks.checkpoint_rules import CheckpointRule
+from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gate_verdicts import JudgedCheckpoint
 from tasks.gates import Gate
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_gating import judged_of
 from tasks.reconciliation import RunListing
 from tasks.records.index import RunRecords
-from tasks.run_listing import SeenCheckpoint
 from tasks.spec.evaluation import EvaluationConfig
 
 LATEST, EVERY = Gate(), Gate(checkpoints="every")

@@ -6,11 +6,11 @@ import io
 
 from rich.console import Console
 
-from tasks.checkpoint_rules import CheckpointRule
+from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies import WantedEvaluation
 from tasks.policy_views import gaps_table
 from tasks.reconciliation import OpenCell, Reconciliation
-from tasks.run_listing import SeenCheckpoint
 from tasks.spec.evaluation import EvaluationConfig
 
 CONFIG = EvaluationConfig.model_validate(

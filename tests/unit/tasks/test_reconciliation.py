@@ -22,8 +22,9 @@ from resources.errors import RecordStatus
 from resources.storage import storage
 from tasks.cancelled_runs import stop_unfinished
 from tasks.cells import plan_cells
-from tasks.checkpoint_rules import CheckpointRule
-from tasks.checkpoints import find_checkpoints
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, look_at_run
 from tasks.claims.files import Claim, Holder, SeenClaim, Subject
 from tasks.claims.leases import Claims
 from tasks.claims.process_marks import ProcessMark
@@ -33,7 +34,6 @@ from tasks.policy_marks import Mark, Marks
 from tasks.reconciliation import Reconciliation, RunListing, State, reconcile
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
-from tasks.run_listing import SeenCheckpoint, look_at_run
 from tasks.spec.evaluation import EvaluationConfig
 
 NOW = 1_000_000.0

@@ -13,7 +13,8 @@ import pytest
 from fakes.models import write_checkpoint
 from fakes.records import make_record
 from resources.settings import settings
-from tasks.checkpoint_rules import CheckpointRule
+from tasks.checkpoints.rules import CheckpointRule
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, look_at_run
 from tasks.claims.files import Subject, claims_folder
 from tasks.claims.leases import Claims
 from tasks.policies import Policy, WantedEvaluation
@@ -21,7 +22,6 @@ from tasks.policy_looking import look
 from tasks.reconciliation import RunListing, reconcile
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.records.record import write_record
-from tasks.run_listing import SeenCheckpoint, look_at_run
 from tasks.spec.evaluation import EvaluationConfig
 
 

@@ -18,7 +18,7 @@ from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, StorageError
 from resources.jobs.jobs import Command, JobRequest, JobStatus
 from tasks.cells import Cell
-from tasks.checkpoints import Checkpoint
+from tasks.checkpoints.discovery import Checkpoint
 from tasks.claiming import Shares
 from tasks.prefect_server.progress import Event, Update, listening
 from tasks.records.record import CheckpointReference, now, write_record

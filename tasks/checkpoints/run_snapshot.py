@@ -27,7 +27,7 @@ from resources.storage import storage
 from resources.storage.listings import PAGE
 from resources.storage.storage import FileInfo
 from resources.storage.tree_signature import look_at_tree
-from tasks.checkpoints import Kind, looks_like_checkpoint, native_folders, native_name, within
+from tasks.checkpoints.discovery import Kind, looks_like_checkpoint, native_folders, native_name, within
 from tasks.spec.names import name_of
 
 _LOOKS_AT_ONCE = 16  # into an object store, each of which waits for the network
