@@ -127,7 +127,7 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
     import difflib
 
     from resources.environments.environments import ENVIRONMENTS, ensure_environment
-    from tasks.evaluators.lm_eval_index import listed_benchmarks, own_benchmarks
+    from tasks.evaluators.lm_eval.index import listed_benchmarks, own_benchmarks
     from tasks.spec.benchmark_sets import bundled_names
     from tasks.spec.evaluation import EvaluationConfig
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tasks.evaluators.helm_entries import read_entries_file
+from tasks.evaluators.helm.entries import read_entries_file
 from tasks.spec.benchmark_sets import bundled_names
 from tasks.spec.evaluation import digest_of
 from tasks.spec.suites import Suite, SuiteEvaluation

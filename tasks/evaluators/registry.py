@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tasks.evaluators.alpaca_eval import AlpacaEval
+from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.evaluator import Evaluator
-from tasks.evaluators.helm import Helm
-from tasks.evaluators.levanter import Levanter
-from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.helm.evaluator import Helm
+from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.spec.evaluation import EvaluatorName
 
 EVALUATORS: dict[EvaluatorName, Evaluator] = {

@@ -22,7 +22,7 @@ from tasks.prefect_server.client import async_prefect_client
 
 LOCAL_WORK_POOL = "assay-local"
 """The work pool of the machine at hand, whose worker runs flows as processes."""
-_TEMPLATES = Path(__file__).parents[1] / "deployments" / "work-pools"
+_TEMPLATES = Path(__file__).parents[2] / "deployments" / "work-pools"
 _ABOUT = "Made from Assay's regions file: change it there, and apply it again."
 
 Action = Literal["create", "update", "unchanged"]

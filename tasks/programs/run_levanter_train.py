@@ -37,7 +37,7 @@ def end_without_teardown() -> None:
 if __name__ == "__main__":
     atexit.register(end_without_teardown)  # the first to be registered is the last to be called
 
-sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "lm_eval" / "programs"))  # of the refusals
 import draccus
 import fsspec
 import jax

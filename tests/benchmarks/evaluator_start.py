@@ -54,7 +54,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness, warmed
-from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 

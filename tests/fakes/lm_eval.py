@@ -14,8 +14,8 @@ from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.harness import Parsed, run_harness
-from tasks.evaluators.lm_eval import LmEval
-from tasks.evaluators.lm_eval_index import PROGRAM as PROGRAM
+from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.index import PROGRAM as PROGRAM
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 KEY = "sk-a-key-that-nobody-may-see"

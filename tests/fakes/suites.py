@@ -17,7 +17,7 @@ from resources.settings import process_environment
 from tasks.spec.benchmark_sets import needs_of
 from tasks.spec.evaluation import EvalTaskConfig
 
-PROGRAMS = Path(flows.__file__).parents[1] / "tasks" / "programs"
+PROGRAMS = Path(flows.__file__).parents[1] / "tasks" / "evaluators" / "lm_eval" / "programs"
 
 
 def in_lm_eval(python: Path, code: str, *arguments: str, given: Any = None, **variables: str) -> str:

@@ -12,7 +12,7 @@ from fakes.lm_eval import Harness, make_config
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.evaluators.harness import warmed
-from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval.evaluator import LmEval
 
 
 @pytest.fixture(scope="session")

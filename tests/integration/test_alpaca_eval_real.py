@@ -23,8 +23,8 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
-from tasks.evaluators.alpaca_eval import AlpacaEval
-from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS
+from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
+from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
 from tasks.records.record import Counts
 from tasks.records.samples import read_samples

@@ -27,7 +27,7 @@ from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import LOG_NAME, run_harness, verify_counts, warmed
-from tasks.evaluators.helm import Helm
+from tasks.evaluators.helm.evaluator import Helm
 from tasks.records.record import begin_scope, end_scope
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig

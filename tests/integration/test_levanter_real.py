@@ -21,7 +21,7 @@ from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_one
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
-from tasks.evaluators.levanter import Levanter
+from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 

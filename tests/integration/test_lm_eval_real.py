@@ -20,8 +20,8 @@ from fakes.tokenizers import BOS, write_byte_tokenizer
 from resources.errors import HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment
 from tasks.evaluators.harness import Progress, verify_counts
-from tasks.evaluators.lm_eval import LmEval
-from tasks.evaluators.lm_eval_index import listed_benchmarks
+from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.index import listed_benchmarks
 from tasks.records.record import Counts
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.spec.evaluation import EvalTaskConfig

@@ -16,7 +16,7 @@ from fakes.lm_eval import DEMO, KINDS, Harness, make_config, make_model, write_b
 from fakes.tokenizers import write_byte_tokenizer
 from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed
 from tasks.evaluators.harness import verify_counts
-from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.records.record import Counts
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig

@@ -27,7 +27,7 @@ from flows.cli import app
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import UnknownBenchmark
 from resources.settings import process_environment, settings
-from tasks.evaluators.lm_eval_index import listed_benchmarks
+from tasks.evaluators.lm_eval.index import listed_benchmarks
 from tasks.records.record import Record
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of
 from tasks.spec.evaluation import EvalTaskConfig

@@ -15,7 +15,7 @@ from fakes.tokenizers import BOS, write_byte_tokenizer
 from resources.errors import UnknownBenchmark
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.harness import LOG_NAME, REFUSAL_NAME, verify_counts, warmed
-from tasks.evaluators.lm_eval import LmEval
+from tasks.evaluators.lm_eval.evaluator import LmEval
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 

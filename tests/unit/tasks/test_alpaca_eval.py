@@ -13,7 +13,7 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engines import engine_kwargs
 from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
-from tasks.evaluators.alpaca_eval import AlpacaEval
+from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.records.record import Counts
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig

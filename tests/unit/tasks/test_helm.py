@@ -14,7 +14,7 @@ import pytest
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, HarnessOutputInvalid
 from tasks.evaluators.evaluator import Parsed, Progress
-from tasks.evaluators.helm import Helm
+from tasks.evaluators.helm.evaluator import Helm
 from tasks.records.record import Counts
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig

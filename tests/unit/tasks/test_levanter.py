@@ -14,7 +14,7 @@ from pools.endpoint import LocalCheckpoint
 from resources.config import ResourceConfig
 from resources.errors import BadInput, HarnessOutputInvalid
 from tasks.evaluators.harness import Progress
-from tasks.evaluators.levanter import Levanter
+from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 RECORDED = Path(__file__).parents[2] / "data" / "lm_eval" / "recorded"

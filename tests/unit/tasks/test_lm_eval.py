@@ -28,8 +28,8 @@ from resources.errors import (
 )
 from resources.settings import settings
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
-from tasks.evaluators.lm_eval import LmEval
-from tasks.evaluators.lm_eval_results import NO_ANSWER
+from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.results import NO_ANSWER
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 from tasks.spec.options_lm_eval import LmEvalOptions
 

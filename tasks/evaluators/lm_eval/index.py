@@ -18,7 +18,7 @@ from resources.storage import storage
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvaluationConfig
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "run_lm_eval.py"
+PROGRAM = Path(__file__).parent / "programs" / "run_lm_eval.py"
 _LIST_SECONDS = 600  # 13 s to read fifteen thousand benchmark files on 2 cores; a network disk takes longer
 
 

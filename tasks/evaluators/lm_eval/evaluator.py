@@ -12,9 +12,9 @@ from pathlib import Path
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, UnknownBenchmark
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.evaluators.lm_eval_index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
-from tasks.evaluators.lm_eval_results import NO_ANSWER, RESULTS_FOLDER, read_results
-from tasks.evaluators.lm_eval_samples import read_samples
+from tasks.evaluators.lm_eval.index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
+from tasks.evaluators.lm_eval.results import NO_ANSWER, RESULTS_FOLDER, read_results
+from tasks.evaluators.lm_eval.samples import read_samples
 from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig

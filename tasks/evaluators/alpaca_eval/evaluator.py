@@ -16,14 +16,14 @@ from pathlib import Path
 from pools.endpoint import RunningModel
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.evaluators.alpaca_eval_instructions import BUNDLED_SETS, check_instructions, instruction_sets
-from tasks.evaluators.alpaca_eval_results import folder_of, read_results, read_samples
+from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS, check_instructions, instruction_sets
+from tasks.evaluators.alpaca_eval.results import folder_of, read_results, read_samples
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records.samples import Sample
 from tasks.spec.benchmarks import COPIED, benchmarks_here, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
 
-_PROGRAM = Path(__file__).parents[1] / "programs" / "run_alpaca_eval.py"
+_PROGRAM = Path(__file__).parent / "programs" / "run_alpaca_eval.py"
 _JOB_FILE = "job.json"
 _BUNDLED_ANNOTATORS = BUNDLED_SETS / "annotators"
 _DEFAULT_NEW_TOKENS = 2048

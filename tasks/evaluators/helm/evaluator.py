@@ -12,14 +12,14 @@ from urllib.parse import urlsplit
 from pools.endpoint import RunningModel
 from resources.settings import process_environment, settings
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.evaluators.helm_entries import check_entries, read_entries_file
-from tasks.evaluators.helm_results import RESULTS_FOLDER, read_results, read_samples
+from tasks.evaluators.helm.entries import check_entries, read_entries_file
+from tasks.evaluators.helm.results import RESULTS_FOLDER, read_results, read_samples
 from tasks.records.record import SCOPE_NAME
 from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
 
-_PROGRAM = Path(__file__).parents[1] / "programs" / "run_helm.py"
+_PROGRAM = Path(__file__).parent / "programs" / "run_helm.py"
 _JOB_FILE = "job.json"
 _ENTRIES_FILE = "run_specs.conf"
 _MOST_THREADS = 64

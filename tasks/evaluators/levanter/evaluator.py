@@ -19,15 +19,15 @@ from resources.errors import BadInput, HarnessOutputInvalid
 from resources.settings import settings
 from resources.storage import storage
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.evaluators.lm_eval import LmEval
-from tasks.evaluators.lm_eval_index import local_benchmarks
-from tasks.evaluators.lm_eval_results import RESULTS_FOLDER, read_results
-from tasks.evaluators.lm_eval_samples import read_samples
+from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.index import local_benchmarks
+from tasks.evaluators.lm_eval.results import RESULTS_FOLDER, read_results
+from tasks.evaluators.lm_eval.samples import read_samples
 from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
 
-_PROGRAM = Path(__file__).parents[1] / "programs" / "run_levanter.py"
+_PROGRAM = Path(__file__).parent / "programs" / "run_levanter.py"
 _JOB_FILE = "job.json"
 _FACTS_NAME = "levanter.json"
 _LM_EVAL = LmEval()

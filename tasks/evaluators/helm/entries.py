@@ -21,7 +21,7 @@ ALL_ENTRIES = "all"
 """The benchmark that stands for every entry of a file."""
 OWN_FOLDER = "helm"
 """Where run entries of one's own lie in the benchmarks folder."""
-_PROGRAM = Path(__file__).parents[1] / "programs" / "list_helm.py"
+_PROGRAM = Path(__file__).parent / "programs" / "list_helm.py"
 _LIST_SECONDS = 600  # 3 s on 2 cores; a network disk takes longer
 _FEW = 20
 

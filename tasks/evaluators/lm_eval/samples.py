@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tasks.evaluators.lm_eval_results import Results, is_finite, is_number, read_files, sample_lines
+from tasks.evaluators.lm_eval.results import Results, is_finite, is_number, read_files, sample_lines
 from tasks.records.samples import Sample
 
 SKIPPED_NAME = "skipped.jsonl"

@@ -1,0 +1,1 @@
+"""Evaluation by Levanter, which loads the checkpoint itself."""
