@@ -135,7 +135,7 @@ def _tell(line: str) -> None:
 
 def show_series(result: Any, *, as_json: bool) -> None:
     """Prints what a series came to; raises its error afterwards, so that it decides the exit code."""
-    from tasks.reports import results_rows, results_table
+    from tasks.reports.page import results_rows, results_table
     from tasks.spec.names import how_many
 
     if as_json:

@@ -51,7 +51,7 @@ def records(
     from tasks.records.export import exported, measured_rows
     from tasks.records.record import read_records
     from tasks.records.search import RecordFilter
-    from tasks.reports import results_table, rows_table
+    from tasks.reports.page import results_table, rows_table
     from tasks.spec.names import how_many
 
     form = _form(format_, output=output, as_json=as_json)
@@ -112,9 +112,9 @@ def compare(
     as_json: _Json = False,
 ) -> None:
     """Compare two checkpoints on the questions both were asked: is the difference more than chance?"""
-    from tasks.comparison import compare as compare_records
-    from tasks.comparison_views import comparison_json, comparison_table
     from tasks.records.search import RecordFilter, records_of_checkpoints
+    from tasks.reports.comparison import compare as compare_records
+    from tasks.reports.comparison_views import comparison_json, comparison_table
 
     adjustment = next((one for one in get_args(_Adjustment) if one == adjust), None)
     if adjustment is None:
@@ -146,7 +146,7 @@ def report(
 ) -> None:
     """Write one self-contained HTML page with curves and tables."""
     from tasks.records.record import read_records
-    from tasks.reports import write_report
+    from tasks.reports.page import write_report
 
     found = read_records(path)
     if not found:

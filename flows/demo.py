@@ -21,7 +21,7 @@ from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import Event
 from tasks.records.record import read_records
-from tasks.reports import write_report
+from tasks.reports.page import write_report
 from tasks.spec.suites import SuiteRequest, built_in_suite
 
 SUITE = "demo"

@@ -17,8 +17,8 @@ from tasks.gating import conclude_by
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.progress_artifact import marked
 from tasks.provisioning import as_served, provisioned
-from tasks.publishing import publish_report
 from tasks.records.record import Record, now
+from tasks.reports.artifacts import publish_report
 from tasks.spec.evaluation import EvaluationConfig
 
 

@@ -12,8 +12,8 @@ from resources.errors import AssayError, BadInput
 from tasks.gate_verdicts import Verdict
 from tasks.prefect_server.client import prefect_errors_in_words
 from tasks.prefect_server.progress import CellDone, Judged, Update, listening
-from tasks.publishing import report_uri
 from tasks.records.record import Record, current_records, now, read_records
+from tasks.reports.artifacts import report_uri
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.dispatching import send_run, source_of, states_of
 from tasks.gates import Gate
 from tasks.prefect_server.client import prefect_client
-from tasks.publishing import report_uri
 from tasks.records.record import current_records, now, read_records
+from tasks.reports.artifacts import report_uri
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of
 from tasks.spec.suites import Suite, SuiteRequest
 

@@ -23,8 +23,8 @@ from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
 from tasks.provisioning import as_served, prepare_environments, provisioned, served_alike
-from tasks.publishing import publish_report
 from tasks.records.record import Record, now
+from tasks.reports.artifacts import publish_report
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training import finished, is_trained, plan_training, training
 from tasks.training_cells import ArrivingCells, Exports

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from resources.errors import BadInput, GateRefused
-from tasks.comparison import ComparedMetric, Comparison, compare
 from tasks.gates import BaselineRule, BoundRule, Gate
 from tasks.records.record import Metric, Record, current_records
 from tasks.records.search import FoundRecord, RecordFilter, records_of_checkpoints
-from tasks.results import measured, title_of
+from tasks.reports.comparison import ComparedMetric, Comparison, compare
+from tasks.reports.table import measured, title_of
 from tasks.spec.names import how_many, suites_in
 
 _ROUNDING = 1e-9  # 0.52 - 0.5 is more than 0.02 to a computer

@@ -15,7 +15,7 @@ from fakes.browser import chromium_binary
 from fakes.records import make_metric, make_record, of_every_evaluator
 from resources.errors import RecordStatus
 from tasks.records.record import Record
-from tasks.reports import render_report
+from tasks.reports.page import render_report
 
 pytestmark = pytest.mark.chromium
 

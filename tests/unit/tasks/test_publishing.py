@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.publishing import browser_address
+from tasks.reports.artifacts import browser_address
 
 
 @pytest.mark.parametrize(

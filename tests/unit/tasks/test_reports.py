@@ -17,8 +17,8 @@ from fakes.records import FIRST, REASONS, make_metric, make_record, of_every_eva
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from tasks.records.record import Record
-from tasks.reports import curves_svg, render_report, results_rows, results_table, write_report
-from tasks.results import Results
+from tasks.reports.page import curves_svg, render_report, results_rows, results_table, write_report
+from tasks.reports.table import Results
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,10 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from resources.storage import storage
-from tasks.record_texts import PROVENANCE, counted, flat, pretty, served
 from tasks.records.record import Record
-from tasks.report_parts import evaluator_parts, measured_differently, remarks, same, sink_parts
-from tasks.results import NOTHING, Outcome, Results, measured, questions, title_of
+from tasks.reports.parts import evaluator_parts, measured_differently, remarks, same, sink_parts
+from tasks.reports.table import NOTHING, Outcome, Results, measured, questions, title_of
+from tasks.reports.texts import PROVENANCE, counted, flat, pretty, served
 
 STATUS_MEANINGS = {
     "withheld": "requested, answered and scored were not the same number, so there is no score",
@@ -128,7 +128,7 @@ def _styled(outcome: Outcome | None) -> Text:
 
 def curves_svg(records: Sequence[Record]) -> str:
     """Curves over training steps as one picture that stands alone, with 95 % intervals; none for parts."""
-    from tasks import plots
+    from tasks.reports import plots
 
     results = Results(records)
     columns = [column for column in results.columns if not column.part]
@@ -148,7 +148,7 @@ def render_report(
         records_at: folder that the records lie below; pages that harnesses made are linked if it is known.
         page: where the report is to lie, from where those links lead.
     """
-    from tasks import plots
+    from tasks.reports import plots
 
     results = Results(records)
     charts = {

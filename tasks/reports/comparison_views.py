@@ -11,9 +11,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tasks.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
-from tasks.paired_tests import CONFIDENCE, RESAMPLES, Adjustment, TestName
-from tasks.results import NOTHING, arrow, measured, title_of
+from tasks.reports.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
+from tasks.reports.statistics import CONFIDENCE, RESAMPLES, Adjustment, TestName
+from tasks.reports.table import NOTHING, arrow, measured, title_of
 from tasks.spec.names import how_many
 
 _VERDICTS: dict[Verdict, tuple[str, str]] = {

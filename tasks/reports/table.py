@@ -15,7 +15,9 @@ from tasks.records.record import CheckpointReference, Metric, Record, current_re
 from tasks.spec.evaluation import EVALUATOR_TITLES
 
 if TYPE_CHECKING:
-    from tasks.plots import Chart  # imported where it draws: matplotlib takes a second, which a table need not wait
+    from tasks.reports.plots import (
+        Chart,  # imported where it draws: matplotlib takes a second, which a table need not wait
+    )
 
 NOTHING = "–"
 """What stands where there is nothing to show."""
@@ -96,7 +98,7 @@ class Change:
     @property
     def verdict(self) -> str:
         """Whether the difference is outside its 95 % interval around no change, and in which direction."""
-        from tasks import plots
+        from tasks.reports import plots
 
         if self.stderr is None:
             return "no standard error"
@@ -155,7 +157,7 @@ class Results:
 
     def chart(self, column: Column, *, title: str | None = None) -> Chart:
         """The curves of one column, one per run; under the name of benchmark and metric unless titled otherwise."""
-        from tasks import plots
+        from tasks.reports import plots
 
         curves = []
         for number, run in enumerate(self.runs):

@@ -11,7 +11,7 @@ from urllib.parse import quote
 
 from resources.storage import storage
 from tasks.records.record import Counts, Record
-from tasks.results import NOTHING, title_of
+from tasks.reports.table import NOTHING, title_of
 
 _JUDGED = ("judge", "annotator")  # shown by themselves
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tasks.record_texts import judge_of, links_of
 from tasks.records.record import Counts, Record
-from tasks.results import Column, Results, evaluator_place, title_of
+from tasks.reports.table import Column, Results, evaluator_place, title_of
+from tasks.reports.texts import judge_of, links_of
 
 _NOTES = {
     "lm_evaluation_harness": "Asks the served model, and scores its answers and log-likelihoods.",

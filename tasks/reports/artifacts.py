@@ -14,7 +14,7 @@ from resources.storage import storage
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import Record, current_records, read_records
-from tasks.reports import curves_svg, results_rows, write_report
+from tasks.reports.page import curves_svg, results_rows, write_report
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import artifact_key
 

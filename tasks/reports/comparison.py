@@ -12,11 +12,11 @@ from typing import Any, Literal, NamedTuple
 from pydantic import ValidationError
 
 from resources.errors import AssayError, BadInput
-from tasks.paired_tests import Adjustment, Finding, adjusted, compare_means, compare_pairs
-from tasks.question_scores import QuestionScores, Scores
 from tasks.records.record import Record
 from tasks.records.search import FoundRecord, RecordFilter
-from tasks.results import evaluator_place, title_of
+from tasks.reports.question_scores import QuestionScores, Scores
+from tasks.reports.statistics import Adjustment, Finding, adjusted, compare_means, compare_pairs
+from tasks.reports.table import evaluator_place, title_of
 from tasks.spec.evaluation import EvaluationConfig
 
 SIGNIFICANT = 0.05
