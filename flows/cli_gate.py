@@ -11,8 +11,8 @@ import typer
 from flows.console import OUT, Json, print_json
 
 if TYPE_CHECKING:
-    from tasks.gate_verdicts import JudgedCheckpoint, Verdict
-    from tasks.gates import Gate
+    from tasks.gates.gate import Gate
+    from tasks.gates.verdict import JudgedCheckpoint, Verdict
 
 Summary = Annotated[
     Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")
@@ -36,7 +36,7 @@ def gate(
     as_json: Json = False,
 ) -> None:
     """Say GO or NO-GO on recorded results, with the reasons. Exit code 0 is GO, 1 is NO-GO."""
-    from tasks.gate_verdicts import judge
+    from tasks.gates.verdict import judge
 
     wanted = load_gate(file)
     verdict = judge(wanted, _checkpoints(records, run=run, step=step), evaluation_path=records)
@@ -54,7 +54,7 @@ def load_gate(uri: str) -> Gate:
     Raises:
         BadInput: it is not there, or not valid.
     """
-    from tasks.gates import Gate
+    from tasks.gates.gate import Gate
     from tasks.spec.loading import load_config
 
     return load_config(uri, Gate)
@@ -75,7 +75,7 @@ def gate_of(uri: str | None, summary: Path | None) -> Gate | None:
 
 def show_verdict(verdict: Verdict) -> None:
     """Prints the verdict as a table, and at its end GO or NO-GO."""
-    from tasks.gate_views import verdict_table
+    from tasks.gates.views import verdict_table
 
     OUT.print(verdict_table(verdict))
     OUT.print(f"{verdict.gate}: {verdict.word}", highlight=False, markup=False)
@@ -88,7 +88,7 @@ def write_summaries(verdicts: Sequence[Verdict], file: Path | None) -> None:
         BadInput: the file cannot be written.
     """
     from resources.errors import BadInput
-    from tasks.gate_views import verdict_markdown
+    from tasks.gates.views import verdict_markdown
 
     if file is None:
         return
@@ -110,7 +110,7 @@ def _checkpoints(path: str, *, run: str | None, step: int | None) -> list[Judged
         BadInput: there are none, or of several runs.
     """
     from resources.errors import BadInput
-    from tasks.gate_verdicts import judged_checkpoints
+    from tasks.gates.verdict import judged_checkpoints
     from tasks.records.record import find_records
 
     found = find_records(path)

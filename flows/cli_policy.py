@@ -128,7 +128,7 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
     from flows.live import live_view
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
-    from tasks.gate_verdicts import Verdict
+    from tasks.gates.verdict import Verdict
     from tasks.prefect_server.client import prefect_errors_in_words
     from tasks.prefect_server.progress import Event, Judged, Update, listening
     from tasks.spec.names import how_many

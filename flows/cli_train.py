@@ -23,7 +23,7 @@ def train_and_evaluate(
     from flows.running import run_series
     from flows.training import train_and_evaluate as flow
     from tasks.spec.loading import load_config
-    from tasks.training_config import TrainAndEvaluateConfig
+    from tasks.training.config import TrainAndEvaluateConfig
 
     judged_by = gate_of(gate, summary)
     wanted = load_config(config, TrainAndEvaluateConfig)

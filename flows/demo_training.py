@@ -18,7 +18,7 @@ from resources.jobs.jobs import Command, JobRequest, create_environment
 from resources.storage import storage
 from tasks.prefect_server.progress import Event
 from tasks.records.record import Record
-from tasks.training_config import TrainAndEvaluateConfig
+from tasks.training.config import TrainAndEvaluateConfig
 
 RUN_NAME = "nano-llama"
 BENCHMARKS = ("demo_facts", "demo_backwards")

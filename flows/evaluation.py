@@ -12,8 +12,8 @@ from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for
 from tasks.claiming import Shares
 from tasks.evaluation import evaluate_cells, stage_tokenizers
-from tasks.gates import Gate
-from tasks.gating import conclude_by
+from tasks.gates.conclude import conclude_by
+from tasks.gates.gate import Gate
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.progress_artifact import marked
 from tasks.provisioning import as_served, provisioned

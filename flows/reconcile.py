@@ -20,7 +20,7 @@ from tasks.batches import served_together
 from tasks.cancelled_runs import stopping_if_cancelled
 from tasks.cells import Cell, plan_cells
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
 from tasks.policies import Policy, check_policy_paths
 from tasks.policy_gating import conclude_policy
 from tasks.policy_looking import look

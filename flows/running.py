@@ -9,7 +9,7 @@ from rich.console import Console
 
 from flows.live import live_view
 from resources.errors import AssayError, BadInput
-from tasks.gate_verdicts import Verdict
+from tasks.gates.verdict import Verdict
 from tasks.prefect_server.client import prefect_errors_in_words
 from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.records.record import Record, current_records, now, read_records

@@ -25,7 +25,7 @@ from resources.storage import storage
 from tasks.batches import resources_of
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.dispatching import send_run, source_of, states_of
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
 from tasks.prefect_server.client import prefect_client
 from tasks.records.record import current_records, now, read_records
 from tasks.reports.artifacts import report_uri

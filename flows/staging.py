@@ -9,10 +9,10 @@ from prefect.logging import get_run_logger
 from pydantic import model_validator
 
 from resources.config import Config
+from tasks.offline.stage import fill_from, share_staged, stage
+from tasks.offline.wanted import Wanted, wanted_by
 from tasks.spec.names import in_few_words
 from tasks.spec.suites import SuiteName, load_suite
-from tasks.staging import fill_from, share_staged, stage
-from tasks.wanted_data import Wanted, wanted_by
 
 
 class StagingRequest(Config):

@@ -7,7 +7,7 @@ from prefect import flow
 from flows.evaluation import evaluate_each
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
 from tasks.records.record import Record
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluatorName
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite

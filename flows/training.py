@@ -17,8 +17,8 @@ from tasks.checkpoints.discovery import Checkpoint
 from tasks.claiming import Shares
 from tasks.claims.files import claims_folder
 from tasks.evaluation import evaluate_cells
-from tasks.gates import Gate
-from tasks.gating import conclude_by
+from tasks.gates.conclude import conclude_by
+from tasks.gates.gate import Gate
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
@@ -26,9 +26,9 @@ from tasks.provisioning import as_served, prepare_environments, provisioned, ser
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.training import finished, is_trained, plan_training, training
-from tasks.training_cells import ArrivingCells, Exports
-from tasks.training_config import TrainAndEvaluateConfig
+from tasks.training.arrivals import ArrivingCells, Exports
+from tasks.training.config import TrainAndEvaluateConfig
+from tasks.training.job import finished, is_trained, plan_training, training
 
 
 @flow(

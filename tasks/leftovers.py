@@ -18,7 +18,7 @@ from tasks.checkpoints.run_snapshot import expand_runs
 from tasks.claims.files import SeenClaim, claims_folder, end_claim, read_claims
 from tasks.policies import Policy
 from tasks.spec.names import job_label, name_of
-from tasks.training_config import TrainAndEvaluateConfig
+from tasks.training.config import TrainAndEvaluateConfig
 
 
 def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:

@@ -9,9 +9,9 @@ from resources.errors import AssayError, EvaluationIncomplete, EvaluationInterru
 from resources.storage import storage
 from tasks.checkpoints.rules import eligible_steps
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.gate_verdicts import JudgedCheckpoint
-from tasks.gates import Gate
-from tasks.gating import judge_checkpoints
+from tasks.gates.conclude import judge_checkpoints
+from tasks.gates.gate import Gate
+from tasks.gates.verdict import JudgedCheckpoint
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_looking import look, run_folder
 from tasks.prefect_server.progress import Judged, report

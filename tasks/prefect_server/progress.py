@@ -12,7 +12,7 @@ from prefect.exceptions import MissingContextError
 from prefect.logging import get_run_logger
 
 if TYPE_CHECKING:
-    from tasks.gate_verdicts import Verdict
+    from tasks.gates.verdict import Verdict
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from flows.training import train_and_evaluate
 from resources.errors import GateRefused, JobFailed
 from resources.settings import process_environment
 from tasks.claims.files import claims_folder, read_claims
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
 from tasks.prefect_server.progress import CellDone, Update, listening
 from tasks.records.record import Record, read_records
-from tasks.training_config import TrainAndEvaluateConfig
+from tasks.training.config import TrainAndEvaluateConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
 

@@ -28,7 +28,7 @@ from resources.settings import process_environment
 from resources.storage import storage
 from tasks.cells import plan_cells
 from tasks.checkpoints.discovery import discover
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.provisioning import as_served
 from tasks.records.record import write_record

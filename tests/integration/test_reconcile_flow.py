@@ -29,7 +29,7 @@ from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationIncomplete
 from resources.settings import process_environment
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
 from tasks.policy_looking import look
 from tasks.reconciliation import reconcile
 from tasks.records.record import Record, read_records

@@ -25,10 +25,10 @@ from resources.errors import StagingIncomplete
 from resources.settings import process_environment, settings
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.evaluators.registry import EVALUATORS
+from tasks.offline.stage import fill_from, share_staged, stage
+from tasks.offline.wanted import Wanted
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.suites import SuiteRequest, load_suite
-from tasks.staging import fill_from, share_staged, stage
-from tasks.wanted_data import Wanted
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 

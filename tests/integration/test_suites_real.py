@@ -28,12 +28,12 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import UnknownBenchmark
 from resources.settings import process_environment, settings
 from tasks.evaluators.lm_eval.index import listed_benchmarks
+from tasks.offline.texts import stage_texts, text_source
 from tasks.records.record import Record
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of
 from tasks.spec.evaluation import EvalTaskConfig
 from tasks.spec.options_alpaca_eval import Judge
 from tasks.spec.suites import SuiteRequest, load_suite
-from tasks.staged_texts import stage_texts, text_source
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 

@@ -18,8 +18,8 @@ from resources.errors import BadInput
 from resources.jobs.jobs import Client, JobStatus
 from resources.settings import settings
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.training import finished, is_trained, plan_training, run_levanter_train_lm, training
-from tasks.training_config import TrainLmOnPodConfig
+from tasks.training.config import TrainLmOnPodConfig
+from tasks.training.job import finished, is_trained, plan_training, run_levanter_train_lm, training
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300)]
 

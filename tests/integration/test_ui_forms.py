@@ -20,7 +20,7 @@ from flows.deploying import deployments_for
 from flows.suites import evaluate_suite
 from resources.config import TpuConfig
 from resources.settings import process_environment
-from tasks.gates import BaselineRule, Gate
+from tasks.gates.gate import BaselineRule, Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.suites import built_in_suites

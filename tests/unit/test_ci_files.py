@@ -16,7 +16,7 @@ import yaml
 
 from flows.cli import app
 from flows.cli_gate import load_gate
-from tasks.gates import BaselineRule, BoundRule
+from tasks.gates.gate import BaselineRule, BoundRule
 
 CI = Path(__file__).parents[2] / "deployments" / "ci"
 WORKFLOW: dict[str, Any] = yaml.safe_load((CI / "evaluate.yml").read_text())

@@ -38,7 +38,7 @@ from resources.regions.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.gates import BaselineRule, BoundRule, Gate
+from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.policies import Policy, PolicySuite, RetryBudget
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
@@ -50,7 +50,7 @@ from tasks.spec.options_levanter import LevanterOptions
 from tasks.spec.options_lm_eval import LmEvalOptions
 from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
-from tasks.training_config import TrainAndEvaluateConfig, TrainLmOnPodConfig
+from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

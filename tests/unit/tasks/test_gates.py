@@ -19,9 +19,9 @@ from fakes.records import make_metric, make_record, make_samples, publish
 from flows.cli import app
 from flows.cli_gate import load_gate
 from resources.errors import BadInput, GateRefused
-from tasks.gate_verdicts import JudgedCheckpoint, Reason, Verdict, judge, judged_checkpoints
-from tasks.gate_views import verdict_markdown
-from tasks.gates import BaselineRule, BoundRule, Gate
+from tasks.gates.gate import BaselineRule, BoundRule, Gate
+from tasks.gates.verdict import JudgedCheckpoint, Reason, Verdict, judge, judged_checkpoints
+from tasks.gates.views import verdict_markdown
 from tasks.records.record import FoundRecord, Metric, Record, find_records
 
 FACTS = {"benchmark": "demo_facts", "metric": "acc"}

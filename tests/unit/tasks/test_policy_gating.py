@@ -9,8 +9,8 @@ from typing import Any
 from fakes.records import make_metric, make_record, publish
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.gate_verdicts import JudgedCheckpoint
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
+from tasks.gates.verdict import JudgedCheckpoint
 from tasks.policies import Policy, WantedEvaluation
 from tasks.policy_gating import judged_of
 from tasks.reconciliation import RunListing

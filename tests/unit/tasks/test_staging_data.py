@@ -14,11 +14,11 @@ import pytest
 from fakes.hub import running_hub
 from resources.errors import BadInput, StorageError
 from resources.settings import settings
-from tasks.shared_copy import MANIFEST, Tree, fill, read_manifest, share
+from tasks.offline.shared_copy import MANIFEST, Tree, fill, read_manifest, share
+from tasks.offline.stage import fill_from
+from tasks.offline.texts import TextSource, stage_texts, text_source
+from tasks.offline.wanted import Wanted, wanted_by
 from tasks.spec.suites import load_suite, texts_folder
-from tasks.staged_texts import TextSource, stage_texts, text_source
-from tasks.staging import fill_from
-from tasks.wanted_data import Wanted, wanted_by
 
 TEXTS = json.dumps(["A first text.", " ", {"text": "Another one."}]).encode()
 

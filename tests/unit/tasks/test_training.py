@@ -15,10 +15,10 @@ from fakes.jobs import FakeClient, FakeJob
 from resources.config import Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus
-from tasks.training import ENVIRONMENT_OF, finished, is_trained, plan_training, run_levanter_train_lm, training
-from tasks.training_config import TrainAndEvaluateConfig, TrainLmOnPodConfig
-from tasks.training_layout import run_id_of, training_of
-from tasks.training_variables import accelerator_defaults, variables_of
+from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
+from tasks.training.job import ENVIRONMENT_OF, finished, is_trained, plan_training, run_levanter_train_lm, training
+from tasks.training.layout import run_id_of, training_of
+from tasks.training.variables import accelerator_defaults, variables_of
 
 ON_TPU = ResourceConfig.with_tpu("v5litepod-16", slice_count=2)
 

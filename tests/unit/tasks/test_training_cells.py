@@ -23,7 +23,7 @@ from tasks.claiming import Shares
 from tasks.prefect_server.progress import Event, Update, listening
 from tasks.records.record import CheckpointReference, now, write_record
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.training_cells import ArrivingCells, Exports, step_in
+from tasks.training.arrivals import ArrivingCells, Exports, step_in
 
 CONFIG = EvaluationConfig.model_validate(
     {"evaluator": "levanter_lm_evaluation_harness", "model_path": "run", "evals": [{"name": "demo_facts"}]}

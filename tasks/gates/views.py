@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tasks.gate_verdicts import Reason, Verdict
+from tasks.gates.verdict import Reason, Verdict
 
 
 def verdict_table(verdict: Verdict) -> Table:

@@ -10,9 +10,9 @@ from prefect.cache_policies import NO_CACHE
 
 from resources.errors import EvaluationIncomplete
 from tasks.cells import Cell, conclude
-from tasks.gate_verdicts import JudgedCheckpoint, Verdict, judge
-from tasks.gate_views import verdict_markdown
-from tasks.gates import Gate
+from tasks.gates.gate import Gate
+from tasks.gates.verdict import JudgedCheckpoint, Verdict, judge
+from tasks.gates.views import verdict_markdown
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.records.record import Record, read_record

@@ -22,7 +22,7 @@ from tasks.prefect_server.progress import Event, report, report_event
 from tasks.serving import Serving
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
-from tasks.training import SILENCE_SECONDS
+from tasks.training.job import SILENCE_SECONDS
 
 _STEP_LINE = re.compile(r'\{"tracker": "json_logger".*"train/loss".*\}')
 _SECONDS_BETWEEN_STEPS = 10.0

@@ -10,7 +10,7 @@ import yaml
 
 from resources.config import CpuConfig, Device, TpuConfig
 from resources.errors import BadInput
-from tasks.training_layout import Training
+from tasks.training.layout import Training
 
 _LEVANTER_FILES = (".levanter.yaml", ".config")
 _WITHOUT_WANDB = {"disabled", "offline", "dryrun"}

@@ -23,10 +23,10 @@ from resources.settings import training_variables
 from resources.storage import storage
 from tasks.prefect_server.progress import report_event
 from tasks.records.provenance import git_state
-from tasks.training_config import TrainLmOnPodConfig
-from tasks.training_layout import Training, training_of
-from tasks.training_node import train
-from tasks.training_variables import variables_of
+from tasks.training.config import TrainLmOnPodConfig
+from tasks.training.layout import Training, training_of
+from tasks.training.node import train
+from tasks.training.variables import variables_of
 
 ENVIRONMENT_OF = {"cpu": "levanter", "gpu": "levanter-cuda", "tpu": "levanter-tpu"}
 """The pinned environment with JAX for a device."""

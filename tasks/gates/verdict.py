@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from resources.errors import BadInput, GateRefused
-from tasks.gates import BaselineRule, BoundRule, Gate
+from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.records.record import Metric, Record, current_records
 from tasks.records.search import FoundRecord, RecordFilter, records_of_checkpoints
 from tasks.reports.comparison import ComparedMetric, Comparison, compare

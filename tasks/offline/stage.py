@@ -24,11 +24,11 @@ from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environme
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from tasks.evaluators.harness import cache_variables
-from tasks.shared_copy import MANIFEST, Tree, fill, read_manifest, share
+from tasks.offline.shared_copy import MANIFEST, Tree, fill, read_manifest, share
+from tasks.offline.texts import stage_texts, text_source
+from tasks.offline.wanted import PARTS, Wanted, chosen_of, missing_of
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.suites import texts_folder
-from tasks.staged_texts import stage_texts, text_source
-from tasks.wanted_data import PARTS, Wanted, chosen_of, missing_of
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _JOB_FILE = "job.json"

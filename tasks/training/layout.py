@@ -15,7 +15,7 @@ from resources.config import CpuConfig
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.spec.evaluation import digest_of
-from tasks.training_config import EXPORTS, TrainLmOnPodConfig, check_train_config
+from tasks.training.config import EXPORTS, TrainLmOnPodConfig, check_train_config
 
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"

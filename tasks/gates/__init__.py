@@ -1,0 +1,1 @@
+"""Gates: GO or NO-GO from records."""

@@ -1,0 +1,1 @@
+"""Data for workers without a network: what is wanted, fetched, shared."""

@@ -1,0 +1,1 @@
+"""Trainings by Levanter as jobs, and the cells that arrive from them."""
