@@ -9,8 +9,8 @@ from prefect.runtime import deployment
 
 from flows.hooks import leave_nothing
 from flows.reconcile import reconcile_once
-from tasks.dispatches import FLOW, CellNames, name_of_cell
-from tasks.policies import Policy
+from tasks.policies.dispatched import FLOW, CellNames, name_of_cell
+from tasks.policies.policy import Policy
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.flow_runs import settle_lost
 

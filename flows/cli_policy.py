@@ -11,9 +11,9 @@ from flows.cli_gate import GateFile, Summary, gate_of, show_verdict, write_summa
 from flows.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
-    from tasks.batches import Batch
-    from tasks.policies import Policy
-    from tasks.reconciliation import Reconciliation, RunListing
+    from tasks.policies.batches import Batch
+    from tasks.policies.policy import Policy
+    from tasks.policies.reconciliation import Reconciliation, RunListing
 
 _Policy = Annotated[str, typer.Argument(help="YAML file with a policy.", metavar="POLICY")]
 _Cells = Annotated[
@@ -24,8 +24,8 @@ _Afresh = Annotated[bool, typer.Option("--afresh", help="Look at every record, w
 
 def plan(policy: _Policy, afresh: _Afresh = False, as_json: Json = False) -> None:
     """Show what a policy would run now: which cells, in which order, where, and what they are expected to take."""
-    from tasks.policy_looking import Estimates
-    from tasks.policy_views import plan_json, plan_table
+    from tasks.policies.snapshot import Estimates
+    from tasks.policies.views import plan_json, plan_table
 
     wanted, listings, found = _looked(policy, afresh=afresh)
     batches = _batches(wanted, listings, found)
@@ -42,7 +42,7 @@ def plan(policy: _Policy, afresh: _Afresh = False, as_json: Json = False) -> Non
 
 def gaps(policy: _Policy, afresh: _Afresh = False, as_json: Json = False) -> None:
     """Show what a policy wants and has no result, and why: incomplete, failed, being evaluated, and until when."""
-    from tasks.policy_views import gaps_json, gaps_table
+    from tasks.policies.views import gaps_json, gaps_table
 
     wanted, _, found = _looked(policy, afresh=afresh)
     if as_json:
@@ -64,7 +64,7 @@ def status(
     from rich.console import Group
     from rich.live import Live
 
-    from tasks.policy_views import status_json, status_tables
+    from tasks.policies.views import status_json, status_tables
 
     def look_now() -> Group:
         wanted, listings, found = _looked(policy, afresh=afresh)
@@ -89,8 +89,8 @@ def retry(
     as_json: Json = False,
 ) -> None:
     """Have cells tried again that failed, failed too often or were cancelled; no record is removed."""
-    from tasks.policy_acts import chosen
-    from tasks.policy_acts import retry as clear
+    from tasks.policies.actions import chosen
+    from tasks.policies.actions import retry as clear
     from tasks.spec.names import how_many
 
     wanted, _, found = _looked(policy, afresh=True)
@@ -105,8 +105,8 @@ def retry(
 
 def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     """End what runs of a policy, or of some of its cells, and let nothing more of it begin until assay retry."""
-    from tasks.policy_acts import cancel as stop
-    from tasks.policy_acts import chosen
+    from tasks.policies.actions import cancel as stop
+    from tasks.policies.actions import chosen
     from tasks.spec.names import how_many
 
     wanted, listings, found = _looked(policy, afresh=True)
@@ -177,8 +177,8 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
 
 def _looked(uri: str, *, afresh: bool) -> tuple[Policy, list[RunListing], Reconciliation]:
     from flows.reconcile import load_policy
-    from tasks.policy_looking import look
-    from tasks.reconciliation import reconcile as decide
+    from tasks.policies.reconciliation import reconcile as decide
+    from tasks.policies.snapshot import look
 
     wanted = load_policy(uri)
     listings = look(wanted, afresh=afresh)
@@ -191,7 +191,7 @@ def _looked(uri: str, *, afresh: bool) -> tuple[Policy, list[RunListing], Reconc
 def _less_what_is_scheduled(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> Reconciliation:
     from flows.deploying import require_server
     from resources.errors import BadInput, PrefectUnavailable
-    from tasks.dispatches import read_dispatches, with_dispatches
+    from tasks.policies.dispatched import read_dispatches, with_dispatches
 
     try:
         require_server()
@@ -207,8 +207,8 @@ def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) 
     if wanted.dispatch == "here" or not found.work:
         return []
     from flows.deploying import require_server
-    from tasks.dispatches import Dispatches
-    from tasks.dispatching import Dispatcher
+    from tasks.policies.dispatch import Dispatcher
+    from tasks.policies.dispatched import Dispatches
 
     require_server()
     return Dispatcher(wanted, listings, Dispatches()).batches(found.work[: wanted.most_cells_at_once])

@@ -83,7 +83,7 @@ def notify(
 ) -> None:
     """Say that a checkpoint is complete, if it is: for notifications of a bucket."""
     from flows.deploying import require_server
-    from tasks.checkpoint_events import CompleteCheckpoint, checkpoint_at, send
+    from tasks.policies.events import CompleteCheckpoint, checkpoint_at, send
 
     require_server()
     found = checkpoint_at(uri)

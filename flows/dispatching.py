@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from flows.deploying import require_server
 from resources.errors import AssayError
-from tasks.dispatches import read_dispatches, with_dispatches
-from tasks.dispatching import Dispatcher
-from tasks.policies import Policy, check_policy_paths
+from tasks.policies.dispatch import Dispatcher
+from tasks.policies.dispatched import read_dispatches, with_dispatches
+from tasks.policies.policy import Policy, check_policy_paths
+from tasks.policies.reconciliation import Reconciliation, RunListing
 from tasks.prefect_server.progress import report_event
-from tasks.reconciliation import Reconciliation, RunListing
 from tasks.spec.names import how_many
 
 

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from prefect import flow
 
 from flows.hooks import leave_nothing
-from tasks.announcing import announce
-from tasks.cells import Cell, conclude, plan_cells
 from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for
-from tasks.claiming import Shares
-from tasks.evaluation import evaluate_cells, stage_tokenizers
 from tasks.gates.conclude import conclude_by
 from tasks.gates.gate import Gate
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.progress_artifact import marked
-from tasks.provisioning import as_served, provisioned
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
+from tasks.running.announce import announce
+from tasks.running.cells import Cell, conclude, plan_cells
+from tasks.running.provisioning import as_served, provisioned
+from tasks.running.scheduler import evaluate_cells, stage_tokenizers
+from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 
 

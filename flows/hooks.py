@@ -10,9 +10,9 @@ from prefect.logging.loggers import flow_run_logger
 
 from resources.backends.current import current_client
 from resources.errors import AssayError
-from tasks.cancelled_runs import stop_claimed
-from tasks.leftovers import end_claims, end_jobs
-from tasks.policies import Policy
+from tasks.policies.cancelled_runs import stop_claimed
+from tasks.policies.cleanup import end_claims, end_jobs
+from tasks.policies.policy import Policy
 from tasks.prefect_server.flow_runs import end_task_runs
 from tasks.prefect_server.progress_artifact import note_ending
 from tasks.spec.loading import load_config

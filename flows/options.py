@@ -6,8 +6,8 @@ import ast
 from dataclasses import dataclass, fields
 from typing import Any
 
-from flows.backlog import sinks_in
 from resources.errors import BadInput
+from tasks.sinks.backlog import sinks_in
 from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName
 from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import name_of

@@ -23,9 +23,9 @@ from pydantic import ValidationError
 from flows.reconcile import reconcile_policy
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.checkpoint_events import CHECKPOINT_COMPLETE, resources_of
-from tasks.dispatching import TAG
-from tasks.policies import Policy, check_policy_paths
+from tasks.policies.dispatch import TAG
+from tasks.policies.events import CHECKPOINT_COMPLETE, resources_of
+from tasks.policies.policy import Policy, check_policy_paths
 from tasks.prefect_server.client import prefect_client
 
 ENTRYPOINT = "flows.reconcile.reconcile_policy"

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from flows.backlog import Published
+    from tasks.sinks.backlog import Published
 
 
 def publish(
@@ -22,8 +22,8 @@ def publish(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")] = False,
 ) -> None:
     """Send recorded results to Weights & Biases, MLflow, an object store or a model card; only what is missing."""
-    from flows.backlog import publish_missing, sinks_in
     from resources.errors import SinkFailed
+    from tasks.sinks.backlog import publish_missing, sinks_in
 
     out, errors = Console(), Console(stderr=True)
 

@@ -16,20 +16,20 @@ from flows.dispatching import dispatch
 from flows.evaluation import evaluate_wanted
 from flows.hooks import leave_nothing
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
-from tasks.batches import served_together
-from tasks.cancelled_runs import stopping_if_cancelled
-from tasks.cells import Cell, plan_cells
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
 from tasks.gates.gate import Gate
-from tasks.policies import Policy, check_policy_paths
-from tasks.policy_gating import conclude_policy
-from tasks.policy_looking import look
+from tasks.policies.batches import served_together
+from tasks.policies.cancelled_runs import stopping_if_cancelled
+from tasks.policies.gate import conclude_policy
+from tasks.policies.policy import Policy, check_policy_paths
+from tasks.policies.reconciliation import OpenCell, Reconciliation, reconcile
+from tasks.policies.snapshot import look
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
-from tasks.reconciliation import OpenCell, Reconciliation, reconcile
 from tasks.records.record import Record, now, read_record
+from tasks.running.cells import Cell, plan_cells
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 

@@ -14,7 +14,7 @@ from flows.cells import evaluate_cells
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.regions.region_table import Regions
-from tasks.dispatching import TAG
+from tasks.policies.dispatch import TAG
 from tasks.prefect_server.client import prefect_client
 
 SENT: tuple[Flow[..., Any], ...] = (evaluate_cells, evaluate_checkpoints, evaluate_suite)

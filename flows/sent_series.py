@@ -22,10 +22,10 @@ from resources.regions.region_check import region_of_data
 from resources.regions.regions import known_regions
 from resources.regions.work_pools import WorkPoolChoice, choose_work_pool
 from resources.storage import storage
-from tasks.batches import resources_of
 from tasks.checkpoints.discovery import discover, layouts_for
-from tasks.dispatching import send_run, source_of, states_of
 from tasks.gates.gate import Gate
+from tasks.policies.batches import resources_of
+from tasks.policies.dispatch import send_run, source_of, states_of
 from tasks.prefect_server.client import prefect_client
 from tasks.records.record import current_records, now, read_records
 from tasks.reports.artifacts import report_uri

@@ -10,21 +10,21 @@ from prefect import flow
 from flows.evaluation import evaluate_shares
 from flows.hooks import leave_nothing
 from resources.errors import AssayError, NoCheckpoints
-from tasks.announcing import announce
-from tasks.cells import Cell, conclude, plan_cells
-from tasks.checkpoint_events import emit
 from tasks.checkpoints.discovery import Checkpoint
-from tasks.claiming import Shares
 from tasks.claims.files import claims_folder
-from tasks.evaluation import evaluate_cells
 from tasks.gates.conclude import conclude_by
 from tasks.gates.gate import Gate
+from tasks.policies.events import emit
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
-from tasks.provisioning import as_served, prepare_environments, provisioned, served_alike
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
+from tasks.running.announce import announce
+from tasks.running.cells import Cell, conclude, plan_cells
+from tasks.running.provisioning import as_served, prepare_environments, provisioned, served_alike
+from tasks.running.scheduler import evaluate_cells
+from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training.arrivals import ArrivingCells, Exports
 from tasks.training.config import TrainAndEvaluateConfig

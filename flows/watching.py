@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from resources.errors import AssayError
-from tasks.checkpoint_events import CompleteCheckpoint, Watched, send
-from tasks.policies import Policy
+from tasks.policies.events import CompleteCheckpoint, Watched, send
+from tasks.policies.policy import Policy
 
 
 def watch(

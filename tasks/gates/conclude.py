@@ -9,7 +9,6 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from resources.errors import EvaluationIncomplete
-from tasks.cells import Cell, conclude
 from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint, Verdict, judge
 from tasks.gates.views import verdict_markdown
@@ -17,6 +16,7 @@ from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.records.record import Record, read_record
 from tasks.records.search import FoundRecord
+from tasks.running.cells import Cell, conclude
 from tasks.spec.names import artifact_key
 
 

@@ -14,12 +14,12 @@ from resources.errors import BackendUnavailable, CheckpointError, NoCheckpoints,
 from resources.jobs.jobs import JobDetails, JobHandle
 from resources.storage import storage
 from resources.storage.storage import FileInfo
-from tasks.cells import Cell, plan_cells
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
-from tasks.claiming import Shares
-from tasks.evaluation import stage_tokenizers
 from tasks.prefect_server.progress import Event, report, report_event
-from tasks.serving import Serving
+from tasks.running.cells import Cell, plan_cells
+from tasks.running.scheduler import stage_tokenizers
+from tasks.running.serving import Serving
+from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 from tasks.training.job import SILENCE_SECONDS

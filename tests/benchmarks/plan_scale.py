@@ -43,9 +43,9 @@ from resources.storage import storage
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import look_at_run
-from tasks.policies import Policy, WantedEvaluation
-from tasks.policy_looking import look
-from tasks.reconciliation import Reconciliation, reconcile
+from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.reconciliation import Reconciliation, reconcile
+from tasks.policies.snapshot import look
 from tasks.records.index import keep_rows, record_stamps, row_of
 from tasks.records.record import Record, read_record
 from tasks.spec.evaluation import EvaluationConfig, digest_of

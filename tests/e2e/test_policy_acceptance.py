@@ -32,12 +32,12 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
 from tasks.claims.files import Claim, claims_folder, read_claims
-from tasks.policy_looking import look
-from tasks.policy_views import gaps_json
+from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
+from tasks.policies.reconciliation import reconcile
+from tasks.policies.snapshot import look
+from tasks.policies.views import gaps_json
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
-from tasks.reconciliation import reconcile
 from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
 

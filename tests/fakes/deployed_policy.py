@@ -22,8 +22,8 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.policy_deploying import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.checkpoint_events import CHECKPOINT_COMPLETE, CompleteCheckpoint
 from tasks.claims.files import claims_folder, read_claims
+from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.records.record import read_records
 

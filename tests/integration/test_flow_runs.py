@@ -26,12 +26,12 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import GateRefused
 from resources.settings import process_environment
 from resources.storage import storage
-from tasks.cells import plan_cells
 from tasks.checkpoints.discovery import discover
 from tasks.gates.gate import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
-from tasks.provisioning import as_served
 from tasks.records.record import write_record
+from tasks.running.cells import plan_cells
+from tasks.running.provisioning import as_served
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, load_suite
 

@@ -17,9 +17,9 @@ from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import bucket_objects
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.policies import Policy, WantedEvaluation
-from tasks.policy_looking import look
-from tasks.reconciliation import Reconciliation, reconcile
+from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.reconciliation import Reconciliation, reconcile
+from tasks.policies.snapshot import look
 from tasks.records.record import write_record
 from tasks.spec.evaluation import EvaluationConfig
 

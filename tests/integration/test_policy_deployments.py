@@ -19,13 +19,13 @@ from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import BadInput, EngineStartFailed, UnsatisfiableResources
-from tasks.checkpoint_events import emit, send
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.policy_acts import retry
-from tasks.policy_looking import look
+from tasks.policies.actions import retry
+from tasks.policies.events import emit, send
+from tasks.policies.reconciliation import Reconciliation, reconcile
+from tasks.policies.snapshot import look
 from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL
-from tasks.reconciliation import Reconciliation, reconcile
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 

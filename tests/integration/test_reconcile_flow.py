@@ -30,8 +30,8 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import EvaluationIncomplete
 from resources.settings import process_environment
 from tasks.gates.gate import Gate
-from tasks.policy_looking import look
-from tasks.reconciliation import reconcile
+from tasks.policies.reconciliation import reconcile
+from tasks.policies.snapshot import look
 from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
 

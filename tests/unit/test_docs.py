@@ -26,7 +26,6 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from flows.backlog import sinks_in
 from flows.cli import app
 from flows.staging import StagingRequest
 from pools.config import InferencePoolConfig, ModelConfig
@@ -39,9 +38,10 @@ from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
-from tasks.policies import Policy, PolicySuite, RetryBudget
+from tasks.policies.policy import Policy, PolicySuite, RetryBudget
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
+from tasks.sinks.backlog import sinks_in
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.spec.loading import load_config
 from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge

@@ -17,13 +17,13 @@ from pools.endpoint import RunningModel
 from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client
 from resources.errors import EvaluationInterrupted
-from tasks.attempts import Harness, Turn, evaluate_cell
-from tasks.cells import Cell
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records.record import CheckpointReference, read_record
 from tasks.records.samples import Sample
-from tasks.serving import Interruption
+from tasks.running.attempt import Harness, Turn, evaluate_cell
+from tasks.running.cells import Cell
+from tasks.running.serving import Interruption
 from tasks.spec.evaluation import EvaluationConfig
 
 PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"

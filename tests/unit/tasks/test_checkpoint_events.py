@@ -14,8 +14,8 @@ from fakes.models import write_checkpoint
 from flows.cli_schedule import duration
 from flows.watching import watch
 from resources.errors import BadInput, PrefectUnavailable
-from tasks.checkpoint_events import CompleteCheckpoint, Watched, checkpoint_at, resources_of
-from tasks.policies import Policy
+from tasks.policies.events import CompleteCheckpoint, Watched, checkpoint_at, resources_of
+from tasks.policies.policy import Policy
 from tasks.spec.loading import load_config
 
 

@@ -11,14 +11,14 @@ from pydantic import ValidationError
 
 from resources.regions.region_table import Regions
 from resources.regions.work_pools import Source, WorkPoolState
-from tasks.batches import batches_of, placed
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.dispatches import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
-from tasks.policies import Policy, WantedEvaluation
-from tasks.policy_looking import Estimates
-from tasks.policy_marks import Mark, Marks
-from tasks.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.policies.batches import batches_of, placed
+from tasks.policies.dispatched import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
+from tasks.policies.overrides import Mark, Marks
+from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.policies.snapshot import Estimates
 from tasks.records.index import IndexedRecord, RunRecords
 from tasks.spec.evaluation import EvaluationConfig
 

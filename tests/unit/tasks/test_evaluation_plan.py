@@ -16,10 +16,10 @@ from flows.options import EvaluationOptions, evaluation_from_file, evaluation_fr
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
-from tasks.cells import plan_cells
 from tasks.checkpoints.discovery import find_checkpoints, select
-from tasks.provisioning import judge_of
-from tasks.serving import EndpointServing
+from tasks.running.cells import plan_cells
+from tasks.running.provisioning import judge_of
+from tasks.running.serving import EndpointServing
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, Judge
 

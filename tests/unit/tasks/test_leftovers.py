@@ -13,11 +13,11 @@ from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import ClaimLost
 from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
-from tasks.cancelled_runs import stop_claimed
 from tasks.claims.files import Subject, claims_folder
 from tasks.claims.leases import Claims
-from tasks.leftovers import end_claims, end_jobs
-from tasks.policy_marks import read_marks
+from tasks.policies.cancelled_runs import stop_claimed
+from tasks.policies.cleanup import end_claims, end_jobs
+from tasks.policies.overrides import read_marks
 from tasks.spec.names import job_label
 
 RUN, OTHER = "0a1b2c3d-0000-4000-8000-000000000001", "9a1b2c3d-0000-4000-8000-000000000002"

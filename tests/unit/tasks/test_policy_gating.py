@@ -11,9 +11,9 @@ from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint
-from tasks.policies import Policy, WantedEvaluation
-from tasks.policy_gating import judged_of
-from tasks.reconciliation import RunListing
+from tasks.policies.gate import judged_of
+from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.reconciliation import RunListing
 from tasks.records.index import RunRecords
 from tasks.spec.evaluation import EvaluationConfig
 

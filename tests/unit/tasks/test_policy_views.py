@@ -8,9 +8,9 @@ from rich.console import Console
 
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.policies import WantedEvaluation
-from tasks.policy_views import gaps_table
-from tasks.reconciliation import OpenCell, Reconciliation
+from tasks.policies.policy import WantedEvaluation
+from tasks.policies.reconciliation import OpenCell, Reconciliation
+from tasks.policies.views import gaps_table
 from tasks.spec.evaluation import EvaluationConfig
 
 CONFIG = EvaluationConfig.model_validate(

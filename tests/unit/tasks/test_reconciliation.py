@@ -20,20 +20,20 @@ from flows.reconcile import load_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import RecordStatus
 from resources.storage import storage
-from tasks.cancelled_runs import stop_unfinished
-from tasks.cells import plan_cells
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, look_at_run
 from tasks.claims.files import Claim, Holder, SeenClaim, Subject
 from tasks.claims.leases import Claims
 from tasks.claims.process_marks import ProcessMark
-from tasks.policies import Policy, WantedEvaluation
-from tasks.policy_looking import Estimates, look
-from tasks.policy_marks import Mark, Marks
-from tasks.reconciliation import Reconciliation, RunListing, State, reconcile
+from tasks.policies.cancelled_runs import stop_unfinished
+from tasks.policies.overrides import Mark, Marks
+from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.reconciliation import Reconciliation, RunListing, State, reconcile
+from tasks.policies.snapshot import Estimates, look
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
+from tasks.running.cells import plan_cells
 from tasks.spec.evaluation import EvaluationConfig
 
 NOW = 1_000_000.0

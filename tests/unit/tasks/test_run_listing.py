@@ -17,9 +17,9 @@ from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, look_at_run
 from tasks.claims.files import Subject, claims_folder
 from tasks.claims.leases import Claims
-from tasks.policies import Policy, WantedEvaluation
-from tasks.policy_looking import look
-from tasks.reconciliation import RunListing, reconcile
+from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.reconciliation import RunListing, reconcile
+from tasks.policies.snapshot import look
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.records.record import write_record
 from tasks.spec.evaluation import EvaluationConfig

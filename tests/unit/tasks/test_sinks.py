@@ -13,10 +13,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from fakes.cells import METRICS, make_cell
 from fakes.records import make_metric, make_record
-from flows.backlog import publish_missing, sinks_in
 from resources.errors import BadInput, SinkFailed
 from tasks.records.record import note_sinks, read_record
 from tasks.sinks.announcement import Announcement, metric_values
+from tasks.sinks.backlog import publish_missing, sinks_in
 from tasks.sinks.credentials import credentials_of, scrub
 from tasks.sinks.hugging_face import with_results
 from tasks.sinks.publishing import publish_record
@@ -82,7 +82,9 @@ def test_sinks_offer_anyof_in_forms():
 
 
 def test_publishing_imports_no_client_library():
-    program = "import sys, flows.backlog; print(sorted({'wandb', 'mlflow', 'gcsfs', 'prefect_gcp'} & set(sys.modules)))"
+    program = (
+        "import sys, tasks.sinks.backlog; print(sorted({'wandb', 'mlflow', 'gcsfs', 'prefect_gcp'} & set(sys.modules)))"
+    )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
 

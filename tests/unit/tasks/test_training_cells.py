@@ -17,11 +17,11 @@ from pools.weights.model_files import digest_model_folder
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, StorageError
 from resources.jobs.jobs import Command, JobRequest, JobStatus
-from tasks.cells import Cell
 from tasks.checkpoints.discovery import Checkpoint
-from tasks.claiming import Shares
 from tasks.prefect_server.progress import Event, Update, listening
 from tasks.records.record import CheckpointReference, now, write_record
+from tasks.running.cells import Cell
+from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training.arrivals import ArrivingCells, Exports, step_in
 

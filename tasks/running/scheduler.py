@@ -17,13 +17,13 @@ from pools.jobs import is_local
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from tasks.attempts import Harness, Turn, evaluate_cell
-from tasks.cells import Cell
-from tasks.claiming import Shares
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
-from tasks.serving import Interruption, Serving
+from tasks.running.attempt import Harness, Turn, evaluate_cell
+from tasks.running.cells import Cell
+from tasks.running.serving import Interruption, Serving
+from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig, EvaluatorName
 
 _INTERRUPTED_SECONDS = 30.0

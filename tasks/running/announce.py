@@ -8,9 +8,9 @@ from datetime import datetime
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.cells import Cell
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import Record, note_sinks, read_record
+from tasks.running.cells import Cell
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
 from tasks.spec.sinks import Sink
 

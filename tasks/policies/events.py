@@ -17,7 +17,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, look_at_run
-from tasks.policies import Policy
+from tasks.policies.policy import Policy
 from tasks.prefect_server.client import prefect_client
 from tasks.spec.names import name_of
 

@@ -23,7 +23,7 @@ from resources.settings import settings
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
-from tasks.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
+from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import pool_label
 

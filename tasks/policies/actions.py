@@ -12,13 +12,13 @@ from prefect.states import Cancelling
 
 from resources.errors import AssayError, BadInput
 from tasks.claims.files import SeenClaim, end_claim
-from tasks.dispatches import read_dispatches
-from tasks.policies import Policy
-from tasks.policy_looking import run_folder
-from tasks.policy_marks import write_mark
+from tasks.policies.dispatched import read_dispatches
+from tasks.policies.overrides import write_mark
+from tasks.policies.policy import Policy
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
+from tasks.policies.snapshot import run_folder
 from tasks.prefect_server.client import prefect_client
 from tasks.prefect_server.progress import report_event
-from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 
 CANCELLED_BY_COMMAND = "assay cancel"
 """Message of the state that flow runs get."""

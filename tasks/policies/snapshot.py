@@ -12,12 +12,12 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.regions.regions import price_per_hour, regions_for
 from resources.storage import storage
-from tasks.batches import Batch
 from tasks.checkpoints.run_snapshot import expand_runs, look_at_run, with_digests
 from tasks.claims.files import claims_folder, read_claims
-from tasks.policies import Policy, WantedEvaluation, wanted_evaluations
-from tasks.policy_marks import read_marks
-from tasks.reconciliation import OpenCell, RunListing, undecided
+from tasks.policies.batches import Batch
+from tasks.policies.overrides import read_marks
+from tasks.policies.policy import Policy, WantedEvaluation, wanted_evaluations
+from tasks.policies.reconciliation import OpenCell, RunListing, undecided
 from tasks.records.index import indexed_records
 from tasks.spec.names import name_of
 

@@ -9,11 +9,11 @@ from types import TracebackType
 
 from prefect.runtime import flow_run
 
-from tasks.cells import Cell
 from tasks.claims.files import SeenClaim, Subject, claims_folder
 from tasks.claims.leases import LEASE_SECONDS, Claims
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import now, read_record
+from tasks.running.cells import Cell
 from tasks.spec.names import how_many
 
 _POLL_SECONDS = 2.0

@@ -20,14 +20,14 @@ from prefect.settings import PREFECT_API_URL
 
 from resources.errors import AssayError
 from tasks.claims.files import read_claims
-from tasks.leftovers import claims_folders, held_by
-from tasks.policies import Policy
-from tasks.policy_acts import CANCELLED_BY_COMMAND
-from tasks.policy_looking import look, run_folder
-from tasks.policy_marks import write_mark
+from tasks.policies.actions import CANCELLED_BY_COMMAND
+from tasks.policies.cleanup import claims_folders, held_by
+from tasks.policies.overrides import write_mark
+from tasks.policies.policy import Policy
+from tasks.policies.reconciliation import OpenCell, reconcile
+from tasks.policies.snapshot import look, run_folder
 from tasks.prefect_server.client import prefect_client
 from tasks.prefect_server.progress import report_event
-from tasks.reconciliation import OpenCell, reconcile
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from resources.config import Config, ResourceConfig
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.provisioning import as_served
+from tasks.running.provisioning import as_served
 from tasks.spec.benchmarks import benchmarks_digest
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.names import name_of

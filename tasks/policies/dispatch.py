@@ -21,12 +21,12 @@ from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
 from resources.regions.work_pools import Source, WorkPoolChoice, WorkPoolState
 from resources.storage import storage
-from tasks.batches import Batch, batches_of, placed, without_limits
-from tasks.dispatches import FLOW, MOVED, CellNames, Dispatch, Dispatches, name_of_cell
-from tasks.policies import Policy
+from tasks.policies.batches import Batch, batches_of, placed, without_limits
+from tasks.policies.dispatched import FLOW, MOVED, CellNames, Dispatch, Dispatches, name_of_cell
+from tasks.policies.policy import Policy
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.prefect_server.client import prefect_client
 from tasks.prefect_server.work_pools import work_pool_states
-from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.spec.evaluation import digest_of
 
 TAG = "assay"

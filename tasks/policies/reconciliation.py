@@ -12,8 +12,8 @@ from resources.collection import seldom_collecting
 from tasks.checkpoints.rules import eligible_steps, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import SeenClaim
-from tasks.policies import Policy, RetryBudget, WantedEvaluation
-from tasks.policy_marks import Marks
+from tasks.policies.overrides import Marks
+from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 
 State = Literal["work", "waiting", "failed", "backing_off", "spent", "claimed", "scheduled", "stopped", "not_served"]

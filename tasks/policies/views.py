@@ -10,10 +10,10 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from tasks.batches import Batch
-from tasks.policies import Policy
-from tasks.policy_looking import Estimates
-from tasks.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
+from tasks.policies.batches import Batch
+from tasks.policies.policy import Policy
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, moment
+from tasks.policies.snapshot import Estimates
 from tasks.spec.names import how_many
 
 _MOST_ROWS = 40

@@ -27,9 +27,9 @@ from prefect.client.schemas.sorting import FlowRunSort
 from pydantic import Field, ValidationError
 
 from resources.config import Config
-from tasks.policies import Policy
+from tasks.policies.policy import Policy
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.prefect_server.client import prefect_client
-from tasks.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.spec.names import in_few_words
 
 FLOW = "evaluate-cells"

@@ -22,16 +22,16 @@ from resources.backends.local.client import local_client
 from resources.errors import AssayError, EvaluationInterrupted, RecordStatus
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
-from tasks.cells import Cell
-from tasks.claiming import Shares
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Parsed, Progress
 from tasks.evaluators.harness import run_harness, verify_counts
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
-from tasks.provisioning import judge_of
 from tasks.records.index import note_record
 from tasks.records.provenance import git_state, hardware, versions
 from tasks.records.record import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, now, write_record
-from tasks.serving import Interruption, ServedCell, Serving
+from tasks.running.cells import Cell
+from tasks.running.provisioning import judge_of
+from tasks.running.serving import Interruption, ServedCell, Serving
+from tasks.running.shares import Shares
 from tasks.sinks.publishing import publish_record
 from tasks.spec.names import job_name, suites_in
 

@@ -12,10 +12,10 @@ from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.conclude import judge_checkpoints
 from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint
-from tasks.policies import Policy, WantedEvaluation
-from tasks.policy_looking import look, run_folder
+from tasks.policies.policy import Policy, WantedEvaluation
+from tasks.policies.reconciliation import RunListing
+from tasks.policies.snapshot import look, run_folder
 from tasks.prefect_server.progress import Judged, report
-from tasks.reconciliation import RunListing
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
 

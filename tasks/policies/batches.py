@@ -11,7 +11,7 @@ from resources.config import ResourceConfig
 from resources.errors import AssayError, NoUsableWorkPool
 from resources.regions.region_table import Regions
 from resources.regions.work_pools import Source, WorkPoolChoice, WorkPoolState, choose_work_pool
-from tasks.reconciliation import OpenCell
+from tasks.policies.reconciliation import OpenCell
 from tasks.spec.evaluation import EvaluationConfig
 
 MOST_CELLS_IN_A_RUN = 500

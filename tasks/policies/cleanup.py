@@ -16,7 +16,7 @@ from resources.errors import AssayError
 from resources.jobs.jobs import Client
 from tasks.checkpoints.run_snapshot import expand_runs
 from tasks.claims.files import SeenClaim, claims_folder, end_claim, read_claims
-from tasks.policies import Policy
+from tasks.policies.policy import Policy
 from tasks.spec.names import job_label, name_of
 from tasks.training.config import TrainAndEvaluateConfig
 

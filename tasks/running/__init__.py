@@ -1,0 +1,1 @@
+"""Running cells: served, claimed, attempted, announced."""
