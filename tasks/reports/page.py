@@ -156,7 +156,7 @@ def render_report(
         for number, column in enumerate(results.columns)
     }
     succeeded = [record for record in results.records if record.succeeded]
-    templates = Environment(loader=PackageLoader("tasks"), autoescape=True, undefined=StrictUndefined,
+    templates = Environment(loader=PackageLoader("tasks.reports"), autoescape=True, undefined=StrictUndefined,
                             trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     templates.filters |= {
         "counted": counted,

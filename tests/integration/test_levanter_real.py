@@ -27,7 +27,7 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
-PROGRAMS = Path(__file__).parents[2] / "tasks" / "programs"
+PROGRAMS = Path(__file__).parents[2] / "tasks" / "evaluators" / "levanter" / "programs"
 CONTEXT = 512
 HIDDEN, FEED_FORWARD, HEADS, KEY_HEADS, VOCABULARY, LAYERS = 32, 64, 4, 2, 260, 2
 CONFIG = {

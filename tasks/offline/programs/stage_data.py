@@ -18,8 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).parent
-sys.path += [str(_HERE), str(_HERE.parents[1] / "evaluators" / "lm_eval" / "programs")]  # -I leaves them out
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "lm_eval" / "programs"))
 
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
 from lm_eval.tasks import TaskManager

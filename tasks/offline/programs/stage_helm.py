@@ -23,8 +23,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-_HERE = Path(__file__).parent
-sys.path += [str(_HERE), str(_HERE.parents[1] / "evaluators" / "helm" / "programs")]  # -I leaves them out
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "helm" / "programs"))
 
 import helm.benchmark.runner as helm_runner
 import helm_asking

@@ -19,8 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-_HERE = Path(__file__).parent
-sys.path += [str(_HERE), str(_HERE.parents[1] / "lm_eval" / "programs")]  # -I leaves them out
+sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+sys.path.append(str(Path(__file__).parents[2] / "lm_eval" / "programs"))
 import jax
 from levanter_model import Model, UnusableCheckpointError, load
 from levanter_scoring import LevanterLM

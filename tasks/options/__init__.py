@@ -1,1 +1,0 @@
-"""What each evaluator can be told beyond the benchmarks, one module an evaluator."""
