@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from flows.deploying import require_server
+from flows.deploy.flows import require_server
 from resources.errors import AssayError
 from tasks.policies.dispatch import Dispatcher
 from tasks.policies.dispatched import read_dispatches, with_dispatches

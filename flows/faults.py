@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from flows.options import EvaluationOptions, pool_content
+from flows.cli.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.faults.outcome import Outcome, Scale

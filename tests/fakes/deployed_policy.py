@@ -19,7 +19,7 @@ from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.prefect_field import Field, prefect_field
 from fakes.tokenizers import write_byte_tokenizer
-from flows.policy_deploying import PolicyDeployment, deploy_policy
+from flows.deploy.policies import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.claims.files import claims_folder, read_claims

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from fakes.models import write_checkpoint, write_run
 from fakes.records import make_metric, make_record
-from flows.cli import app
+from flows.cli.app import app
 from resources.settings import process_environment
 from tasks.records.record import Record, write_record
 

@@ -16,7 +16,7 @@ from prefect.states import Cancelling, Pending, Running
 
 from fakes.polling import eventually
 from fakes.prefect_field import prefect_field
-from flows.policy_deploying import watch_over_flow_runs
+from flows.deploy.policies import watch_over_flow_runs
 from tasks.policies.dispatch import TAG
 
 pytestmark = pytest.mark.timeout(300)

@@ -20,7 +20,7 @@ from fakes.polling import eventually
 from fakes.processes import running_program
 from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
-from flows.deploying import deployments_for
+from flows.deploy.flows import deployments_for
 from flows.series import evaluate_checkpoints
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import GateRefused

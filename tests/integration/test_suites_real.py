@@ -23,7 +23,7 @@ from fakes.models import write_nano_llama
 from fakes.suites import endpoint, in_lm_eval, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
 from flows import suites as flows
-from flows.cli import app
+from flows.cli.app import app
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import UnknownBenchmark
 from resources.settings import process_environment, settings

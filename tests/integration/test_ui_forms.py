@@ -16,7 +16,7 @@ import yaml
 
 from fakes.browser import Page, browser
 from fakes.polling import eventually
-from flows.deploying import deployments_for
+from flows.deploy.flows import deployments_for
 from flows.suites import evaluate_suite
 from resources.config import TpuConfig
 from resources.settings import process_environment

@@ -24,8 +24,8 @@ from fakes.polling import eventually
 from fakes.prefect_field import Field, prefect_field
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
-from flows.cli import app
-from flows.policy_deploying import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION
+from flows.cli.app import app
+from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import NoUsableWorkPool

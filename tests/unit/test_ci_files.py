@@ -14,8 +14,8 @@ import pytest
 import typer.main
 import yaml
 
-from flows.cli import app
-from flows.cli_gate import load_gate
+from flows.cli.app import app
+from flows.cli.gate import load_gate
 from tasks.gates.gate import BaselineRule, BoundRule
 
 CI = Path(__file__).parents[2] / "deployments" / "ci"

@@ -26,7 +26,7 @@ import yaml
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
-from flows.cli import app
+from flows.cli.app import app
 from flows.staging import StagingRequest
 from pools.config import InferencePoolConfig, ModelConfig
 from resources import errors

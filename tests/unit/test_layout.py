@@ -132,7 +132,7 @@ def reads_environment(tree: ast.AST) -> bool:
     return False
 
 
-@pytest.mark.parametrize("module", ["flows.evaluation", "flows.suites", "flows.staging", "flows.cli"])
+@pytest.mark.parametrize("module", ["flows.evaluation", "flows.suites", "flows.staging", "flows.cli.app"])
 def test_importing_a_flow_pulls_in_no_engine_harness_or_vendor_sdk(module: str):
     code = f"import sys, {module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
@@ -140,7 +140,7 @@ def test_importing_a_flow_pulls_in_no_engine_harness_or_vendor_sdk(module: str):
 
 
 def test_importing_the_command_does_not_import_prefect():
-    code = "import sys, flows.cli; print('prefect' in sys.modules)"
+    code = "import sys, flows.cli.app; print('prefect' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "False"
 

@@ -7,7 +7,7 @@ import yaml
 from ray.autoscaler._private.util import fill_node_type_min_max_workers, prepare_config, validate_config
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.app import app
 from resources.errors import BadInput
 from resources.regions.ray_cluster_file import render, slices_in
 from resources.regions.region_table import Region

@@ -20,7 +20,7 @@ from prefect.utilities.templating import apply_values
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 from pydantic import ValidationError
 
-from flows.deploying import DEPLOYMENTS, deployments_for
+from flows.deploy.flows import DEPLOYMENTS, deployments_for
 from resources.config import ResourceConfig
 from resources.errors import BadInput, NoMatchingRegion, NoUsableWorkPool, PrefectUnavailable, UnsatisfiableResources
 from resources.regions.region_table import Regions, WorkPoolType

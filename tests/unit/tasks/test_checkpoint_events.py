@@ -11,8 +11,8 @@ from prefect.events import ResourceSpecification
 from prefect.events.schemas.events import Resource
 
 from fakes.models import write_checkpoint
-from flows.cli_schedule import duration
-from flows.watching import watch
+from flows.cli.schedule import duration
+from flows.deploy.watching import watch
 from resources.errors import BadInput, PrefectUnavailable
 from tasks.policies.events import CompleteCheckpoint, Watched, checkpoint_at, resources_of
 from tasks.policies.policy import Policy

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fakes.records import make_metric, make_record, make_samples, publish
 from fakes.stores import folder_store
-from flows.cli_records import compare
+from flows.cli.records import compare
 from resources.errors import BadInput
 from tasks.records.samples import Sample
 from tasks.reports.statistics import Adjustment, adjusted, compare_means, compare_pairs, mcnemar, paired_bootstrap

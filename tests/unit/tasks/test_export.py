@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from fakes.records import FIRST, make_metric, make_record, of_every_evaluator, publish
 from fakes.stores import folder_store
-from flows.cli_records import records
+from flows.cli.records import records
 from resources.errors import BadInput
 from tasks.records.export import COLUMNS
 

@@ -16,8 +16,8 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from fakes.records import make_metric, make_record, make_samples, publish
-from flows.cli import app
-from flows.cli_gate import load_gate
+from flows.cli.app import app
+from flows.cli.gate import load_gate
 from resources.errors import BadInput, GateRefused
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.gates.verdict import JudgedCheckpoint, Reason, Verdict, judge, judged_checkpoints
@@ -302,7 +302,7 @@ def test_command_says_go_or_no_go_for_people_scripts_and_summaries(release: Path
 def test_error_in_a_log_is_not_broken_into_lines_of_a_terminal(tmp_path: Path):
     missing = tmp_path / "-".join(["a gate with a long name"] * 6)
     done = subprocess.run(
-        [sys.executable, "-m", "flows.cli", "gate", str(missing)], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "flows.cli.app", "gate", str(missing)], capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 3
     assert any(str(missing) in line for line in done.stderr.splitlines())

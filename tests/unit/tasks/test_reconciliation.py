@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from fakes.models import write_checkpoint, write_run
 from fakes.records import make_record
-from flows.cli import app
+from flows.cli.app import app
 from flows.reconcile import load_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import RecordStatus

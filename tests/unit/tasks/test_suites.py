@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from flows.cli import app
+from flows.cli.app import app
 from resources.config import GpuConfig
 from resources.errors import BadInput
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of, split_by_kind

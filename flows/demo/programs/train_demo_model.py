@@ -2,7 +2,7 @@
 
 Runs inside the engine environment, which has torch, transformers and tokenizers:
 
-    python flows/programs/train_demo_model.py --output demo/checkpoints
+    python flows/demo/programs/train_demo_model.py --output demo/checkpoints
 
 writes `demo/checkpoints/hf/step-N`. The training text comes from `demo_world.py`; its benchmarks' questions
 are never part of it. The default 480 steps take about 50 seconds of one core; a machine so slow that it

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from flows.console import ERR, OUT
+from flows.console.console import ERR, OUT
 from resources.errors import BackendUnavailable, BadInput
 
 cluster_app = typer.Typer(help="Ray clusters of regions, and one on this machine.", no_args_is_help=True)
@@ -141,7 +141,7 @@ def _run(command: Sequence[str], *, dry_run: bool) -> None:
         OUT.print(shown, highlight=False, soft_wrap=True)
         return
     ERR.print(f"$ {shown}", style="dim", markup=False, highlight=False, soft_wrap=True)
-    root = Path(__file__).parents[1]  # the cluster files name the pinned lists from here
+    root = Path(__file__).parents[2]  # the cluster files name the pinned lists from here
     ended = subprocess.run(command, cwd=root, check=False)
     if ended.returncode:
         raise BackendUnavailable(

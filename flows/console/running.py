@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from rich.console import Console
 
-from flows.live import live_view
+from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
 from tasks.gates.verdict import Verdict
 from tasks.prefect_server.client import prefect_errors_in_words

@@ -2,7 +2,7 @@
 
 Runs inside the levanter environment, which has transformers and tokenizers:
 
-    python flows/programs/make_training_demo.py --output demo-train/data
+    python flows/demo/programs/make_training_demo.py --output demo-train/data
 
 writes `texts.jsonl` and `reference/`, a folder from which Levanter takes the tokenizer. The same texts as those of
 `train_demo_model.py`; the benchmarks' questions are never part of them.

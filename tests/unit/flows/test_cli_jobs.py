@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from flows.cli import app
-from flows.job_following import LogTail, ending_of, follow, is_lost
-from flows.submitting import SubmitOptions, client_of, job_name, request_of
+from flows.cli.app import app
+from flows.cli.submitting import SubmitOptions, client_of, job_name, request_of
+from flows.console.job_following import LogTail, ending_of, follow, is_lost
 from resources.backends.local.client import LocalClient
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, NoMatchingRegion

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from flows.cli_gate import GateFile, Summary, gate_of, write_summaries
-from flows.console import ERR, OUT, Json
+from flows.cli.gate import GateFile, Summary, gate_of, write_summaries
+from flows.console.console import ERR, OUT, Json
 from resources.settings import set_process_environment_defaults
 
 
@@ -19,8 +19,8 @@ def train_and_evaluate(
     as_json: Json = False,
 ) -> None:
     """Train a model with Levanter and evaluate each checkpoint as soon as it is complete."""
-    from flows.cli_evaluate import show_series
-    from flows.running import run_series
+    from flows.cli.evaluate import show_series
+    from flows.console.running import run_series
     from flows.training import train_and_evaluate as flow
     from tasks.spec.loading import load_config
     from tasks.training.config import TrainAndEvaluateConfig
@@ -45,8 +45,8 @@ def demo_train(
     home = (folder / "prefect").absolute()
     home.mkdir(parents=True, exist_ok=True)
     set_process_environment_defaults({"PREFECT_HOME": str(home)})
-    from flows.cli_evaluate import show_series
-    from flows.demo_training import prepare, run_demo, seconds_to_records
+    from flows.cli.evaluate import show_series
+    from flows.demo.training import prepare, run_demo, seconds_to_records
 
     config = prepare(folder, steps=steps, exports=exports, console=ERR)
     result = run_demo(config, console=ERR)

@@ -10,19 +10,19 @@ from typing import Annotated, Literal
 import typer
 from rich.table import Table
 
-from flows.cli_cluster import cluster_app
-from flows.cli_evaluate import evaluate, show_series
-from flows.cli_gate import gate
-from flows.cli_jobs import SUBMIT_SETTINGS, jobs_app, submit
-from flows.cli_policy import cancel, gaps, plan, reconcile, retry, status
-from flows.cli_pools import faults, pool_app
-from flows.cli_records import compare, records, report
-from flows.cli_schedule import notify, policy_app, watch
-from flows.cli_suites import stage, suites
-from flows.cli_train import demo_train, train_and_evaluate
-from flows.cli_work_pools import work_pool_app
-from flows.console import ERR, OUT, Json, print_json
-from flows.publishing import publish
+from flows.cli.cluster import cluster_app
+from flows.cli.evaluate import evaluate, show_series
+from flows.cli.gate import gate
+from flows.cli.jobs import SUBMIT_SETTINGS, jobs_app, submit
+from flows.cli.policy import cancel, gaps, plan, reconcile, retry, status
+from flows.cli.pools import faults, pool_app
+from flows.cli.publish import publish
+from flows.cli.records import compare, records, report
+from flows.cli.schedule import notify, policy_app, watch
+from flows.cli.suites import stage, suites
+from flows.cli.train import demo_train, train_and_evaluate
+from flows.cli.work_pools import work_pool_app
+from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import AssayError, BadInput
 from resources.settings import set_process_environment_defaults
 
@@ -111,7 +111,7 @@ def demo(
     home = (folder / "prefect").absolute()
     home.mkdir(parents=True, exist_ok=True)
     set_process_environment_defaults({"PREFECT_HOME": str(home)})
-    from flows.demo import next_steps, prepare, run_demo
+    from flows.demo.demo import next_steps, prepare, run_demo
 
     prepare(folder, console=ERR)
     result = run_demo(folder, console=ERR)
@@ -122,7 +122,7 @@ def demo(
 
 def doctor(as_json: Json = False) -> None:
     """Show what this machine can run and what is missing."""
-    from flows.doctor import examine
+    from flows.cli.doctor import examine
 
     findings = examine()
     if as_json:

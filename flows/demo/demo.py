@@ -9,8 +9,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from flows.live import live_view
-from flows.running import SeriesResult, run_series
+from flows.console.live import live_view
+from flows.console.running import SeriesResult, run_series
 from flows.suites import evaluate_suite
 from resources.backends.current import current_client
 from resources.config import ResourceConfig

@@ -13,7 +13,7 @@ from prefect.settings import PREFECT_API_URL
 
 from resources.errors import BadInput, DeploymentFailed
 
-DEPLOYMENTS = Path(__file__).parents[1] / "deployments" / "prefect.yaml"
+DEPLOYMENTS = Path(__file__).parents[2] / "deployments" / "prefect.yaml"
 """Every flow, as it is deployed to the work pool of this machine."""
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from flows.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import BadInput
 
 policy_app = typer.Typer(help="Policies that carry themselves out.", no_args_is_help=True)
@@ -32,8 +32,8 @@ def deploy(
     as_json: Json = False,
 ) -> None:
     """Have Prefect carry out a policy by itself; a second time changes nothing."""
-    from flows.deploying import require_server
-    from flows.policy_deploying import PolicyDeployment, deploy_policy
+    from flows.deploy.flows import require_server
+    from flows.deploy.policies import PolicyDeployment, deploy_policy
     from flows.reconcile import load_policy
 
     if every is not None and cron is not None:
@@ -65,9 +65,9 @@ def watch(
     every: Annotated[str, typer.Option(help="Time between two looks.")] = "5s",
 ) -> None:
     """Say when a checkpoint of a policy's runs is complete, until Ctrl-C: what --on-event waits for."""
-    from flows.deploying import require_server
+    from flows.deploy.flows import require_server
+    from flows.deploy.watching import watch as look_again
     from flows.reconcile import load_policy
-    from flows.watching import watch as look_again
 
     require_server()
     look_again(
@@ -82,7 +82,7 @@ def notify(
     as_json: Json = False,
 ) -> None:
     """Say that a checkpoint is complete, if it is: for notifications of a bucket."""
-    from flows.deploying import require_server
+    from flows.deploy.flows import require_server
     from tasks.policies.events import CompleteCheckpoint, checkpoint_at, send
 
     require_server()

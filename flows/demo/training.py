@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.console import Console
 
-from flows.live import live_view
-from flows.running import SeriesResult, run_series
+from flows.console.live import live_view
+from flows.console.running import SeriesResult, run_series
 from flows.training import train_and_evaluate
 from resources.backends.current import current_client
 from resources.config import ResourceConfig

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from flows.live import Progress, live_view
+from flows.console.live import Progress, live_view
 from tasks.prefect_server.progress import CellDone, CellProgress, Event
 
 

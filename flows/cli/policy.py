@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.cli_gate import GateFile, Summary, gate_of, show_verdict, write_summaries
-from flows.console import ERR, OUT, Json, print_json
+from flows.cli.gate import GateFile, Summary, gate_of, show_verdict, write_summaries
+from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
     from tasks.policies.batches import Batch
@@ -124,8 +124,8 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
 
     With --gate each run is judged in the end, whoever evaluated it. Exit code 0 is GO, 1 is NO-GO.
     """
-    from flows.deploying import require_server
-    from flows.live import live_view
+    from flows.console.live import live_view
+    from flows.deploy.flows import require_server
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
     from tasks.gates.verdict import Verdict
@@ -189,7 +189,7 @@ def _looked(uri: str, *, afresh: bool) -> tuple[Policy, list[RunListing], Reconc
 
 
 def _less_what_is_scheduled(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> Reconciliation:
-    from flows.deploying import require_server
+    from flows.deploy.flows import require_server
     from resources.errors import BadInput, PrefectUnavailable
     from tasks.policies.dispatched import read_dispatches, with_dispatches
 
@@ -206,7 +206,7 @@ def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) 
     """What the next reconciliation would send to work pools."""
     if wanted.dispatch == "here" or not found.work:
         return []
-    from flows.deploying import require_server
+    from flows.deploy.flows import require_server
     from tasks.policies.dispatch import Dispatcher
     from tasks.policies.dispatched import Dispatches
 

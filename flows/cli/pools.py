@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from flows.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json
 
 pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.", no_args_is_help=True)
 
@@ -25,8 +25,8 @@ def pool_up(
     idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
-    from flows.options import EvaluationOptions
-    from flows.pooling import start_pool
+    from flows.cli.options import EvaluationOptions
+    from flows.cli.pooling import start_pool
 
     options = EvaluationOptions(
         model=model, name=run_name, replicas=replicas, cpu=cpu, engine=tuple(engine or ()), chat=chat
@@ -45,7 +45,7 @@ def pool_up(
 @pool_app.command("ls")
 def pool_ls(as_json: Json = False) -> None:
     """Show the pools that are kept up on this machine."""
-    from flows.pooling import state_of
+    from flows.cli.pooling import state_of
     from pools.pool.kept import list_kept
 
     rows = [state_of(state) for state in list_kept()]
@@ -92,8 +92,8 @@ def faults(
     as_json: Json = False,
 ) -> None:
     """Try faults on a pool of real engines under load: what clients see, and what is recorded."""
+    from flows.cli.options import EvaluationOptions
     from flows.faults import outcomes_as_json, outcomes_table, try_faults
-    from flows.options import EvaluationOptions
     from pools.faults.outcome import Scale
 
     outcomes = try_faults(

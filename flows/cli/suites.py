@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from flows.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import BadInput, UnknownBenchmark
 
 if TYPE_CHECKING:

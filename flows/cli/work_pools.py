@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from flows.console import OUT, Json, print_json
+from flows.console.console import OUT, Json, print_json
 
 work_pool_app = typer.Typer(help="The Prefect work pools of the regions.", no_args_is_help=True)
 
@@ -30,9 +30,9 @@ def apply(
     as_json: Json = False,
 ) -> None:
     """Make the server's work pools as the regions file says, and deploy what is sent to them; twice changes nothing."""
-    from flows.deploying import deploy_to, require_server
-    from flows.policy_deploying import watch_over_flow_runs
-    from flows.region_deployments import deploy_sent_flows
+    from flows.deploy.flows import deploy_to, require_server
+    from flows.deploy.policies import watch_over_flow_runs
+    from flows.deploy.regions import deploy_sent_flows
     from resources.regions.regions import known_regions, load_regions
     from tasks.prefect_server.accelerators import limit_accelerators
     from tasks.prefect_server.work_pools import apply_work_pools, wanted_work_pools
@@ -78,7 +78,7 @@ def apply(
 @work_pool_app.command("list")
 def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
     """Show each region's work pool, and whether a flow run would start there now."""
-    from flows.deploying import require_server
+    from flows.deploy.flows import require_server
     from resources.regions.regions import known_regions, load_regions
     from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, work_pool_states
 
@@ -114,8 +114,8 @@ def choose(
     as_json: Json = False,
 ) -> None:
     """Show which work pool a request would get, with which job variables, and what that costs."""
-    from flows.deploying import require_server
-    from flows.options import EvaluationOptions, resources_asked
+    from flows.cli.options import EvaluationOptions, resources_asked
+    from flows.deploy.flows import require_server
     from resources.config import ResourceConfig
     from resources.regions.regions import known_regions, load_regions
     from resources.regions.work_pools import Source, choose_work_pool

@@ -12,7 +12,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from flows.console import ERR, OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import JobDetails, JobStatus
 
@@ -52,8 +52,8 @@ def submit(
     preemption_retries: Annotated[int, typer.Option(help="How many preempted attempts are tried again.")] = 100,
 ) -> None:
     """Run a program as a job, with the code of this folder; exit code 0, 1 it failed, 2 infrastructure, 3 bad input."""
-    from flows.job_following import follow
-    from flows.submitting import SubmitOptions, client_of, described, request_of
+    from flows.cli.submitting import SubmitOptions, client_of, described, request_of
+    from flows.console.job_following import follow
 
     if auto_stop and not wait:
         raise BadInput(
@@ -116,7 +116,7 @@ def jobs_list(
     as_json: Json = False,
 ) -> None:
     """Show the jobs that are running or are still remembered."""
-    from flows.submitting import client_of
+    from flows.cli.submitting import client_of
 
     found = client_of(backend=backend, cluster=cluster).jobs()[:lines]
     if as_json:
@@ -133,7 +133,7 @@ def jobs_list(
 @jobs_app.command("status")
 def jobs_status(job_id: _JobId, backend: _Backend = None, cluster: _Cluster = None, as_json: Json = False) -> None:
     """Show where one job stands, and why."""
-    from flows.submitting import client_of
+    from flows.cli.submitting import client_of
 
     details = client_of(backend=backend, cluster=cluster).attach(job_id).details()
     if as_json:
@@ -158,8 +158,8 @@ def jobs_logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines, the last ones.")] = 200,
 ) -> None:
     """Show what a job wrote."""
-    from flows.job_following import follow, replicas_of
-    from flows.submitting import client_of
+    from flows.cli.submitting import client_of
+    from flows.console.job_following import follow, replicas_of
 
     job = client_of(backend=backend, cluster=cluster).attach(job_id)
     if not follow_:
@@ -178,8 +178,8 @@ def jobs_stop(
     cluster: _Cluster = None,
 ) -> None:
     """End jobs with everything they started."""
-    from flows.job_following import ending_of
-    from flows.submitting import client_of
+    from flows.cli.submitting import client_of
+    from flows.console.job_following import ending_of
 
     client = client_of(backend=backend, cluster=cluster)
     for job in [client.attach(job_id) for job_id in job_ids]:
@@ -189,7 +189,7 @@ def jobs_stop(
 
 def _end_with(details: JobDetails) -> None:
     """Says how the job ended, and gives the command the exit code for it."""
-    from flows.job_following import ending_of, is_lost
+    from flows.console.job_following import ending_of, is_lost
 
     if is_lost(details):
         raise JobFailed(

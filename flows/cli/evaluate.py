@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from flows.cli_gate import GateFile, Summary, gate_of, show_verdict, write_summaries
-from flows.console import ERR, OUT, Json, print_json
+from flows.cli.gate import GateFile, Summary, gate_of, show_verdict, write_summaries
+from flows.console.console import ERR, OUT, Json, print_json
 
 
 def evaluate(
@@ -52,13 +52,13 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate the checkpoints of a run that have no succeeded record yet."""
-    from flows.options import (
+    from flows.cli.options import (
         EvaluationOptions,
         evaluation_from_file,
         evaluation_from_options,
         suite_request_from_options,
     )
-    from flows.running import run_series
+    from flows.console.running import run_series
     from flows.series import evaluate_checkpoints
     from resources.errors import BadInput
     from tasks.spec.evaluation import CheckpointSelection
@@ -109,7 +109,7 @@ def evaluate(
 
         request, chosen = suite_request_from_options(options), load_suite(suite)
         if on_work_pool:
-            from flows.sent_series import send_suite
+            from flows.console.on_work_pool import send_suite
 
             show_series(send_suite(chosen, request, selection=selection, **there), as_json=as_json)
             return
@@ -119,7 +119,7 @@ def evaluate(
     else:
         wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
         if on_work_pool:
-            from flows.sent_series import send_evaluation
+            from flows.console.on_work_pool import send_evaluation
 
             show_series(send_evaluation(wanted, selection, **there), as_json=as_json)
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flows.options import EvaluationOptions, pool_content
+from flows.cli.options import EvaluationOptions, pool_content
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable, environment_name
 from pools.pool.kept import KeptPool, KeptPoolState, keep_up

@@ -4,7 +4,7 @@
 The files are kept in the repository, so nobody has to run this; it says where they come from. Needs nothing
 but Python:
 
-    python flows/programs/make_demo_benchmarks.py --output tasks/spec/bundled
+    python flows/demo/programs/make_demo_benchmarks.py --output tasks/spec/bundled
 """
 
 import argparse

@@ -12,8 +12,8 @@ from uuid import UUID
 
 from prefect.client.schemas.objects import State, StateType
 
-from flows.deploying import require_server
-from flows.running import SeriesResult
+from flows.console.running import SeriesResult
+from flows.deploy.flows import require_server
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources import errors

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from flows.console import OUT, Json, print_json
+from flows.console.console import OUT, Json, print_json
 
 if TYPE_CHECKING:
     from tasks.gates.gate import Gate

@@ -1,0 +1,1 @@
+"""The `assay` command: a file for each group of its commands."""
