@@ -222,7 +222,7 @@ def test_lock_of_a_killed_builder_is_held_until_its_uv_has_ended(spec: Environme
     uv.write_text(f"#!/bin/sh\necho $$ >> {tmp_path}/started\nuntil [ -e {go} ]; do sleep 0.02; done\nexit 1\n")
     uv.chmod(0o755)
     program = (
-        "import sys; from pathlib import Path; from resources.environments import *; "
+        "import sys; from pathlib import Path; from resources.environments.environments import *; "
         "spec = EnvironmentSpec(name='engine', requirements=Path(sys.argv[1]), smoke_import=None); "
         "ensure_environment(spec, uv_binary=Path(sys.argv[2]), environments_dir=Path(sys.argv[3]), find_links=())"
     )

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.timeout(60)
 ON_CPU = ResourceConfig.with_cpu()
 FOR_EVER = "while :; do sleep 1; done"
 PACKAGES = Path(resources.__file__).parent
-SUPERVISE = runpy.run_path(str(PACKAGES / "programs/supervise.py"))
+SUPERVISE = runpy.run_path(str(PACKAGES / "backends/programs/supervise.py"))
 
 
 @pytest.fixture

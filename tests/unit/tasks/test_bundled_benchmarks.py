@@ -13,7 +13,7 @@ import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 BUNDLED = REPOSITORY / "tasks" / "spec" / "bundled"
-PROGRAMS = REPOSITORY / "flows" / "programs"
+PROGRAMS = REPOSITORY / "flows" / "demo" / "programs"
 NAMES = ("demo_facts", "demo_backwards")
 INSTRUCTIONS = Path("alpaca_eval") / "demo_instructions.json"
 
