@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from flows.deploy.flows import require_server
 from resources.errors import AssayError
 from tasks.policies.dispatch import Dispatcher
 from tasks.policies.dispatched import read_dispatches, with_dispatches
 from tasks.policies.policy import Policy, check_policy_paths
 from tasks.policies.reconciliation import Reconciliation, RunListing
+from tasks.prefect_server.client import require_server
 from tasks.prefect_server.progress import report_event
 from tasks.spec.names import how_many
 

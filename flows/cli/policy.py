@@ -125,11 +125,10 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
     With --gate each run is judged in the end, whoever evaluated it. Exit code 0 is GO, 1 is NO-GO.
     """
     from flows.console.live import live_view
-    from flows.deploy.flows import require_server
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
     from tasks.gates.verdict import Verdict
-    from tasks.prefect_server.client import prefect_errors_in_words
+    from tasks.prefect_server.client import prefect_errors_in_words, require_server
     from tasks.prefect_server.progress import Event, Judged, Update, listening
     from tasks.spec.names import how_many
 
@@ -189,9 +188,9 @@ def _looked(uri: str, *, afresh: bool) -> tuple[Policy, list[RunListing], Reconc
 
 
 def _less_what_is_scheduled(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> Reconciliation:
-    from flows.deploy.flows import require_server
     from resources.errors import BadInput, PrefectUnavailable
     from tasks.policies.dispatched import read_dispatches, with_dispatches
+    from tasks.prefect_server.client import require_server
 
     try:
         require_server()
@@ -206,9 +205,9 @@ def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) 
     """What the next reconciliation would send to work pools."""
     if wanted.dispatch == "here" or not found.work:
         return []
-    from flows.deploy.flows import require_server
     from tasks.policies.dispatch import Dispatcher
     from tasks.policies.dispatched import Dispatches
+    from tasks.prefect_server.client import require_server
 
     require_server()
     return Dispatcher(wanted, listings, Dispatches()).batches(found.work[: wanted.most_cells_at_once])

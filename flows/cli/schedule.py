@@ -32,9 +32,9 @@ def deploy(
     as_json: Json = False,
 ) -> None:
     """Have Prefect carry out a policy by itself; a second time changes nothing."""
-    from flows.deploy.flows import require_server
     from flows.deploy.policies import PolicyDeployment, deploy_policy
     from flows.reconcile import load_policy
+    from tasks.prefect_server.client import require_server
 
     if every is not None and cron is not None:
         raise BadInput(expected="--every or --cron", found="both", remedy="leave one of them out")
@@ -65,9 +65,9 @@ def watch(
     every: Annotated[str, typer.Option(help="Time between two looks.")] = "5s",
 ) -> None:
     """Say when a checkpoint of a policy's runs is complete, until Ctrl-C: what --on-event waits for."""
-    from flows.deploy.flows import require_server
     from flows.deploy.watching import watch as look_again
     from flows.reconcile import load_policy
+    from tasks.prefect_server.client import require_server
 
     require_server()
     look_again(
@@ -82,8 +82,8 @@ def notify(
     as_json: Json = False,
 ) -> None:
     """Say that a checkpoint is complete, if it is: for notifications of a bucket."""
-    from flows.deploy.flows import require_server
     from tasks.policies.events import CompleteCheckpoint, checkpoint_at, send
+    from tasks.prefect_server.client import require_server
 
     require_server()
     found = checkpoint_at(uri)

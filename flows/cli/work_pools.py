@@ -30,11 +30,12 @@ def apply(
     as_json: Json = False,
 ) -> None:
     """Make the server's work pools as the regions file says, and deploy what is sent to them; twice changes nothing."""
-    from flows.deploy.flows import deploy_to, require_server
+    from flows.deploy.flows import deploy_to
     from flows.deploy.policies import watch_over_flow_runs
     from flows.deploy.regions import deploy_sent_flows
     from resources.regions.regions import known_regions, load_regions
     from tasks.prefect_server.accelerators import limit_accelerators
+    from tasks.prefect_server.client import require_server
     from tasks.prefect_server.work_pools import apply_work_pools, wanted_work_pools
 
     require_server()
@@ -78,8 +79,8 @@ def apply(
 @work_pool_app.command("list")
 def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
     """Show each region's work pool, and whether a flow run would start there now."""
-    from flows.deploy.flows import require_server
     from resources.regions.regions import known_regions, load_regions
+    from tasks.prefect_server.client import require_server
     from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, work_pool_states
 
     require_server()
@@ -115,10 +116,10 @@ def choose(
 ) -> None:
     """Show which work pool a request would get, with which job variables, and what that costs."""
     from flows.cli.options import EvaluationOptions, resources_asked
-    from flows.deploy.flows import require_server
     from resources.config import ResourceConfig
     from resources.regions.regions import known_regions, load_regions
     from resources.regions.work_pools import Source, choose_work_pool
+    from tasks.prefect_server.client import require_server
     from tasks.prefect_server.work_pools import work_pool_states
     from tasks.spec.loading import build_config
 

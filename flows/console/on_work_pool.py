@@ -13,7 +13,6 @@ from uuid import UUID
 from prefect.client.schemas.objects import State, StateType
 
 from flows.console.running import SeriesResult
-from flows.deploy.flows import require_server
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources import errors
@@ -26,7 +25,7 @@ from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.gates.gate import Gate
 from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
-from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.client import prefect_client, require_server
 from tasks.records.record import current_records, now, read_records
 from tasks.reports.artifacts import report_uri
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of

@@ -9,26 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from prefect.settings import PREFECT_API_URL
 
-from resources.errors import BadInput, DeploymentFailed
+from resources.errors import DeploymentFailed
 
 DEPLOYMENTS = Path(__file__).parents[2] / "deployments" / "prefect.yaml"
 """Every flow, as it is deployed to the work pool of this machine."""
-
-
-def require_server() -> None:
-    """Makes sure that there is a Prefect server beyond this process.
-
-    Raises:
-        BadInput: none was named; one that is started with each run would forget what it is told.
-    """
-    if not PREFECT_API_URL.value():
-        raise BadInput(
-            expected="a Prefect server that stays: its address in PREFECT_API_URL, or in Prefect's profile",
-            found="no PREFECT_API_URL is set",
-            remedy="prefect server start, then: prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api",
-        )
 
 
 def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_c
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
-from resources.errors import AssayError, PrefectUnavailable
+from resources.errors import AssayError, BadInput, PrefectUnavailable
 from tasks.prefect_server.progress import report_event
 
 _AWAY_SECONDS = 300.0
@@ -20,6 +20,20 @@ _SHOWN_WITHIN_SECONDS = 30.0
 """How long what is to be shown waits for the server; cells of other groups may wait for that."""
 _BETWEEN_LOOKS_SECONDS = 2.0
 _LOOK_SECONDS = 5.0
+
+
+def require_server() -> None:
+    """Makes sure that there is a Prefect server beyond this process.
+
+    Raises:
+        BadInput: none was named; one that is started with each run would forget what it is told.
+    """
+    if not PREFECT_API_URL.value():
+        raise BadInput(
+            expected="a Prefect server that stays: its address in PREFECT_API_URL, or in Prefect's profile",
+            found="no PREFECT_API_URL is set",
+            remedy="prefect server start, then: prefect config set PREFECT_API_URL=http://127.0.0.1:4200/api",
+        )
 
 
 @contextmanager
