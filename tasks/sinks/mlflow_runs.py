@@ -119,7 +119,7 @@ def run_tags(announcement: Announcement) -> dict[str, str]:
         "config_path_git_repo": storage.join(announcement.place, "eval_config.yaml"),
         f"{harness}_config_path_git_repo": storage.join(announcement.place, "harness_config"),
         f"{harness}_args": json.dumps(_harness_arguments(record)),
-        "image_build_assay_version": record.versions.get("assay-evals"),
+        "image_build_assay_version": record.versions.get("assay"),
         "model_run_id": None,
         "model_artifact_path": None,
         "model_name": record.checkpoint.run,

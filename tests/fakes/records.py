@@ -9,6 +9,7 @@ from typing import Any
 
 from resources.errors import RecordStatus
 from resources.storage import storage
+from tasks.records.provenance import versions
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState, write_record
 from tasks.records.samples import SAMPLES_NAME, Sample, write_samples
 
@@ -92,7 +93,7 @@ def make_record(
         "evaluation_hash": "5f0c2a7be1d94c36",
         "git_commit": "4b825dc642cb6eb9a060e54bf8d69288fbee4904",
         "git_dirty": True,
-        "versions": {"assay-evals": "0.1.0", "python": "3.11.7", "vllm": "0.22.0", "lm_eval": "0.4.9"},
+        "versions": {**versions(), "vllm": "0.22.0", "lm_eval": "0.4.9"},
         "hardware": {"device": "cpu", "replicas": 1, "machine": "Linux x86_64, 2 cores"},
         "served": {
             "by": "pool",

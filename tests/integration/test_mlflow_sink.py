@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: Mlfl
         "image": "repo/x",
         "image_tag": "v6",
     }
+    assert tags["image_build_assay_version"] == metadata.version("assay-evals")
     assert tags["config_git_sha"] == record.git_commit and tags["model_run_id"] == "None"
     assert tags["creator"] == "a test" and "demo_facts" in tags["harness_args"]
     assert tags["tag.nightly"] == tags["tag.suite_demo"] == "true"
