@@ -3,7 +3,7 @@ PYTHON ?= python3
 LISTS := resources/environments/requirements
 
 
-.PHONY: demo demo-train test check bench lists clean
+.PHONY: demo demo-train test test-fast check bench lists clean
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -11,8 +11,14 @@ demo: .venv/.complete
 demo-train: .venv/.complete
 	.venv/bin/assay demo-train
 
+PYTEST := .venv/bin/python -m pytest -n 2 --dist loadfile --durations=20
+
 test: check
-	.venv/bin/python -m pytest -n 2 --dist loadfile
+	$(PYTEST)
+
+# No engine, no harness, no cluster, no server that takes seconds to start.
+test-fast: .venv/.development
+	$(PYTEST) tests/unit
 
 check: .venv/.development
 	.venv/bin/ruff format --check .

@@ -14,18 +14,6 @@ import pytest
 from fakes import ray_variables  # noqa: F401 before any test imports ray
 from resources.settings import settings
 
-_WITH_REAL_SERVERS = {"contract", "integration", "e2e", "faults"}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with real servers, clusters and engines get a second try; what needed one is listed at the end.
-
-    Two of them share two cores with all that they start, and some of what they start gives up after fixed seconds.
-    """
-    for item in items:
-        if _WITH_REAL_SERVERS & set(item.path.parts):
-            item.add_marker(pytest.mark.flaky(reruns=1))
-
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:

@@ -34,6 +34,7 @@ from helm.common.object_spec import ObjectSpec, parse_object_spec
 sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
 import helm_asking
 import helm_runs
+import helm_unpacking
 
 del sys.path[0]
 
@@ -76,6 +77,7 @@ def preload(arguments: list[str]) -> None:
 @cache
 def built_in() -> None:
     """Registers all that comes with HELM, once per process: 2 s."""
+    helm_unpacking.support_filters()
     discover_run_spec_functions()
     register_builtin_configs_from_helm_package()
 

@@ -1,0 +1,46 @@
+"""Unpacking for HELM on a Python before 3.11.4, such as Debian 12's, whose `shutil.unpack_archive` has no `filter`.
+
+HELM passes one for every archive that it downloads. `run_helm.py` imports this; standard library only.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tarfile
+from pathlib import Path
+from typing import Any
+
+plain_unpack_archive = shutil.unpack_archive
+
+
+def support_filters() -> None:
+    """Puts the function below in the place of the standard one where that knows no filters."""
+    if not hasattr(tarfile, "data_filter"):
+        shutil.unpack_archive = unpack_archive
+
+
+def unpack_archive(filename: str, extract_dir: str, format: str, *, filter: Any = None) -> None:
+    """Unpacks files, folders and links that stay inside `extract_dir`, as the filter "data" does, whichever is named.
+
+    Raises:
+        tarfile.ExtractError: the archive holds anything else; what came before that entry is unpacked.
+    """
+    if "tar" not in format:
+        plain_unpack_archive(filename, extract_dir, format)  # of a ZIP file it leaves out what lies outside
+        return
+    folder = Path(extract_dir).resolve()
+    with tarfile.open(filename) as archive:
+        for entry in archive:
+            if not (entry.isfile() or entry.isdir() or entry.issym() or entry.islnk()) or not stays_in(folder, entry):
+                raise tarfile.ExtractError(f"{entry.name} is no file, folder or link inside the archive {filename}")
+            archive.extract(entry, folder, set_attrs=False)
+
+
+def stays_in(folder: Path, entry: tarfile.TarInfo) -> bool:
+    """Return whether an entry, and what it links to, lie in `folder`; links unpacked before it are followed."""
+    places = [Path(entry.name)]
+    if entry.issym():
+        places.append(Path(entry.name).parent / entry.linkname)
+    elif entry.islnk():
+        places.append(Path(entry.linkname))
+    return all((folder / place).resolve().is_relative_to(folder) for place in places)
