@@ -15,7 +15,7 @@ from flows.cli.evaluate import evaluate, show_series
 from flows.cli.gate import gate
 from flows.cli.jobs import SUBMIT_SETTINGS, jobs_app, submit
 from flows.cli.policy import cancel, gaps, plan, reconcile, retry, status
-from flows.cli.pools import faults, pool_app
+from flows.cli.pools import pool_app
 from flows.cli.publish import publish
 from flows.cli.records import compare, records, report
 from flows.cli.schedule import notify, policy_app, watch
@@ -141,7 +141,7 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(1)
 
 
-for _command in (evaluate, gate, checkpoints, records, compare, report, suites, stage, publish, demo, faults, doctor):
+for _command in (evaluate, gate, checkpoints, records, compare, report, suites, stage, publish, demo, doctor):
     app.command()(_command)
 for _command in (plan, gaps, status, reconcile, retry, cancel, watch, notify):
     app.command()(_command)

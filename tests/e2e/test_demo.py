@@ -23,11 +23,11 @@ from fakes.demo import Demo
 from fakes.launcher import StaleVllmLauncher
 from fakes.polling import eventually
 from fakes.processes import running_program
+from faults.scenarios.processes import listener
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
-from pools.faults.processes import listener
 from pools.pool.inference import InferencePool
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import ModelUnusable

@@ -12,9 +12,9 @@ import httpx
 
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
+from faults.scenarios.target import Recipe, Target
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.faults.target import Recipe, Target
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
 

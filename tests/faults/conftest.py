@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fakes.fault_target import running_target
-from pools.faults.outcome import Scale
-from pools.faults.target import Target
+from faults.scenarios.outcome import Scale
+from faults.scenarios.target import Target
 from resources.settings import settings
 
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from fakes.engine import FakeEngine
-from pools.faults.load import Endpoint, LoadPlan, ask_all, reference_answers
-from pools.faults.outcome import Scale
-from pools.faults.target import Kept, kept_answers
-from pools.faults.trial import Trial, plan_of
+from faults.scenarios.load import Endpoint, LoadPlan, ask_all, reference_answers
+from faults.scenarios.outcome import Scale
+from faults.scenarios.target import Kept, kept_answers
+from faults.scenarios.trial import Trial, plan_of
 from pools.journal.schema import COLUMNS, connect
 from pools.protocol import RequestCounters
 

@@ -14,8 +14,8 @@ import pytest
 
 from fakes.fault_target import MODEL, running_target
 from fakes.polling import eventually
-from pools.faults.processes import send
-from pools.faults.target import Target, kept_answers
+from faults.scenarios.processes import send
+from faults.scenarios.target import Target, kept_answers
 from resources.settings import settings
 
 pytestmark = pytest.mark.timeout(90)

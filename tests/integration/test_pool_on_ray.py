@@ -22,11 +22,11 @@ from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from fakes.processes import running_program
 from fakes.ray_cluster import add_node, client_of, ray_cluster
+from faults.scenarios.load import LoadPlan
+from faults.scenarios.processes import ancestors, command_line, descendants, job_of, send
+from faults.scenarios.target import Target
+from faults.scenarios.trial import Fault, Trial, tried
 from pools.engine.launch import Launcher, Servable
-from pools.faults.load import LoadPlan
-from pools.faults.processes import ancestors, command_line, descendants, job_of, send
-from pools.faults.target import Target
-from pools.faults.trial import Fault, Trial, tried
 from pools.pool.inference import InferencePool
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.addresses import is_loopback, own_address
@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 TESTS = Path(__file__).parents[1]
-TRAINER = TESTS.parent / "flows" / "programs" / "train_demo_model.py"
+TRAINER = TESTS.parent / "flows" / "demo" / "programs" / "train_demo_model.py"
 REPLICAS = 2
 CLIENTS = 16
 MARK = {"ASSAY_TEST_CLUSTER": f"pool-on-ray-{os.getpid()}"}

@@ -26,7 +26,7 @@ from resources.warm.fork_server import ForkServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-TRAINER = Path(__file__).parents[2] / "flows" / "programs" / "train_demo_model.py"
+TRAINER = Path(__file__).parents[2] / "flows" / "demo" / "programs" / "train_demo_model.py"
 KWARGS = {"enforce_eager": True, "kv_cache_memory_bytes": "256M"}
 QUESTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("completions", {"prompt": "Question: What is the home of Alba?\nAnswer:", "echo": True, "logprobs": 5}),

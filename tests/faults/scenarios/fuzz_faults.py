@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 
 import aiohttp
 
-from pools.faults.client_faults import address_of, answers_as_before, completion
-from pools.faults.fuzz import odd_body, odd_bytes
-from pools.faults.load import Endpoint
-from pools.faults.outcome import Outcome, Scale, Scenario
-from pools.faults.target import Target
+from faults.scenarios.client_faults import address_of, answers_as_before, completion
+from faults.scenarios.fuzz import odd_body, odd_bytes
+from faults.scenarios.load import Endpoint
+from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.target import Target
 from pools.protocol import RequestCounters
 
 _AT_ONCE = 48

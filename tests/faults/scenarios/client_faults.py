@@ -11,10 +11,10 @@ from collections import Counter
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pools.faults.load import Endpoint, LoadPlan, ask_all
-from pools.faults.outcome import Outcome, Scale, Scenario
-from pools.faults.target import Target
-from pools.faults.trial import plan_of
+from faults.scenarios.load import Endpoint, LoadPlan, ask_all
+from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.target import Target
+from faults.scenarios.trial import plan_of
 
 _LEAVES_WITHIN_SECONDS = 0.02
 _AT_ONCE = 500

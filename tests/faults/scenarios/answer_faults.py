@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from pools.faults.load import LoadPlan, ask_all
-from pools.faults.outcome import Outcome, Scale, Scenario
-from pools.faults.questions import Kind
-from pools.faults.target import Target
-from pools.faults.trial import Trial, plan_of, tried
+from faults.scenarios.load import LoadPlan, ask_all
+from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.questions import Kind
+from faults.scenarios.target import Target
+from faults.scenarios.trial import Trial, plan_of, tried
 
 _FAULTS = 2
 _WHOLE: tuple[Kind, ...] = ("greedy", "logprobs", "sampled", "chat")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Literal
 
-from pools.faults.target import Target
+from faults.scenarios.target import Target
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,6 @@ class Outcome:
     def verdict(self) -> Literal["holds", "violated", "skipped"]:
         """In a word."""
         return "skipped" if self.skipped else "violated" if self.violations else "holds"
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {**asdict(self), "verdict": self.verdict}
 
 
 @dataclass(frozen=True)

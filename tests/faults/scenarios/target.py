@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from faults.scenarios.load import Endpoint
+from faults.scenarios.processes import ancestors, command_line, descendants, job_of, listener
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Launcher, Servable
-from pools.faults.load import Endpoint
-from pools.faults.processes import ancestors, command_line, descendants, job_of, listener
 from pools.pool.inference import InferencePool
 from pools.pool.session import OpenCell
 from pools.protocol import ProxyStatus, RequestCounters

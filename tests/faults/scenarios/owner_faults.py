@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pools.faults.load import Answer, Endpoint, Load, LoadPlan
-from pools.faults.outcome import Outcome, Scale, Scenario
-from pools.faults.processes import descendants, send
-from pools.faults.target import Recipe, Target, kept_answers
-from pools.faults.trial import plan_of
+from faults.scenarios.load import Answer, Endpoint, Load, LoadPlan
+from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.processes import descendants, send
+from faults.scenarios.target import Recipe, Target, kept_answers
+from faults.scenarios.trial import plan_of
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import local_client
 from resources.backends.local.job import LocalJob

@@ -7,10 +7,10 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
-from pools.faults.load import Load, LoadPlan, LoadReport, reference_answers
-from pools.faults.outcome import Outcome, Scale
-from pools.faults.questions import KINDS, Kind
-from pools.faults.target import Kept, Target
+from faults.scenarios.load import Load, LoadPlan, LoadReport, reference_answers
+from faults.scenarios.outcome import Outcome, Scale
+from faults.scenarios.questions import KINDS, Kind
+from faults.scenarios.target import Kept, Target
 from pools.protocol import RequestCounters
 
 Fault = Callable[[], Awaitable[None]]

@@ -6,10 +6,10 @@ import asyncio
 import signal
 import time
 
-from pools.faults.outcome import Outcome, Scale, Scenario
-from pools.faults.processes import descendants, largest, send
-from pools.faults.target import Target
-from pools.faults.trial import Trial, plan_of, tried
+from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.processes import descendants, largest, send
+from faults.scenarios.target import Target
+from faults.scenarios.trial import Trial, plan_of, tried
 
 _ATTEMPTS = 3  # a server without its engine may spoil every attempt but the last
 _LOOK_SECONDS = 0.25

@@ -6,10 +6,10 @@ import asyncio
 import resource
 import signal
 
-from pools.faults.outcome import Outcome, Scale, Scenario
-from pools.faults.processes import send
-from pools.faults.target import Target
-from pools.faults.trial import plan_of, tried
+from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.processes import send
+from faults.scenarios.target import Target
+from faults.scenarios.trial import plan_of, tried
 from resources.settings import settings
 
 _JOURNAL_WARNING = "journal"

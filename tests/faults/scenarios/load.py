@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from pools.faults.questions import KINDS, Kind, Question, Said, is_broken_off, said_in
+from faults.scenarios.questions import KINDS, Kind, Question, Said, is_broken_off, said_in
 
 BROKEN_STREAM = "a stream that ends with an error event"
 """No other replica can go on with a stream that its client has begun to see."""
