@@ -3,7 +3,7 @@ PYTHON ?= python3
 LISTS := resources/environments/requirements
 
 
-.PHONY: demo demo-train test test-fast check bench lists clean
+.PHONY: demo demo-train test test-fast check faults bench lists clean
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -25,6 +25,10 @@ check: .venv/.development
 	.venv/bin/ruff check .
 	.venv/bin/pyright
 	.venv/bin/lint-imports
+
+# The fault scenarios at full size, then those that real engines allow on two of them.
+faults: .venv/.development
+	.venv/bin/python -m pytest tests/faults tests/faults/real_engines.py --long-faults
 
 bench: .venv/.development
 	.venv/bin/python tests/benchmarks/$(NAME).py
