@@ -71,6 +71,11 @@ PROMISES = re.compile(
 OUTSIDE = re.compile(
     r"(?:\.\./)*shared/|\bissues? #?\d|\bsessions? \d|https?://(?!127\.0\.0\.1|localhost)", re.IGNORECASE
 )
+PATH = re.compile(
+    r"`((?:(?:flows|tasks|pools|resources|tests|docs|deployments)/(?:[\w.-]+/)*)?[\w-]+\.py|"
+    r"(?:flows|tasks|pools|resources|tests|docs|deployments)/(?:[\w.-]+/?)*)`"
+)
+MADE_BY_READERS = re.compile(r"exact[-_]answers|/background")  # what a how-to has its reader write
 TREE = re.compile(r"<!-- tree -->\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)
 GENERATED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- /generated -->)", re.DOTALL)
 
@@ -313,6 +318,23 @@ def test_module_map_in_architecture_names_every_room():
     rooms = {f"{path.parent.relative_to(ROOT).as_posix()}/" for path in inits}
     modules = {path.relative_to(ROOT).as_posix() for package in PACKAGES for path in (ROOT / package).glob("*.py")}
     assert rooms | {path for path in modules if not path.endswith("__init__.py")} <= set(tree_paths(tree))
+
+
+def test_paths_in_backticks_lead_to_files_and_folders_that_exist():
+    missing = {
+        f"{path.relative_to(ROOT).as_posix()}: {named}"
+        for path in DOCUMENTS
+        for named in PATH.findall(GENERATED.sub("", FENCE.sub("", path.read_text())))
+        if not MADE_BY_READERS.search(named) and not any(place.exists() for place in places_of(named))
+    }
+    assert not missing
+
+
+def places_of(named: str) -> tuple[Path, ...]:
+    """Where a path in backticks may lie: below the root, or as a bare module name anywhere in the packages."""
+    if "/" in named:
+        return (ROOT / named,)
+    return tuple(found for package in (*PACKAGES, "tests", "deployments") for found in (ROOT / package).rglob(named))
 
 
 def shell_commands() -> Iterator[tuple[str, list[str]]]:
