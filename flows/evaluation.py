@@ -17,7 +17,7 @@ from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, conclude, plan_cells
 from tasks.running.provisioning import as_served, provisioned
-from tasks.running.scheduler import evaluate_cells, stage_tokenizers
+from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -78,4 +78,4 @@ def evaluate_shares(configs: Sequence[EvaluationConfig], shares: Shares) -> None
     """Evaluates what can be had of some cells, share by share, each on a pool of its own."""
     while share := shares.next():
         with provisioned(configs, stage_tokenizers(share)) as serving:
-            evaluate_cells(share, serving, shares=shares)
+            schedule_cells(share, serving, shares=shares)

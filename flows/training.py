@@ -23,7 +23,7 @@ from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, conclude, plan_cells
 from tasks.running.provisioning import as_served, prepare_environments, provisioned, served_alike
-from tasks.running.scheduler import evaluate_cells
+from tasks.running.scheduler import schedule_cells
 from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training.arrivals import ArrivingCells, Exports
@@ -109,7 +109,7 @@ def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], shares:
     if cells:
         with provisioned(configs, checkpoints) as serving:
             cells.serving = serving
-            evaluate_cells(cells, serving, configs=configs, shares=shares)
+            schedule_cells(cells, serving, configs=configs, shares=shares)
     evaluate_shares(configs, shares)
     if cells.planned:
         publish_report(configs[0])

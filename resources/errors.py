@@ -6,10 +6,12 @@ send errors between processes), and knows which record status it leads to.
 
 from __future__ import annotations
 
+import traceback
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
 """How an evaluation of a cell ended; `failed` is the model's or benchmark's doing, `infra_failed` is ours."""
+_PACKAGES = ("flows", "tasks", "pools", "resources")
 
 
 class AssayError(Exception):
@@ -213,3 +215,25 @@ class EvaluationInterrupted(AssayError):
 
 class ClaimLost(EvaluationInterrupted):
     """Somebody else has the cell by now, or was told that nobody is to have it: what was found out is not published."""
+
+
+class RecordUnwritten(AssayError):
+    """The outcome of a cell could not be written down, so nobody will know of it."""
+
+
+class UnexpectedError(AssayError):
+    """An exception that our own code did not foresee."""
+
+    @classmethod
+    def of(cls, error: Exception, *, expected: str) -> UnexpectedError:
+        """Returns an error that names an exception's type and place, and not its text, which may quote anything."""
+        frames = [
+            (str(frame.f_globals.get("__name__", "?")), line) for frame, line in traceback.walk_tb(error.__traceback__)
+        ]
+        ours = [place for place in frames if place[0].partition(".")[0] in _PACKAGES]
+        module, line = (ours or frames or [("an unknown place", 0)])[-1]
+        return cls(
+            expected=expected,
+            found=f"{type(error).__name__} at {module}:{line}",
+            remedy="report it: the code there is wrong, or was given what nobody foresaw; try again once it is mended",
+        )

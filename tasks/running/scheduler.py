@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from threading import Event, Lock
@@ -17,11 +17,12 @@ from pools.jobs import is_local
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import AssayError, RecordUnwritten
 from tasks.evaluators.harness import warmed
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
-from tasks.running.attempt import Harness, Turn, evaluate_cell
 from tasks.running.cells import Cell
+from tasks.running.run_cell import CellContext, Harness, run_cell
 from tasks.running.serving import Interruption, Serving
 from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig, EvaluatorName
@@ -96,14 +97,14 @@ def _kind(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
     return config.evaluator, EVALUATORS[config.evaluator].environment(config)
 
 
-def evaluate_cells(
+def schedule_cells(
     cells: Collection[Cell],
     serving: Serving | None,
     *,
     configs: Sequence[EvaluationConfig] | None = None,
     shares: Shares | None = None,
 ) -> None:
-    """Evaluates cells, in order, as many at once as whoever serves them can use; each publishes its own record.
+    """Runs cells, in order, as many at once as `serving` can use; each publishes its own record.
 
     Args:
         cells: ordered by checkpoint, so that a pool is asked for few checkpoints at once. The next one may be long in
@@ -111,62 +112,59 @@ def evaluate_cells(
         serving: answers for those that need an endpoint.
         configs: the evaluations that they belong to; read from the cells when None.
         shares: claims of these cells; each is given up when it has its outcome.
+
+    Raises:
+        RecordUnwritten: all have ended, and the record of one could not be written.
     """
     if configs is None:
         configs = list({id(cell.config): cell.config for cell in cells}.values())
     evaluations = sum(not config.native for config in configs)
     at_once = evaluations + (serving.checkpoints_at_once if serving else 0)
-    with _harnesses(configs) as harnesses:
-        _evaluate_side_by_side(cells, serving, harnesses.of, at_once=at_once, shares=shares)
-
-
-def _evaluate_side_by_side(
-    cells: Collection[Cell],
-    serving: Serving | None,
-    harness_of: Callable[[Cell], Harness],
-    *,
-    at_once: int,
-    shares: Shares | None,
-) -> None:
     threads = ThreadPoolExecutor(max(1, at_once), thread_name_prefix="cell")
     # What loads a checkpoint itself has the machine's accelerators for itself, and keeps no pool waiting.
-    alone = ThreadPoolExecutor(1, thread_name_prefix="native-cell")
-    one_loads, interruption = Lock(), Interruption()
-    running = []
-    try:
-        for position, cell in enumerate(cells, start=1):
-            asked = Event()
-            context = copy_context()  # carries the Prefect run and whoever listens to progress
-            turn = Turn(
-                position,
-                len(cells),
-                harness_of,
-                one_loads,
-                on_open=asked.set,
-                interruption=interruption,
-                shares=shares,
-            )
-            executor = alone if cell.config.native else threads
-            future = executor.submit(context.run, _evaluate_one, cell, serving, turn)
-            running.append(future)
-            while not (cell.config.native or asked.wait(_TURN_SECONDS) or future.done()):
-                pass  # checkpoints are asked for in order, though evaluated side by side
-        for future in running:
-            future.result()
-    except BaseException:  # a signal, or Prefect itself: what has begun is ended, the rest is not begun
-        interruption.interrupt()
-        if serving is not None:
-            serving.interrupt()
-        for executor in (threads, alone):
-            executor.shutdown(wait=False, cancel_futures=True)
-        wait([future for future in running if not future.cancelled()], timeout=_INTERRUPTED_SECONDS)
-        raise
-    finally:
-        threads.shutdown(wait=False)
-        alone.shutdown(wait=False)
+    native_thread = ThreadPoolExecutor(1, thread_name_prefix="native-cell")
+    native_lock, interruption = Lock(), Interruption()
+    running: list[Future[Exception | None]] = []
+    with _harnesses(configs) as harnesses:
+        try:
+            for position, cell in enumerate(cells, start=1):
+                asked = Event()
+                context = CellContext(
+                    position,
+                    len(cells),
+                    harnesses.of,
+                    native_lock,
+                    on_open=asked.set,
+                    interruption=interruption,
+                    shares=shares,
+                )
+                executor = native_thread if cell.config.native else threads
+                # The copy of the context carries the Prefect run and the listeners to progress.
+                future = executor.submit(copy_context().run, _run_and_release, cell, serving, context)
+                running.append(future)
+                while not (cell.config.native or asked.wait(_TURN_SECONDS) or future.done()):
+                    pass  # checkpoints are asked for in order, though evaluated side by side
+            unrecorded = [future.result() for future in running]
+        except BaseException:  # a signal, or Prefect itself: what has begun is ended, the rest is not begun
+            interruption.interrupt()
+            if serving is not None:
+                serving.interrupt()
+            for executor in (threads, native_thread):
+                executor.shutdown(wait=False, cancel_futures=True)
+            wait([future for future in running if not future.cancelled()], timeout=_INTERRUPTED_SECONDS)
+            raise
+        finally:
+            threads.shutdown(wait=False)
+            native_thread.shutdown(wait=False)
+    for error in filter(None, unrecorded):
+        raise error
 
 
-def _evaluate_one(cell: Cell, serving: Serving | None, turn: Turn) -> None:
-    evaluate_cell(cell, serving, turn, return_state=True)
-    if turn.shares is not None:
-        turn.shares.release(cell)
+def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) -> Exception | None:
+    """Runs a cell and gives its claim up; returns an error that no record tells of."""
+    state = run_cell(cell, serving, context, return_state=True)
+    if context.shares is not None:
+        context.shares.release(cell)
+    error = None if state.is_completed() else state.result(raise_on_failure=False)
+    told = isinstance(error, AssayError) and not isinstance(error, RecordUnwritten)
+    return error if isinstance(error, Exception) and not told else None

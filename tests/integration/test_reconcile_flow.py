@@ -27,13 +27,17 @@ from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import EvaluationIncomplete
+from resources.errors import EvaluationIncomplete, EvaluationInterrupted
 from resources.settings import process_environment
+from tasks.evaluators.evaluator import HarnessCommand, Parsed
+from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.registry import EVALUATORS
 from tasks.gates.gate import Gate
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import look
 from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
+from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600), pytest.mark.usefixtures("prefect_api")]
 
@@ -223,3 +227,41 @@ def test_killed_reconciler_is_succeeded_and_a_cancelled_one_publishes_nothing(tm
         assert run.missing() == {"stopped": 1}
         run.ask("retry")
         assert run.missing() == {"work": 1}
+
+
+@dataclass(frozen=True)
+class Unreadable(Levanter):
+    """A harness that ends at once, and whose results our own code cannot cope with."""
+
+    def environment(self, config: EvaluationConfig) -> str:
+        return "lm-eval"
+
+    def check(self, config: EvaluationConfig, *, python: Path) -> None:
+        return None
+
+    def command(self, *_: Any, **__: Any) -> HarnessCommand:
+        return HarnessCommand(argv=(sys.executable, "-c", "pass"), variables={}, files={})
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        raise TypeError
+
+
+def test_cell_that_our_own_code_breaks_is_given_up_after_the_retries_of_the_policy(
+    tmp_path: Path, prefect_api: str, monkeypatch: pytest.MonkeyPatch
+):
+    levanter = "levanter_lm_evaluation_harness"
+    monkeypatch.setitem(EVALUATORS, levanter, Unreadable(program=None))
+    with watched(tmp_path, prefect_api) as run:
+        run.write_checkpoint(1)
+        evaluation = {"label": "facts", "evaluator": levanter, "evals": ["demo_facts"]}
+        suite = run.folder / "facts.yaml"
+        suite.write_text(yaml.safe_dump({"name": "facts", "description": "facts", "evaluations": [evaluation]}))
+        run.write_policy(str(suite), retries={"infra_failures": 3, "first_delay_seconds": 0})
+        for tries in (2, 4):  # Prefect has made a second one each time
+            with pytest.raises(EvaluationInterrupted, match=r"TypeError at tasks\.evaluators\.harness:"):
+                run.reconcile()
+            [record] = run.records()
+            assert (record.status, record.infra_failures) == ("infra_failed", tries)
+        attempts = run.attempts()
+        assert run.reconcile()["open_before"] == {"spent": 1}
+        assert run.attempts() == attempts

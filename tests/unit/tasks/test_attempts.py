@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
+from typing import Any
 
 import pytest
 
@@ -16,13 +18,13 @@ from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
 from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client
-from resources.errors import EvaluationInterrupted
+from resources.errors import EvaluationInterrupted, RecordUnwritten, UnexpectedError
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.records.record import CheckpointReference, read_record
+from tasks.records.record import CheckpointReference, Counts, read_record
 from tasks.records.samples import Sample
-from tasks.running.attempt import Harness, Turn, evaluate_cell
 from tasks.running.cells import Cell
+from tasks.running.run_cell import CellContext, Harness, run_cell
 from tasks.running.serving import Interruption
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -71,6 +73,20 @@ class Hanging:
         return None
 
 
+@dataclass(frozen=True)
+class Crashing(Hanging):
+    """A harness that ends well, and whose results our own code cannot cope with."""
+
+    name: str = "crashing"
+    error: type[BaseException] = TypeError
+
+    def command(self, model: EvaluatedModel, config: EvaluationConfig, output: Path, **_: Any) -> HarnessCommand:
+        return HarnessCommand(argv=(sys.executable, "-c", "pass"), variables={}, files={})
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        raise self.error("the whole answer of the model")
+
+
 def make_cell(folder: Path) -> Cell:
     run = write_run(folder / "run-a", [100])
     config = EvaluationConfig.model_validate(
@@ -99,13 +115,13 @@ def make_cell(folder: Path) -> Cell:
 def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_told_to(tmp_path: Path):
     cell, interruption = make_cell(tmp_path), Interruption()
     harness = Harness(Hanging(), Path(sys.executable), None)
-    turn = Turn(1, 1, lambda _: harness, Lock(), interruption=interruption)
+    context = CellContext(1, 1, lambda _: harness, Lock(), interruption=interruption)
 
     def pids() -> list[int]:
         return [int(pid) for path in Path(cell.uri).glob("attempt-*/pids") for pid in path.read_text().split()]
 
     with ThreadPoolExecutor(1) as threads:
-        attempt = threads.submit(evaluate_cell.fn, cell, None, turn)
+        attempt = threads.submit(run_cell.fn, cell, None, context)
         try:
             eventually(lambda: len(pids()) == 2)
             started = pids()
@@ -120,5 +136,63 @@ def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_tol
     assert record is not None
     assert (record.status, record.interrupted, record.infra_failures) == ("infra_failed", True, 0)
     with pytest.raises(EvaluationInterrupted):
-        evaluate_cell.fn(cell, None, turn)
+        run_cell.fn(cell, None, context)
     assert pids() == started
+
+
+def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_counted(tmp_path: Path):
+    cell = make_cell(tmp_path)
+    context = CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None), Lock())
+    for failures in (1, 2):
+        with pytest.raises(UnexpectedError):
+            run_cell.fn(cell, None, context)
+        record = read_record(cell.uri)
+        assert record is not None and record.reason is not None
+        assert (record.status, record.infra_failures, record.interrupted) == ("infra_failed", failures, False)
+        assert re.search(r"TypeError at tasks\.evaluators\.harness:\d+", record.reason), record.reason
+        assert "answer of the model" not in record.reason, "an exception's text may quote what no record may hold"
+
+
+def test_attempt_is_recorded_though_opening_it_breaks(tmp_path: Path):
+    def no_harness(_: Cell) -> Harness:
+        raise KeyError("unknown")
+
+    cell = make_cell(tmp_path)
+    with pytest.raises(UnexpectedError):
+        run_cell.fn(cell, None, CellContext(1, 1, no_harness, Lock()))
+    record = read_record(cell.uri)
+    assert record is not None and (record.status, record.infra_failures) == ("infra_failed", 1)
+
+
+def test_attempt_that_a_person_interrupts_leaves_no_record(tmp_path: Path):
+    cell = make_cell(tmp_path)
+    context = CellContext(
+        1, 1, lambda _: Harness(Crashing(error=KeyboardInterrupt), Path(sys.executable), None), Lock()
+    )
+    with pytest.raises(KeyboardInterrupt):
+        run_cell.fn(cell, None, context)
+    assert read_record(cell.uri) is None
+
+
+def test_attempt_whose_results_cannot_be_written_down_is_recorded_without_them(tmp_path: Path):
+    class Odd(Crashing):
+        def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+            counts = Counts(requested=1, answered=1, scored=1)
+            return Parsed(metrics=(), counts=counts, versions={"odd": object()})  # pyright: ignore[reportArgumentType]
+
+        def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+            return iter(())
+
+    cell = make_cell(tmp_path)
+    with pytest.raises(UnexpectedError):
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None), Lock()))
+    record = read_record(cell.uri)
+    assert record is not None and (record.status, record.counts) == ("infra_failed", None)
+
+
+def test_attempt_whose_record_cannot_be_written_says_so(tmp_path: Path):
+    cell = make_cell(tmp_path)
+    Path(cell.uri).parent.mkdir(parents=True)
+    Path(cell.uri).write_text("a file where the folder of the cell is to be")
+    with pytest.raises(RecordUnwritten, match=r"run-a-100"):
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None), Lock()))

@@ -1,0 +1,267 @@
+"""Running one cell: acquire what answers, run the harness, record the outcome whatever it is, tell the sinks."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from prefect import task
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import flow_run
+
+from pools.endpoint import LocalCheckpoint, RunningModel
+from resources.backends.current import current_client
+from resources.backends.local.client import local_client
+from resources.errors import AssayError, ClaimLost, EvaluationInterrupted, RecordUnwritten
+from resources.storage import storage
+from resources.warm.fork_server import ForkServer
+from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Progress
+from tasks.evaluators.harness import run_harness, verify_counts
+from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
+from tasks.records.index import note_record
+from tasks.records.record import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, write_record
+from tasks.running.attempt import Attempt
+from tasks.running.cells import Cell
+from tasks.running.provisioning import judge_of
+from tasks.running.serving import Interruption, Serving
+from tasks.running.shares import Shares
+from tasks.sinks.publishing import publish_record
+from tasks.spec.names import job_name, suites_in
+
+
+@dataclass(frozen=True, eq=False)
+class Harness:
+    """An evaluator, the interpreter of its environment, and what keeps it imported."""
+
+    evaluator: Evaluator
+    python: Path
+    server: ForkServer | None
+
+
+@dataclass(frozen=True, eq=False)
+class CellContext:
+    """A cell's place among those of its run, and what it needs to be evaluated."""
+
+    position: int
+    cells: int
+    harness_of: Callable[[Cell], Harness]
+    native_lock: Lock
+    """Held by the one cell whose evaluator loads a checkpoint itself."""
+    on_open: Callable[[], None] = lambda: None
+    """Called once the cell's checkpoint has been asked for."""
+    interruption: Interruption = field(default_factory=Interruption)
+    """Ends cells that nobody serves; for the others, `Serving` is told."""
+    shares: Shares | None = None
+    """Claims of these cells: nothing is published of one that was lost to another run."""
+
+
+def worth_another_try(_task: object, _run: object, state: Any) -> bool:
+    """Tells Prefect to retry a cell if the failure was ours, not the model's, the benchmark's or the request's."""
+    error = state.result(raise_on_failure=False)
+    if isinstance(error, EvaluationInterrupted):
+        return False
+    return isinstance(error, AssayError) and error.record_status == "infra_failed" and error.exit_code != 3
+
+
+@task(
+    task_run_name="evaluate {cell.title}: {cell.config.asked}",
+    retries=1,
+    retry_delay_seconds=2,
+    retry_condition_fn=worth_another_try,
+    cache_policy=NO_CACHE,
+    persist_result=False,
+)
+def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Record:
+    """Evaluates one cell, publishes its record, whatever the outcome, and sends it to its sinks.
+
+    Raises:
+        AssayError: the cell did not succeed; its record says so too.
+        ClaimLost: another run has the cell by now; nothing is recorded.
+        RecordUnwritten: nothing is recorded, since the record could not be written.
+    """
+    began = time.monotonic()
+    attempt = Attempt(cell, name=f"attempt-{secrets.token_hex(4)}")
+    with tempfile.TemporaryDirectory(prefix="assay-cell-") as scratch:
+        with attempt.noting_failure():
+            attempt.cell = _by_ability(cell, serving)
+        output = _output_folder(attempt, Path(scratch))
+        if attempt.failure is None:
+            with attempt.noting_failure():
+                _evaluate(attempt, serving, context, output, claimed=cell)
+            with attempt.noting_failure():
+                _let_go(attempt)
+        with attempt.noting_failure(), attempt.timed("publish"):
+            if not storage.is_local(attempt.cell.uri) and output.is_dir():
+                storage.copy_from_local(output, storage.join(attempt.cell.uri, attempt.name))
+    record = _write(attempt, context, claimed=cell)
+    _tell(attempt, record)
+    report(CellDone(attempt.cell.title, context.position, context.cells, record.status, time.monotonic() - began))
+    if attempt.failure is not None and not record.succeeded:
+        raise attempt.failure
+    return record
+
+
+def _by_ability(cell: Cell, serving: Serving | None) -> Cell:
+    """Returns the cell, or its alternative where the engine gives no log-probabilities of prompts."""
+    if cell.alternative is None or serving is None or serving.has_prompt_logprobs(cell.reference.name):
+        return cell
+    report_event(f"{cell.title}: the engine returns no log-probabilities of prompts, so Levanter evaluates it")
+    return cell.alternative
+
+
+def _output_folder(attempt: Attempt, scratch: Path) -> Path:
+    """Returns where the harness writes: beside the record, or here if the record lies in an object store."""
+    uri = attempt.cell.uri
+    return (storage.local_path(uri).absolute() if storage.is_local(uri) else scratch) / attempt.name
+
+
+def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, output: Path, *, claimed: Cell) -> None:
+    """Opens the checkpoint and has the harness ask its questions; its results are in `attempt.parsed`."""
+    cell = attempt.cell
+    place = (context.position, context.cells)
+    harness = context.harness_of(cell)
+
+    def on_progress(progress: Progress) -> None:
+        counts = attempt.opened.counts() if attempt.opened else {}
+        report(CellProgress(cell.title, *place, progress.stage, progress.done, progress.total, counts))
+
+    def check() -> None:
+        if context.shares is not None:
+            context.shares.raise_if_lost(claimed)
+        if attempt.opened is None:
+            context.interruption.raise_if_interrupted()
+        else:
+            attempt.opened.check()
+
+    with context.native_lock if cell.config.native else nullcontext():
+        if cell.config.native:
+            model, judge = _load_natively(attempt, context), None
+        else:
+            model, judge = _open(attempt, serving, context)
+        report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
+        with attempt.timed("evaluate"):
+            attempt.parsed = run_harness(
+                harness.evaluator,
+                model,
+                cell.config,
+                output=output,
+                python=harness.python,
+                server=harness.server,
+                client=current_client() if cell.config.native else local_client(),
+                judge=judge,
+                on_progress=on_progress,
+                check_endpoint=check,
+                name=_job_name(cell, harness),
+            )
+    verify_counts(attempt.parsed)
+
+
+def _job_name(cell: Cell, harness: Harness) -> str:
+    """Returns harness, checkpoint, and suite or benchmarks, for lists of jobs."""
+    asked = suites_in(cell.config.wandb_tags) or [task.metric_key for task in cell.config.evals]
+    environment = harness.evaluator.environment(cell.config)
+    return job_name(environment, cell.reference.name, *asked[:1], flow_run=flow_run.id)
+
+
+def _load_natively(attempt: Attempt, context: CellContext) -> EvaluatedModel:
+    """Returns the checkpoint itself, for an evaluator that loads it."""
+    context.interruption.raise_if_interrupted()
+    context.on_open()
+    attempt.served = {"by": "the evaluator itself"}
+    folder, tokenizer = attempt.cell.folder, attempt.cell.folder.reference
+    return LocalCheckpoint(
+        attempt.cell.reference.name,
+        storage.absolute(folder.uri),
+        folder.kind,
+        storage.absolute(tokenizer.uri) if tokenizer else None,
+    )
+
+
+def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tuple[RunningModel, RunningModel | None]:
+    """Asks for the checkpoint; returns its endpoint, and that of a judge where the evaluator needs one."""
+    cell = attempt.cell
+    assert serving is not None, "cells that need an endpoint are given one"
+    report(CellProgress(cell.title, context.position, context.cells, "asking for the checkpoint", 0, 0))
+    with attempt.timed("open"):
+        attempt.opened = serving.open(
+            cell.reference.name,
+            cell=begin_scope(cell.uri),
+            attempt=attempt.name,
+            mirror=storage.absolute(storage.join(cell.uri, JOURNAL_FOLDER)),
+            in_chat=cell.config.asks_in_chat,
+        )
+        context.on_open()
+        return attempt.opened.running, judge_of(cell.config, attempt.opened.running)
+
+
+def _let_go(attempt: Attempt) -> None:
+    """Lets the checkpoint go, and notes how it was served."""
+    if attempt.opened is not None:
+        attempt.requests, attempt.served = attempt.opened.counts(), attempt.opened.asked_all()
+
+
+def _write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
+    """Writes the record of an attempt, if the cell is still ours; returns the one that stands.
+
+    Results that cannot be written down are left out, and make the attempt a failure.
+
+    Raises:
+        ClaimLost: another run has the cell by now.
+        RecordUnwritten: the record could not be written.
+    """
+    try:
+        try:
+            return _prove_and_write(attempt, context, claimed=claimed)
+        except AssayError:
+            raise
+        except Exception as error:  # noqa: BLE001 - the boundary: the failure at least is to be known
+            attempt.failure = attempt.failure or attempt.unexpected(error)
+            attempt.parsed, attempt.served, attempt.requests = None, {}, {}
+            return _prove_and_write(attempt, context, claimed=claimed)
+    except Exception as error:
+        _close(attempt, finished=False)
+        if isinstance(error, ClaimLost):
+            raise
+        cause = error if isinstance(error, AssayError) else attempt.unexpected(error)
+        raise RecordUnwritten(
+            expected=f"to write the record of {attempt.cell.title}", found=cause.found, remedy=cause.remedy
+        ) from error
+
+
+def _prove_and_write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
+    record = attempt.record()
+    if context.shares is not None:
+        context.shares.prove(claimed)
+    return write_record(attempt.cell.uri, record)
+
+
+def _tell(attempt: Attempt, record: Record) -> None:
+    """Tells planners and sinks of a record, and ends the attempt; what fails here changes no outcome."""
+    cell = attempt.cell
+    _close(attempt, finished=record.succeeded)
+    try:
+        note_record(storage.join(cell.config.evaluation_path, cell.reference.run), cell.uri, record)
+        if cell.config.sinks:
+            note_sinks(cell.uri, publish_record(record, cell.uri, cell.config.sinks))
+    except Exception as error:  # noqa: BLE001 - the boundary: the record stands, and the next run tells of it
+        cause = error if isinstance(error, AssayError) else attempt.unexpected(error)
+        report_event(f"{cell.title}: not everyone was told of its record: {cause.found}")
+
+
+def _close(attempt: Attempt, *, finished: bool) -> None:
+    """Ends the attempt; what fails here costs no result, only answers that are kept for longer than needed."""
+    try:
+        if attempt.opened is not None:
+            attempt.opened.close(finished=finished)
+        if finished:
+            end_scope(attempt.cell.uri)
+    except Exception as error:  # noqa: BLE001 - the boundary: its record stands
+        cause = error if isinstance(error, AssayError) else attempt.unexpected(error)
+        report_event(f"{attempt.cell.reference.name}: its answers stay in the journal: {cause.found}")
