@@ -117,11 +117,14 @@ class InferencePoolConfig(Config):
     longest_wait_seconds: float = Field(default=600, gt=0)
     """How long requests for one checkpoint may wait while others keep every replica busy."""
     journal: bool = True
-    """Keep every whole answer, and answer from that when the same request comes again."""
+    """Keep every whole answer in a file of its owner's alone, and beside the record of an evaluation that goes on, and
+    answer from that when the same request comes again. Without it nothing of a prompt or an answer is written by the
+    pool: for confidential sets."""
     journal_max_bytes: int = Field(default=4 * 2**30, ge=2**20)
     """Bound on the journal's size on this machine; the oldest answers go first."""
     journal_prompts: bool = False
-    """Keep prompts and answers in the clear; else only somebody who has the same request can read an answer."""
+    """Keep the prompts beside their answers; else a request is stored as its hash. An answer that echoes its prompt
+    is stored either way."""
 
     @model_validator(mode="after")
     def _timeouts_are_ordered(self) -> InferencePoolConfig:

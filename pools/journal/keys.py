@@ -28,14 +28,11 @@ class Subject:
 class Question:
     """A request, as the journal knows it.
 
-    `key` (32 bytes) names it. `seal` (32 bytes) is the secret its answers are encrypted with; it follows from the same
-    content as the key but not from the key. `deterministic` says that every engine with this subject gives the same
-    answer.
+    `key` (32 bytes) names it. `deterministic` says that every engine with this subject gives the same answer.
     """
 
     key: bytes
     deterministic: bool
-    seal: bytes = field(repr=False)
     subject: Subject
     target: str
     model: str
@@ -52,14 +49,12 @@ def question(subject: Subject, target: str, *, body: bytes, fields: Mapping[str,
         fields: the same body, parsed, by orjson or by json. Order of keys and white space do not matter, every field
             does; of a key that comes twice the last value counts, as for engines.
     """
-    content = hashlib.blake2b(_prefix(subject, target))
+    content = hashlib.blake2b(_prefix(subject, target), digest_size=32)
     content.update(_canonical(body, fields))
-    root = content.digest()
     model = fields.get("model")
     return Question(
-        key=hashlib.blake2b(root, digest_size=32, person=b"assay-key").digest(),
+        key=content.digest(),
         deterministic=is_deterministic(fields),
-        seal=hashlib.blake2b(root, digest_size=32, person=b"assay-seal").digest(),
         subject=subject,
         target=target,
         model=model if isinstance(model, str) else "",

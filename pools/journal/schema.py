@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 """`PRAGMA user_version` of the file, and the version in the first line of a segment."""
 
 _SCHEMA = """
@@ -30,7 +30,6 @@ CREATE TABLE answers (
     prompt_tokens INTEGER NOT NULL,
     completion_tokens INTEGER NOT NULL,
     created INTEGER NOT NULL,
-    sealed INTEGER NOT NULL,
     imported INTEGER NOT NULL,
     body BLOB NOT NULL,
     request BLOB
@@ -75,7 +74,6 @@ class Row(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     created: int
-    sealed: int
     imported: int
     body: bytes
     request: bytes | None

@@ -19,9 +19,7 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "cell": (str, type(None)),
     "attempt": (str, type(None)),
     **dict.fromkeys(("target", "model", "weights", "tokenizer", "engine", "content_type", "finish_reasons"), str),
-    **dict.fromkeys(
-        ("deterministic", "occurrence", "prompt_tokens", "completion_tokens", "created", "sealed", "imported"), int
-    ),
+    **dict.fromkeys(("deterministic", "occurrence", "prompt_tokens", "completion_tokens", "created", "imported"), int),
     "key": bytes,
     "body": bytes,
     "request": (bytes, type(None)),
@@ -49,8 +47,8 @@ def decoded(content: bytes) -> Iterator[Row]:
         SegmentCut: after the last row that can be read, if the segment does not end there.
     """
     lines = _lines(content)
-    if next(lines, None) != {"schema": SCHEMA_VERSION}:
-        raise SegmentCut(f"it does not begin with schema version {SCHEMA_VERSION}")
+    if (first := next(lines, None)) != {"schema": SCHEMA_VERSION}:
+        raise SegmentCut(f"expected schema version {SCHEMA_VERSION} in its first line, found {first}")
     for fields in lines:
         yield _row(fields)
 

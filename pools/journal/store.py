@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pools.journal import sealing
+from pools.journal import bodies
 from pools.journal.answers import AnswerFacts
 from pools.journal.background import Background
 from pools.journal.cells import Attempt, CellScope
@@ -17,9 +17,9 @@ from pools.journal.keys import Question
 from pools.journal.schema import INSERT_ROW, Row
 
 _LARGE_BYTES = 32 * 1024
-"""Bodies above this are sealed in a thread: the loop would stand still for a third of a millisecond."""
+"""Bodies above this are compressed in a thread: the loop would stand still for a third of a millisecond."""
 
-_SELECT = "SELECT id, content_type, sealed, body FROM answers WHERE key = ?"
+_SELECT = "SELECT id, content_type, body FROM answers WHERE key = ?"
 _SELECT_DETERMINISTIC = f"{_SELECT} AND deterministic = 1"
 _SELECT_SAMPLED = f"{_SELECT} AND cell = ? AND occurrence = ? AND deterministic = 0"
 _DELETE_ROW = "DELETE FROM answers WHERE id = ?"
@@ -126,8 +126,7 @@ class Journal:
         Args:
             path: of the file, on a local disk.
             max_bytes: size from which on the answers written longest ago are deleted.
-            keep_prompts: store answers readably, and the requests with them. Otherwise answers can be read only by
-                somebody who has the same request.
+            keep_prompts: store the requests with their answers.
             warn: told, in a sentence, what a user should know.
             mirror_seconds: between two exports of a cell's news to its mirror.
             retry_seconds: how long nothing is written after a failure.
@@ -232,22 +231,18 @@ class Journal:
         found = self._database.fetch(sql, parameters)
         if found is None:
             return None
-        number, content_type, is_sealed, content = found
+        number, content_type, content = found
         try:
-            if is_sealed:
-                body = sealing.unsealed(content, seal=question.seal, content_type=content_type)
-            else:
-                body = sealing.decompressed(content)
-        except sealing.Unreadable:
+            body = bodies.unpacked(content, key=question.key, content_type=content_type)
+        except bodies.Unreadable:
             self.counters.dropped += 1
             self._database.submit(_DELETE_ROW, (number,))
             return None
         return StoredAnswer(content_type, body)
 
     def _content(self, question: Question, content_type: str, body: bytes) -> tuple[bytes, bytes | None]:
-        if self._keep_prompts:
-            return sealing.compressed(body), sealing.compressed(question.body)
-        return sealing.sealed(body, seal=question.seal, content_type=content_type), None
+        request = bodies.compressed(question.body) if self._keep_prompts else None
+        return bodies.packed(body, key=question.key, content_type=content_type), request
 
     def _row(self, claim: Claim, content_type: str, content: tuple[bytes, bytes | None], facts: AnswerFacts) -> Row:
         question, scope = claim.question, claim.scope
@@ -267,7 +262,6 @@ class Journal:
             prompt_tokens=facts.prompt_tokens,
             completion_tokens=facts.completion_tokens,
             created=int(self._clock()),
-            sealed=int(not self._keep_prompts),
             imported=0,
             body=content[0],
             request=content[1],

@@ -144,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.add_argument(flag, default=limit.default, help=limit.description)
     parser.add_argument("--journal", nargs="?", const="", help="keep a journal, in this file or in the usual one")
     parser.add_argument("--journal-max-bytes", type=int, default=_JOURNAL_BYTES, help="size of the journal at most")
-    parser.add_argument("--journal-prompts", action="store_true", help="store prompts and answers readably")
+    parser.add_argument("--journal-prompts", action="store_true", help="store the prompts beside their answers")
     given = vars(parser.parse_args(arguments))
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     _allow_open_files()

@@ -55,7 +55,7 @@ class JournalFlags(Config):
     max_bytes: int
     """Bound on its size."""
     prompts: bool = False
-    """Keep prompts and answers in the clear."""
+    """Keep the prompts beside their answers."""
 
 
 def proxy_command(

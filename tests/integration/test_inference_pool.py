@@ -138,6 +138,23 @@ def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
     assert not any(is_alive(pid) for pid in pids)
 
 
+@pytest.mark.parametrize("journal", [True, False])
+def test_pool_writes_nothing_of_a_request_where_it_keeps_no_journal(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable], journal: bool
+) -> None:
+    secret, mirror = f"confidential-{journal}", tmp_path / "mirror"
+    launcher = FakeLauncher(tmp_path)
+    with InferencePool(pool_config(journal=journal), checkpoints[:1], client=client, launcher=launcher) as pool:
+        opened = pool.session.open("run-1", cell="cell", attempt="first", mirror=str(mirror))
+        assert secret in ask(opened.running, secret).json()["choices"][0]["text"]
+        pool.session.close_cell(opened, finished=False)
+    files = (path for folder in (tmp_path, settings().cache_dir) for path in folder.rglob("*") if path.is_file())
+    assert {path.name for path in files if secret.encode() in path.read_bytes()} == (
+        {"journal.sqlite"} if journal else set()
+    )
+    assert mirror.exists() == journal
+
+
 @pytest.mark.first_reload
 def test_first_reload_is_compared_with_a_cold_start_and_trusted_afterwards(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]

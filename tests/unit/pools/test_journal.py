@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sqlite3
+import zlib
 from contextlib import closing
 from dataclasses import astuple
 from pathlib import Path
@@ -167,13 +167,21 @@ async def test_close_of_a_finished_cell_drops_its_sampled_answers_only(path: Pat
     assert rows(path, "SELECT deterministic, count(*) FROM answers") == [(1, 1)]
 
 
-async def test_file_keeps_no_prompt_unless_allowed(path: Path) -> None:
-    secret = "the prompt that nobody may read"
+@pytest.mark.parametrize("keep_prompts", [False, True])
+async def test_file_keeps_no_prompt_unless_told_to(path: Path, keep_prompts: bool) -> None:
+    question = asked("a prompt")
+    async with opened(path, keep_prompts=keep_prompts) as (journal, _):
+        await answer(journal, question, b"1")
+    assert b"a prompt" not in path.read_bytes()
+    [(request,)] = rows(path, "SELECT request FROM answers")
+    assert (zlib.decompress(request) if request else None) == (question.body if keep_prompts else None)
+
+
+async def test_file_and_its_log_are_for_their_owner_alone(path: Path) -> None:
     async with opened(path) as (journal, _):
-        await answer(journal, asked(secret), json.dumps({"echo": secret}).encode())
-    assert secret.encode() not in path.read_bytes()
-    assert rows(path, "SELECT sealed, request FROM answers") == [(1, None)]
-    assert path.stat().st_mode & 0o777 == 0o600
+        await answer(journal, asked("a"), b"1")
+        modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
+    assert modes == dict.fromkeys((path.name, f"{path.name}-wal", f"{path.name}-shm"), 0o600)
 
 
 async def test_file_is_readable_by_its_documented_schema(path: Path) -> None:
@@ -195,7 +203,15 @@ async def test_keep_of_texts_that_are_no_unicode_works(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", ["CAST(x'00' || substr(body, 2) AS BLOB)", "substr(body, 5)", "x''", "'a text'", "1"]
+    "damage",
+    [
+        "CAST(x'00' || substr(body, 2) AS BLOB)",
+        "CAST(substr(body, 1, 5) || x'39' AS BLOB)",
+        "substr(body, 5)",
+        "x''",
+        "'a text'",
+        "1",
+    ],
 )
 async def test_damaged_row_is_deleted_and_asked_again(path: Path, damage: str) -> None:
     async with opened(path) as (journal, _):
@@ -206,6 +222,16 @@ async def test_damaged_row_is_deleted_and_asked_again(path: Path, damage: str) -
         await answer(journal, asked("a"), b"2")
         assert journal.counters.dropped == 1
         assert replayed(journal, asked("a")) == b"2"
+
+
+async def test_answer_under_the_key_of_another_request_is_not_given(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        await answer(journal, asked("a"), b"1")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE answers SET key = ?", (asked("b").key,))
+    async with opened(path) as (journal, _):
+        assert replayed(journal, asked("b")) is None
+        assert journal.counters.dropped == 1
 
 
 async def test_file_stays_within_its_bound_and_keeps_the_newest(path: Path) -> None:

@@ -107,11 +107,11 @@ async def test_segment_cut_anywhere_gives_the_rows_before_and_a_warning(tmp_path
     [
         b"",
         b"no gzip",
-        zlib.compress(b'{"schema":1}\n', wbits=31),
-        zlib.compress(b'{"schema":2}\n{}\n', wbits=31),
-        zlib.compress(b'{"schema":1}\n[]\n', wbits=31),
-        zlib.compress(b'{"schema":1}\n{"key": "AA=="}\n', wbits=31),
-        zlib.compress(b'{"schema":1}\n{"key": 7}\nno json\n', wbits=31),
+        zlib.compress(b'{"schema":2}\n', wbits=31),
+        zlib.compress(b'{"schema":1}\n{}\n', wbits=31),
+        zlib.compress(b'{"schema":2}\n[]\n', wbits=31),
+        zlib.compress(b'{"schema":2}\n{"key": "AA=="}\n', wbits=31),
+        zlib.compress(b'{"schema":2}\n{"key": 7}\nno json\n', wbits=31),
     ],
 )
 async def test_segment_of_something_else_is_passed_over(tmp_path: Path, content: bytes) -> None:
@@ -127,11 +127,11 @@ async def test_segment_keeps_no_prompt_and_names_its_schema(tmp_path: Path) -> N
     folder = str(tmp_path / "cell")
     async with opened(tmp_path / "one.sqlite") as (journal, _):
         await journal.open_cell(FIRST, mirror=folder)
-        await answer(journal, asked("a secret prompt"), b"a secret prompt and its end", cell=FIRST)
+        await answer(journal, asked("a prompt"), b"1", cell=FIRST)
     (segment,) = segments(folder)
     head, row = zlib.decompress(Path(segment).read_bytes(), wbits=31).splitlines()
-    assert orjson.loads(head) == {"schema": 1}
-    assert b"secret" not in row and orjson.loads(row)["cell"] == "cell"
+    assert orjson.loads(head) == {"schema": 2}
+    assert orjson.loads(row)["request"] is None and orjson.loads(row)["cell"] == "cell"
 
 
 async def test_segments_of_another_cell_are_not_taken_up(tmp_path: Path, folder: str) -> None:
