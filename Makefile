@@ -11,7 +11,8 @@ demo: .venv/.complete
 demo-train: .venv/.complete
 	.venv/bin/assay demo-train
 
-PYTEST := .venv/bin/python -m pytest -n 2 --dist loadfile --durations=20
+# Three workers for two cores, since tests wait for other processes half of the time; see tests/conftest.py for the order.
+PYTEST := .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
 
 test: check
 	$(PYTEST)

@@ -15,6 +15,19 @@ from fakes import ray_variables  # noqa: F401 before any test imports ray
 from resources.settings import settings
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with engines come first, then those with harnesses, with servers, and of pure logic.
+
+    Workers take files in this order, so the long ones run side by side, and the short ones fill in at the end.
+    """
+    ranks: dict[Path, int] = {}
+    for item in items:
+        named = [item.get_closest_marker(need) is not None for need in ("engine", "harness")]
+        rank = named.index(True) if any(named) else 2 + ("unit" in item.path.parts)
+        ranks[item.path] = min(rank, ranks.get(item.path, rank))
+    items.sort(key=lambda item: ranks[item.path])
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A folder that takes about a megabyte: a tmpfs where we may mount one, else a limit on the size of files."""
@@ -68,6 +81,16 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     settings.cache_clear()
     yield
     settings.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def prefect_api() -> Iterator[str]:
+    """Address of a Prefect server for these tests; flows called in this process use it by themselves."""
+    from prefect.settings import PREFECT_API_URL
+    from prefect.testing.utilities import prefect_test_harness
+
+    with prefect_test_harness(server_startup_timeout=180):  # 22 s at its very first start on two cores
+        yield str(PREFECT_API_URL.value())
 
 
 @pytest.fixture(scope="session", autouse=True)

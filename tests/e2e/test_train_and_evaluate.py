@@ -6,14 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from prefect.settings import PREFECT_API_URL
-from prefect.testing.utilities import prefect_test_harness
 
 from fakes.polling import eventually
 from fakes.training import CONTEXT, nano_training, trainers_of, write_training_data
@@ -31,12 +28,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(600)]
 ASSAY = Path(sys.executable).with_name("assay")
 STEPS, EVERY, QUESTIONS = 61, 20, 4
 RUN = "nano"
-
-
-@pytest.fixture(scope="module")
-def prefect_api() -> Iterator[str]:
-    with prefect_test_harness(server_startup_timeout=180):
-        yield str(PREFECT_API_URL.value())
 
 
 @pytest.fixture(scope="module")

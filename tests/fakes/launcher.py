@@ -1,21 +1,18 @@
-"""Starts the deterministic engine where a pool would start vLLM, or vLLM with a fault of its own."""
+"""Starts the deterministic engine where a pool would start vLLM."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pools.engine.engines import ENGINES
-from pools.engine.launch import Launch, Launcher, ServedCheckpoint, VllmLauncher
+from pools.engine.launch import Launch, Launcher, ServedCheckpoint
 from resources.jobs.jobs import Client
 
 _ENGINE = Path(__file__).with_name("engine.py")
-_STALE_VLLM = Path(__file__).with_name("stale_vllm.py")
 
 
 @dataclass
@@ -51,21 +48,3 @@ class FakeLauncher:
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
         """See `pools.engine.launch.Launcher`."""
         return nullcontext(self)
-
-
-@dataclass(frozen=True)
-class StaleVllmLauncher(VllmLauncher):
-    """Starts real vLLM that goes on with its old weights when it is told to load others, and says nothing of it."""
-
-    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
-        """See `pools.engine.launch.Launcher`."""
-        real = super().launch(checkpoint, port=port)
-        program = str(ENGINES[self.config.device].program)
-        position = real.arguments.index(program)
-        arguments = (*real.arguments[:position], str(_STALE_VLLM), *real.arguments[position:])
-        return Launch(real.command, arguments, real.variables)
-
-    @contextmanager
-    def warmed(self, client: Client) -> Iterator[Launcher]:
-        """See `pools.engine.launch.Launcher`; the fault is made at a cold start."""
-        yield self
