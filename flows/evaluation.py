@@ -16,9 +16,9 @@ from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, conclude, plan_cells
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import as_served, provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
-from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 
 
@@ -42,10 +42,10 @@ def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> l
     """
     latest = config.discover_latest_checkpoint
     checkpoint = discover_one(config.model_path, latest=latest, **layouts_for([config]))
-    return evaluate_each([config], [checkpoint], gate=gate)
+    return evaluate([config], [checkpoint], gate=gate)
 
 
-def evaluate_each(
+def evaluate(
     configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint], *, gate: Gate | None = None
 ) -> list[Record]:
     """Makes one or several evaluations of checkpoints on one pool, leaving out cells that have a succeeded record.
@@ -57,25 +57,25 @@ def evaluate_each(
     configs = [as_served(config) for config in configs]
     with marked(configs), end_is_told():
         cells = plan_cells(configs, checkpoints)
-        evaluate_wanted(configs, cells, wait=True)
+        run_pending(configs, cells, wait=True)
         return conclude(cells) if gate is None else conclude_by(gate, cells)
 
 
-def evaluate_wanted(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:
+def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:
     """Evaluates the cells that have no succeeded record, then writes the report and tells the sinks.
 
     Cells that another run has claimed are left to it; with `wait`, this one waits for their outcome.
     """
     began = now()
-    with Shares([cell for cell in cells if not cell.done], wait=wait) as shares:
-        evaluate_shares(configs, shares)
+    with ClaimedCells([cell for cell in cells if not cell.done], wait=wait) as claimed:
+        run_claimed(configs, claimed)
     publish_report(configs[0])
     if any(config.sinks for config in configs):
         announce(cells, since=began)
 
 
-def evaluate_shares(configs: Sequence[EvaluationConfig], shares: Shares) -> None:
+def run_claimed(configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:
     """Evaluates what can be had of some cells, share by share, each on a pool of its own."""
-    while share := shares.next():
+    while share := claimed.next():
         with provisioned(configs, stage_tokenizers(share)) as serving:
-            schedule_cells(share, serving, shares=shares)
+            schedule_cells(share, serving, claimed=claimed)

@@ -13,7 +13,7 @@ from prefect.runtime import deployment, flow_run
 from pydantic import Field
 
 from flows.dispatching import dispatch
-from flows.evaluation import evaluate_wanted
+from flows.evaluation import run_pending
 from flows.hooks import leave_nothing
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
@@ -28,8 +28,8 @@ from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
-from tasks.records.record import Record, now, read_record
-from tasks.running.cells import Cell, plan_cells
+from tasks.records.record import now
+from tasks.running.cells import Cell, plan_cells, standing_record
 from tasks.spec.loading import load_config
 from tasks.spec.names import how_many
 
@@ -131,7 +131,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
                 planned = _planned(group)
                 cells += planned
                 with marked(_configs(group)):
-                    evaluate_wanted(_configs(group), planned, wait=False)
+                    run_pending(_configs(group), planned, wait=False)
             except AssayError as error:
                 errors.append(error)
                 report_event(f"{group[0].title} and {len(group) - 1} more: {error.found}")
@@ -161,7 +161,7 @@ def _looked_at(cell: OpenCell) -> Checkpoint | None:
 
 
 def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:
-    records = [record for record in map(_standing, cells) if record is not None]
+    records = [found.record for found in map(standing_record, cells) if found is not None]
     succeeded = sum(record.succeeded for record in records)
     failed = [record for record in records if not record.succeeded and record.created >= since]
     error: AssayError | None = errors[0] if errors else None
@@ -174,12 +174,3 @@ def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[As
             remedy="see why with `assay gaps`; failures of machines are tried again by themselves",
         )
     return Pass(found, succeeded, len(failed), len(cells) - succeeded - len(failed), error)
-
-
-def _standing(cell: Cell) -> Record | None:
-    found = [read_record(one.uri) for one in (cell, cell.alternative) if one is not None]
-    return max(
-        (record for record in found if record is not None),
-        key=lambda record: (record.succeeded, record.created),
-        default=None,
-    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.evaluation import evaluate_each
+from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.gates.gate import Gate
@@ -34,4 +34,4 @@ def evaluate_checkpoints(
         GateRefused: the gate says NO-GO.
     """
     checkpoints = discover(config.model_path, selection, **layouts_for([config]))
-    return evaluate_each([config], checkpoints, gate=gate)
+    return evaluate([config], checkpoints, gate=gate)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import flow
 
-from flows.evaluation import evaluate_each
+from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.gates.gate import Gate
@@ -43,7 +43,7 @@ def evaluate_suite(
     chosen = load_suite(suite) if isinstance(suite, str) else suite
     evaluations = chosen.evaluations_of(request)
     checkpoints = discover(request.model_path, selection, **layouts_for(evaluations))
-    return evaluate_each(evaluations, checkpoints, gate=gate)
+    return evaluate(evaluations, checkpoints, gate=gate)
 
 
 @flow(flow_run_name="evaluate {request.place}, latest · default_eval", persist_result=False)

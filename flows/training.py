@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 from prefect import flow
 
-from flows.evaluation import evaluate_shares
+from flows.evaluation import run_claimed
 from flows.hooks import leave_nothing
 from resources.errors import AssayError, NoCheckpoints
 from tasks.checkpoints.discovery import Checkpoint
@@ -22,9 +22,9 @@ from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, conclude, plan_cells
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import as_served, prepare_environments, provisioned, served_alike
 from tasks.running.scheduler import schedule_cells
-from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training.arrivals import ArrivingCells, Exports
 from tasks.training.config import TrainAndEvaluateConfig
@@ -69,11 +69,11 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
         report_event("trained already" if job is None else f"training as job {job.job_id}")
         exports = Exports(config.exports, every_n_steps=config.every_n_steps)
         folder = claims_folder(configs[0].evaluation_path, configs[0].run_name)
-        shares = Shares([], wait=True, folder=folder)
-        cells = ArrivingCells(configs, exports, job, shares=shares, poll_seconds=config.poll_seconds, plan=_planned)
+        claimed = ClaimedCells([], wait=True, folder=folder)
+        cells = ArrivingCells(configs, exports, job, claimed=claimed, poll_seconds=config.poll_seconds, plan=_planned)
         try:
-            with marked(configs), shares:
-                _evaluate(cells, configs, shares)
+            with marked(configs), claimed:
+                _evaluate(cells, configs, claimed)
         except AssayError as error:
             failure = error
             report_event(f"the evaluation ended: {error.found}")
@@ -99,7 +99,7 @@ def _planned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoi
     return plan_cells(configs, checkpoints)
 
 
-def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], shares: Shares) -> None:
+def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:
     """Evaluates checkpoints as they come, all on one pool, which is started for the first one.
 
     In the end, without an engine that nobody asks, waits for what others have, and evaluates what they leave.
@@ -109,7 +109,7 @@ def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], shares:
     if cells:
         with provisioned(configs, checkpoints) as serving:
             cells.serving = serving
-            schedule_cells(cells, serving, configs=configs, shares=shares)
-    evaluate_shares(configs, shares)
+            schedule_cells(cells, serving, configs=configs, claimed=claimed)
+    run_claimed(configs, claimed)
     if cells.planned:
         publish_report(configs[0])

@@ -14,9 +14,8 @@ from tasks.gates.verdict import JudgedCheckpoint, Verdict, judge
 from tasks.gates.views import verdict_markdown
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import Judged, report, report_event
-from tasks.records.record import Record, read_record
-from tasks.records.search import FoundRecord
-from tasks.running.cells import Cell, conclude
+from tasks.records.record import Record
+from tasks.running.cells import Cell, conclude, standing_record
 from tasks.spec.names import artifact_key
 
 
@@ -32,7 +31,7 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
     try:
         records = conclude(cells)
     except EvaluationIncomplete:
-        records = [one.record for cell in cells for one in _standing(cell)]
+        records = [found.record for found in map(standing_record, cells) if found is not None]
     verdict.raise_unless_go()
     return records
 
@@ -68,13 +67,6 @@ def judge_checkpoints(
 
 
 def _judged(name: str, cells: Sequence[Cell]) -> JudgedCheckpoint:
-    found = [_standing(cell) for cell in cells]
-    records = tuple(one for ones in found for one in ones)
-    return JudgedCheckpoint(name, cells[0].reference.step, records, sum(not ones for ones in found))
-
-
-def _standing(cell: Cell) -> list[FoundRecord]:
-    """The record of a cell with its folder, the better and newer of the two ways of evaluating it; none without one."""
-    ways = [one for one in (cell, cell.alternative) if one is not None]
-    found = [FoundRecord(one.uri, record) for one in ways if (record := read_record(one.uri)) is not None]
-    return sorted(found, key=lambda one: (one.record.succeeded, one.record.created))[-1:]
+    found = [standing_record(cell) for cell in cells]
+    records = tuple(record for record in found if record is not None)
+    return JudgedCheckpoint(name, cells[0].reference.step, records, found.count(None))

@@ -13,8 +13,8 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.running.provisioning import as_served
-from tasks.spec.benchmarks import benchmarks_digest
-from tasks.spec.evaluation import EvaluationConfig, digest_of
+from tasks.spec.benchmarks import evaluation_hash
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import name_of
 from tasks.spec.options_alpaca_eval import Judge
 from tasks.spec.sinks import Sinks
@@ -179,7 +179,12 @@ def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
             natively = config.natively() if config.without_prompt_logprobs == "levanter" else None
             rules = one.checkpoints if one.checkpoints is not None else policy.checkpoints
             made = WantedEvaluation(
-                (suite.name,), one.priority, rules, config, _hash(config), _hash(natively) if natively else None
+                (suite.name,),
+                one.priority,
+                rules,
+                config,
+                evaluation_hash(config),
+                evaluation_hash(natively) if natively else None,
             )
             same = found.get(made.hash)
             found[made.hash] = made if same is None else _merged(same, made)
@@ -193,10 +198,6 @@ def _merged(first: WantedEvaluation, second: WantedEvaluation) -> WantedEvaluati
         priority=max(first.priority, second.priority),
         rules=tuple(dict.fromkeys((*first.rules, *second.rules))),
     )
-
-
-def _hash(config: EvaluationConfig) -> str:
-    return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
 
 
 def _request(policy: Policy, one: PolicySuite, run: str) -> SuiteRequest:

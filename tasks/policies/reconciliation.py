@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-from resources.collection import seldom_collecting
 from tasks.checkpoints.rules import eligible_steps, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import SeenClaim
@@ -96,7 +95,6 @@ def undecided(listing: RunListing) -> list[SeenCheckpoint]:
     return found
 
 
-@seldom_collecting()
 def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
     """What is left to do. Nothing is read and nothing written; the same listings lead to the same answer.
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from decimal import Decimal
 from typing import NamedTuple
 
-from resources.collection import seldom_collecting
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.regions.regions import price_per_hour, regions_for
@@ -22,7 +21,6 @@ from tasks.records.index import indexed_records
 from tasks.spec.names import name_of
 
 
-@seldom_collecting()
 def look(
     policy: Policy,
     *,

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from tasks.prefect_server.progress import report_event
-from tasks.records.record import Record, note_sinks, read_record
-from tasks.running.cells import Cell
+from tasks.records.record import FoundRecord, note_sinks
+from tasks.running.cells import Cell, standing_record
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
 from tasks.spec.sinks import Sink
 
@@ -26,26 +27,28 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
         cells: those of the run.
         since: when the run began.
     """
-    reports: dict[tuple[str, str], tuple[Cell, Record, Sink]] = {}
+    reports: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
     for cell in cells:
-        if not cell.config.sinks or (record := read_record(cell.uri)) is None:
+        found = standing_record(cell) if cell.config.sinks else None
+        if found is None:
             continue
         if cell.done:
-            record = _caught_up(cell, record)
+            found = _caught_up(found, cell.config.sinks)
+        record = found.record
         for sink in cell.config.sinks:
             state = record.sinks.get(sink.name)
             if state is not None and state.at >= since:
                 if state.status == "published":
-                    reports[record.evaluator, sink.name] = (cell, record, sink)
+                    reports[record.evaluator, sink.name] = (found, sink)
                 else:
                     reason = " ".join((state.reason or "").split())
                     report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
-    for cell, record, sink in reports.values():
-        for name, state in publish_report(record, cell.uri, (sink,)).items():
+    for found, sink in reports.values():
+        for name, state in publish_report(found.record, found.cell_uri, (sink,)).items():
             if state.status == "failed":
                 report_event(f"{name} does not have the report: {state.reason}")
 
 
-def _caught_up(cell: Cell, record: Record) -> Record:
-    states = publish_record(record, cell.uri, missing_sinks(record, cell.config.sinks))
-    return note_sinks(cell.uri, states) or record
+def _caught_up(found: FoundRecord, sinks: Sequence[Sink]) -> FoundRecord:
+    states = publish_record(found.record, found.cell_uri, missing_sinks(found.record, sinks))
+    return replace(found, record=note_sinks(found.cell_uri, states) or found.record)

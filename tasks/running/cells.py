@@ -19,8 +19,8 @@ from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
-from tasks.records.record import CheckpointReference, Record, read_record
-from tasks.spec.benchmarks import benchmarks_digest
+from tasks.records.record import CheckpointReference, FoundRecord, Record, read_record
+from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
 from tasks.spec.names import how_many
 
@@ -31,8 +31,8 @@ _MOST_NAMES_IN_A_CELL = 3
 class Cell:
     """One checkpoint and one set of benchmarks. `uri` is its folder; `record` what stands there already.
 
-    `alternative` is the same evaluated natively, for where the engine turns out to give no log-probabilities of
-    prompts.
+    `levanter_fallback` is the same evaluated by Levanter, for where the engine turns out to give no log-probabilities
+    of prompts.
     """
 
     config: EvaluationConfig
@@ -42,13 +42,17 @@ class Cell:
     evaluation_hash: str
     uri: str
     record: Record | None
-    alternative: Cell | None = None
+    levanter_fallback: Cell | None = None
 
     @property
     def done(self) -> bool:
-        """Whether it has a succeeded record, so that nothing is left to do."""
-        standing = self.record is not None and self.record.succeeded
-        return standing or (self.alternative is not None and self.alternative.done)
+        """True if it had a succeeded record when it was planned, so that nothing is left to do."""
+        return any(cell.record is not None and cell.record.succeeded for cell in self.ways)
+
+    @property
+    def ways(self) -> tuple[Cell, ...]:
+        """The cell and, where there is one, its fallback: a record of either is an outcome."""
+        return (self,) if self.levanter_fallback is None else (self, self.levanter_fallback)
 
     @property
     def title(self) -> str:
@@ -84,7 +88,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
         for config, hash_, native_hash in hashed:
             cell = _cell(config, checkpoint, digests, hash_)
             if native_hash is not None:
-                cell = replace(cell, alternative=_cell(config.natively(), checkpoint, digests, native_hash))
+                cell = replace(cell, levanter_fallback=_cell(config.natively(), checkpoint, digests, native_hash))
             cells.append(cell)
     done = sum(cell.done for cell in cells)
     if cells:
@@ -96,11 +100,6 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 def _look_at_request(config: EvaluationConfig) -> None:
     evaluator = EVALUATORS[config.evaluator]
     evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
-
-
-def evaluation_hash(config: EvaluationConfig) -> str:
-    """Over all that can change a score but the checkpoint."""
-    return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
 
 
 def _check_together(configs: Sequence[EvaluationConfig]) -> None:
@@ -215,7 +214,8 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
     Raises:
         EvaluationIncomplete, EvaluationInterrupted: not every cell has a succeeded record.
     """
-    records = {cell: _standing(cell) for cell in cells}
+    standing = {cell: standing_record(cell) for cell in cells}
+    records = {cell: found.record if found else None for cell, found in standing.items()}
     missing = {
         cell.title: record.status if record else "infra_failed"
         for cell, record in records.items()
@@ -234,8 +234,11 @@ def conclude(cells: Sequence[Cell]) -> list[Record]:
     )
 
 
-def _standing(cell: Cell) -> Record | None:
-    """The record of a cell, or of its alternative where that one is newer."""
-    found = [read_record(cell.uri), read_record(cell.alternative.uri) if cell.alternative else None]
-    records = [record for record in found if record is not None]
-    return max(records, key=lambda record: (record.succeeded, record.created), default=None)
+def standing_record(cell: Cell) -> FoundRecord | None:
+    """Reads the record that stands for a cell now: a success, else the newest, of the cell or of its fallback.
+
+    Raises:
+        StorageError: a record cannot be read.
+    """
+    found = [FoundRecord(way.uri, record) for way in cell.ways if (record := read_record(way.uri)) is not None]
+    return max(found, key=lambda one: (one.record.succeeded, one.record.created), default=None)

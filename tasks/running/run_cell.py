@@ -29,9 +29,9 @@ from tasks.records.index import note_record
 from tasks.records.record import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, write_record
 from tasks.running.attempt import Attempt
 from tasks.running.cells import Cell
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import Interruption, Serving
-from tasks.running.shares import Shares
 from tasks.sinks.publishing import publish_record
 from tasks.spec.names import job_name, suites_in
 
@@ -58,7 +58,7 @@ class CellContext:
     """Called once the cell's checkpoint has been asked for."""
     interruption: Interruption = field(default_factory=Interruption)
     """Ends cells that nobody serves; for the others, `Serving` is told."""
-    shares: Shares | None = None
+    claimed: ClaimedCells | None = None
     """Claims of these cells: nothing is published of one that was lost to another run."""
 
 
@@ -94,13 +94,13 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
         output = _output_folder(attempt, Path(scratch))
         if attempt.failure is None:
             with attempt.noting_failure():
-                _evaluate(attempt, serving, context, output, claimed=cell)
+                _evaluate(attempt, serving, context, output, wanted=cell)
             with attempt.noting_failure():
                 _let_go(attempt)
         with attempt.noting_failure(), attempt.timed("publish"):
             if not storage.is_local(attempt.cell.uri) and output.is_dir():
                 storage.copy_from_local(output, storage.join(attempt.cell.uri, attempt.name))
-    record = _write(attempt, context, claimed=cell)
+    record = _write(attempt, context, wanted=cell)
     _tell(attempt, record)
     report(CellDone(attempt.cell.title, context.position, context.cells, record.status, time.monotonic() - began))
     if attempt.failure is not None and not record.succeeded:
@@ -109,11 +109,11 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
 
 
 def _by_ability(cell: Cell, serving: Serving | None) -> Cell:
-    """Returns the cell, or its alternative where the engine gives no log-probabilities of prompts."""
-    if cell.alternative is None or serving is None or serving.has_prompt_logprobs(cell.reference.name):
+    """Returns the cell, or its fallback where the engine gives no log-probabilities of prompts."""
+    if cell.levanter_fallback is None or serving is None or serving.has_prompt_logprobs(cell.reference.name):
         return cell
     report_event(f"{cell.title}: the engine returns no log-probabilities of prompts, so Levanter evaluates it")
-    return cell.alternative
+    return cell.levanter_fallback
 
 
 def _output_folder(attempt: Attempt, scratch: Path) -> Path:
@@ -122,7 +122,7 @@ def _output_folder(attempt: Attempt, scratch: Path) -> Path:
     return (storage.local_path(uri).absolute() if storage.is_local(uri) else scratch) / attempt.name
 
 
-def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, output: Path, *, claimed: Cell) -> None:
+def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, output: Path, *, wanted: Cell) -> None:
     """Opens the checkpoint and has the harness ask its questions; its results are in `attempt.parsed`."""
     cell = attempt.cell
     place = (context.position, context.cells)
@@ -133,8 +133,8 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
         report(CellProgress(cell.title, *place, progress.stage, progress.done, progress.total, counts))
 
     def check() -> None:
-        if context.shares is not None:
-            context.shares.raise_if_lost(claimed)
+        if context.claimed is not None:
+            context.claimed.raise_if_lost(wanted)
         if attempt.opened is None:
             context.interruption.raise_if_interrupted()
         else:
@@ -207,7 +207,7 @@ def _let_go(attempt: Attempt) -> None:
         attempt.requests, attempt.served = attempt.opened.counts(), attempt.opened.asked_all()
 
 
-def _write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
+def _write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
     """Writes the record of an attempt, if the cell is still ours; returns the one that stands.
 
     Results that cannot be written down are left out, and make the attempt a failure.
@@ -218,13 +218,13 @@ def _write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
     """
     try:
         try:
-            return _prove_and_write(attempt, context, claimed=claimed)
+            return _prove_and_write(attempt, context, wanted=wanted)
         except AssayError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary: the failure at least is to be known
             attempt.failure = attempt.failure or attempt.unexpected(error)
             attempt.parsed, attempt.served, attempt.requests = None, {}, {}
-            return _prove_and_write(attempt, context, claimed=claimed)
+            return _prove_and_write(attempt, context, wanted=wanted)
     except Exception as error:
         _close(attempt, finished=False)
         if isinstance(error, ClaimLost):
@@ -235,10 +235,10 @@ def _write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
         ) from error
 
 
-def _prove_and_write(attempt: Attempt, context: CellContext, *, claimed: Cell) -> Record:
+def _prove_and_write(attempt: Attempt, context: CellContext, *, wanted: Cell) -> Record:
     record = attempt.record()
-    if context.shares is not None:
-        context.shares.prove(claimed)
+    if context.claimed is not None:
+        context.claimed.prove(wanted)
     return write_record(attempt.cell.uri, record)
 
 

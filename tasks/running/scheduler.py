@@ -22,9 +22,9 @@ from tasks.evaluators.harness import warmed
 from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
 from tasks.running.cells import Cell
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.run_cell import CellContext, Harness, run_cell
 from tasks.running.serving import Interruption, Serving
-from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig, EvaluatorName
 
 _INTERRUPTED_SECONDS = 30.0
@@ -102,7 +102,7 @@ def schedule_cells(
     serving: Serving | None,
     *,
     configs: Sequence[EvaluationConfig] | None = None,
-    shares: Shares | None = None,
+    claimed: ClaimedCells | None = None,
 ) -> None:
     """Runs cells, in order, as many at once as `serving` can use; each publishes its own record.
 
@@ -111,7 +111,7 @@ def schedule_cells(
             coming: what has begun goes on meanwhile.
         serving: answers for those that need an endpoint.
         configs: the evaluations that they belong to; read from the cells when None.
-        shares: claims of these cells; each is given up when it has its outcome.
+        claimed: claims of these cells; each is given up when it has its outcome.
 
     Raises:
         RecordUnwritten: all have ended, and the record of one could not be written.
@@ -136,7 +136,7 @@ def schedule_cells(
                     native_lock,
                     on_open=asked.set,
                     interruption=interruption,
-                    shares=shares,
+                    claimed=claimed,
                 )
                 executor = native_thread if cell.config.native else threads
                 # The copy of the context carries the Prefect run and the listeners to progress.
@@ -163,8 +163,8 @@ def schedule_cells(
 def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) -> Exception | None:
     """Runs a cell and gives its claim up; returns an error that no record tells of."""
     state = run_cell(cell, serving, context, return_state=True)
-    if context.shares is not None:
-        context.shares.release(cell)
+    if context.claimed is not None:
+        context.claimed.release(cell)
     error = None if state.is_completed() else state.result(raise_on_failure=False)
     told = isinstance(error, AssayError) and not isinstance(error, RecordUnwritten)
     return error if isinstance(error, Exception) and not told else None

@@ -33,6 +33,11 @@ def benchmarks_here(config: EvaluationConfig) -> str:
     return COPIED if copied_benchmarks(config) else str(storage.local_path(benchmarks_uri(config)).absolute())
 
 
+def evaluation_hash(config: EvaluationConfig) -> str:
+    """Digest over all that can change a score but the checkpoint."""
+    return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
+
+
 def benchmarks_digest(config: EvaluationConfig) -> str:
     """Digest over the benchmarks folder and files that task_kwargs name: changed questions are another evaluation."""
     root = benchmarks_uri(config).rstrip("/")

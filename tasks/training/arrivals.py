@@ -17,9 +17,9 @@ from resources.storage.storage import FileInfo
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
 from tasks.prefect_server.progress import Event, report, report_event
 from tasks.running.cells import Cell, plan_cells
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.scheduler import stage_tokenizers
 from tasks.running.serving import Serving
-from tasks.running.shares import Shares
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import how_many
 from tasks.training.job import SILENCE_SECONDS
@@ -102,13 +102,13 @@ class ArrivingCells(Collection[Cell]):
     """The cells that are wanted, not done and ours, in order of arrival; iterating waits until the training ends.
 
     `planned` has every cell, those that were done before too. What others have claimed is left to them; it is looked at
-    again with each look, and what they still have when the training ends is left in `shares`.
+    again with each look, and what they still have when the training ends is left in `claimed`.
 
     Args:
         configs: what each checkpoint is asked.
         exports: where checkpoints come from.
         job: the training; None if it has ended.
-        shares: who else wants these cells.
+        claimed: who else wants these cells.
         poll_seconds: between two looks.
         plan: finds out which cells some checkpoints are for.
         sleep: waits.
@@ -124,7 +124,7 @@ class ArrivingCells(Collection[Cell]):
         exports: Exports,
         job: JobHandle | None,
         *,
-        shares: Shares,
+        claimed: ClaimedCells,
         poll_seconds: float,
         plan: Callable[[Sequence[EvaluationConfig], Sequence[Checkpoint]], list[Cell]] = plan_cells,
         sleep: Callable[[float], None] = time.sleep,
@@ -135,7 +135,7 @@ class ArrivingCells(Collection[Cell]):
         self._configs = configs
         self._exports = exports
         self._training = _Watched(job, silence_seconds) if job is not None else None
-        self._shares = shares
+        self._claimed = claimed
         self._poll_seconds = poll_seconds
         self._plan_cells = plan
         self._sleep = sleep
@@ -173,7 +173,7 @@ class ArrivingCells(Collection[Cell]):
         ours: list[Cell] = []
         try:
             found = self._exports.look(last=ended)
-            self._shares.add(self._plan(found))
+            self._claimed.add(self._plan(found))
             ours = self._taken()
         except (StorageError, CheckpointError) as error:
             if ended:
@@ -199,15 +199,15 @@ class ArrivingCells(Collection[Cell]):
 
     def _taken(self) -> list[Cell]:
         """Cells that nobody else has; whoever serves is told of them, or they are asked for again later."""
-        ours = self._shares.take()
+        ours = self._claimed.take()
         others = [cell for cell in ours if not self._is_the_one_begun(cell)]
-        self._shares.release(*others)
+        self._claimed.release(*others)
         ours = [cell for cell in ours if cell not in others]
         try:
             if ours and self.serving is not None:
                 self.serving.bring(stage_tokenizers(ours))
         except (StorageError, CheckpointError):
-            self._shares.release(*ours)
+            self._claimed.release(*ours)
             self._asked -= {cell.uri for cell in ours}
             self._exports.forget(cell.reference.uri for cell in ours)
             raise

@@ -18,7 +18,7 @@ from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
-from flows.evaluation import evaluate_each
+from flows.evaluation import evaluate
 from resources.errors import BadInput, EvaluationInterrupted
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.records.record import Record, read_records
@@ -110,7 +110,7 @@ def by_benchmark(run: Path) -> dict[str, Record]:
 def test_evaluations_of_one_checkpoint_run_at_the_same_time_and_end_with_a_record_each(run: Path, engine_url: str):
     with gate(engine_url) as url:  # would never open if one waited for the other
         configs = [evaluation(run, name, base_url=f"{url}/v1") for name in ("demo_facts", "demo_backwards")]
-        records = evaluate_each(configs, find_checkpoints(str(run)))
+        records = evaluate(configs, find_checkpoints(str(run)))
     assert {record.benchmarks for record in records} == {("demo_facts",), ("demo_backwards",)}
     assert all(record.succeeded and record.samples == QUESTIONS for record in records)
     assert len({record.cell for record in records}) == 2
@@ -120,7 +120,7 @@ def test_evaluation_that_fails_leaves_the_other_its_record(run: Path, engine_url
     good = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1")
     late = evaluation(run, "demo_backwards", base_url=f"{engine_url}/v1", timeout_seconds=0.01)
     with pytest.raises(EvaluationInterrupted, match="run-7 · lm-eval: infra_failed"):
-        evaluate_each([good, late], find_checkpoints(str(run)))
+        evaluate([good, late], find_checkpoints(str(run)))
     found = by_benchmark(run)
     assert found["demo_facts"].status == "succeeded"
     assert found["demo_backwards"].status == "infra_failed"
@@ -141,7 +141,7 @@ def test_evaluations_that_cannot_be_made_together_are_refused(
     first = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1")
     second = evaluation(run, "demo_backwards", **{"base_url": f"{engine_url}/v1", **changes})
     with pytest.raises(BadInput, match=words):
-        evaluate_each([first, second], find_checkpoints(str(run)))
+        evaluate([first, second], find_checkpoints(str(run)))
     assert not by_benchmark(run)
 
 
@@ -151,7 +151,7 @@ def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(
     sinks = [{"kind": "hugging_face", "path": str(cards)}, {"kind": "object_store", "url": str(store)}]
     wanted = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1", sinks=sinks)
 
-    [record] = evaluate_each([wanted], find_checkpoints(str(run)))
+    [record] = evaluate([wanted], find_checkpoints(str(run)))
     assert record.succeeded
     states = {name.partition(":")[0]: state for name, state in record.sinks.items()}
     assert {name: state.status for name, state in states.items()} == {
@@ -162,7 +162,7 @@ def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(
     assert states["object_store"].reason
 
     store.unlink()
-    [again] = evaluate_each([wanted], find_checkpoints(str(run)))
+    [again] = evaluate([wanted], find_checkpoints(str(run)))
     assert again.created == record.created, "nothing is evaluated again"
     assert {state.status for state in again.sinks.values()} == {"published"}
     copied = [path.name for path in store.rglob("*") if path.is_file()]

@@ -21,7 +21,7 @@ from tasks.checkpoints.discovery import Checkpoint
 from tasks.prefect_server.progress import Event, Update, listening
 from tasks.records.record import CheckpointReference, now, write_record
 from tasks.running.cells import Cell
-from tasks.running.shares import Shares
+from tasks.running.claimed_cells import ClaimedCells
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training.arrivals import ArrivingCells, Exports, step_in
 
@@ -118,7 +118,7 @@ def arriving(
     *,
     done: Callable[[int], bool] = lambda step: False,
     meanwhile: Sequence[Callable[[], object]] = (),
-    shares: Shares | None = None,
+    claimed: ClaimedCells | None = None,
 ) -> ArrivingCells:
     """Cells of a run; while they are waited for, one thing after the other happens."""
     happening = iter(meanwhile)
@@ -130,8 +130,8 @@ def arriving(
         next(happening, lambda: None)()
 
     exports = Exports(str(run / "hf"))
-    shares = shares or Shares([], wait=False, folder=str(run / "claims"))
-    return ArrivingCells([CONFIG], exports, job, shares=shares, poll_seconds=1.0, plan=plan, sleep=sleep)
+    claimed = claimed or ClaimedCells([], wait=False, folder=str(run / "claims"))
+    return ArrivingCells([CONFIG], exports, job, claimed=claimed, poll_seconds=1.0, plan=plan, sleep=sleep)
 
 
 def names(cells: Sequence[Cell]) -> list[str]:
@@ -208,8 +208,8 @@ def test_checkpoint_that_became_another_is_left_to_the_next_run(run: Path, job: 
 def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, job: FakeJob) -> None:
     folder = str(run / "claims")
     write_run(run, [1, 2])
-    with Shares([], wait=False, folder=folder) as one, Shares([], wait=False, folder=folder) as other:
-        reconciler = arriving(run, None, shares=other)
+    with ClaimedCells([], wait=False, folder=folder) as one, ClaimedCells([], wait=False, folder=folder) as other:
+        reconciler = arriving(run, None, claimed=other)
         assert names(list(islice(reconciler, 1))) == ["run-1"], "the first who looks has both"
 
         def leave_one_without_an_outcome() -> None:
@@ -223,7 +223,7 @@ def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, jo
             lambda: None,
             lambda: job.says(JobStatus.SUCCEEDED),
         ]
-        cells = arriving(run, job, meanwhile=meanwhile, shares=one)
+        cells = arriving(run, job, meanwhile=meanwhile, claimed=one)
         assert names(list(cells)) == ["run-1", "run-3"], "what was left, and what came later"
         assert len(cells.planned) == 3
         other.release(*reconciler)
@@ -239,12 +239,12 @@ def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcom
         of_cell = {"checkpoint": cell.reference, "interrupted": interrupted, "created": now()}
         write_record(cell.uri, make_record(status="infra_failed").model_copy(update=of_cell))
 
-    with Shares([], wait=False, folder=str(run / "claims")) as shares:
+    with ClaimedCells([], wait=False, folder=str(run / "claims")) as claimed:
         record(one)  # the training goes on for days, and another run tried while it did
-        shares.add([one, two, three])
+        claimed.add([one, two, three])
         record(two, interrupted=True)
         record(three)
-        assert shares.take() == [one, two]
+        assert claimed.take() == [one, two]
 
 
 def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
@@ -279,7 +279,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
         [CONFIG],
         FlakyExports(str(run / "hf")),
         flaky,
-        shares=Shares([], wait=False, folder=str(run / "claims")),
+        claimed=ClaimedCells([], wait=False, folder=str(run / "claims")),
         poll_seconds=1.0,
         plan=lambda configs, found: [cell_of(one, lambda step: False) for one in found],
         sleep=lambda seconds: None,
@@ -296,8 +296,8 @@ def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob)
 
     write_run(run, [1])
     gone = Gone(job.job_id, job.said)
-    exports, shares = Exports(str(run / "hf")), Shares([], wait=False, folder=str(run / "claims"))
-    cells = ArrivingCells([CONFIG], exports, gone, shares=shares, poll_seconds=1.0, silence_seconds=0.0)
+    exports, claimed = Exports(str(run / "hf")), ClaimedCells([], wait=False, folder=str(run / "claims"))
+    cells = ArrivingCells([CONFIG], exports, gone, claimed=claimed, poll_seconds=1.0, silence_seconds=0.0)
     with pytest.raises(BackendUnavailable, match="its head is gone"):
         list(cells)
 

@@ -1,4 +1,4 @@
-"""Who evaluates which of some wanted cells, where several runs want them: a share at a time, each cell by one."""
+"""Cells claimed by this run, of those that several runs want: each is evaluated by one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tasks.spec.names import how_many
 _POLL_SECONDS = 2.0
 
 
-class Shares:
+class ClaimedCells:
     """Claims of some cells of one run, held for as long as the `with` block lasts.
 
     Args:
@@ -48,7 +48,7 @@ class Shares:
         if folder is not None:
             self._claims = Claims(folder, flow_run=flow_run.id, lease_seconds=lease_seconds)
 
-    def __enter__(self) -> Shares:
+    def __enter__(self) -> ClaimedCells:
         if self._claims is not None:
             self._claims.__enter__()
             if not self._claims.exclusive:
@@ -129,8 +129,8 @@ class Shares:
         What was told to end has finished nothing.
         """
         since = self._since[key_of(cell)]
-        for one in filter(None, (cell, cell.alternative)):
-            record = read_record(one.uri)
+        for way in cell.ways:
+            record = read_record(way.uri)
             if record is not None and (record.succeeded or (record.created > since and not record.interrupted)):
                 return True
         return False
