@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import aiohttp
 import pytest
 
 from fakes.engine import FakeEngine
+from fakes.polling import eventually
 from fakes.proxy import CLIENT_KEY, HEADERS, JOIN_TOKEN, RunningProxy, replica_of, running_proxy, state_of, until
 from pools.protocol import Announcement, DesiredState, Failure, Lease, LoadReport, Orders, ServedModel
 from resources.errors import ProxyRefused
@@ -54,12 +54,10 @@ def test_replica_that_waits_for_orders_hears_of_them_at_once(proxy: RunningProxy
     waiting = threading.Thread(
         target=lambda: heard.append(_orders(proxy, Announcement(instance="i", seen=seen.version, wait_seconds=20)))
     )
-    began = time.monotonic()
     waiting.start()
     proxy.client.set_state(DesiredState(models=MODELS, orders={"a": "m2"}))
     waiting.join(timeout=15)
     assert heard and heard[0].model == "m2"
-    assert time.monotonic() - began < 15
 
 
 def test_replica_that_nobody_knows_is_told_to_stop(proxy: RunningProxy) -> None:
@@ -118,10 +116,7 @@ def test_status_waits_for_news_and_comes_when_there_is_some(proxy: RunningProxy)
 
 def test_lease_that_is_not_renewed_ends_by_itself(proxy: RunningProxy) -> None:
     proxy.client.take_lease("one", Lease(holder="a test", seconds=0.3))
-    deadline = time.monotonic() + 10
-    while proxy.client.status().leases:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    eventually(lambda: not proxy.client.status().leases)
 
 
 def test_lease_that_gives_a_name_in_use_to_another_checkpoint_is_refused(proxy: RunningProxy) -> None:
