@@ -8,12 +8,14 @@ writes the tables of docs/reference.md anew from field docstrings, the command l
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import json
 import re
 import shlex
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -109,7 +111,7 @@ FENCES = [
 ]
 
 
-# Tables of docs/reference.md
+# Generated parts of docs/reference.md
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
@@ -118,19 +120,51 @@ def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
 
 
-def fields_table(model: type[BaseModel], *, prefix: str = "") -> str:
+def entry(name: str, remark: str, meaning: str) -> str:
+    """A line of a list: a name, what is known of it in brackets, and what it means."""
+    return f"- `{name}`{f' ({remark})' if remark else ''}: {meaning}\n"
+
+
+class Line(NamedTuple):
+    """A field as the reference shows it."""
+
+    name: str
+    remark: str
+    meaning: str
+
+
+def lines_of(model: type[BaseModel]) -> list[Line]:
     """Every field of a model with its type, default and docstring."""
     documented = docstrings_of(model)
-    rows = [
-        (
-            f"`{prefix}{(name.upper() if prefix else name)}`",
-            type_in_words(field.annotation) + limits_in_words(field),
-            DEFAULTS_IN_WORDS.get((model.__name__, name)) or default_in_words(field),
-            documented[name],
-        )
+    return [
+        Line(name, field_in_words(model, name, field), documented.get(name, ""))
         for name, field in model.model_fields.items()
     ]
-    return table(("Name", "Type", "Default", "Meaning"), rows)
+
+
+def field_in_words(model: type[BaseModel], name: str, field: FieldInfo) -> str:
+    words = type_in_words(field.annotation).removesuffix("" if field.is_required() else " or none")
+    default = DEFAULTS_IN_WORDS.get((model.__name__, name)) or default_in_words(field)
+    return f"{words}{limits_in_words(field)}{default}"
+
+
+def fields_list(model: type[BaseModel]) -> str:
+    """The fields of a model; those that an earlier model has word for word are named only."""
+    own, shared = [], dict[str, list[str]]()
+    for line in lines_of(model):
+        earlier = MODELS[: MODELS.index(model)] if model in MODELS else ()
+        same = next((other for other in earlier if line in lines_of(other)), None) if len(line.meaning) > 24 else None
+        if same is None:
+            own.append(entry(*line))
+        else:
+            shared.setdefault(same.__name__, []).append(f"`{line.name}`")
+    return "".join(own) + "".join(
+        f"- As in [{name}](#{name.lower()}): {', '.join(names)}.\n" for name, names in shared.items()
+    )
+
+
+def settings_list() -> str:
+    return "".join(entry(f"ASSAY_{name.upper()}", remark, meaning) for name, remark, meaning in lines_of(Settings))
 
 
 def docstrings_of(model: type[BaseModel]) -> dict[str, str]:
@@ -186,30 +220,33 @@ def limits_in_words(field: FieldInfo) -> str:
 
 def default_in_words(field: FieldInfo) -> str:
     if field.is_required():
-        return "required"
+        return ", required"
     if isinstance(field.default, BaseModel):
-        kind = type(field.default)
         changed = field.default.model_dump(mode="json", exclude_defaults=True)
-        return f"{type_in_words(kind)} with {f'`{json.dumps(changed)}`' if changed else 'its defaults'}"
+        return f" = `{json.dumps(changed)}`" if changed else ""
     if field.default in (None, {}, ()):
-        return "none"
-    return f"`{json.dumps(field.default, default=lambda one: one.model_dump(mode='json', exclude_defaults=True))}`"
+        return ""
+    return (
+        f" = `{json.dumps(field.default, default=lambda value: value.model_dump(mode='json', exclude_defaults=True))}`"
+    )
 
 
-def command_tables() -> str:
-    """Every subcommand with its arguments and options."""
-    parts = []
+def commands_list() -> str:
+    """Every subcommand with its arguments and options; those that three commands share stand at the top."""
+    entries = {name: [option_entry(option) for option in command.params] for name, command in commands().items()}
+    often = Counter(line for lines in entries.values() for line in lines)
+    shared = [line for line, times in often.items() if times > 2]
+    parts = [f"Options of several commands:\n\n{''.join(shared)}"]
     for name, command in commands().items():
-        rows = [
-            (
-                f"`{', '.join([*option.opts, *option.secondary_opts])}`",
-                "required" if option.required else option_default(option),
-                str(getattr(option, "help", "")),
-            )
-            for option in command.params
-        ]
-        parts.append(f"### assay {name}\n\n{command.help}\n\n{table(('Option', 'Default', 'Meaning'), rows)}")
+        own = "".join(line for line in entries[name] if line not in shared)
+        names = ", ".join(line.split("`")[1] for line in entries[name] if line in shared)
+        also = "- " + ", ".join(f"`{option}`" for option in names.split(", ")) + "\n" if names else ""
+        parts.append(f"### assay {name}\n\n{command.help}\n\n{own}{also}")
     return "\n".join(parts)
+
+
+def option_entry(option: Any) -> str:
+    return entry(", ".join([*option.opts, *option.secondary_opts]), option_default(option), getattr(option, "help", ""))
 
 
 def commands() -> dict[str, Any]:
@@ -230,44 +267,70 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
 
 
 def option_default(option: Any) -> str:
-    if getattr(option, "is_flag", False) and option.default is not None:
-        return "on" if option.default else "off"
-    return "none" if option.default is None else f"`{option.default}`"
+    if option.required:
+        return "required"
+    if getattr(option, "is_flag", False):
+        return "on" if option.default else ""
+    return "" if option.default is None else f"`{option.default}`"
 
 
-def errors_table() -> str:
+def errors_list() -> str:
     """Every error with the exit code and the record status that it leads to."""
-    rows = [
-        (f"`{name}`", str(kind.exit_code), f"`{kind.record_status}`", (inspect.getdoc(kind) or "").splitlines()[0])
-        for name, kind in vars(errors).items()
-        if inspect.isclass(kind) and issubclass(kind, errors.AssayError) and kind is not errors.AssayError
-    ]
-    return table(("Error", "Exit code", "Record status", "Meaning"), rows)
+    groups: dict[tuple[int, str], list[str]] = {}
+    for name, kind in vars(errors).items():
+        if inspect.isclass(kind) and issubclass(kind, errors.AssayError) and kind is not errors.AssayError:
+            line = entry(name, "", (inspect.getdoc(kind) or "").splitlines()[0])
+            groups.setdefault((kind.exit_code, kind.record_status), []).append(line)
+    return "\n".join(
+        f"Exit code {code}, record status `{status}`:\n\n{''.join(lines)}"
+        for (code, status), lines in sorted(groups.items())
+    )
 
 
-def environments_table() -> str:
-    rows = [
-        (f"`{name}`", f"`{spec.requirements.relative_to(ROOT).as_posix()}`", spec.python or "the running one")
+def environments_list() -> str:
+    return "".join(
+        entry(name, f"`{spec.requirements.name}`", f"Python {spec.python}" if spec.python else "the running Python")
         for name, spec in ENVIRONMENTS.items()
-    ]
-    return table(("Environment", "Pinned list", "Python"), rows)
+    )
 
 
 def tpu_table() -> str:
-    rows = [
-        (f"`{one.variant}`", str(one.chips), str(one.hosts), str(one.vms), str(one.chips_per_vm))
-        for one in TPU_TOPOLOGIES.values()
-    ]
-    return table(("Variant", "Chips", "Hosts", "VMs", "Chips per VM"), rows)
+    """Slices of one kind in a row: their sizes, and how chips, VMs and hosts follow from them."""
+    kinds: dict[tuple[str, ...], list[str]] = {}
+    for slice_ in TPU_TOPOLOGIES.values():
+        generation, _, size = slice_.variant.partition("-")
+        chips = "N" if slice_.chips == int(size) else f"N / {int(size) // slice_.chips}"
+        assert slice_.chips == slice_.vms * slice_.chips_per_vm
+        vms = "1" if slice_.vms == 1 else f"chips / {slice_.chips_per_vm}"
+        hosts = "1" if slice_.hosts == 1 else f"chips / {slice_.chips // slice_.hosts}"
+        kinds.setdefault((f"`{generation}-N`", chips, vms, hosts), []).append(size)
+    rows = [(variant, ", ".join(sizes), *rest) for (variant, *rest), sizes in kinds.items()]
+    return table(("Variant", "N", "Chips", "VMs", "Hosts"), rows)
+
+
+def deployments_list() -> str:
+    """Every deployment of `deployments/prefect.yaml` with the parameters of its flow."""
+    lines = []
+    for deployment in yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]:
+        module, _, function = deployment["entrypoint"].rpartition(".")
+        flow = getattr(importlib.import_module(module), function)
+        fixed = deployment.get("parameters") or {}
+        names = ", ".join(
+            f"`{name}={fixed[name]}`" if name in fixed else f"`{name}`"
+            for name in inspect.signature(flow.fn).parameters
+        )
+        lines.append(entry(f"{flow.name}/{deployment['name']}", names, deployment["description"]))
+    return "".join(lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{model.__name__: lambda model=model: fields_table(model) for model in MODELS},
-    "settings": lambda: fields_table(Settings, prefix="ASSAY_"),
-    "commands": command_tables,
-    "errors": errors_table,
-    "environments": environments_table,
+    **{model.__name__: lambda model=model: fields_list(model) for model in MODELS},
+    "settings": settings_list,
+    "commands": commands_list,
+    "errors": errors_list,
+    "environments": environments_list,
     "tpu": tpu_table,
+    "deployments": deployments_list,
 }
 
 
