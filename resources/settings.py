@@ -10,20 +10,17 @@ import configparser
 import os
 import secrets
 import sys
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from resources.errors import ProxyFailed, StorageError
+from resources.errors import ProxyFailed
 
 POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
 POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
 POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
-ACTOR_KEY_VARIABLE = "ASSAY_ACTOR_KEY"
 
 
 def _user_cache() -> Path:
@@ -160,36 +157,7 @@ def variable(name: str) -> str | None:
 def forwarded_secrets() -> dict[str, str]:
     """Credentials that jobs need wherever they run, as far as they are set here."""
     names = ("HF_TOKEN", "WANDB_API_KEY")
-    found = {name: value for name in names if (value := os.environ.get(name))}
-    with suppress(StorageError):  # only who uses actors needs it
-        found[ACTOR_KEY_VARIABLE] = actor_key().decode()
-    return found
-
-
-def actor_key() -> bytes:
-    """What actors and their callers know: `ASSAY_ACTOR_KEY`, which jobs get, else a secret in the cache's folder.
-
-    Raises:
-        StorageError: the secret can neither be read nor made.
-    """
-    if key := os.environ.get(ACTOR_KEY_VARIABLE):
-        return key.encode()
-    path = settings().cache_dir / "actor.key"
-    try:
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with NamedTemporaryFile(dir=path.parent, prefix="actor.key.") as fresh:  # others cannot read it
-                fresh.write(secrets.token_urlsafe(32).encode())
-                fresh.flush()
-                with suppress(FileExistsError):  # another process was first: its key holds
-                    os.link(fresh.name, path)
-        return path.read_bytes()
-    except OSError as error:
-        raise StorageError(
-            expected=f"the key of actors in {path}",
-            found=f"{type(error).__name__}: {error}",
-            remedy=f"Make the folder writable, or set {ACTOR_KEY_VARIABLE} to a secret.",
-        ) from error
+    return {name: value for name in names if (value := os.environ.get(name))}
 
 
 def training_variables() -> dict[str, str]:

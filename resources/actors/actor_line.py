@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
+from resources.actors.actor_key import ACTOR_KEY_VARIABLE, actor_key
 from resources.actors.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, AssayError, BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
-from resources.settings import ACTOR_KEY_VARIABLE, actor_key
 
 _CONNECT_SECONDS = 5.0  # one attempt
 _FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0

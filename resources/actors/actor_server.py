@@ -20,10 +20,11 @@ from typing import Any
 
 import cloudpickle
 
+from resources.actors.actor_key import actor_key
 from resources.actors.actor_wire import Frame, Kind, Raised, greet_caller, receive, send
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce
-from resources.settings import actor_key, job_id
+from resources.settings import job_id
 
 _BACKLOG = 512
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from resources.actors.actor_group import ActorGroup
 from resources.actors.actor_handle import ActorHandle
+from resources.actors.actor_key import actor_variables
 from resources.actors.actor_server import serve_actor
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobRequest, create_environment
-from resources.settings import ACTOR_KEY_VARIABLE, actor_key
 
 _PREFIX = "actor-"  # of the names of their jobs
 
@@ -56,8 +56,8 @@ def create_actor(
     if max_concurrency < 1:
         raise BadInput(expected="max_concurrency of at least 1", found=str(max_concurrency), remedy="Correct it.")
     environment = environment or create_environment()
-    variables = {**environment.env_vars, ACTOR_KEY_VARIABLE: actor_key().decode()}
-    host = "127.0.0.1" if getattr(client, "actors_listen_on_loopback", False) else None
+    variables = {**environment.env_vars, **actor_variables()}
+    host = "127.0.0.1" if client.is_local else None
     request = JobRequest(
         _PREFIX + name,
         Call(serve_actor, (actor_class, args, kwargs, max_concurrency, host)),
@@ -114,30 +114,3 @@ def get_actor(client: Client, name: str) -> ActorHandle:
         found=f"only {', '.join(sorted(names))}" if names else "no actors at all",
         remedy="Correct the name, or create it first.",
     )
-
-
-class ActorsOnJobs:
-    """Gives a client of jobs its methods for actors."""
-
-    actors_listen_on_loopback: ClassVar[bool] = False
-    """Whether only this machine may reach them; else they listen on the address that other hosts see."""
-
-    def create_actor(
-        self: Client,
-        actor_class: Callable[..., object],
-        *args: Any,
-        name: str,
-        **options: Any,
-    ) -> ActorHandle:
-        """See `resources.actors.actors.create_actor`."""
-        return create_actor(self, actor_class, *args, name=name, **options)
-
-    def create_actor_group(
-        self: Client, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
-    ) -> ActorGroup:
-        """See `resources.actors.actors.create_actor_group`."""
-        return create_actor_group(self, actor_class, *args, name=name, count=count, **options)
-
-    def get_actor(self: Client, name: str) -> ActorHandle:
-        """See `resources.actors.actors.get_actor`."""
-        return get_actor(self, name)

@@ -16,7 +16,7 @@ from resources.settings import process_environment, settings
 from resources.storage.files import replace_text
 
 PROGRAMS = Path(__file__).parent / "programs"
-_OURS = ("pydantic>=2", "pydantic-settings")  # what a call needs to announce, to serve an actor, to submit jobs itself
+_OURS = ("pydantic>=2", "pydantic-settings")  # what a call needs to announce, and to submit jobs itself
 
 
 def existing_folder(path: Path) -> Path:

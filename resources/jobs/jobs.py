@@ -1,7 +1,7 @@
 """Jobs, whoever runs them: what to run, in which environment, on what, and a handle on the running thing.
 
 Backends implement `Client` and `JobHandle`; they live in `resources/backends/` and honour every field of
-`JobRequest`. `current_client()` says which one is meant; `resources/actors/actors.py` builds named actors on jobs.
+`JobRequest`. `current_client()` says which backend is meant.
 """
 
 from __future__ import annotations
@@ -12,15 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout
 from resources.settings import forwarded_secrets
-
-if TYPE_CHECKING:  # they are built on this module
-    from resources.actors.actor_group import ActorGroup
-    from resources.actors.actor_handle import ActorHandle
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FIRST_POLL_SECONDS = 0.05
@@ -263,6 +259,11 @@ class Client(Protocol):
         """The setting under which a process of a job finds this backend, such as `local` or `ray://auto`."""
         ...
 
+    @property
+    def is_local(self) -> bool:
+        """Whether its jobs run on this machine alone, where they reach each other over loopback."""
+        ...
+
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:
         """Starts a job.
 
@@ -291,20 +292,6 @@ class Client(Protocol):
         Raises:
             UnsatisfiableResources: this backend can never give what is asked for.
         """
-        ...
-
-    def create_actor(self, actor_class: Callable[..., object], *args: Any, name: str, **options: Any) -> ActorHandle:
-        """See `resources.actors.actors.create_actor`; `ActorsOnJobs` there gives it to every client."""
-        ...
-
-    def create_actor_group(
-        self, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
-    ) -> ActorGroup:
-        """See `resources.actors.actors.create_actor_group`."""
-        ...
-
-    def get_actor(self, name: str) -> ActorHandle:
-        """See `resources.actors.actors.get_actor`."""
         ...
 
     def shutdown(self) -> None:

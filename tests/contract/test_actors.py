@@ -17,11 +17,12 @@ import pytest
 from fakes.clients import CLIENTS, WITH_ACTORS
 from fakes.polling import eventually
 from resources.actors.actor_handle import ActorHandle
+from resources.actors.actor_key import actor_variables
 from resources.actors.actors import create_actor, create_actor_group, get_actor
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.errors import ActorDied, ActorMethodFailed, ActorRestarted, BadInput, JobTimeout
-from resources.jobs.jobs import Client, Entrypoint, JobAlreadyExists, JobRequest, JobStatus
+from resources.jobs.jobs import Client, Entrypoint, JobAlreadyExists, JobRequest, JobStatus, create_environment
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -204,7 +205,12 @@ def test_handles_work_inside_jobs_when_sent_and_when_looked_up_by_name(
         found = get_actor(current_client(), "kit")
         path.write_text(f"{sent.pid()} {found.pid()}")
 
-    request = JobRequest("caller", Entrypoint.from_callable(call, [kit, tmp_path / "pids"]), resources=ResourceConfig())
+    request = JobRequest(
+        "caller",
+        Entrypoint.from_callable(call, [kit, tmp_path / "pids"]),
+        resources=ResourceConfig(),
+        environment=create_environment(env_vars=actor_variables()),
+    )
     client.submit(request).wait(60)
     assert (tmp_path / "pids").read_text() == f"{kit.pid()} {kit.pid()}"
 
@@ -213,9 +219,9 @@ def test_names_of_living_actors_are_taken_and_unknown_ones_are_refused(client: C
     kit.pid()
     assert get_actor(client, "kit").pid() == kit.pid()
     with pytest.raises(JobAlreadyExists):
-        client.create_actor(Kit, name="kit")
+        create_actor(client, Kit, name="kit")
     with pytest.raises(BadInput, match="kit"):
-        client.get_actor("nobody")
+        get_actor(client, "nobody")
 
 
 def test_actor_that_cannot_be_made_tells_its_callers_why(client: Client) -> None:
@@ -273,7 +279,8 @@ def test_actor_that_a_job_created_is_found_from_outside_and_dies_with_that_job(c
         time.sleep(300)
 
     call = Entrypoint.from_callable(create, [tmp_path / "created"])
-    creator = client.submit(JobRequest("creator", call, resources=ResourceConfig()))
+    environment = create_environment(env_vars=actor_variables())
+    creator = client.submit(JobRequest("creator", call, resources=ResourceConfig(), environment=environment))
     eventually((tmp_path / "created").exists, seconds=60)
     inner = get_actor(client, "inner")
     assert inner.add() == 2
@@ -285,7 +292,7 @@ def test_actor_that_a_job_created_is_found_from_outside_and_dies_with_that_job(c
 
 
 def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_path: Path) -> None:
-    group = client.create_actor_group(Gated, tmp_path, name="gated", count=3)
+    group = create_actor_group(client, Gated, tmp_path, name="gated", count=3)
     assert [actor.name for actor in group] == ["gated-0", "gated-1", "gated-2"]
     assert group.ready_count == 0
     with pytest.raises(JobTimeout, match="gated"):

@@ -16,6 +16,7 @@ import pytest
 
 from fakes.clients import CLIENTS
 from fakes.polling import eventual_pid, eventually, is_alive
+from resources.actors.actor_key import actor_variables
 from resources.backends.current import current_client, set_current_client
 from resources.config import ResourceConfig
 from resources.errors import BadInput, JobFailed, JobTimeout, UnsatisfiableResources
@@ -96,6 +97,14 @@ def test_environment_variables_and_working_directory_reach_the_job(client: Clien
     handle = client.submit(request)
     handle.wait(30)
     assert handle.logs() == "hello elsewhere"
+
+
+def test_ordinary_job_gets_no_key_of_actors(client: Client) -> None:
+    actor_variables()  # the key has been made
+    handle = client.submit(job(shell("env | sed 's/=.*//'")))
+    handle.wait(30)
+    assert "ASSAY_JOBS" in handle.logs().split()
+    assert "ASSAY_ACTOR_KEY" not in handle.logs().split()
 
 
 def test_command_is_found_in_the_environment_given_by_its_interpreter(client: Client) -> None:

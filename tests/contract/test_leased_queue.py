@@ -13,10 +13,11 @@ import pytest
 from fakes.clients import CLIENTS, WITH_ACTORS
 from fakes.polling import eventually
 from resources.actors.actor_handle import ActorHandle
+from resources.actors.actor_key import actor_variables
 from resources.actors.actors import create_actor
 from resources.actors.leased_queue import LeasedQueue, LeaseLost
 from resources.config import ResourceConfig
-from resources.jobs.jobs import Client, Entrypoint, JobRequest, JobStatus
+from resources.jobs.jobs import Client, Entrypoint, JobRequest, JobStatus, create_environment
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -75,5 +76,6 @@ def job(name: str, function: object, *args: object, **options: int) -> JobReques
         name,
         Entrypoint.from_callable(function, args),  # pyright: ignore[reportArgumentType]
         resources=ResourceConfig(),
+        environment=create_environment(env_vars=actor_variables()),
         **options,  # pyright: ignore[reportArgumentType]
     )

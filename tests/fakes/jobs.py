@@ -70,6 +70,11 @@ class FakeClient:
         """See `Client.url`."""
         return "local"
 
+    @property
+    def is_local(self) -> bool:
+        """See `Client.is_local`."""
+        return True
+
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> FakeJob:
         """See `Client.submit`."""
         job_id = f"{request.name}-{len(self.requests)}"
@@ -89,20 +94,6 @@ class FakeClient:
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """Everything can be had."""
-
-    def create_actor(self, actor_class: Callable[..., object], *args: Any, name: str, **options: Any) -> Any:
-        """Nothing here needs one."""
-        raise NotImplementedError
-
-    def create_actor_group(
-        self, actor_class: Callable[..., object], *args: Any, name: str, count: int, **options: Any
-    ) -> Any:
-        """Nothing here needs one."""
-        raise NotImplementedError
-
-    def get_actor(self, name: str) -> Any:
-        """Nothing here needs one."""
-        raise NotImplementedError
 
     def shutdown(self) -> None:
         """See `Client.shutdown`."""

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from math import inf
 from pathlib import Path
 
-from resources.actors.actors import ActorsOnJobs
 from resources.backends.iris.controller import Controller, Launch
 from resources.backends.iris.job import IrisJob, unknown_job
 from resources.backends.iris.lease import LeaseKeeper
@@ -44,7 +43,7 @@ _ENDED_AT_ONCE = 16
 _PACKED_FOR_SECONDS = 5.0  # 0.3 s for a thousand files: jobs that are submitted together share one packing
 
 
-class IrisClient(ActorsOnJobs):
+class IrisClient:
     """Runs jobs on an Iris cluster.
 
     Args:
@@ -79,6 +78,11 @@ class IrisClient(ActorsOnJobs):
     def url(self) -> str:
         """See `Client.url`."""
         return f"iris://{self._controller.address.rpartition('://')[2]}"
+
+    @property
+    def is_local(self) -> bool:
+        """See `Client.is_local`."""
+        return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> IrisJob:
         """Hands a job to the controller; it starts when there is room for all of its replicas.

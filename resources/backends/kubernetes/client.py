@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import cloudpickle
 
-from resources.actors.actors import ActorsOnJobs
 from resources.backends.kubernetes.attempts import Bounds, OwnedJob
 from resources.backends.kubernetes.devices import placement, require_node
 from resources.backends.kubernetes.job import KubernetesJob
@@ -57,7 +56,7 @@ if TYPE_CHECKING:
 _BEATS_PER_LEASE = 10
 
 
-class KubernetesClient(ActorsOnJobs):
+class KubernetesClient:
     """Runs jobs in one namespace of a cluster. A job ends when the process that submitted it has.
 
     Args:
@@ -100,6 +99,11 @@ class KubernetesClient(ActorsOnJobs):
     def url(self) -> str:
         """See `Client.url`: in a pod, the cluster is the one around it."""
         return f"kubernetes:///{self._cluster.namespace}"
+
+    @property
+    def is_local(self) -> bool:
+        """See `Client.is_local`."""
+        return False
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> KubernetesJob:
         """Starts a job, whose code is in its image.

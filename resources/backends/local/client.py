@@ -20,7 +20,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from resources.actors.actors import ActorsOnJobs
 from resources.backends.local.job import LocalJob
 from resources.backends.processes import (
     PROGRAMS,
@@ -48,7 +47,7 @@ from resources.storage.files import replace_json
 _KEPT_JOBS = 200
 
 
-class LocalClient(ActorsOnJobs):
+class LocalClient:
     """Runs jobs as processes of this machine. A job ends when its client and its handle are gone.
 
     Args:
@@ -56,8 +55,6 @@ class LocalClient(ActorsOnJobs):
         grace_seconds: what processes get between SIGTERM and SIGKILL.
         device_root: where `dev` and `proc` show the devices of this machine.
     """
-
-    actors_listen_on_loopback = True
 
     def __init__(
         self, jobs_dir: Path | None = None, *, grace_seconds: float = 10.0, device_root: Path = Path("/")
@@ -73,6 +70,11 @@ class LocalClient(ActorsOnJobs):
     def url(self) -> str:
         """See `Client.url`; names the folder of its jobs where that is not the usual one."""
         return "local" if self._jobs_dir == settings().jobs_dir else f"local://{self._jobs_dir.absolute()}"
+
+    @property
+    def is_local(self) -> bool:
+        """See `Client.is_local`."""
+        return True
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> LocalJob:
         """Starts a job, after building its environment where it wants one of its own.

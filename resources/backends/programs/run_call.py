@@ -9,7 +9,7 @@ import pickle
 import sys
 from pathlib import Path
 
-_OURS = {"cloudpickle", "pydantic", "pydantic_settings"}  # for callables sent whole, and for the processes of actors
+_OURS = {"cloudpickle", "pydantic", "pydantic_settings"}  # for callables sent whole, and modules of ours
 
 
 def main(arguments: list[str]) -> None:

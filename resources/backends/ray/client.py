@@ -13,7 +13,6 @@ from typing import Any
 
 import ray
 
-from resources.actors.actors import ActorsOnJobs
 from resources.backends.processes import existing_folder, import_folders
 from resources.backends.ray.code import SentFolder
 from resources.backends.ray.connection import KeeperGone, RayConnection
@@ -28,7 +27,7 @@ from resources.jobs.packaging import package_workspace
 _END_SECONDS = 60.0
 
 
-class RayClient(ActorsOnJobs):
+class RayClient:
     """Runs jobs on a Ray cluster. Names are unique among the jobs of a driver and those that outlive theirs.
 
     Args:
@@ -49,6 +48,11 @@ class RayClient(ActorsOnJobs):
     def url(self) -> str:
         """See `Client.url`; processes of jobs have the cluster's address in `RAY_ADDRESS`."""
         return "ray://auto"
+
+    @property
+    def is_local(self) -> bool:
+        """See `Client.is_local`."""
+        return False
 
     @property
     def head(self) -> str:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from resources.actors.actor_key import actor_key
 from resources.actors.actor_line import ActorLine, Patience
 from resources.actors.actor_wire import Frame, Kind, greet_caller, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.settings import actor_key
 
 IMPATIENT = Patience(unreachable_seconds=0.2, unexplained_seconds=0.5, silent_seconds=0.05)
 ANSWER_SECONDS = 20.0

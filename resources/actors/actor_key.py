@@ -1,0 +1,48 @@
+"""The secret that actors and their callers share."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from contextlib import suppress
+from tempfile import NamedTemporaryFile
+
+from resources.errors import StorageError
+from resources.settings import settings, variable
+
+ACTOR_KEY_VARIABLE = "ASSAY_ACTOR_KEY"
+
+
+def actor_key() -> bytes:
+    """Returns `ASSAY_ACTOR_KEY`, which the processes of actors get, else a secret kept in the cache's folder.
+
+    Raises:
+        StorageError: the secret can neither be read nor made.
+    """
+    if key := variable(ACTOR_KEY_VARIABLE):
+        return key.encode()
+    path = settings().cache_dir / "actor.key"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, prefix="actor.key.") as fresh:  # others cannot read it
+                fresh.write(secrets.token_urlsafe(32).encode())
+                fresh.flush()
+                with suppress(FileExistsError):  # another process was first: its key holds
+                    os.link(fresh.name, path)
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(
+            expected=f"the key of actors in {path}",
+            found=f"{type(error).__name__}: {error}",
+            remedy=f"Make the folder writable, or set {ACTOR_KEY_VARIABLE} to a secret.",
+        ) from error
+
+
+def actor_variables() -> dict[str, str]:
+    """Returns the variables that a job on another machine needs to call actors of this user.
+
+    Raises:
+        StorageError: the key can neither be read nor made.
+    """
+    return {ACTOR_KEY_VARIABLE: actor_key().decode()}
