@@ -9,7 +9,7 @@ from pools.proxy.connections.messages import Reply, Responder
 from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import Call, Lost, TimedOut
 from pools.proxy.request import Asked
-from pools.proxy.routing import Outcome, Replica, outcome_of
+from pools.proxy.routing import Replica, RequestOutcome, outcome_of
 
 
 @dataclass(slots=True)
@@ -20,7 +20,7 @@ class Attempt:
     give to a client. `facts` are those of a valid answer to a completion, `content_type` is its type.
     """
 
-    outcome: Outcome
+    outcome: RequestOutcome
     reply: Reply | None = None
     stream: EventRelay | None = None
     facts: AnswerFacts | None = None
@@ -53,21 +53,21 @@ async def attempt(call: Call, replica: Replica, asked: Asked, *, responder: Resp
             return _judged(call)
         chunk = await call.read()
         if not chunk:
-            return Attempt(Outcome.SERVER_ERROR)
+            return Attempt(RequestOutcome.SERVER_ERROR)
         relay = EventRelay(responder)
         relay.begin(call.status, call.headers)
         while chunk:
             await relay.send(chunk)
             chunk = await call.read()
     except Lost:
-        return Attempt(Outcome.LOST, stream=relay)
+        return Attempt(RequestOutcome.LOST, stream=relay)
     except TimedOut:
-        return Attempt(Outcome.LOST if replica.gone else Outcome.TIMED_OUT, stream=relay)
+        return Attempt(RequestOutcome.LOST if replica.gone else RequestOutcome.TIMED_OUT, stream=relay)
     if not relay.is_done:
-        return Attempt(Outcome.SERVER_ERROR, stream=relay)
+        return Attempt(RequestOutcome.SERVER_ERROR, stream=relay)
     body, content_type = relay.relayed, call.content_type.decode("latin-1")
     facts = judge(content_type, body, stream=True) if body is not None else None
-    return Attempt(Outcome.ANSWERED, stream=relay, facts=facts, content_type=content_type)
+    return Attempt(RequestOutcome.ANSWERED, stream=relay, facts=facts, content_type=content_type)
 
 
 def _judged(call: Call) -> Attempt:
@@ -77,5 +77,5 @@ def _judged(call: Call) -> Attempt:
     content_type = call.content_type.decode("latin-1")
     facts = judge(content_type, reply.body)
     if facts is None:
-        return Attempt(Outcome.SERVER_ERROR)
-    return Attempt(Outcome.ANSWERED, reply, facts=facts, content_type=content_type)
+        return Attempt(RequestOutcome.SERVER_ERROR)
+    return Attempt(RequestOutcome.ANSWERED, reply, facts=facts, content_type=content_type)

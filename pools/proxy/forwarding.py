@@ -20,7 +20,7 @@ from pools.proxy.connections.upstream import Call, Upstream
 from pools.proxy.counters import CLIENT_LEFT, RequestTally, Tally
 from pools.proxy.probes import Probes
 from pools.proxy.request import Asked, asked_in
-from pools.proxy.routing import Outcome, Replica, RoutingTable, may_retry
+from pools.proxy.routing import Replica, RequestOutcome, RoutingTable, may_retry
 
 SERVER_ERROR_PAUSE_SECONDS = 0.1
 
@@ -158,7 +158,7 @@ class Forwarder:
         Raises:
             Refusal: no attempt had anything to give.
         """
-        tried: dict[str, Outcome] = {}
+        tried: dict[str, RequestOutcome] = {}
         attempts = 0
         tallies = self._tallies(asked, scope)
         while True:
@@ -171,23 +171,23 @@ class Forwarder:
             for tally in tallies:
                 tally.upstream += 1
             last = await self._attempt(replica, asked, responder)
-            if last.outcome is Outcome.ANSWERED or last.stream is not None:
+            if last.outcome is RequestOutcome.ANSWERED or last.stream is not None:
                 self._count_tokens(last.facts, tallies)
                 return last, digest
             tried[replica.name] = last.outcome
             if not may_retry(last.outcome, attempts=attempts):
                 break
-            if last.outcome is Outcome.TIMED_OUT and self._choose(asked.model, tried) is None:
+            if last.outcome is RequestOutcome.TIMED_OUT and self._choose(asked.model, tried) is None:
                 break
-            if last.outcome is Outcome.SERVER_ERROR:
+            if last.outcome is RequestOutcome.SERVER_ERROR:
                 await asyncio.sleep(SERVER_ERROR_PAUSE_SECONDS)
             for tally in tallies:
                 tally.retried += 1
         if last.reply is not None:
             return last, digest
-        if last.outcome is Outcome.TIMED_OUT:
+        if last.outcome is RequestOutcome.TIMED_OUT:
             raise Refusal(504, f"No engine answered in {self._limits.engine_timeout_seconds:g} s.")
-        if last.outcome is Outcome.SERVER_ERROR:
+        if last.outcome is RequestOutcome.SERVER_ERROR:
             raise _InvalidAnswers(502, f"Engines gave answers that are not whole or not valid, {attempts} times.")
         raise Refusal(502, f"Engines broke the connection before they had answered, {attempts} times.")
 
@@ -198,7 +198,7 @@ class Forwarder:
                 tally.completion_tokens += facts.completion_tokens
 
     async def _attempt(self, replica: Replica, asked: Asked, responder: Responder) -> Attempt:
-        outcome: Outcome | None = None
+        outcome: RequestOutcome | None = None
         call = self._upstream.call(
             replica.url,
             patience_seconds=self._limits.engine_timeout_seconds,
@@ -230,7 +230,7 @@ class Forwarder:
             raise Refusal(503, f"{model} cannot be served: {failure.found.splitlines()[0]}", param="model")
         return served
 
-    def _choose(self, model: str, tried: Mapping[str, Outcome]) -> Replica | None:
+    def _choose(self, model: str, tried: Mapping[str, RequestOutcome]) -> Replica | None:
         if self._table.models is None and self._table.failed is None:
             return None
         return self._table.choose(self._served(model).digest, tried=tried)
@@ -285,7 +285,7 @@ async def _keep(journal: Journal, claim: Claim, last: Attempt) -> bool:
 async def _give(last: Attempt, responder: Responder) -> int:
     """Sends what an attempt has brought, or the end of it; the status to count it under."""
     if last.stream is not None:
-        if last.outcome is Outcome.ANSWERED:
+        if last.outcome is RequestOutcome.ANSWERED:
             await last.stream.finish()
             return 200
         await last.stream.break_off("The engine broke off in the middle of its answer.")

@@ -23,7 +23,7 @@ MAX_ATTEMPTS = 3
 _REMEMBERED_DEMAND_SECONDS = 600.0
 
 
-class Outcome(Enum):
+class RequestOutcome(Enum):
     """How one attempt at one replica ended."""
 
     ANSWERED = "answered"
@@ -36,14 +36,14 @@ class Outcome(Enum):
     """No answer in the time an engine has for one."""
 
 
-def outcome_of(status: int) -> Outcome:
+def outcome_of(status: int) -> RequestOutcome:
     """The outcome of an attempt that ended with a whole answer of this HTTP status."""
-    return Outcome.SERVER_ERROR if status >= 500 else Outcome.ANSWERED
+    return RequestOutcome.SERVER_ERROR if status >= 500 else RequestOutcome.ANSWERED
 
 
-def may_retry(outcome: Outcome, *, attempts: int) -> bool:
+def may_retry(outcome: RequestOutcome, *, attempts: int) -> bool:
     """Whether to send a request again after `attempts` attempts, of which the last ended so."""
-    return outcome is not Outcome.ANSWERED and attempts < MAX_ATTEMPTS
+    return outcome is not RequestOutcome.ANSWERED and attempts < MAX_ATTEMPTS
 
 
 @dataclass(slots=True, eq=False)
@@ -208,7 +208,7 @@ class RoutingTable:
             in_flight=replica.in_flight if replica else 0,
         )
 
-    def choose(self, digest: str, *, tried: Mapping[str, Outcome]) -> Replica | None:
+    def choose(self, digest: str, *, tried: Mapping[str, RequestOutcome]) -> Replica | None:
         """The least loaded replica that holds these weights and takes requests; equals take turns.
 
         Replicas that a request was not sent to yet come first; one that timed out is not asked again.
@@ -218,7 +218,7 @@ class RoutingTable:
         for replica in self.replicas.values():
             if replica.said.digest != digest or not replica.takes_requests:
                 continue
-            if tried and tried.get(replica.name) is Outcome.TIMED_OUT:
+            if tried and tried.get(replica.name) is RequestOutcome.TIMED_OUT:
                 continue
             rank = (replica.name in tried, replica.in_flight / replica.said.capacity, replica.last_turn)
             if best_rank is None or rank < best_rank:
@@ -247,7 +247,7 @@ class RoutingTable:
         replica.in_flight += 1
         self._asked_of(model).in_flight += 1
 
-    def end(self, replica: Replica, model: str, outcome: Outcome | None) -> None:
+    def end(self, replica: Replica, model: str, outcome: RequestOutcome | None) -> None:
         """Counts a request that a replica is done with; no outcome where the client left."""
         replica.in_flight -= 1
         asked = self._asked_of(model)
@@ -255,7 +255,7 @@ class RoutingTable:
         asked.last_active = self.clock()
         if (asked.in_flight == 0 and self.held) or (replica.in_flight == 0 and replica.said.state == "draining"):
             self.bump()
-        if outcome is Outcome.LOST or outcome is Outcome.TIMED_OUT:
+        if outcome is RequestOutcome.LOST or outcome is RequestOutcome.TIMED_OUT:
             replica.consecutive_failures += 1
             replica.suspect = True
         elif outcome is not None:

@@ -15,7 +15,7 @@ from rich.text import Text
 from resources.storage import storage
 from tasks.records.record import Record
 from tasks.reports.parts import evaluator_parts, measured_differently, remarks, same, sink_parts
-from tasks.reports.table import NOTHING, Outcome, Results, measured, questions, title_of
+from tasks.reports.table import NOTHING, ColumnResult, Results, measured, questions, title_of
 from tasks.reports.texts import PROVENANCE, counted, flat, pretty, served
 
 STATUS_MEANINGS = {
@@ -120,7 +120,7 @@ def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
     return table
 
 
-def _styled(outcome: Outcome | None) -> Text:
+def _styled(outcome: ColumnResult | None) -> Text:
     if outcome is None:
         return Text(NOTHING, style="dim")
     return Text(outcome.text, style="" if outcome.metric else _STATUS_STYLES.get(outcome.record.status, ""))

@@ -59,7 +59,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ColumnResult:
     """What one checkpoint has in one column: a number, or the record that says why there is none."""
 
     record: Record
@@ -125,20 +125,20 @@ class Results:
         for record in sorted(self.records, key=lambda record: (record.succeeded, record.created)):
             place = (record.checkpoint.run, record.checkpoint.step, record.evaluator)
             self._at.setdefault(place, []).append(record)
-        self._outcomes: dict[tuple[str, int, Column], Outcome | None] = {}
+        self._outcomes: dict[tuple[str, int, Column], ColumnResult | None] = {}
 
-    def outcome(self, checkpoint: CheckpointReference, column: Column) -> Outcome | None:
+    def outcome(self, checkpoint: CheckpointReference, column: Column) -> ColumnResult | None:
         """The newest success, else the newest record; None if this was never evaluated."""
         place = (checkpoint.run, checkpoint.step, column)
         if place not in self._outcomes:
             self._outcomes[place] = self._outcome(checkpoint, column)
         return self._outcomes[place]
 
-    def _outcome(self, checkpoint: CheckpointReference, column: Column) -> Outcome | None:
+    def _outcome(self, checkpoint: CheckpointReference, column: Column) -> ColumnResult | None:
         for record in reversed(self._at.get((checkpoint.run, checkpoint.step, column.evaluator), [])):
             if column.benchmark in record.benchmarks or record.benchmarks in column.cells:
                 numbers = [m for m in record.metrics if (m.benchmark, m.name) == (column.benchmark, column.metric)]
-                return Outcome(record, numbers[0] if numbers else None)
+                return ColumnResult(record, numbers[0] if numbers else None)
         return None
 
     def by_evaluator(self, *, parts: bool) -> list[tuple[str, list[Column]]]:

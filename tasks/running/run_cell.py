@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from prefect import task
@@ -31,7 +31,7 @@ from tasks.running.attempt import Attempt
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import judge_of
-from tasks.running.serving import Interruption, Serving
+from tasks.running.serving import Serving
 from tasks.sinks.publishing import publish_record
 from tasks.spec.names import job_name, suites_in
 
@@ -45,6 +45,26 @@ class Harness:
     server: ForkServer | None
 
 
+class Interruption:
+    """The word that a run is to end, as its cells hear it."""
+
+    def __init__(self) -> None:
+        self._interrupted = threading.Event()
+
+    def interrupt(self) -> None:
+        """Makes every cell of the run fail at its next check."""
+        self._interrupted.set()
+
+    def raise_if_interrupted(self) -> None:
+        """Raises EvaluationInterrupted once the run has been told to end."""
+        if self._interrupted.is_set():
+            raise EvaluationInterrupted(
+                expected="the run to go on until the cell has its record",
+                found="it was told to end",
+                remedy="run it again: what was answered is in the journal",
+            )
+
+
 @dataclass(frozen=True, eq=False)
 class CellContext:
     """A cell's place among those of its run, and what it needs to be evaluated."""
@@ -52,12 +72,12 @@ class CellContext:
     position: int
     cells: int
     harness_of: Callable[[Cell], Harness]
-    native_lock: Lock
+    native_lock: threading.Lock
     """Held by the one cell whose evaluator loads a checkpoint itself."""
     on_open: Callable[[], None] = lambda: None
     """Called once the cell's checkpoint has been asked for."""
     interruption: Interruption = field(default_factory=Interruption)
-    """Ends cells that nobody serves; for the others, `Serving` is told."""
+    """Ends all cells of the run."""
     claimed: ClaimedCells | None = None
     """Claims of these cells: nothing is published of one that was lost to another run."""
 
@@ -90,6 +110,7 @@ def run_cell(cell: Cell, serving: Serving | None, context: CellContext) -> Recor
     attempt = Attempt(cell, name=f"attempt-{secrets.token_hex(4)}")
     with tempfile.TemporaryDirectory(prefix="assay-cell-") as scratch:
         with attempt.noting_failure():
+            context.interruption.raise_if_interrupted()
             attempt.cell = _by_ability(cell, serving)
         output = _output_folder(attempt, Path(scratch))
         if attempt.failure is None:
@@ -135,12 +156,12 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
     def check() -> None:
         if context.claimed is not None:
             context.claimed.raise_if_lost(wanted)
-        if attempt.opened is None:
-            context.interruption.raise_if_interrupted()
-        else:
+        context.interruption.raise_if_interrupted()
+        if attempt.opened is not None:
             attempt.opened.check()
 
     with context.native_lock if cell.config.native else nullcontext():
+        context.interruption.raise_if_interrupted()
         if cell.config.native:
             model, judge = _load_natively(attempt, context), None
         else:
@@ -172,7 +193,6 @@ def _job_name(cell: Cell, harness: Harness) -> str:
 
 def _load_natively(attempt: Attempt, context: CellContext) -> EvaluatedModel:
     """Returns the checkpoint itself, for an evaluator that loads it."""
-    context.interruption.raise_if_interrupted()
     context.on_open()
     attempt.served = {"by": "the evaluator itself"}
     folder, tokenizer = attempt.cell.folder, attempt.cell.folder.reference

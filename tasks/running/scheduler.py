@@ -23,8 +23,8 @@ from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
-from tasks.running.run_cell import CellContext, Harness, run_cell
-from tasks.running.serving import Interruption, Serving
+from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
+from tasks.running.serving import Serving
 from tasks.spec.evaluation import EvaluationConfig, EvaluatorName
 
 _INTERRUPTED_SECONDS = 30.0
@@ -147,8 +147,6 @@ def schedule_cells(
             unrecorded = [future.result() for future in running]
         except BaseException:  # a signal, or Prefect itself: what has begun is ended, the rest is not begun
             interruption.interrupt()
-            if serving is not None:
-                serving.interrupt()
             for executor in (threads, native_thread):
                 executor.shutdown(wait=False, cancel_futures=True)
             wait([future for future in running if not future.cancelled()], timeout=_INTERRUPTED_SECONDS)

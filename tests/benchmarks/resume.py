@@ -155,7 +155,7 @@ def answered(folder: Path, attempt: str) -> list[tuple[str, str]]:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ResumeOutcome:
     """What became of a job that was killed and run again."""
 
     requests: int
@@ -171,7 +171,7 @@ class Outcome:
         return self.requests - self.got_before + self.in_flight
 
 
-def kill_and_run_again(name: str, requests: int, *, keeps_journal: bool, other_machine: bool = False) -> Outcome:
+def kill_and_run_again(name: str, requests: int, *, keeps_journal: bool, other_machine: bool = False) -> ResumeOutcome:
     """One such job from its first attempt to the end of its second."""
     folder = WORK / name
     folder.mkdir(parents=True)
@@ -196,7 +196,7 @@ def kill_and_run_again(name: str, requests: int, *, keeps_journal: bool, other_m
     check_answers(first, second, requests, replays=keeps_journal and not other_machine)
     asked_after = after["requests"] - before["requests"]
     say(f"{name}: killed after {len(first)} of {requests} answers; then {asked_after} upstream, {replayed} replayed")
-    return Outcome(requests, len(first), before["requests"], in_flight, asked_after, replayed)
+    return ResumeOutcome(requests, len(first), before["requests"], in_flight, asked_after, replayed)
 
 
 def kill_half_way(engine: Upstream, proxy: RunningProxy, process: subprocess.Popen[bytes], requests: int) -> int:
@@ -242,7 +242,7 @@ def main() -> None:
         give_up(f"{with_journal.asked_after} upstream requests after the kill, where {with_journal.bound} are allowed")
 
 
-def report(with_journal: Outcome, elsewhere: Outcome, without: Outcome) -> None:
+def report(with_journal: ResumeOutcome, elsewhere: ResumeOutcome, without: ResumeOutcome) -> None:
     """The table, and the last line."""
     sides = {"journal": with_journal, "another machine, from the copy": elsewhere, "no journal": without}
     print_table(

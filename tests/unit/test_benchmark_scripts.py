@@ -314,7 +314,9 @@ def test_resume_without_an_answer_that_was_given_before_is_no_result(
 
 
 def test_resume_may_ask_for_what_was_not_answered_and_what_was_under_way(script: Callable[[str], ModuleType]):
-    outcome = script("resume").Outcome(100, got_before=50, asked_before=60, in_flight=10, asked_after=50, replayed=50)
+    outcome = script("resume").ResumeOutcome(
+        100, got_before=50, asked_before=60, in_flight=10, asked_after=50, replayed=50
+    )
     assert outcome.bound == 60
 
 

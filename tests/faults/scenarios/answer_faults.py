@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from faults.scenarios.load import LoadPlan, ask_all
-from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.questions import Kind
 from faults.scenarios.target import Target
 from faults.scenarios.trial import Trial, plan_of, tried
@@ -34,7 +34,7 @@ async def _with_fault(target: Target, plan: LoadPlan, fault: str, times: int) ->
         inject(url, {fault: 0})
 
 
-async def _asked_again(target: Target, scale: Scale, name: str, fault: str) -> Outcome:
+async def _asked_again(target: Target, scale: Scale, name: str, fault: str) -> ScenarioOutcome:
     """A request is sent three times in all, so two faults cannot use up those of one request."""
     plan = plan_of(scale, kinds=_WHOLE)
     trial = await _with_fault(target, plan, fault, _FAULTS)
@@ -44,20 +44,20 @@ async def _asked_again(target: Target, scale: Scale, name: str, fault: str) -> O
     return trial.outcome(name, rules)
 
 
-async def _cut_bodies(target: Target, scale: Scale) -> Outcome:
+async def _cut_bodies(target: Target, scale: Scale) -> ScenarioOutcome:
     """A connection that breaks may take none but its own request with it, but makes the replica suspect for a while."""
     return await _asked_again(target, scale, "answer-cut", "die_mid_body")
 
 
-async def _malformed(target: Target, scale: Scale) -> Outcome:
+async def _malformed(target: Target, scale: Scale) -> ScenarioOutcome:
     return await _asked_again(target, scale, "answer-malformed", "malformed")
 
 
-async def _aborted(target: Target, scale: Scale) -> Outcome:
+async def _aborted(target: Target, scale: Scale) -> ScenarioOutcome:
     return await _asked_again(target, scale, "answer-aborted", "aborted")
 
 
-async def _cut_streams(target: Target, scale: Scale) -> Outcome:
+async def _cut_streams(target: Target, scale: Scale) -> ScenarioOutcome:
     cut = 5
     plan = plan_of(scale, kinds=("stream",))
     trial = await _with_fault(target, plan, "die_mid_stream", cut)
@@ -67,7 +67,7 @@ async def _cut_streams(target: Target, scale: Scale) -> Outcome:
     return _given_only_once(trial, trial.outcome("stream-cut", rules))
 
 
-async def _never_valid(target: Target, scale: Scale) -> Outcome:
+async def _never_valid(target: Target, scale: Scale) -> ScenarioOutcome:
     """Every answer is garbage: clients must be told so, and nothing of it may be shown or kept."""
     began = time.monotonic()
     few = dataclasses.replace(scale, requests=min(scale.requests, 64))
@@ -84,10 +84,12 @@ async def _never_valid(target: Target, scale: Scale) -> Outcome:
             rules.append(f"{kept} {name} answers were kept")
     asked = 2 * few.requests
     seconds = round(time.monotonic() - began, 2)
-    return Outcome("answers-never-valid", requests=asked, client_errors=asked, seconds=seconds, violations=tuple(rules))
+    return ScenarioOutcome(
+        "answers-never-valid", requests=asked, client_errors=asked, seconds=seconds, violations=tuple(rules)
+    )
 
 
-async def _refusals(target: Target, scale: Scale) -> Outcome:
+async def _refusals(target: Target, scale: Scale) -> ScenarioOutcome:
     began = time.monotonic()
     rules = []
     figures = {}
@@ -103,7 +105,7 @@ async def _refusals(target: Target, scale: Scale) -> Outcome:
             rules.append(f"{kept} refusals were kept")
         figures[f"upstream_{status}"] = upstream
     asked = 2 * scale.requests
-    return Outcome(
+    return ScenarioOutcome(
         "refused-by-engine",
         requests=asked,
         client_errors=asked,
@@ -136,7 +138,7 @@ async def _walled(
         await asyncio.to_thread(cell.__exit__, None, None, None)
 
 
-def _given_only_once(trial: Trial, outcome: Outcome) -> Outcome:
+def _given_only_once(trial: Trial, outcome: ScenarioOutcome) -> ScenarioOutcome:
     """Adds the rule that nothing but whole answers was kept."""
     whole = sum(one.said is not None for one in trial.report.answers)
     if trial.kept is None or trial.kept.answers == whole:

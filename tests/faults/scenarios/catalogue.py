@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.scenarios.answer_faults import ANSWER_SCENARIOS
 from faults.scenarios.client_faults import CLIENT_SCENARIOS
 from faults.scenarios.fuzz_faults import FUZZ_SCENARIOS
-from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.owner_faults import OWNER_SCENARIOS
 from faults.scenarios.proxy_faults import PROXY_SCENARIOS
 from faults.scenarios.replica_faults import REPLICA_SCENARIOS
@@ -24,7 +24,7 @@ SCENARIOS: dict[str, Scenario] = {
 }
 
 
-async def check_scenario(scenario: Scenario, target: Target, scale: Scale) -> Outcome:
+async def check_scenario(scenario: Scenario, target: Target, scale: Scale) -> ScenarioOutcome:
     """Tries a scenario on a pool that is whole, and fails the test with what did not hold."""
     assert await target.settled() is None
     outcome = await scenario.tried_on(target, scale)

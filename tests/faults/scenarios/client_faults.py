@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from faults.scenarios.load import Endpoint, LoadPlan, ask_all
-from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.target import Target
 from faults.scenarios.trial import plan_of
 
@@ -22,7 +22,7 @@ _PROBES = 40
 _ANSWER_SECONDS = 120.0
 
 
-async def _clients_leave(target: Target, scale: Scale) -> Outcome:
+async def _clients_leave(target: Target, scale: Scale) -> ScenarioOutcome:
     """The naive design was poisoned for ever by one client that had left."""
     began = time.monotonic()
     generator = random.Random(scale.seed)
@@ -51,7 +51,7 @@ async def _clients_leave(target: Target, scale: Scale) -> Outcome:
         rules.append("the proxy ended")
     elif (now := await _open_files(pid, most=descriptors + _PROBES)) > descriptors + _PROBES:
         rules.append(f"the proxy has {now} files and connections open, {descriptors} before")
-    return Outcome(
+    return ScenarioOutcome(
         "clients-leave",
         requests=scale.clients + probed,
         seconds=round(time.monotonic() - began, 2),
@@ -60,14 +60,14 @@ async def _clients_leave(target: Target, scale: Scale) -> Outcome:
     )
 
 
-async def _many_connections(target: Target, scale: Scale) -> Outcome:
+async def _many_connections(target: Target, scale: Scale) -> ScenarioOutcome:
     plan = LoadPlan(f"crowd-{secrets.token_hex(4)}", requests=scale.clients, concurrency=scale.clients)
     report = await ask_all(target.endpoint, plan)
     rules = []
     if report.errors:
         rules.append(f"{report.errors.total()} of {plan.requests} requests failed: {dict(report.errors)}")
     more, probed = await answers_as_before(target)
-    return Outcome(
+    return ScenarioOutcome(
         "many-connections",
         requests=plan.requests + probed,
         client_errors=report.errors.total(),
@@ -76,7 +76,7 @@ async def _many_connections(target: Target, scale: Scale) -> Outcome:
     )
 
 
-async def _large_prompts(target: Target, scale: Scale) -> Outcome:
+async def _large_prompts(target: Target, scale: Scale) -> ScenarioOutcome:
     """An engine may answer them or refuse them for their length; either comes through, and its word counts."""
     began = time.monotonic()
     endpoint = target.endpoint
@@ -97,7 +97,7 @@ async def _large_prompts(target: Target, scale: Scale) -> Outcome:
     if set(statuses) - expected:
         rules.append(f"prompts of {scale.prompt_bytes} bytes were answered with {dict(statuses)}")
     more, probed = await answers_as_before(target)
-    return Outcome(
+    return ScenarioOutcome(
         "large-prompts",
         requests=scale.large_prompts + probed,
         client_errors=sum(count for status, count in statuses.items() if status not in expected),

@@ -16,7 +16,7 @@ import aiohttp
 from faults.scenarios.client_faults import address_of, answers_as_before, completion
 from faults.scenarios.fuzz import odd_body, odd_bytes
 from faults.scenarios.load import Endpoint
-from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.target import Target
 from pools.protocol import RequestCounters
 
@@ -39,7 +39,7 @@ class _Seen:
             self.wrong.append(what)
 
 
-async def _fuzzed(target: Target, scale: Scale) -> Outcome:
+async def _fuzzed(target: Target, scale: Scale) -> ScenarioOutcome:
     began = time.monotonic()
     generator = random.Random(scale.seed)
     endpoint = target.endpoint
@@ -67,7 +67,7 @@ async def _fuzzed(target: Target, scale: Scale) -> Outcome:
     if target.proxy_pid != pid:
         rules.append("the proxy ended")
     more, _ = await answers_as_before(target)
-    return Outcome(
+    return ScenarioOutcome(
         "fuzzed",
         requests=scale.fuzzed,
         seconds=round(time.monotonic() - began, 2),

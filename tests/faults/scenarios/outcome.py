@@ -28,7 +28,7 @@ class Scale:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScenarioOutcome:
     """What came of one scenario. `violations` are sentences: each says what did not hold."""
 
     scenario: str
@@ -57,19 +57,19 @@ class Scenario:
     name: str
     does: str
     holds: str
-    run: Callable[[Target, Scale], Awaitable[Outcome]]
+    run: Callable[[Target, Scale], Awaitable[ScenarioOutcome]]
     least_replicas: int = 1
     injects: bool = False
     """Needs engines that can be made to misbehave."""
     needs_recipe: bool = False
     """Starts another pool like the target."""
 
-    async def tried_on(self, target: Target, scale: Scale) -> Outcome:
+    async def tried_on(self, target: Target, scale: Scale) -> ScenarioOutcome:
         """Runs it, or says why that is not possible on this pool."""
         if target.replicas < self.least_replicas:
-            return Outcome(self.name, skipped=f"it needs {self.least_replicas} replicas")
+            return ScenarioOutcome(self.name, skipped=f"it needs {self.least_replicas} replicas")
         if self.injects and target.inject is None:
-            return Outcome(self.name, skipped="a real engine cannot be made to do that")
+            return ScenarioOutcome(self.name, skipped="a real engine cannot be made to do that")
         if self.needs_recipe and target.recipe is None:
-            return Outcome(self.name, skipped="it is not known how to start another pool like this one")
+            return ScenarioOutcome(self.name, skipped="it is not known how to start another pool like this one")
         return await self.run(target, scale)

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from faults.scenarios.load import Answer, Endpoint, Load, LoadPlan
-from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.processes import descendants, send
 from faults.scenarios.target import Recipe, Target, kept_answers
 from faults.scenarios.trial import plan_of
@@ -69,7 +69,7 @@ async def _ask_all(endpoint: Endpoint, plan: LoadPlan, note: Callable[[Answer], 
         await load.report()
 
 
-async def _owner_killed(target: Target, scale: Scale) -> Outcome:
+async def _owner_killed(target: Target, scale: Scale) -> ScenarioOutcome:
     assert target.recipe is not None
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="assay-faults-") as folder:
@@ -84,7 +84,7 @@ async def _owner_killed(target: Target, scale: Scale) -> Outcome:
         job = _submit(target.recipe, work, "second")
         status = await asyncio.to_thread(job.wait, raise_on_failure=False)
         if status != "succeeded":
-            return Outcome("owner-killed", violations=(f"the second run {status}: {job.logs(20)}",))
+            return ScenarioOutcome("owner-killed", violations=(f"the second run {status}: {job.logs(20)}",))
         again = work.answers_of("second")
         counts = json.loads((work.folder / "second.counts").read_text())
     failed = [answer for answer in again.values() if answer["problem"] is not None]
@@ -97,7 +97,7 @@ async def _owner_killed(target: Target, scale: Scale) -> Outcome:
         rules.append(f"{len(given)} answers had been given, and {kept} kept")
     if counts["upstream"] > plan.requests - kept:
         rules.append(f"engines were asked {counts['upstream']} times more, with {plan.requests - kept} left to answer")
-    return Outcome(
+    return ScenarioOutcome(
         "owner-killed",
         requests=plan.requests,
         client_errors=len(failed),

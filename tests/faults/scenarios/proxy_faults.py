@@ -6,7 +6,7 @@ import asyncio
 import resource
 import signal
 
-from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.processes import send
 from faults.scenarios.target import Target
 from faults.scenarios.trial import plan_of, tried
@@ -15,7 +15,7 @@ from resources.settings import settings
 _JOURNAL_WARNING = "journal"
 
 
-async def _proxy_killed(target: Target, scale: Scale) -> Outcome:
+async def _proxy_killed(target: Target, scale: Scale) -> ScenarioOutcome:
     """Clients ask once more when their connection breaks: nobody else can, as the proxy was their only address."""
     leases: set[str] = set()
 
@@ -39,7 +39,7 @@ async def _proxy_killed(target: Target, scale: Scale) -> Outcome:
     return trial.outcome("proxy-killed", rules, asked_again=trial.report.retried, engine_answers=trial.engine_answers)
 
 
-async def _disk_full(target: Target, scale: Scale) -> Outcome:
+async def _disk_full(target: Target, scale: Scale) -> ScenarioOutcome:
     """The proxy's files may not grow any more; reading them goes on as before."""
     pid = target.proxy_pid
     before = target.proxy_log()

@@ -6,7 +6,7 @@ import asyncio
 import signal
 import time
 
-from faults.scenarios.outcome import Outcome, Scale, Scenario
+from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
 from faults.scenarios.processes import descendants, largest, send
 from faults.scenarios.target import Target
 from faults.scenarios.trial import Trial, plan_of, tried
@@ -26,7 +26,7 @@ def _rules_after_a_loss(trial: Trial, *, losses: int = 1) -> list[str]:
 
 async def _signalled(
     name: str, target: Target, scale: Scale, *, number: signal.Signals, pid: int, losses: int = 1
-) -> Outcome:
+) -> ScenarioOutcome:
     """One process gets a signal under load."""
 
     async def send_it() -> None:
@@ -36,32 +36,32 @@ async def _signalled(
     return trial.outcome(name, _rules_after_a_loss(trial, losses=losses))
 
 
-async def _replica_killed(target: Target, scale: Scale) -> Outcome:
+async def _replica_killed(target: Target, scale: Scale) -> ScenarioOutcome:
     engines = await asyncio.to_thread(target.engines)
     return await _signalled("replica-killed", target, scale, number=signal.SIGKILL, pid=engines[0].pid)
 
 
-async def _computing_process_killed(target: Target, scale: Scale) -> Outcome:
+async def _computing_process_killed(target: Target, scale: Scale) -> ScenarioOutcome:
     """A server whose computing process is gone may go on answering, with errors."""
     name = "computing-process-killed"
     engines = await asyncio.to_thread(target.engines)
     behind = largest(descendants(engines[0].pid))
     if behind is None:
-        return Outcome(name, skipped="its engines are single processes")
+        return ScenarioOutcome(name, skipped="its engines are single processes")
     return await _signalled(name, target, scale, number=signal.SIGKILL, pid=behind, losses=_ATTEMPTS)
 
 
-async def _replica_hangs(target: Target, scale: Scale) -> Outcome:
+async def _replica_hangs(target: Target, scale: Scale) -> ScenarioOutcome:
     engines = await asyncio.to_thread(target.engines)
     return await _signalled("replica-hangs", target, scale, number=signal.SIGSTOP, pid=engines[0].pid)
 
 
-async def _agent_killed(target: Target, scale: Scale) -> Outcome:
+async def _agent_killed(target: Target, scale: Scale) -> ScenarioOutcome:
     agents = await asyncio.to_thread(target.agents)
     return await _signalled("agent-killed", target, scale, number=signal.SIGKILL, pid=agents[min(agents)])
 
 
-async def _all_away(target: Target, scale: Scale) -> Outcome:
+async def _all_away(target: Target, scale: Scale) -> ScenarioOutcome:
     held = 0
     engines = await asyncio.to_thread(target.engines)
     agents = await asyncio.to_thread(target.agents)
@@ -86,7 +86,7 @@ async def _all_away(target: Target, scale: Scale) -> Outcome:
     return trial.outcome("all-replicas-away", rules, held=held)
 
 
-async def _slow_replica(target: Target, scale: Scale) -> Outcome:
+async def _slow_replica(target: Target, scale: Scale) -> ScenarioOutcome:
     assert target.inject is not None
     plan = plan_of(scale, kinds=("greedy", "logprobs", "chat"))
     slow, *quick = await asyncio.to_thread(target.engines)

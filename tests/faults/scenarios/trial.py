@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from faults.scenarios.load import Load, LoadPlan, LoadReport, reference_answers
-from faults.scenarios.outcome import Outcome, Scale
+from faults.scenarios.outcome import Scale, ScenarioOutcome
 from faults.scenarios.questions import KINDS, Kind
 from faults.scenarios.target import Kept, Target
 from pools.protocol import RequestCounters
@@ -61,9 +61,9 @@ class Trial:
             found.append(f"the pool is not whole again: {self.unsettled}")
         return found
 
-    def outcome(self, scenario: str, violations: list[str], **figures: float) -> Outcome:
+    def outcome(self, scenario: str, violations: list[str], **figures: float) -> ScenarioOutcome:
         """The outcome with the counts of this trial."""
-        return Outcome(
+        return ScenarioOutcome(
             scenario,
             requests=self.plan.requests,
             client_errors=self.report.errors.total(),

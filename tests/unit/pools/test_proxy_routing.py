@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from pools.protocol import Announcement, DesiredState, Lease, ReplicaState, ServedModel
 from pools.proxy.leases import Leases
-from pools.proxy.routing import Outcome, Replica, RoutingTable, may_retry, outcome_of
+from pools.proxy.routing import Replica, RequestOutcome, RoutingTable, may_retry, outcome_of
 
 MODELS = {"m1": ServedModel(digest="d1"), "m2": ServedModel(digest="d2")}
 
@@ -38,7 +38,7 @@ def _table(**replicas: Announcement) -> RoutingTable:
     return table
 
 
-def _chosen(table: RoutingTable, digest: str = "d1", *, tried: dict[str, Outcome] | None = None) -> Replica:
+def _chosen(table: RoutingTable, digest: str = "d1", *, tried: dict[str, RequestOutcome] | None = None) -> Replica:
     replica = table.choose(digest, tried=tried or {})
     assert replica is not None
     return replica
@@ -55,7 +55,7 @@ def test_choose_equal_load_takes_turns() -> None:
     names = []
     for _ in range(6):
         replica = _begun(table)
-        table.end(replica, "m1", Outcome.ANSWERED)
+        table.end(replica, "m1", RequestOutcome.ANSWERED)
         names.append(replica.name)
     assert names == ["a", "b", "c", "a", "b", "c"]
 
@@ -88,16 +88,16 @@ def test_choose_replica_that_is_to_get_other_weights_is_none() -> None:
 def test_choose_prefers_replica_not_tried_and_falls_back() -> None:
     table = _table(a=_said(), b=_said())
     table.begin(table.replicas["b"], "m1")
-    assert _chosen(table, tried={"a": Outcome.SERVER_ERROR}).name == "b"
-    assert _chosen(table, tried={"a": Outcome.SERVER_ERROR, "b": Outcome.LOST}).name == "a"
+    assert _chosen(table, tried={"a": RequestOutcome.SERVER_ERROR}).name == "b"
+    assert _chosen(table, tried={"a": RequestOutcome.SERVER_ERROR, "b": RequestOutcome.LOST}).name == "a"
 
 
 def test_choose_never_returns_to_a_replica_that_timed_out() -> None:
-    assert _table(a=_said()).choose("d1", tried={"a": Outcome.TIMED_OUT}) is None
+    assert _table(a=_said()).choose("d1", tried={"a": RequestOutcome.TIMED_OUT}) is None
 
 
-@pytest.mark.parametrize("outcome", [Outcome.LOST, Outcome.TIMED_OUT])
-def test_end_with_failure_makes_replica_a_suspect(outcome: Outcome) -> None:
+@pytest.mark.parametrize("outcome", [RequestOutcome.LOST, RequestOutcome.TIMED_OUT])
+def test_end_with_failure_makes_replica_a_suspect(outcome: RequestOutcome) -> None:
     table = _table(a=_said())
     replica = _begun(table)
     table.end(replica, "m1", outcome)
@@ -106,8 +106,8 @@ def test_end_with_failure_makes_replica_a_suspect(outcome: Outcome) -> None:
     assert table.health == "holding"
 
 
-@pytest.mark.parametrize("outcome", [Outcome.ANSWERED, Outcome.SERVER_ERROR, None])
-def test_end_without_failure_keeps_replica_in_use(outcome: Outcome | None) -> None:
+@pytest.mark.parametrize("outcome", [RequestOutcome.ANSWERED, RequestOutcome.SERVER_ERROR, None])
+def test_end_without_failure_keeps_replica_in_use(outcome: RequestOutcome | None) -> None:
     table = _table(a=_said())
     replica = _begun(table)
     table.end(replica, "m1", outcome)
@@ -148,7 +148,7 @@ def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
 )
 def test_announce_engine_that_is_a_new_one_clears_suspicion(steps: list[Announcement]) -> None:
     table = _table(a=_said())
-    table.end(_begun(table), "m1", Outcome.LOST)
+    table.end(_begun(table), "m1", RequestOutcome.LOST)
     for said in steps:
         table.announce("a", said)
     assert table.choose("d1", tried={}) is not None
@@ -156,7 +156,7 @@ def test_announce_engine_that_is_a_new_one_clears_suspicion(steps: list[Announce
 
 def test_announce_unchanged_replica_stays_a_suspect() -> None:
     table = _table(a=_said())
-    table.end(_begun(table), "m1", Outcome.LOST)
+    table.end(_begun(table), "m1", RequestOutcome.LOST)
     table.announce("a", _said())
     assert table.replicas["a"].suspect
 
@@ -211,7 +211,7 @@ def test_demand_tells_held_in_flight_and_idle() -> None:
     assert (demand["m2"].held, demand["m2"].oldest_held_seconds, table.held) == (2, 3.0, 2)
     assert (demand["m1"].in_flight, demand["m1"].idle_seconds) == (1, 0.0)
     table.let_go("m2", first)
-    table.end(replica, "m1", Outcome.ANSWERED)
+    table.end(replica, "m1", RequestOutcome.ANSWERED)
     table.clock.now += 2
     demand = table.demand()
     assert (demand["m2"].held, demand["m2"].oldest_held_seconds, table.held) == (1, 2.0, 1)
@@ -222,13 +222,13 @@ def test_news_comes_with_the_first_held_request_and_not_with_every_request() -> 
     table = _table(a=_said())
     before = table.version
     for _ in range(5):
-        table.end(_begun(table), "m1", Outcome.ANSWERED)
+        table.end(_begun(table), "m1", RequestOutcome.ANSWERED)
     assert table.version == before
     table.hold("m2", object())
     assert table.version == before + 1
     table.hold("m2", object())
     assert table.version == before + 1
-    table.end(_begun(table), "m1", Outcome.ANSWERED)
+    table.end(_begun(table), "m1", RequestOutcome.ANSWERED)
     assert table.version == before + 2
 
 
@@ -254,20 +254,20 @@ def test_health_follows_failure_and_readiness() -> None:
 @pytest.mark.parametrize(
     ("status", "outcome"),
     [
-        (200, Outcome.ANSWERED),
-        (400, Outcome.ANSWERED),
-        (429, Outcome.ANSWERED),
-        (500, Outcome.SERVER_ERROR),
-        (503, Outcome.SERVER_ERROR),
+        (200, RequestOutcome.ANSWERED),
+        (400, RequestOutcome.ANSWERED),
+        (429, RequestOutcome.ANSWERED),
+        (500, RequestOutcome.SERVER_ERROR),
+        (503, RequestOutcome.SERVER_ERROR),
     ],
 )
-def test_outcome_of_status_tells_engine_errors_from_answers(status: int, outcome: Outcome) -> None:
+def test_outcome_of_status_tells_engine_errors_from_answers(status: int, outcome: RequestOutcome) -> None:
     assert outcome_of(status) is outcome
 
 
-@pytest.mark.parametrize("outcome", list(Outcome))
-def test_may_retry_ends_after_three_attempts_and_never_follows_an_answer(outcome: Outcome) -> None:
-    wanted = [outcome is not Outcome.ANSWERED] * 2 + [False]
+@pytest.mark.parametrize("outcome", list(RequestOutcome))
+def test_may_retry_ends_after_three_attempts_and_never_follows_an_answer(outcome: RequestOutcome) -> None:
+    wanted = [outcome is not RequestOutcome.ANSWERED] * 2 + [False]
     assert [may_retry(outcome, attempts=n) for n in (1, 2, 3)] == wanted
 
 

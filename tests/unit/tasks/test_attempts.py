@@ -24,8 +24,7 @@ from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, P
 from tasks.records.record import CheckpointReference, Counts, read_record
 from tasks.records.samples import Sample
 from tasks.running.cells import Cell
-from tasks.running.run_cell import CellContext, Harness, run_cell
-from tasks.running.serving import Interruption
+from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
 from tasks.spec.evaluation import EvaluationConfig
 
 PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
