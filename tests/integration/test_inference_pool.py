@@ -127,7 +127,7 @@ def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
             answers.append(ask(running).json()["choices"][0]["logprobs"]["token_logprobs"])
             assert loaded.how == ("cold start" if checkpoint is checkpoints[0] else "reload")
             assert running.prompt_logprobs
-            assert pool.counts(checkpoint.name)["answered"] == 1
+            assert pool.session.counts(checkpoint.name)["answered"] == 1
         again, loaded = pool.load("run-1")
         assert ask(again).json()["choices"][0]["logprobs"]["token_logprobs"] == answers[0]
         assert pool.load("run-1")[1].how == "already loaded"
@@ -338,7 +338,9 @@ def test_proxy_that_is_killed_is_started_again_on_its_address_and_answers_as_bef
         eventually(answers, seconds=30)
         assert pool.base_url == address
         assert ask(running, model="run-2").status_code == 200
-        pool.check("run-2")  # as evaluations do all the time: the session finds a new proxy and introduces itself
+        pool.session.check(
+            "run-2"
+        )  # as evaluations do all the time: the session finds a new proxy and introduces itself
         assert [lease.holder for lease in pool.proxy_status().leases.values()] == ["the pool's owner"]
 
 
@@ -395,7 +397,7 @@ def test_engine_that_dies_is_started_again_and_no_request_is_lost(
         answer = ask(running)
         assert answer.status_code == 200
         assert answer.json()["choices"] == before
-        pool.check("run-1")
+        pool.session.check("run-1")
     assert launcher.launches == ["run-1", "run-1"]
 
 
@@ -408,7 +410,7 @@ def test_engine_that_keeps_dying_fails_the_pool_with_its_last_words(
         os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
         assert ask(running).status_code == 503
         with pytest.raises(EngineDied, match=r"it died, for the 1\. time"):
-            pool.check("run-1")
+            pool.session.check("run-1")
 
 
 def test_two_replicas_share_the_load_and_one_may_die(
@@ -420,7 +422,7 @@ def test_two_replicas_share_the_load_and_one_may_die(
         assert running.capacity == 64
         os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
         assert {ask(running, f"prompt {index}").status_code for index in range(20)} == {200}
-        pool.check("run-1")
+        pool.session.check("run-1")
 
 
 def test_replica_whose_engine_dies_at_start_tries_again_while_another_one_answers(
@@ -463,7 +465,7 @@ def test_checkpoint_with_useless_weights_fails_alone_and_the_next_one_is_served(
         running, loaded = pool.load("run-3")
         assert loaded.how == "cold start"
         assert ask(running).status_code == 200
-        pool.check("run-3")
+        pool.session.check("run-3")
 
 
 def test_engine_that_hangs_at_start_is_given_up_after_its_time(

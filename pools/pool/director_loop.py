@@ -1,0 +1,181 @@
+"""The thread that directs a pool: follows what is asked and what replicas report, and orders accordingly."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+
+from pools.config import InferencePoolConfig
+from pools.pool.director import Patience, assign
+from pools.pool.loads import LoadLog
+from pools.protocol import DesiredState, ProxyStatus, ServedModel
+from pools.proxy.client import ProxyClient
+from pools.proxy.process import ProxyProcess
+from pools.replica.agent_jobs import AgentJobs
+from resources.errors import ProxyFailed
+
+_log = logging.getLogger("assay.pool")
+_IDLE_WAIT_SECONDS = 0.5
+_BUSY_WAIT_SECONDS = 0.05
+_SILENT_PROXY_SECONDS = 30.0
+
+
+class DirectorLoop:
+    """Gives orders to the replicas of a pool from `start` to `stop`.
+
+    Args:
+        config: of the pool.
+        proxy: where status comes from and orders go.
+        proxy_process: started again when it ends by itself.
+        agents: the jobs of the replicas; started again likewise.
+        models: checkpoints that may be asked for; users of the pool may bring others.
+        engine: digest of the engine.
+        on_event: called with a line for people.
+    """
+
+    def __init__(
+        self,
+        config: InferencePoolConfig,
+        *,
+        proxy: ProxyClient,
+        proxy_process: ProxyProcess,
+        agents: AgentJobs,
+        models: Mapping[str, ServedModel],
+        engine: str,
+        on_event: Callable[[str], None],
+    ) -> None:
+        self.proxy = proxy
+        self._longest_wait_seconds = config.longest_wait_seconds
+        self._proxy_process = proxy_process
+        self._agents = agents
+        self._models = dict(models)
+        self._engine = engine
+        self._on_event = on_event
+        self._loads = LoadLog(most_failures=config.max_replica_restarts, give_up=agents.give_up, on_event=on_event)
+        self._desired = DesiredState()
+        self._ordered_at: dict[str, float] = {}
+        self._failed: str | None = None
+        self._proxy_silent_since: float | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="pool-director", daemon=True)
+
+    def start(self, replicas: Sequence[str]) -> None:
+        """Makes the replicas known to the proxy, starts their agents, and directs them from now on.
+
+        Raises:
+            ProxyFailed: the proxy cannot be told.
+        """
+        self._publish(dict.fromkeys(replicas))
+        self._agents.start(replicas)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Gives no more orders; safe to call twice."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def wait(self, seconds: float) -> bool:
+        """Waits for so long; True at once when this is being stopped."""
+        return self._stopping.wait(seconds)
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing is directed any more, None while it is."""
+        return None if self._thread.is_alive() else self._failed
+
+    def _run(self) -> None:
+        """Directs until the pool closes; a failure of our own ends the pool, in words, rather than in silence."""
+        try:
+            self._direct()
+        except Exception as error:  # noqa: BLE001 - the boundary: nobody else would hear of it
+            _log.exception("the pool's director failed")
+            self._failed = f"its director failed: {type(error).__name__}: {error}"
+            with suppress(ProxyFailed):
+                self.proxy.set_state(self._desired.model_copy(update={"failed": self._failed}))
+
+    def _direct(self) -> None:
+        version = -1
+        wait_seconds = _IDLE_WAIT_SECONDS
+        while not self._stopping.is_set():
+            try:
+                status = self.proxy.status(after=version, wait_seconds=wait_seconds)
+                version, self._proxy_silent_since = status.version, None
+                for lease in status.leases.values():
+                    self._models.update(lease.models)
+                self._loads.take_in(status.replicas)
+                self._agents.look_after(status.replicas)
+                self._order(status)
+            except ProxyFailed:
+                if self._stopping.is_set() or not self._restart_proxy():
+                    return
+                version = -1
+                continue
+            waiting = any(demand.held for demand in status.demand.values())
+            wait_seconds = _BUSY_WAIT_SECONDS if waiting else _IDLE_WAIT_SECONDS
+            self._stopping.wait(_BUSY_WAIT_SECONDS / 5)  # whoever asks much must not make us ask as often
+
+    def _order(self, status: ProxyStatus) -> None:
+        usable = self._agents.usable
+        if not usable:
+            self._failed = self._agents.given_up
+        self._loads.forgive(status.leases)
+        unusable = self._loads.unusable(self._models)
+        wanted = (name for lease in status.leases.values() for name in lease.wants)
+        wants = [name for name in wanted if name in self._models and name not in unusable]
+        now = time.monotonic()
+        before = self._desired.orders
+        paused = self._loads.take_paused()
+        orders = assign(
+            {
+                replica: None if before.get(replica) in unusable else before.get(replica)
+                for replica in usable
+                if replica not in paused
+            },
+            demand={
+                name: demand for name, demand in status.demand.items() if name in self._models and name not in unusable
+            },
+            wants=wants,
+            held_seconds={replica: now - self._ordered_at.get(replica, now) for replica in usable},
+            patience=Patience(self._loads.linger_seconds, self._longest_wait_seconds),
+        )
+        for replica, model in orders.items():
+            if model != before.get(replica):
+                self._ordered_at[replica] = now
+        orders.update(dict.fromkeys(paused.intersection(usable)))
+        self._publish(orders, later=[name for name in wants if name not in orders.values()])
+
+    def _publish(self, orders: dict[str, str | None], *, later: Sequence[str] = ()) -> None:
+        """Tells the proxy what is wanted, if that is news."""
+        desired = DesiredState(
+            models=dict(self._models),
+            engine=self._engine,
+            orders=orders,
+            next=tuple(later),
+            unusable=self._loads.unusable(self._models),
+            failed=self._failed,
+        )
+        if desired != self._desired:
+            self._desired = desired
+            self.proxy.set_state(desired)
+
+    def _restart_proxy(self) -> bool:
+        """Sees to a proxy that does not answer; False if it will not do so any more."""
+        now = time.monotonic()
+        self._proxy_silent_since = self._proxy_silent_since or now
+        try:
+            if now - self._proxy_silent_since > _SILENT_PROXY_SECONDS:
+                self._on_event("the proxy has not answered for long and is ended")
+                self._proxy_process.stop()
+                self._proxy_silent_since = None
+            if self._proxy_process.restart_if_ended():
+                self._on_event("the proxy ended and was started again")
+                self.proxy.set_state(self._desired)
+        except ProxyFailed as error:
+            self._failed = error.found
+            return False
+        self._stopping.wait(_IDLE_WAIT_SECONDS)
+        return True
