@@ -104,6 +104,12 @@ def settings() -> Settings:
     return Settings()
 
 
+def deployment_data(*names: str) -> Path:
+    """The path of a file or folder of `deployments/`: in the installed package, else in the checkout."""
+    installed = Path(__file__).parent / "deployments"
+    return (installed if installed.is_dir() else Path(__file__).parents[1] / "deployments").joinpath(*names)
+
+
 def process_environment(overrides: dict[str, str] | None = None) -> dict[str, str]:
     """The environment for a child process: this one's, less what would leak our interpreter into another.
 

@@ -138,7 +138,7 @@ def doctor(as_json: Json = False) -> None:
             table.add_row(marks[finding.level], finding.subject, finding.seen, finding.remedy)
         OUT.print(table)
     if any(finding.level == "missing" for finding in findings):
-        raise typer.Exit(1)
+        raise typer.Exit(AssayError.exit_code)
 
 
 for _command in (evaluate, gate, checkpoints, records, compare, report, suites, stage, publish, demo, doctor):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from prefect.settings import PREFECT_API_URL
 
 from resources.environments.environments import ENVIRONMENTS, is_built
-from resources.settings import pip_find_links, settings
+from resources.settings import deployment_data, pip_find_links, settings
 
 _ENGINE_DISK_BYTES = 6 * 1024**3
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
@@ -34,7 +34,8 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Looks at the machine; changes nothing."""
-    return [_python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk(), *_environments(), _prefect(), _wheels()]
+    machine = [_python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
+    return [*machine, *_environments(), _prefect(), _deployments(), _wheels()]
 
 
 def _python() -> Finding:
@@ -101,6 +102,10 @@ def _environments() -> list[Finding]:
 def _prefect() -> Finding:
     url = PREFECT_API_URL.value()
     return Finding("Prefect server", "ok", url or "embedded, started with each run")
+
+
+def _deployments() -> Finding:
+    return Finding("Deployments", "ok", str(deployment_data("prefect.yaml")), "prefect deploy --all --prefect-file …")
 
 
 def _wheels() -> Finding:

@@ -11,8 +11,9 @@ from typing import Any
 import yaml
 
 from resources.errors import DeploymentFailed
+from resources.settings import deployment_data
 
-DEPLOYMENTS = Path(__file__).parents[2] / "deployments" / "prefect.yaml"
+DEPLOYMENTS = deployment_data("prefect.yaml")
 """Every flow, as it is deployed to the work pool of this machine."""
 
 

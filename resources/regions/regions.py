@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import BadInput, NoMatchingRegion
 from resources.regions.region_table import Price, Region, Regions, gpu_model, tpu_generation
-from resources.settings import settings
+from resources.settings import deployment_data, settings
 
 _GB = 10**9
 
@@ -41,11 +41,7 @@ def load_regions(path: Path) -> Regions:
 
 def regions_file() -> Path:
     """The file that describes the regions: the one in the settings, else Assay's own."""
-    if named := settings().regions:
-        return named
-    root = Path(__file__).parents[1]  # resources/
-    checkout = root.parent / "deployments" / "regions.yaml"
-    return checkout if checkout.is_file() else root / "deployments" / "regions.yaml"  # the latter in a wheel
+    return settings().regions or deployment_data("regions.yaml")
 
 
 def known_regions() -> Regions:

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
 from prefect.client.orchestration import PrefectClient
@@ -18,11 +17,11 @@ from prefect.runtime import flow_run
 from resources.errors import BadInput
 from resources.regions.region_table import Region, Regions, WorkPoolType
 from resources.regions.work_pools import WorkPoolState
+from resources.settings import deployment_data
 from tasks.prefect_server.client import async_prefect_client
 
 LOCAL_WORK_POOL = "assay-local"
 """The work pool of the machine at hand, whose worker runs flows as processes."""
-_TEMPLATES = Path(__file__).parents[2] / "deployments" / "work-pools"
 _ABOUT = "Made from Assay's regions file: change it there, and apply it again."
 
 Action = Literal["create", "update", "unchanged"]
@@ -53,7 +52,7 @@ def base_job_template(kind: WorkPoolType, *, defaults: dict[str, Any] | None = N
     Raises:
         BadInput: it has no variable of such a name.
     """
-    template: dict[str, Any] = json.loads((_TEMPLATES / f"{kind}.json").read_text())
+    template: dict[str, Any] = json.loads(deployment_data("work-pools", f"{kind}.json").read_text())
     variables: dict[str, Any] = template["variables"]["properties"]
     for name, default in (defaults or {}).items():
         if name not in variables:

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from fakes.models import write_checkpoint, write_run
 from fakes.records import make_metric, make_record
 from flows.cli.app import app
-from resources.settings import process_environment
+from resources.settings import process_environment, settings
 from tasks.records.record import Record, write_record
 
 ASSAY = Path(sys.executable).with_name("assay")
@@ -116,6 +116,14 @@ def test_doctor_as_json_names_a_remedy_for_everything_missing():
     missing = [finding for finding in findings if finding["level"] == "missing"]
     assert all(finding["remedy"] for finding in missing)
     assert done.exit_code == (2 if missing else 0)
+
+
+def test_doctor_on_a_machine_without_disk_space_ends_as_infrastructure_does(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("ASSAY_CACHE_DIR", "/proc/assay")  # a file system that has no free byte
+    settings.cache_clear()
+    done = CliRunner().invoke(app, ["doctor", "--json"])
+    assert "Disk" in {finding["subject"] for finding in json.loads(done.stdout) if finding["level"] == "missing"}
+    assert done.exit_code == 2
 
 
 def test_evaluate_without_a_model_or_a_benchmark_is_refused():

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from resources.errors import BadInput
 from resources.jobs.packaging import Package, unpack
-from resources.settings import settings
+from resources.settings import deployment_data, settings
 
 _ROOT = Path(__file__).parents[3]
 _OURS = ("flows", "tasks", "pools", "resources")
@@ -28,7 +28,7 @@ def own_code() -> Package:
     found = [path for name in _OURS for path in (_ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"]
     content = io.BytesIO()
     with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted([*found, *(_ROOT / "deployments").glob("*.yaml")]):
+        for path in sorted({*found, *deployment_data().glob("*.yaml")}):
             entry = zipfile.ZipInfo(path.relative_to(_ROOT).as_posix(), date_time=_EARLIEST)
             archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
     packed = content.getvalue()

@@ -1,0 +1,131 @@
+"""The wheel, installed away from the checkout: its commands find their programs, lists and deployments there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import uv
+import yaml
+
+from resources.settings import process_environment
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("flows", "tasks", "pools", "resources")
+IMPORT_EVERYTHING = """
+import importlib, pathlib, sys
+home = pathlib.Path(sys.argv[1])
+files = [path.relative_to(home) for name in sys.argv[2:] for path in home.joinpath(name).rglob("*.py")]
+names = [".".join(file.with_suffix("").parts) for file in files if "programs" not in file.parts]
+modules = [importlib.import_module(name.removesuffix(".__init__")) for name in names]
+assert all(pathlib.Path(module.__file__).is_relative_to(home) for module in modules)
+print(len(modules))
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """An environment that has the wheel, and sees the libraries of this one."""
+
+    home: Path
+    folder: Path
+
+    @property
+    def packages(self) -> Path:
+        return next((self.home / "lib").glob("python*/site-packages"))
+
+    def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """What one of its programs does in a folder that holds nothing of ours."""
+        own = {"PREFECT_HOME": str(self.folder / "prefect"), **variables}
+        return subprocess.run(
+            [str(self.home / "bin" / command[0]), *command[1:]],
+            cwd=self.folder,
+            env=process_environment(own),
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    def assay(self, *arguments: str, **variables: str) -> str:
+        """What the command prints."""
+        done = self.run("assay", *arguments, **variables)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
+    folder = tmp_path_factory.mktemp("wheel")
+    installed = Installed(folder / "environment", folder / "elsewhere")
+    installed.folder.mkdir()
+    for command in (
+        ["build", "--wheel", "--out-dir", str(folder), str(ROOT)],
+        ["venv", "--python", sys.executable, str(installed.home)],
+    ):
+        subprocess.run([uv.find_uv_bin(), *command, "--quiet"], check=True, capture_output=True)
+    [wheel] = folder.glob("*.whl")
+    install = ["pip", "install", "--quiet", "--no-deps", "--python", str(installed.home / "bin" / "python"), str(wheel)]
+    subprocess.run([uv.find_uv_bin(), *install], check=True, capture_output=True)
+    # A line of a .pth file adds a folder, but not what .pth files in that folder add: the checkout stays out.
+    (installed.packages / "libraries.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return installed
+
+
+def test_wheel_holds_every_file_of_the_packages_and_they_import_from_there(installed: Installed):
+    lists = ["git", "-C", str(ROOT), "ls-files", *PACKAGES]
+    committed = subprocess.run(lists, capture_output=True, text=True, check=True).stdout.split()
+    there = [name for name in committed if (ROOT / name).is_file()]
+    assert there and [name for name in there if not (installed.packages / name).is_file()] == []
+    done = installed.run("python", "-c", IMPORT_EVERYTHING, str(installed.packages), *PACKAGES)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == sum(name.endswith(".py") and "/programs/" not in name for name in there)
+
+
+def test_wheel_shows_the_machine_the_suites_and_the_regions(installed: Installed):
+    done = installed.run("assay", "doctor", "--json")
+    assert done.returncode in (0, 2), done.stderr  # 2 where this machine lacks something
+    assert str(installed.packages / "resources/deployments/prefect.yaml") in {
+        finding["seen"] for finding in json.loads(done.stdout)
+    }
+    assert {"demo", "key_evals"} <= {suite["name"] for suite in json.loads(installed.assay("suites", "--json"))}
+    assert "train" in installed.assay("demo", "--help").lower()
+    assert installed.assay("cluster", "write", "--check") == "", "the regions file and its cluster files are there"
+
+
+@pytest.fixture(scope="module")
+def server(installed: Installed, prefect_api: str) -> dict[str, str]:
+    """Variables that name a server, which has the work pool of this machine from the wheel's template."""
+    variables = {"PREFECT_API_URL": prefect_api}
+    made = json.loads(installed.assay("work-pools", "apply", "--json", **variables))
+    assert "assay-local" in {change["work_pool"] for change in made}
+    return variables
+
+
+def test_wheel_deploys_its_flows_with_prefect(installed: Installed, server: dict[str, str], prefect_api: str):
+    file = installed.packages / "resources/deployments/prefect.yaml"
+    deploy = ["-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    done = installed.run("python", *deploy, **server)
+    assert done.returncode == 0, done.stdout + done.stderr
+    local = {"deployments": {"name": {"any_": ["local"]}}, "limit": 200}
+    deployed = httpx.post(f"{prefect_api}/deployments/filter", json=local).json()
+    wanted = {deployment["entrypoint"] for deployment in yaml.safe_load(file.read_text())["deployments"]}
+    assert wanted and wanted == {deployment["entrypoint"] for deployment in deployed}
+
+
+def test_wheel_deploys_a_policy(installed: Installed, server: dict[str, str]):
+    (installed.folder / "run").mkdir()
+    policy = {
+        "name": "of-the-wheel",
+        "runs": [str(installed.folder / "run")],
+        "suite": "demo",
+        "evaluation_path": str(installed.folder / "evaluations"),
+    }
+    (installed.folder / "policy.yaml").write_text(yaml.safe_dump(policy))
+    changes = json.loads(installed.assay("policy", "deploy", "policy.yaml", "--json", **server))
+    assert ("reconcile-policy/of-the-wheel", "create") in {(change["name"], change["action"]) for change in changes}
