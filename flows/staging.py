@@ -8,6 +8,7 @@ from prefect import flow
 from prefect.logging import get_run_logger
 from pydantic import model_validator
 
+from flows.hooks import leave_nothing
 from resources.config import Config
 from tasks.offline.stage import fill_from, share_staged, stage
 from tasks.offline.wanted import Wanted, wanted_by
@@ -56,7 +57,13 @@ class StagingRequest(Config):
         return wanted_by([load_suite(name) for name in self.suites], tokenizers=self.tokenizers)
 
 
-@flow(name="stage-data", flow_run_name="stage {request.place}", persist_result=False)
+@flow(
+    name="stage-data",
+    flow_run_name="stage {request.place}",
+    persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
+)
 def stage_data(request: StagingRequest) -> dict[str, Any]:
     """Stages what suites need on this machine, and says what is there then, with revisions and sizes.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefect import Flow
+import yaml
 from typer.testing import CliRunner
 
 from fakes.hub import running_hub
@@ -26,7 +26,7 @@ from flows import suites as flows
 from flows.cli.app import app
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import UnknownBenchmark
-from resources.settings import process_environment, settings
+from resources.settings import deployment_data, process_environment, settings
 from tasks.evaluators.lm_eval.index import listed_benchmarks
 from tasks.offline.texts import stage_texts, text_source
 from tasks.records.record import Record
@@ -158,6 +158,13 @@ def request_for(served: Served, folder: Path, output: Path, **changes: Any) -> S
     )
 
 
+def run_deployed(runner: str, **parameters: Any) -> list[Record]:
+    """Runs a flow with the parameters of its deployment, and some more."""
+    content = yaml.safe_load(deployment_data("prefect.yaml").read_text())["deployments"]
+    [deployed] = [one["parameters"] for one in content if one["entrypoint"] == f"flows.suites.{runner}"]
+    return getattr(flows, runner)(**(deployed | parameters))
+
+
 def assert_succeeded(records: list[Record], *, cells: int, published: set[str]) -> None:
     assert [record.status for record in records] == ["succeeded"] * cells
     assert {metric.benchmark for record in records for metric in record.metrics} == published
@@ -167,14 +174,14 @@ def assert_succeeded(records: list[Record], *, cells: int, published: set[str]) 
 @pytest.mark.parametrize(
     ("runner", "suite", "changes", "cells"),
     [
-        (flows.default_key_evals, "default_key_evals", {"allow_code_execution": ["humaneval"]}, 2),
-        (flows.default_base_eval, "default_base_eval", {}, 5),
-        (flows.default_sft_eval, "default_sft_eval", {"allow_code_execution": ["humaneval"]}, 5),
-        (flows.run_key_evals, "key_evals", {"only": ["multiple_choice"]}, 1),
-        (flows.run_base_model_evals, "base_model", {}, 3),
-        (flows.run_sft_model_evals, "sft_model", {"only": ["leaderboard_gen"]}, 1),
-        (flows.run_on_gpu, "on_gpu", {}, 2),
-        (flows.run_lm_eval_harness, "lm_eval_harness", {"only": ["truthfulness"]}, 2),
+        ("default_key_evals", "default_key_evals", {"allow_code_execution": ["humaneval"]}, 2),
+        ("default_base_eval", "default_base_eval", {}, 5),
+        ("default_sft_eval", "default_sft_eval", {"allow_code_execution": ["humaneval"]}, 5),
+        ("run_key_evals", "key_evals", {"only": ["multiple_choice"]}, 1),
+        ("run_base_model_evals", "base_model", {}, 3),
+        ("run_sft_model_evals", "sft_model", {"only": ["leaderboard_gen"]}, 1),
+        ("run_on_gpu", "on_gpu", {}, 2),
+        ("run_lm_eval_harness", "lm_eval_harness", {"only": ["truthfulness"]}, 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -182,14 +189,14 @@ def test_runner_evaluates_its_suite_and_publishes_every_benchmark(
     tmp_path: Path,
     served: Served,
     tiny: Callable[[str], Path],
-    runner: Flow[Any, list[Record]],
+    runner: str,
     suite: str,
     changes: dict[str, Any],
     cells: int,
 ):
     request = request_for(served, tiny(suite), tmp_path / "evaluations", **changes)
-    selects = "selection" in runner.parameters.properties
-    records = runner(request, flows.CheckpointSelection(steps=(1,))) if selects else runner(request)
+    selects = not runner.startswith("default_")
+    records = run_deployed(runner, request=request, **({"selection": {"steps": [1]}} if selects else {}))
     assert {record.checkpoint.step for record in records} == {1 if selects else 2}
     wanted = [one for one in load_suite(suite).evaluations if not request.only or one.label in request.only]
     assert_succeeded(records, cells=cells, published={task.metric_key for one in wanted for task in one.evals})
@@ -226,7 +233,7 @@ def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_pat
         base_url=served.base_url,
         max_eval_instances=1,
     )
-    [record] = flows.run_helm(request, flows.CheckpointSelection(steps=(1,)))
+    [record] = run_deployed("run_helm", request=request, selection={"steps": [1]})
     assert record.status == "succeeded" and record.counts is not None
     assert record.counts.scored == len(subjects) == 57
     assert {"mmlu", "mmlu.subject=anatomy"} <= {metric.benchmark for metric in record.metrics}
@@ -248,7 +255,7 @@ def test_alpaca_runner_compares_with_the_official_outputs_as_the_named_judge_say
             max_eval_instances=QUESTIONS,
             judge=judge,
         )
-        [record] = flows.run_alpaca_eval(request, flows.CheckpointSelection(steps=(1,)))
+        [record] = run_deployed("run_alpaca_eval", request=request, selection={"steps": [1]})
     assert record.status == "succeeded" and record.counts is not None
     assert record.counts.scored == QUESTIONS
     assert {(metric.benchmark, metric.name) for metric in record.metrics} >= {("alpaca_eval", "win_rate")}
@@ -258,15 +265,15 @@ def test_alpaca_runner_compares_with_the_official_outputs_as_the_named_judge_say
 @pytest.mark.parametrize(
     ("runner", "evaluator", "benchmark"),
     [
-        (flows.evaluate_lm_evaluation_harness_on_step, "lm_evaluation_harness", "demo_facts"),
-        (flows.evaluate_helm_on_step, "helm", "demo_mcqa"),
-        (flows.evaluate_alpaca_eval_on_step, "alpaca_eval", "demo_instructions"),
-        (flows.evaluate_levanter_lm_evaluation_harness_on_step, "levanter_lm_evaluation_harness", "demo_facts"),
+        ("evaluate_lm_evaluation_harness_on_step", "lm_evaluation_harness", "demo_facts"),
+        ("evaluate_helm_on_step", "helm", "demo_mcqa"),
+        ("evaluate_alpaca_eval_on_step", "alpaca_eval", "demo_instructions"),
+        ("evaluate_levanter_lm_evaluation_harness_on_step", "levanter_lm_evaluation_harness", "demo_facts"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_step_of_a_run_is_evaluated_by_its_number(
-    tmp_path: Path, served: Served, runner: Flow[Any, list[Record]], evaluator: str, benchmark: str
+    tmp_path: Path, served: Served, runner: str, evaluator: str, benchmark: str
 ):
     request = SuiteRequest(
         model_path=str(served.run),
@@ -275,7 +282,7 @@ def test_step_of_a_run_is_evaluated_by_its_number(
         max_eval_instances=QUESTIONS,
         judge=Judge(annotator="demo_verdict", constrained=True),
     )
-    [record] = runner(request, (EvalTaskConfig(name=benchmark),), step=1)
+    [record] = run_deployed(runner, request=request, evals=(EvalTaskConfig(name=benchmark),), step=1)
     assert (record.checkpoint.step, record.evaluator, record.status) == (1, evaluator, "succeeded")
     assert {metric.benchmark for metric in record.metrics} == {benchmark}
 
@@ -303,7 +310,7 @@ def test_fresh_texts_staged_from_a_folder_give_bits_per_byte_without_a_network(
     changed = source.model_copy(update={"base": str(originals), "files": files})
     stage_texts(changed, tmp_path / "fresh", on_event=lambda line: None)
     request = request_for(served, tmp_path / "fresh", tmp_path / "evaluations")
-    [record] = flows.run_uncheatable_evals(request, flows.CheckpointSelection(steps=(1,)))
+    [record] = run_deployed("run_uncheatable_evals", request=request, selection={"steps": [1]})
     assert record.status == "succeeded" and record.counts is not None
     assert record.counts.scored == QUESTIONS * len(files)
     assert {m.benchmark for m in record.metrics if m.name == "bits_per_byte"} == {FRESH + name for name in files}

@@ -118,14 +118,9 @@ def test_wheel_deploys_its_flows_with_prefect(installed: Installed, server: dict
     assert wanted and wanted == {deployment["entrypoint"] for deployment in deployed}
 
 
-def test_wheel_deploys_a_policy(installed: Installed, server: dict[str, str]):
-    (installed.folder / "run").mkdir()
-    policy = {
-        "name": "of-the-wheel",
-        "runs": [str(installed.folder / "run")],
-        "suite": "demo",
-        "evaluation_path": str(installed.folder / "evaluations"),
-    }
-    (installed.folder / "policy.yaml").write_text(yaml.safe_dump(policy))
-    changes = json.loads(installed.assay("policy", "deploy", "policy.yaml", "--json", **server))
+def test_wheel_deploys_a_policy(installed: Installed, server: dict[str, str], tmp_path: Path):
+    folders = {"runs": [str(tmp_path / "run")], "evaluation_path": str(tmp_path / "evaluations")}
+    file = tmp_path / "policy.yaml"
+    file.write_text(yaml.safe_dump({"name": "of-the-wheel", "suite": "demo", **folders}))
+    changes = json.loads(installed.assay("policy", "deploy", str(file), "--json", **server))
     assert ("reconcile-policy/of-the-wheel", "create") in {(change["name"], change["action"]) for change in changes}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import importlib
+import inspect
 import os
 import re
 import shutil
@@ -19,6 +20,10 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 from prefect import Flow
+from pydantic import create_model
+
+from flows.hooks import leave_nothing
+from tasks.spec.suites import built_in_suites
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flows", "tasks", "pools", "resources")
@@ -75,6 +80,27 @@ def test_deployment_entrypoint_is_a_module_path_that_imports_to_a_flow(entrypoin
     assert re.fullmatch(r"flows(\.\w+)+", entrypoint)
     module, _, name = entrypoint.rpartition(".")
     assert isinstance(getattr(importlib.import_module(module), name), Flow)
+
+
+@pytest.mark.parametrize("entrypoint", ENTRYPOINTS)
+def test_deployed_flow_cleans_up_after_it_was_cancelled_and_after_it_crashed(entrypoint: str):
+    module, _, name = entrypoint.rpartition(".")
+    deployed = getattr(importlib.import_module(module), name)
+    assert [deployed.on_cancellation_hooks, deployed.on_crashed_hooks] == [[leave_nothing], [leave_nothing]]
+
+
+@pytest.mark.parametrize("deployment", DEPLOYMENTS["deployments"], ids=lambda deployment: deployment["entrypoint"])
+def test_parameters_of_a_deployment_are_those_of_its_flow_which_is_named_after_its_entrypoint(
+    deployment: dict[str, Any],
+):
+    module, _, name = deployment["entrypoint"].rpartition(".")
+    deployed = getattr(importlib.import_module(module), name)
+    assert deployed.name == name.replace("_", "-")
+    parameters = inspect.signature(deployed.fn, eval_str=True).parameters
+    fields: dict[str, Any] = {field: (parameters[field].annotation, ...) for field in deployment["parameters"]}
+    create_model("Parameters", **fields).model_validate(deployment["parameters"])
+    if "suite" in deployment["parameters"]:
+        assert deployment["parameters"]["suite"] in built_in_suites()
 
 
 def test_deployments_pull_nothing_anywhere():
