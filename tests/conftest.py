@@ -8,11 +8,43 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fakes import ray_variables  # noqa: F401 before any test imports ray
 from resources.settings import settings
+
+TOGETHER = {
+    "one Prefect server": (
+        "e2e/test_train_and_evaluate.py",
+        *("integration/test_cli.py", "integration/test_evaluations_together.py", "integration/test_flow_runs.py"),
+        *("integration/test_flows.py", "integration/test_gcs_sink.py", "integration/test_reconcile_flow.py"),
+        "integration/test_suites_real.py",
+    ),
+    "one Ray and one Iris": (
+        *("contract/test_actors.py", "contract/test_job_clients.py", "contract/test_leased_queue.py"),
+        *("integration/test_iris_jobs.py", "integration/test_training_real.py"),
+    ),
+    "one lm-eval": (
+        *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
+        "integration/test_warm_lm_eval.py",
+    ),
+}
+"""Files that share what is slow to start, and so run in one process."""
+_GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile` with some files taken as one."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return _GROUPS.get(file, file)
+
+    return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
