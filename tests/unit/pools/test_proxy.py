@@ -815,7 +815,6 @@ def test_start_that_cannot_work_says_why_and_ends(
         env=process_environment({"ASSAY_POOL_KEY": "", **keys}),
         capture_output=True,
         text=True,
-        timeout=30,
         check=False,
     )
     assert ended.returncode == 2
