@@ -17,6 +17,7 @@ import sys
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import NoneType, UnionType
@@ -133,6 +134,7 @@ class Line(NamedTuple):
     meaning: str
 
 
+@cache
 def lines_of(model: type[BaseModel]) -> list[Line]:
     """Every field of a model with its type, default and docstring."""
     documented = docstrings_of(model)
