@@ -213,3 +213,11 @@ def test_committed_files_name_no_home_or_work_directory(committed: dict[Path, st
 
 def test_modules_are_short_enough_to_read():
     assert not [path for path in MODULES if len(path.read_text().splitlines()) >= LONGEST_MODULE_LINES]
+
+
+def test_tasks_have_few_rooms_on_few_floors():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    [floors] = [contract["layers"] for contract in contracts if contract.get("containers") == ["tasks"]]
+    named = {room.strip() for floor in floors for room in floor.split("|")}
+    rooms = {path.parent.name for path in (ROOT / "tasks").glob("*/__init__.py")}
+    assert named == rooms and len(rooms) <= 16 and len(floors) <= 7
