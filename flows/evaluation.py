@@ -75,7 +75,7 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
 
 
 def run_claimed(configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:
-    """Evaluates what can be had of some cells, share by share, each on a pool of its own."""
-    while share := claimed.next():
-        with provisioned(configs, stage_tokenizers(share)) as serving:
-            schedule_cells(share, serving, claimed=claimed)
+    """Evaluates the cells that this run gets a claim of, each batch of them on a pool of its own."""
+    while batch := claimed.next():
+        with provisioned(configs, stage_tokenizers(batch)) as serving:
+            schedule_cells(batch, serving, claimed=claimed)

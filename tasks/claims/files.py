@@ -21,7 +21,7 @@ _Kind = TypeVar("_Kind", bound=Config)
 
 
 class Subject(Config):
-    """What is claimed, in words that need no look at the checkpoint: for whoever lists claims."""
+    """A cell in words that need no look at the checkpoint: for lists of claims."""
 
     key: str
     """The cell: its step and the name of its folder."""
@@ -30,7 +30,7 @@ class Subject(Config):
     evaluation_hash: str
     """Of the evaluation that was planned."""
     listing: str | None = None
-    """What a listing tells of the checkpoint's state."""
+    """The checkpoint's state, as a listing tells it."""
 
 
 class Claim(Config):
@@ -41,19 +41,19 @@ class Claim(Config):
     number: int
     """One more than the claim that it succeeds."""
     holder: str
-    """Who has it."""
+    """Name of its holder."""
     succeeds: str | None = None
     """Holder of the claim with the number before, which was found dead."""
     deaths: int = 0
     """Holders in a row that died with the cell in their hands."""
     released: bool = False
-    """Whether it was given up, so that the next one may have the cell at once."""
+    """True once it was given up, so that the next one may have the cell at once."""
     at: float
     """When it was made, seconds since the epoch."""
 
 
 class Holder(Config):
-    """Who claims, and when they were last heard of."""
+    """A process that claims, and when it was last heard of."""
 
     name: str
     """Name of its file, made up at the start."""
@@ -66,7 +66,7 @@ class Holder(Config):
     renewed: float
     """Last sign of life, seconds since the epoch."""
     lease_seconds: float
-    """How long that holds."""
+    """Time that this holds."""
 
     def until(self) -> float:
         """When its claims end if nothing more is heard, on a clock that may differ from its own."""
@@ -82,18 +82,18 @@ class SeenClaim:
     holder: Holder | None
 
     def live(self, now: float) -> bool:
-        """Whether its holder still counts as being at work."""
+        """Tells if its holder still counts as being at work."""
         if self.claim.released or self.holder is None:
             return False
         return now < self.holder.until() and not self.holder.process.has_ended()
 
     def died(self, now: float) -> bool:
-        """Whether its holder is gone and has not given it up."""
+        """Tells if its holder is gone and has not given it up."""
         return not self.claim.released and not self.live(now)
 
 
 def claims_folder(evaluation_path: str, run: str) -> str:
-    """Where the claims of a run's cells lie."""
+    """The folder with the claims of a run's cells."""
     return storage.join(evaluation_path, run, _FOLDER)
 
 
@@ -169,7 +169,7 @@ def claims_by_key(folder: str) -> dict[str, list[ClaimFile]]:
 
 
 def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:
-    """What stands in a file; None where it is gone, or cannot be understood."""
+    """Reads a file; None where it is gone, or cannot be understood."""
     try:
         return kind.model_validate_json(storage.read_bytes(uri))
     except (FileNotFoundError, ValidationError):
@@ -177,11 +177,11 @@ def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:
 
 
 def claim_uri(folder: str, claim: Claim, *, exclusive: bool) -> str:
-    """Where a claim lies; its name says whose it is where the store cannot keep two from making it."""
+    """The file of a claim; its name says whose it is where the store cannot keep two from making it."""
     holder = "" if exclusive else f".{claim.holder}"
     return storage.join(folder, f"{claim.subject.key}.{claim.number}{holder}.json")
 
 
 def holder_uri(folder: str, name: str) -> str:
-    """Where a holder shows signs of life."""
+    """The file in which a holder shows signs of life."""
     return storage.join(folder, _HOLDERS, f"{name}.json")

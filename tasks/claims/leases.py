@@ -37,7 +37,7 @@ from tasks.claims.files import (
 from tasks.claims.process_marks import ProcessMark, acting_user
 
 LEASE_SECONDS = 120.0
-"""How long a claim holds after the last sign of life of its holder."""
+"""Time that a claim holds after the last sign of life of its holder."""
 _BEATS_PER_LEASE = 5
 _SETTLE_SECONDS = 2.0
 _RELEASED_KEPT_SECONDS = 3600.0
@@ -106,7 +106,7 @@ class Claims:
 
     @property
     def exclusive(self) -> bool:
-        """Whether the store sees to it that only one gets a cell."""
+        """True if the store sees to it that only one gets a cell."""
         return self._exclusive
 
     def acquire(self, subjects: Sequence[Subject]) -> Acquired:
@@ -230,7 +230,7 @@ class Claims:
         return storage.create_bytes(uri, content) or read_file(uri, Claim) == claim
 
     def _succeeded(self, uri: str, files: Sequence[ClaimFile]) -> bool:
-        """Whether a claim that we hold is gone, or another one has taken its place.
+        """Tells if a claim that we hold is gone, or another one has taken its place.
 
         A later one that succeeds somebody else was made by one who had looked too early, and will be withdrawn.
         """
@@ -243,7 +243,7 @@ class Claims:
         return any(claim is not None and claim.succeeds == self._me.name for claim in later)
 
     def _stands(self, uri: str, files: Sequence[ClaimFile]) -> bool:
-        """Whether a claim just made is the last one, and nobody who made an earlier one still has the cell.
+        """Tells if a claim just made is the last one, and nobody who made an earlier one still has the cell.
 
         Every claim made before is seen here, since looking comes after making: so of two, one withdraws at least.
         What is earlier goes, the first ones first: until the last of them, whoever was succeeded can tell by it.
@@ -255,7 +255,9 @@ class Claims:
         for file, claim in earlier:
             if claim is None or claim.released:
                 continue
-            if any(one is not None and one.succeeds == claim.holder and at.number > file.number for at, one in read):
+            if any(
+                other is not None and other.succeeds == claim.holder and at.number > file.number for at, other in read
+            ):
                 continue  # its holder sees that too
             holder = read_file(holder_uri(self._folder, claim.holder), Holder)
             if SeenClaim(claim, file.uri, holder).live(self._now()):

@@ -23,11 +23,11 @@ class ProcessMark(Config):
 
     @classmethod
     def of_this_process(cls) -> ProcessMark:
-        """The mark of whoever calls."""
+        """The mark of the calling process."""
         return cls(machine=_machine(), pid=os.getpid(), started=_started(os.getpid()))
 
     def has_ended(self) -> bool:
-        """Whether it has certainly ended; False where only time can tell, as for another machine."""
+        """Tells if it has certainly ended; False where only time can tell, as for another machine."""
         if self.machine != _machine() or self.started is None:
             return False
         return _started(self.pid) != self.started

@@ -49,7 +49,7 @@ Stamp = tuple[int, float, str | None]
 
 
 class IndexedRecord(NamedTuple):
-    """What planning asks of a record. `cell` is its folder relative to the run's; times in seconds since the epoch."""
+    """A record as planning needs it. `cell` is its folder relative to the run's; times in seconds since the epoch."""
 
     cell: str
     checkpoint: str
@@ -65,7 +65,7 @@ class IndexedRecord(NamedTuple):
 
     @property
     def succeeded(self) -> bool:
-        """Whether its numbers are published."""
+        """True if its numbers are published."""
         return self.status == "succeeded"
 
 
@@ -106,7 +106,7 @@ class Evaluated:
 
 @dataclass(frozen=True)
 class RunRecords:
-    """What the records of a run say: successes by checkpoint, everything else record by record.
+    """The records of a run: successes by checkpoint, everything else record by record.
 
     `typical` is what a success of each evaluation took: seconds, and chip-seconds (medians).
     """
@@ -116,12 +116,12 @@ class RunRecords:
     typical: Mapping[str, tuple[float, float]]
 
     def has(self, checkpoint: str, listing: str) -> bool:
-        """Whether a checkpoint has a success in the state that a listing shows."""
+        """Tells if a checkpoint has a success in the state that a listing shows."""
         return any(state.listing == listing for state in self.done.get(checkpoint, ()))
 
 
 def indexed_records(run_folder: str, *, afresh: bool = False, now: Callable[[], float] = time.time) -> RunRecords:
-    """What the records of a run say, by the index where that may be believed, else by the records themselves.
+    """Returns what the records of a run say, by the index where that may be believed, else by themselves.
 
     Args:
         run_folder: `<evaluation_path>/<run>`.
@@ -153,7 +153,7 @@ def indexed_records(run_folder: str, *, afresh: bool = False, now: Callable[[], 
 
 
 def _signature(stamps: Mapping[str, Stamp]) -> str:
-    """The same as long as no record comes, goes or changes."""
+    """Digest that stays as long as no record comes, goes or changes."""
     return hashlib.blake2b(marshal.dumps(list(stamps.items()), 2), digest_size=16).hexdigest()
 
 
@@ -212,7 +212,7 @@ def keep_rows(run_folder: str, rows: Sequence[IndexedRecord], stamps: Mapping[st
 
 
 def _is_trusted(age_seconds: float, *, took: float) -> bool:
-    """Whether an index is taken at its word; one that a clock says is of the future is not."""
+    """Tells if an index is taken at its word; one that a clock says is of the future is not."""
     trusted_seconds = min(_TRUSTED_PER_SECOND * took, _TRUSTED_AT_MOST_SECONDS)
     return took > _WORTH_TRUSTING_SECONDS and 0 <= age_seconds < trusted_seconds
 
@@ -240,7 +240,7 @@ def _read_summary(run_folder: str) -> tuple[dict[str, Any] | None, RunRecords]:
 
 
 def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
-    """The same in a fiftieth of the bytes: a finished checkpoint is one line, whatever it was asked."""
+    """Sums rows up in a fiftieth of the bytes: a finished checkpoint is one line, whatever it was asked."""
     numbers: dict[str, int] = {}
     done: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
     costs: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -321,10 +321,10 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
     objects = storage.bucket_objects(run_folder)
     if objects is not None:  # 200,000 of them, in half the time that their full descriptions take
         start = len(run_folder.rstrip("/").split("://", 1)[-1].partition("/")[2]) + 1
-        for one in objects:
-            if one["name"].endswith(f"/{RECORD_NAME}"):
-                told = one.get("md5Hash") or one.get("crc32c") or one.get("updated")
-                yield one["name"][start:].removesuffix(f"/{RECORD_NAME}"), (int(one["size"]), 0.0, told)
+        for found in objects:
+            if found["name"].endswith(f"/{RECORD_NAME}"):
+                checksum = found.get("md5Hash") or found.get("crc32c") or found.get("updated")
+                yield found["name"][start:].removesuffix(f"/{RECORD_NAME}"), (int(found["size"]), 0.0, checksum)
         return
     start = len(run_folder.rstrip("/")) + 1
     for file in storage.list_files(run_folder):
@@ -358,9 +358,9 @@ def _rows(run_folder: str, cells: Sequence[str]) -> list[IndexedRecord]:
             return None
 
     if storage.is_local(run_folder):
-        return [one for one in map(read, cells) if one is not None]
+        return [row for row in map(read, cells) if row is not None]
     with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
-        return [one for one in threads.map(read, cells) if one is not None]
+        return [row for row in threads.map(read, cells) if row is not None]
 
 
 def _row_in(content: bytes, cell: str) -> IndexedRecord | None:

@@ -1,4 +1,4 @@
-"""Where a number comes from: code, versions, machine."""
+"""Provenance of a number: code, versions, machine."""
 
 from __future__ import annotations
 

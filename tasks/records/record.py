@@ -68,10 +68,10 @@ class Counts(_Part):
 
 
 class CheckpointReference(_Part):
-    """Which model state was measured."""
+    """The model state that was measured."""
 
     uri: str
-    """Where it lay."""
+    """Its folder."""
     run: str
     """The training run that wrote it."""
     name: str
@@ -87,14 +87,14 @@ class CheckpointReference(_Part):
 
 
 class SinkState(_Part):
-    """What became of a record at one sink."""
+    """The state of a record at one sink."""
 
     status: Literal["published", "failed"]
-    """Whether the sink has it."""
+    """published if the sink has it."""
     where: str | None = None
-    """Where it is to be seen there."""
+    """Its address there."""
     reason: str | None = None
-    """Why the sink does not have it."""
+    """The reason why the sink does not have it."""
     at: datetime
     """When that was found out, UTC."""
 
@@ -111,7 +111,7 @@ class Record(_Part):
     cell: str
     """Name of the cell's folder."""
     checkpoint: CheckpointReference
-    """What was measured."""
+    """The model state that was measured."""
     evaluator: str
     """The harness."""
     benchmarks: tuple[str, ...]
@@ -127,19 +127,19 @@ class Record(_Part):
     git_commit: str | None
     """Commit of the code that ran, where it lies in a repository."""
     git_dirty: bool | None
-    """Whether that code had uncommitted changes."""
+    """True if that code had uncommitted changes."""
     versions: dict[str, str]
     """Versions of Assay, Python, engine and harness."""
     hardware: dict[str, Any]
     """Device, replicas, machine."""
     served: dict[str, Any]
-    """How the checkpoint came into the engine: cold start, reload or restart, and why; or the endpoint used."""
+    """The way the checkpoint came into the engine: cold start, reload or restart, and why; or the endpoint used."""
     seconds: dict[str, float]
     """Wall seconds by phase."""
     chip_seconds: float
     """Accelerators times seconds of this cell; 0 on CPU."""
     requests: dict[str, int]
-    """What the proxy counted for this cell: answered, errors, retried; empty for a foreign endpoint."""
+    """Requests of this cell as the proxy counted them: answered, errors, retried; empty for a foreign endpoint."""
     tags: tuple[str, ...] = ()
     """Free labels."""
     samples: int | None = None
@@ -147,13 +147,12 @@ class Record(_Part):
     links: dict[str, str] = {}
     """Pages the harness made, such as HELM's site, by title; relative to the record's folder."""
     sinks: dict[str, SinkState] = {}
-    """What became of this record at each sink it is for."""
+    """The state of this record at each sink it is for."""
     infra_failures: int | None = None
     """Outcomes in a row that were `infra_failed`, this one included unless it was interrupted; empty for any other
     outcome."""
     interrupted: bool = False
-    """Whether it has no outcome because the run was told to end, by a person or by who took its machine away: that is
-    no failure."""
+    """True if the run was told to end, by a person or by who took its machine away: that is no failure."""
     attempt: str
     """Folder beside the record that holds the harness's own output."""
     created: datetime
@@ -161,7 +160,7 @@ class Record(_Part):
 
     @property
     def succeeded(self) -> bool:
-        """Whether its numbers are published."""
+        """True if its numbers are published."""
         return self.status == "succeeded"
 
 
@@ -171,7 +170,7 @@ def now() -> datetime:
 
 
 def record_uri(cell_uri: str) -> str:
-    """Where the record of a cell lies."""
+    """The file of a cell's record."""
     return storage.join(cell_uri, RECORD_NAME)
 
 
@@ -192,7 +191,7 @@ def parsed_record(content: bytes) -> Record | None:
 
 
 def failures_in_a_row(told: int | None) -> int:
-    """What an `infra_failed` record says of that; those from before it was counted stand for one."""
+    """Failures in a row by an `infra_failed` record; those from before it was counted stand for one."""
     return 1 if told is None else told
 
 
@@ -290,7 +289,7 @@ def find_records(evaluation_path: str) -> list[FoundRecord]:
 
 def read_records(evaluation_path: str) -> list[Record]:
     """Every readable record below a folder, in the order of `find_records`."""
-    return [one.record for one in find_records(evaluation_path)]
+    return [found.record for found in find_records(evaluation_path)]
 
 
 def current_records(records: list[Record]) -> list[Record]:

@@ -37,11 +37,11 @@ class Sample(BaseModel):
     benchmark: str
     """Name its metrics are published under."""
     id: str
-    """The same for the same question in every run of the benchmark."""
+    """Name of the question, in every run of the benchmark."""
     prompt: _Text
-    """What was asked, as far as the harness tells."""
+    """The question, as far as the harness tells."""
     output: _Text
-    """What the model answered; for a choice, the one it found likeliest."""
+    """The model's answer; for a choice, the one it found likeliest."""
     target: _Text | None
     """The right answer, or the output it was compared with, where there is one."""
     scores: dict[str, float]

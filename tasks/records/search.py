@@ -1,4 +1,4 @@
-"""Finding records: where each lies, which are wanted, and which checkpoint a few words mean."""
+"""Search of records: by patterns, and by the name or place of a checkpoint."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_NAMES = 8
 
 @dataclass(frozen=True)
 class RecordFilter:
-    """Which records, and which of their metrics, are wanted; whatever is empty takes everything.
+    """A choice of records and of their metrics; a field that is empty takes everything.
 
     Runs, benchmarks, metrics and tags are patterns as in a shell (`mmlu*`); of several, one has to match. `latest`
     takes the newest record of each checkpoint, evaluator and set of benchmarks only.
@@ -59,7 +59,7 @@ class RecordFilter:
         return [record for record in meant if not self.statuses or record.status in self.statuses]
 
     def takes(self, benchmark: str, metric: str) -> bool:
-        """Whether a metric of a benchmark is wanted; `metric` is empty for a benchmark that has given no number."""
+        """Tells if a metric of a benchmark is wanted; `metric` is empty for a benchmark that has given no number."""
         return _matches(benchmark, self.benchmarks) and (not self.metrics or _matches(metric, self.metrics))
 
     def _means(self, record: Record) -> bool:
@@ -93,7 +93,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 def _is_evaluator(name: str, wanted: Sequence[str]) -> bool:
     titles: dict[str, str] = {key: title.lower() for key, title in EVALUATOR_TITLES.items()}
-    return not wanted or bool({name, titles.get(name, name)} & {one.lower() for one in wanted})
+    return not wanted or bool({name, titles.get(name, name)} & {evaluator.lower() for evaluator in wanted})
 
 
 def records_of_checkpoints(texts: Sequence[str], *, evaluation_path: str) -> list[list[FoundRecord]]:
@@ -124,14 +124,14 @@ def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], lis
     found = find(folder)
     run, _, step = name.rpartition("@")
     same = [
-        one
-        for one in found
-        if one.record.checkpoint.name == name
-        or (step.isdigit() and (one.record.checkpoint.run, one.record.checkpoint.step) == (run, int(step)))
+        entry
+        for entry in found
+        if entry.record.checkpoint.name == name
+        or (step.isdigit() and (entry.record.checkpoint.run, entry.record.checkpoint.step) == (run, int(step)))
     ]
     if same:
         return same
-    names = list(dict.fromkeys(one.record.checkpoint.name for one in found))
+    names = list(dict.fromkeys(entry.record.checkpoint.name for entry in found))
     close = difflib.get_close_matches(name, names, n=_SHOWN_NAMES, cutoff=0.5) or names[:_SHOWN_NAMES]
     raise BadInput(
         expected=f"a checkpoint with records below {folder}, as NAME, RUN@STEP, PATH:NAME or the folder of a record",

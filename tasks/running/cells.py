@@ -1,4 +1,4 @@
-"""Cells: which are wanted, which are done, and what came of them."""
+"""Cells: planned from evaluations and checkpoints, and concluded by the records that stand for them."""
 
 from __future__ import annotations
 
@@ -131,10 +131,12 @@ def _identity(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
 
 
 def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
-    """What only shows once the checkpoints are known, or the place where the flow runs."""
-    twice = [name for name, times in Counter(_name(config, one) for one in checkpoints).items() if times > 1]
+    """Refuses what only shows once the checkpoints are known, or the place where the flow runs."""
+    twice = [
+        name for name, times in Counter(_name(config, checkpoint) for checkpoint in checkpoints).items() if times > 1
+    ]
     if twice:
-        places = ", ".join(one.uri for one in checkpoints if _name(config, one) == twice[0])
+        places = ", ".join(found.uri for found in checkpoints if _name(config, found) == twice[0])
         raise BadInput(
             expected=f"one checkpoint of each name below {config.model_path}",
             found=f"{twice[0]} at {places}",
@@ -159,7 +161,7 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
 
 
 def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
-    """What the machine, or a model, can never give."""
+    """Refuses what the machine, or a model, can never give."""
     pool = config.pool_config if config.pool_name is None else None
     wanted = config.resource_config if config.native else pool.resource_config if pool else None
     if wanted is not None:

@@ -84,7 +84,7 @@ class ClaimedCells:
         return []
 
     def take(self) -> list[Cell]:
-        """The same without waiting: what can be had now. The rest stays wanted.
+        """Claims what can be had now, without waiting. The rest stays wanted.
 
         Raises:
             StorageError: claims cannot be read or written; whatever was claimed is given up, and stays wanted.
@@ -124,7 +124,7 @@ class ClaimedCells:
                 self._claims.release(key_of(cell))
 
     def _has_outcome(self, cell: Cell) -> bool:
-        """Whether another run has finished it since it was wanted here, or succeeded at any time.
+        """Tells if another run has finished it since it was wanted here, or succeeded at any time.
 
         What was told to end has finished nothing.
         """
@@ -139,7 +139,7 @@ class ClaimedCells:
         for seen in others:
             if seen.claim.holder not in self._told:
                 self._told.add(seen.claim.holder)
-                number = sum(one.claim.holder == seen.claim.holder for one in others)
+                number = sum(other.claim.holder == seen.claim.holder for other in others)
                 report_event(f"waiting for {how_many(number, 'cell')} that {described(seen)} evaluates")
 
 
@@ -150,7 +150,7 @@ def key_of(cell: Cell) -> str:
 
 
 def subject_of(cell: Cell) -> Subject:
-    """What is written into a claim of a cell."""
+    """The cell as its claim names it."""
     return Subject(
         key=key_of(cell),
         checkpoint=cell.reference.name,
@@ -160,7 +160,7 @@ def subject_of(cell: Cell) -> Subject:
 
 
 def described(seen: SeenClaim) -> str:
-    """Who has a cell, for people."""
+    """The holder of a claim in words."""
     if seen.holder is None:
         return "somebody who is gone"
     machine = seen.holder.process.machine.partition(" ")[0]

@@ -81,10 +81,10 @@ def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
     """The first of some evaluations, if one pool or endpoint can answer for all."""
     first = configs[0]
     for config in configs[1:]:
-        for what in ("pool_name", "base_url", "served_model_name", "pool_config"):
-            if getattr(config, what) != getattr(first, what):
+        for name in ("pool_name", "base_url", "served_model_name", "pool_config"):
+            if getattr(config, name) != getattr(first, name):
                 raise BadInput(
-                    expected=f"the same {what} in evaluations that are made together",
+                    expected=f"the same {name} in evaluations that are made together",
                     found="different ones",
                     remedy="give all of them the same; apply_chat_template and sampling can be set in each evaluation",
                 )
@@ -92,7 +92,7 @@ def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
 
 
 def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | None:
-    """Who judges for an evaluation: the judge its options name, or the model's own pool; None where nobody judges.
+    """Returns the judge of an evaluation: the one its options name, or the model's own pool; None where nobody judges.
 
     Raises:
         BadInput: the judge is a pool that is not up.
