@@ -6,7 +6,8 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -15,15 +16,25 @@ import pytest
 
 from fakes.models import write_run
 from fakes.polling import eventually, is_alive
+from fakes.records import make_record
 from pools.endpoint import RunningModel
 from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client
-from resources.errors import EvaluationInterrupted, RecordUnwritten, UnexpectedError
+from resources.errors import EvaluationInterrupted, RecordStatus, RecordUnwritten, UnexpectedError
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
-from tasks.records.record import CheckpointReference, Counts, read_record
+from tasks.records.record import (
+    CheckpointReference,
+    Counts,
+    FoundRecord,
+    Record,
+    now,
+    read_record,
+    write_record,
+)
 from tasks.records.samples import Sample
-from tasks.running.cells import Cell
+from tasks.running.announce import announce
+from tasks.running.cells import Cell, standing_record
 from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -86,7 +97,7 @@ class Crashing(Hanging):
         raise self.error("the whole answer of the model")
 
 
-def make_cell(folder: Path) -> Cell:
+def make_cell(folder: Path, **changes: Any) -> Cell:
     run = write_run(folder / "run-a", [100])
     config = EvaluationConfig.model_validate(
         {
@@ -94,6 +105,7 @@ def make_cell(folder: Path) -> Cell:
             "model_path": str(run),
             "evaluation_path": str(folder / "out"),
             "evals": [{"name": "demo_facts"}],
+            **changes,
         }
     )
     [checkpoint] = find_checkpoints(str(run))
@@ -195,3 +207,37 @@ def test_attempt_whose_record_cannot_be_written_says_so(tmp_path: Path):
     Path(cell.uri).write_text("a file where the folder of the cell is to be")
     with pytest.raises(RecordUnwritten, match=r"run-a-100"):
         run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None), Lock()))
+
+
+def with_fallback(cell: Cell) -> Cell:
+    return replace(cell, levanter_fallback=replace(cell, uri=f"{cell.uri}-by-levanter"))
+
+
+def write(cell: Cell, status: RecordStatus, *, seconds: float = 0.0) -> Record:
+    changes = {"checkpoint": cell.reference, "cell": Path(cell.uri).name, "created": now() + timedelta(seconds=seconds)}
+    return write_record(cell.uri, make_record(status=status).model_copy(update=changes))
+
+
+def test_record_of_the_fallback_stands_for_its_cell_unless_an_older_one_has_succeeded(tmp_path: Path):
+    cell = with_fallback(make_cell(tmp_path))
+    assert standing_record(cell) is None
+    assert cell.levanter_fallback is not None
+    write(cell, "infra_failed")
+    later = write(cell.levanter_fallback, "failed", seconds=1)
+    assert standing_record(cell) == FoundRecord(cell.levanter_fallback.uri, later)
+    success = write(cell, "succeeded")
+    assert standing_record(cell) == FoundRecord(cell.uri, success)
+
+
+def test_success_of_the_fallback_is_sent_to_the_sinks_that_lack_it(tmp_path: Path):
+    planned = with_fallback(make_cell(tmp_path, sinks=[{"kind": "object_store", "url": str(tmp_path / "store")}]))
+    fallback = planned.levanter_fallback
+    assert fallback is not None
+    record = write(fallback, "succeeded")
+    (Path(fallback.uri) / record.attempt).mkdir()
+    cell = replace(planned, levanter_fallback=replace(fallback, record=record))
+    assert cell.done
+    announce.fn([cell], since=now())
+    noted = read_record(fallback.uri)
+    assert noted is not None and [state.status for state in noted.sinks.values()] == ["published"]
+    assert read_record(cell.uri) is None
