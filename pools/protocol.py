@@ -97,8 +97,8 @@ class Announcement(Config):
     """Grows with every announcement of an instance: an older one that arrives late changes nothing."""
     url: str | None = Field(default=None, pattern=_URL_PATTERN)
     """Address of its engine, without a path, such as http://127.0.0.1:8001."""
-    entrance_key: str | None = Field(default=None, pattern=r"^[\w-]{16,128}$", repr=False)
-    """First line of each connection to that address, where the engine is behind an entrance."""
+    ingress_key: str | None = Field(default=None, pattern=r"^[\w-]{16,128}$", repr=False)
+    """First line of each connection to that address, where the engine is behind an ingress."""
     capacity: int = Field(default=1, ge=1)
     """Requests it works on at once; load is measured against it."""
     state: ReplicaState = "starting"
@@ -200,7 +200,7 @@ class ReplicaStatus(Config):
     """Its name."""
     ordered: str | None
     """Model name it is to hold."""
-    said: Announcement
+    announcement: Announcement
     """What it said last."""
     lost: bool
     """Its lease has run out: it gets no requests until it announces itself again."""
@@ -216,11 +216,11 @@ class ReplicaStatus(Config):
     @property
     def usable(self) -> bool:
         """Whether it is there and answers, for the weights it holds."""
-        return self.said.state == "ready" and not self.lost and not self.suspect
+        return self.announcement.state == "ready" and not self.lost and not self.suspect
 
     def holds(self, digest: str) -> bool:
         """Whether it is ready with the checkpoint of this digest; connections to it may have failed lately."""
-        return self.said.state == "ready" and not self.lost and self.said.digest == digest
+        return self.announcement.state == "ready" and not self.lost and self.announcement.digest == digest
 
 
 class RequestCounters(Config):

@@ -49,7 +49,9 @@ def state_of(state: KeptPoolState) -> dict[str, Any]:
         "name": pool.name,
         "state": state.state,
         "base_url": pool.access.address.base_url,
-        "replicas": {one.name: _of_replica(one.lost, one.said.state, one.said.model) for one in status.replicas}
+        "replicas": {
+            one.name: _of_replica(one.lost, one.announcement.state, one.announcement.model) for one in status.replicas
+        }
         if status
         else {},
         "held": status.held if status else None,

@@ -185,7 +185,7 @@ class InferencePool:
 
     def engine_urls(self) -> list[str]:
         """Addresses of the engines themselves, for looking at one directly."""
-        return [replica.said.url for replica in self.proxy_status().replicas if replica.said.url]
+        return [replica.announcement.url for replica in self.proxy_status().replicas if replica.announcement.url]
 
     def wait_until_unused(self, idle_seconds: float) -> None:
         """Returns once nobody has had a lease, and nobody has asked anything, for so long; or the pool has failed.

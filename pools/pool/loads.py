@@ -44,11 +44,11 @@ class LoadLog:
         """Takes in what replicas report for the first time."""
         replicas = list(replicas)
         for replica in replicas:
-            if replica.said.restarts > self._engine_starts.get(replica.said.instance, 0):
+            if replica.announcement.restarts > self._engine_starts.get(replica.announcement.instance, 0):
                 self._on_event(f"the engine of {replica.name} died, or hung, and is started again")
-                self._engine_starts[replica.said.instance] = replica.said.restarts
-            for load in replica.said.loads:
-                report = (replica.name, replica.said.instance, load.number)
+                self._engine_starts[replica.announcement.instance] = replica.announcement.restarts
+            for load in replica.announcement.loads:
+                report = (replica.name, replica.announcement.instance, load.number)
                 if report in self._seen:
                     continue
                 self._seen.add(report)

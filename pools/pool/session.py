@@ -156,7 +156,7 @@ class PoolSession:
         with self._changing:
             self._cells[cell, attempt] = mirror
         loads_before = {
-            one.said.instance: max((load.number for load in one.said.loads), default=0)
+            one.announcement.instance: max((load.number for load in one.announcement.loads), default=0)
             for one in self.status().replicas
         }
         self.want(name)
@@ -244,7 +244,7 @@ class PoolSession:
         """The loads of a checkpoint that went well, by replica, in the order they happened there."""
         digest = self._digest(name)
         for replica in status.replicas:
-            for load in replica.said.loads:
+            for load in replica.announcement.loads:
                 if load.digest == digest and load.model == name and load.failure is None:
                     yield replica, load
 
@@ -257,7 +257,7 @@ class PoolSession:
         loads = [
             load
             for replica, load in self._loads_of(name, status)
-            if load.number > opened.loads_before.get(replica.said.instance, 0)
+            if load.number > opened.loads_before.get(replica.announcement.instance, 0)
         ]
         return max(loads, key=lambda load: load.seconds, default=None) or self.report(name, status)
 
@@ -350,7 +350,7 @@ class PoolSession:
 
     def engine_identity(self) -> dict[str, Any]:
         """Which engine answers, with what arguments."""
-        versions = {replica.said.engine_version for replica in self.status().replicas}
+        versions = {replica.announcement.engine_version for replica in self.status().replicas}
         version = ", ".join(sorted(one for one in versions if one))
         return {**self.access.engine_identity(), "version": version}
 
@@ -390,6 +390,8 @@ def _holding(status: ProxyStatus, digest: str) -> list[ReplicaStatus]:
 
 def _abilities(holding: Sequence[ReplicaStatus]) -> _Abilities:
     return _Abilities(
-        prompt_logprobs=all(one.said.prompt_logprobs for one in holding),
-        max_model_len=min((one.said.max_model_len for one in holding if one.said.max_model_len), default=None),
+        prompt_logprobs=all(one.announcement.prompt_logprobs for one in holding),
+        max_model_len=min(
+            (one.announcement.max_model_len for one in holding if one.announcement.max_model_len), default=None
+        ),
     )

@@ -9,7 +9,7 @@ from pools.proxy.connections.messages import Reply, Responder
 from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import Call, Lost, TimedOut
 from pools.proxy.request import Asked
-from pools.proxy.routing import Replica, RequestOutcome, outcome_of
+from pools.proxy.routing import RequestOutcome, RoutedReplica, outcome_of
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class Attempt:
         return self.reply.body if self.reply is not None else None
 
 
-async def attempt(call: Call, replica: Replica, asked: Asked, *, responder: Responder) -> Attempt:
+async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder: Responder) -> Attempt:
     """Asks a replica. A stream goes to the client as it comes.
 
     Args:

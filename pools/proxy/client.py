@@ -83,12 +83,12 @@ def proxy_command(
 
 
 def wait_for_address(
-    said: Callable[[], str | None], *, timeout_seconds: float, is_running: Callable[[], bool]
+    announced: Callable[[], str | None], *, timeout_seconds: float, is_running: Callable[[], bool]
 ) -> ProxyAddress:
     """The address of a proxy that was just started, once it listens.
 
     Args:
-        said: what it has written or announced so far, None if nothing.
+        announced: what it has written or announced so far, None if nothing.
         timeout_seconds: how long it may take.
         is_running: whether its process is still there.
 
@@ -98,7 +98,7 @@ def wait_for_address(
     deadline = time.monotonic() + timeout_seconds
     while True:
         was_running = is_running()
-        if (address := said()) is not None:
+        if (address := announced()) is not None:
             return ProxyAddress.model_validate_json(address)
         if not was_running:
             raise ProxyFailed(
@@ -109,7 +109,7 @@ def wait_for_address(
         if time.monotonic() > deadline:
             raise ProxyFailed(
                 expected=f"the proxy to listen within {timeout_seconds:g} s",
-                found="it has not said its address",
+                found="it has not announced its address",
                 remedy="look at its log and at the load of this machine",
             )
         time.sleep(_POLL_SECONDS)
@@ -154,7 +154,7 @@ class ProxyClient:
         query = f"?after={after}&wait={wait_seconds:g}" if after is not None else ""
         return ProxyStatus.model_validate_json(self._ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
 
-    def announce(self, replica: str, said: Announcement, *, join_token: str) -> Orders:
+    def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:
         """Says what a replica is and holds; the answer may be held back for as long as the announcement says.
 
         Raises:
@@ -162,7 +162,11 @@ class ProxyClient:
         ProxyRefused: it answers, and refuses.
         """
         answer = self._ask_for(
-            "POST", f"/replicas/{replica}", body=said.model_dump_json(), key=join_token, wait=said.wait_seconds
+            "POST",
+            f"/replicas/{replica}",
+            body=announcement.model_dump_json(),
+            key=join_token,
+            wait=announcement.wait_seconds,
         )
         return Orders.model_validate_json(answer)
 

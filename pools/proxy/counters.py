@@ -65,16 +65,16 @@ class Tally:
     """Seconds of these loads, by replica and phase."""
     _last_load: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def announced(self, name: str, said: Announcement) -> None:
+    def announced(self, name: str, announcement: Announcement) -> None:
         """Counts the loads of a replica that are new in an announcement."""
-        last = self._last_load.get((name, said.instance), 0)
-        for load in said.loads:
+        last = self._last_load.get((name, announcement.instance), 0)
+        for load in announcement.loads:
             if load.number <= last:
                 continue
             self.loads[name, "failed" if load.failure else load.how] += 1
             for phase, seconds in load.phases.items():
                 self.load_seconds[name, phase] += seconds
-            self._last_load[name, said.instance] = load.number
+            self._last_load[name, announcement.instance] = load.number
 
     def model(self, name: str) -> RequestTally:
         """The counts of one model."""
@@ -145,7 +145,7 @@ def _of_replicas(replicas: list[ReplicaStatus]) -> Iterator[str]:
     yield from _family("replica_ready", "gauge", "1 where the replica gets requests", ready)
     in_flight = {labels[one.name]: one.in_flight for one in replicas}
     yield from _family("in_flight", "gauge", "Requests a replica works on", in_flight)
-    restarts = {labels[one.name]: one.said.restarts for one in replicas}
+    restarts = {labels[one.name]: one.announcement.restarts for one in replicas}
     yield from _family("engine_restarts_total", "counter", "Engines started again after one died", restarts)
 
 

@@ -20,7 +20,7 @@ from pools.proxy.connections.upstream import Call, Upstream
 from pools.proxy.counters import CLIENT_LEFT, RequestTally, Tally
 from pools.proxy.probes import Probes
 from pools.proxy.request import Asked, asked_in
-from pools.proxy.routing import Replica, RequestOutcome, RoutingTable, may_retry
+from pools.proxy.routing import RequestOutcome, RoutedReplica, RoutingTable, may_retry
 
 SERVER_ERROR_PAUSE_SECONDS = 0.1
 
@@ -60,11 +60,11 @@ class Forwarder:
         self._journal = journal
         self._probes = Probes(upstream, limits=limits, on_recovery=self._recovered)
         self._loop = asyncio.get_running_loop()
-        self._running: dict[Call, Replica] = {}
+        self._running: dict[Call, RoutedReplica] = {}
         self._waiting: dict[asyncio.Future[None], None] = {}
         self._request_numbers = itertools.count(1)
 
-    def table_changed(self, lost: list[Replica]) -> None:
+    def table_changed(self, lost: list[RoutedReplica]) -> None:
         """Looks again at held requests, and takes what `lost` replicas were working on away from them."""
         if lost:
             for call, replica in list(self._running.items()):
@@ -167,7 +167,7 @@ class Forwarder:
                 replica = await self._hold(asked, scope, lambda: self._choose(asked.model, tried))
                 tallies = self._tallies(asked, scope)
             attempts += 1
-            digest = replica.said.digest
+            digest = replica.announcement.digest
             for tally in tallies:
                 tally.upstream += 1
             last = await self._attempt(replica, asked, responder)
@@ -197,12 +197,12 @@ class Forwarder:
                 tally.prompt_tokens += facts.prompt_tokens
                 tally.completion_tokens += facts.completion_tokens
 
-    async def _attempt(self, replica: Replica, asked: Asked, responder: Responder) -> Attempt:
+    async def _attempt(self, replica: RoutedReplica, asked: Asked, responder: Responder) -> Attempt:
         outcome: RequestOutcome | None = None
         call = self._upstream.call(
             replica.url,
             patience_seconds=self._limits.engine_timeout_seconds,
-            entrance_key=replica.said.entrance_key,
+            ingress_key=replica.announcement.ingress_key,
         )
         self._running[call] = replica
         self._table.begin(replica, asked.model)
@@ -230,7 +230,7 @@ class Forwarder:
             raise Refusal(503, f"{model} cannot be served: {failure.found.splitlines()[0]}", param="model")
         return served
 
-    def _choose(self, model: str, tried: Mapping[str, RequestOutcome]) -> Replica | None:
+    def _choose(self, model: str, tried: Mapping[str, RequestOutcome]) -> RoutedReplica | None:
         if self._table.models is None and self._table.failed is None:
             return None
         return self._table.choose(self._served(model).digest, tried=tried)

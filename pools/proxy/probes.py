@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pools.protocol import ProxyLimits
 from pools.proxy.connections.upstream import Lost, TimedOut, Upstream
-from pools.proxy.routing import Replica
+from pools.proxy.routing import RoutedReplica
 
 
 class Probes:
@@ -23,9 +23,9 @@ class Probes:
         self._upstream = upstream
         self._limits = limits
         self._on_recovery = on_recovery
-        self._tasks: dict[Replica, asyncio.Task[None]] = {}
+        self._tasks: dict[RoutedReplica, asyncio.Task[None]] = {}
 
-    def watch(self, replica: Replica) -> None:
+    def watch(self, replica: RoutedReplica) -> None:
         """Starts to ask a suspect, unless that is being done."""
         if _is_worth_asking(replica) and replica not in self._tasks:
             self._tasks[replica] = asyncio.create_task(self._ask_until_it_answers(replica))
@@ -44,18 +44,18 @@ class Probes:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask_until_it_answers(self, replica: Replica) -> None:
+    async def _ask_until_it_answers(self, replica: RoutedReplica) -> None:
         while not await self._answers(replica):
             await asyncio.sleep(self._limits.probe_interval_seconds)
         del self._tasks[replica]
         replica.suspect = False
         self._on_recovery()
 
-    async def _answers(self, replica: Replica) -> bool:
+    async def _answers(self, replica: RoutedReplica) -> bool:
         call = self._upstream.call(
             replica.url,
             patience_seconds=self._limits.probe_timeout_seconds,
-            entrance_key=replica.said.entrance_key,
+            ingress_key=replica.announcement.ingress_key,
         )
         try:
             await call.ask(b"GET", b"/health")
@@ -66,5 +66,5 @@ class Probes:
             call.close()
 
 
-def _is_worth_asking(replica: Replica) -> bool:
-    return replica.said.state == "ready" and not replica.lost
+def _is_worth_asking(replica: RoutedReplica) -> bool:
+    return replica.announcement.state == "ready" and not replica.lost

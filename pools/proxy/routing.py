@@ -47,11 +47,11 @@ def may_retry(outcome: RequestOutcome, *, attempts: int) -> bool:
 
 
 @dataclass(slots=True, eq=False)
-class Replica:
+class RoutedReplica:
     """One engine server: what it said of itself, what the pool wants of it, and what happened to it here."""
 
     name: str
-    said: Announcement
+    announcement: Announcement
     announced: float
     """When it said so, on the table's clock."""
     wanted: bool = True
@@ -69,25 +69,25 @@ class Replica:
     @property
     def url(self) -> str:
         """Address of its engine, without a path."""
-        return self.said.url or ""
+        return self.announcement.url or ""
 
     @property
     def takes_requests(self) -> bool:
         """Whether new requests may go to it: it is ready, and the pool does not want other weights in it."""
-        said = self.said
+        announcement = self.announcement
         return (
-            said.state == "ready"
+            announcement.state == "ready"
             and self.wanted
             and not self.suspect
             and not self.lost
-            and said.url is not None
-            and (self.ordered_digest is None or self.ordered_digest == said.digest)
+            and announcement.url is not None
+            and (self.ordered_digest is None or self.ordered_digest == announcement.digest)
         )
 
     @property
     def gone(self) -> bool:
         """Whether what it was working on will not be answered."""
-        return self.lost or self.said.state == "dead"
+        return self.lost or self.announcement.state == "dead"
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class RoutingTable:
     next: tuple[str, ...] = ()
     on_news: Callable[[], None] = lambda: None
     """Called whenever `version` has grown."""
-    replicas: dict[str, Replica] = field(default_factory=dict)
+    replicas: dict[str, RoutedReplica] = field(default_factory=dict)
     version: int = 0
     orders_version: int = 0
     held: int = 0
@@ -131,8 +131,8 @@ class RoutingTable:
         self.version += 1
         self.on_news()
 
-    def apply(self, desired: DesiredState) -> list[Replica]:
-        """Replaces what the pool wants; replicas keep what they said, and their load.
+    def apply(self, desired: DesiredState) -> list[RoutedReplica]:
+        """Replaces what the pool wants; replicas keep what they announced, and their load.
 
         Returns:
             replicas that the pool does not want any more: whatever they were working on will not be answered.
@@ -155,35 +155,39 @@ class RoutingTable:
                 del self.replicas[replica.name]
         return unwanted
 
-    def announce(self, name: str, said: Announcement) -> list[Replica]:
+    def announce(self, name: str, announcement: Announcement) -> list[RoutedReplica]:
         """Takes what a replica says of itself, and renews its lease.
 
         Returns:
             replicas whose work is lost by that: itself if it is dead, or the one before it of the same name.
         """
         before = self.replicas.get(name)
-        lost: list[Replica] = []
-        if before is None or before.said.instance != said.instance:
+        lost: list[RoutedReplica] = []
+        if before is None or before.announcement.instance != announcement.instance:
             if before is not None:
                 before.lost = True
                 lost.append(before)
-            replica = self.replicas[name] = Replica(name, said, self.clock())
+            replica = self.replicas[name] = RoutedReplica(name, announcement, self.clock())
             self._give_order(replica)
             self.bump()
             return lost
-        if said.sequence < before.said.sequence:
+        if announcement.sequence < before.announcement.sequence:
             before.announced = self.clock()
             return lost
-        if _news(before.said) != _news(said) or before.lost:
+        if _news(before.announcement) != _news(announcement) or before.lost:
             self.bump()
-        if before.url != said.url or (before.said.state != "ready" and said.state == "ready") or before.lost:
+        if (
+            before.url != announcement.url
+            or (before.announcement.state != "ready" and announcement.state == "ready")
+            or before.lost
+        ):
             # Another engine, or one that was just seen to answer: what happened before says nothing of it.
             before.suspect = False
             before.consecutive_failures = 0
-        before.said, before.announced, before.lost = said, self.clock(), False
-        return [before] if said.state == "dead" else []
+        before.announcement, before.announced, before.lost = announcement, self.clock(), False
+        return [before] if announcement.state == "dead" else []
 
-    def expire(self, lease_seconds: float) -> list[Replica]:
+    def expire(self, lease_seconds: float) -> list[RoutedReplica]:
         """Marks the replicas as lost that have been silent for longer than their lease; those newly lost."""
         deadline = self.clock() - lease_seconds
         lost = [one for one in self.replicas.values() if not one.lost and one.announced < deadline]
@@ -208,19 +212,19 @@ class RoutingTable:
             in_flight=replica.in_flight if replica else 0,
         )
 
-    def choose(self, digest: str, *, tried: Mapping[str, RequestOutcome]) -> Replica | None:
+    def choose(self, digest: str, *, tried: Mapping[str, RequestOutcome]) -> RoutedReplica | None:
         """The least loaded replica that holds these weights and takes requests; equals take turns.
 
         Replicas that a request was not sent to yet come first; one that timed out is not asked again.
         """
-        best: Replica | None = None
+        best: RoutedReplica | None = None
         best_rank: tuple[bool, float, int] | None = None
         for replica in self.replicas.values():
-            if replica.said.digest != digest or not replica.takes_requests:
+            if replica.announcement.digest != digest or not replica.takes_requests:
                 continue
             if tried and tried.get(replica.name) is RequestOutcome.TIMED_OUT:
                 continue
-            rank = (replica.name in tried, replica.in_flight / replica.said.capacity, replica.last_turn)
+            rank = (replica.name in tried, replica.in_flight / replica.announcement.capacity, replica.last_turn)
             if best_rank is None or rank < best_rank:
                 best, best_rank = replica, rank
         return best
@@ -240,20 +244,22 @@ class RoutingTable:
             self.held -= 1
         asked.last_active = self.clock()
 
-    def begin(self, replica: Replica, model: str) -> None:
+    def begin(self, replica: RoutedReplica, model: str) -> None:
         """Counts a request for a model that is sent to a replica now."""
         self._turn += 1
         replica.last_turn = self._turn
         replica.in_flight += 1
         self._asked_of(model).in_flight += 1
 
-    def end(self, replica: Replica, model: str, outcome: RequestOutcome | None) -> None:
+    def end(self, replica: RoutedReplica, model: str, outcome: RequestOutcome | None) -> None:
         """Counts a request that a replica is done with; no outcome where the client left."""
         replica.in_flight -= 1
         asked = self._asked_of(model)
         asked.in_flight -= 1
         asked.last_active = self.clock()
-        if (asked.in_flight == 0 and self.held) or (replica.in_flight == 0 and replica.said.state == "draining"):
+        if (asked.in_flight == 0 and self.held) or (
+            replica.in_flight == 0 and replica.announcement.state == "draining"
+        ):
             self.bump()
         if outcome is RequestOutcome.LOST or outcome is RequestOutcome.TIMED_OUT:
             replica.consecutive_failures += 1
@@ -277,7 +283,7 @@ class RoutingTable:
             ReplicaStatus(
                 name=one.name,
                 ordered=one.ordered,
-                said=one.said.model_copy(update={"entrance_key": None}),  # for the proxy alone
+                announcement=one.announcement.model_copy(update={"ingress_key": None}),  # for the proxy alone
                 lost=one.lost,
                 silent_seconds=max(0.0, now - one.announced),
                 suspect=one.suspect,
@@ -303,7 +309,7 @@ class RoutingTable:
                 total[replica.ordered] = total.get(replica.ordered, 0.0) + now - replica.ordered_at
         return {model: round(seconds, 3) for model, seconds in total.items()}
 
-    def _give_order(self, replica: Replica) -> None:
+    def _give_order(self, replica: RoutedReplica) -> None:
         if self.models is None:
             return
         replica.wanted = replica.name in self._orders
@@ -333,6 +339,14 @@ def _demand(asked: _Asked, now: float) -> Demand:
     )
 
 
-def _news(said: Announcement) -> tuple[object, ...]:
+def _news(announcement: Announcement) -> tuple[object, ...]:
     """What of an announcement matters to somebody who waits for news."""
-    return (said.state, said.digest, said.url, len(said.loads), said.loads[-1:], said.restarts, said.failure)
+    return (
+        announcement.state,
+        announcement.digest,
+        announcement.url,
+        len(announcement.loads),
+        announcement.loads[-1:],
+        announcement.restarts,
+        announcement.failure,
+    )

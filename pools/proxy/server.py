@@ -23,7 +23,7 @@ from pools.proxy.connections.replies import Refusal
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.leases import Leases
-from pools.proxy.routing import Replica, RoutingTable
+from pools.proxy.routing import RoutedReplica, RoutingTable
 from resources.config import Config
 from resources.settings import ProxyKeys
 
@@ -169,7 +169,9 @@ class ProxyServer:
     async def _models(self, _request: Request, _name: str) -> Reply:
         entry = {"object": "model", "created": self._started, "owned_by": "assay"}
         lengths = {
-            one.said.digest: one.said.max_model_len for one in self._table.replicas.values() if one.said.max_model_len
+            one.announcement.digest: one.announcement.max_model_len
+            for one in self._table.replicas.values()
+            if one.announcement.max_model_len
         }
         longest = min(lengths.values(), default=None)
         listed = []
@@ -181,7 +183,7 @@ class ProxyServer:
     async def _health(self, _request: Request, _name: str) -> Reply:
         health = self._table.health
         replicas = [
-            {"name": one.name, "state": "lost" if one.lost else one.said.state, "in_flight": one.in_flight}
+            {"name": one.name, "state": "lost" if one.lost else one.announcement.state, "in_flight": one.in_flight}
             for one in self._table.replicas.values()
         ]
         reply = {"status": health, "replicas": replicas, "held": self._table.held}
@@ -207,14 +209,16 @@ class ProxyServer:
         return _value(self._status_now())
 
     async def _announced(self, request: Request, name: str) -> Reply:
-        said = _read(Announcement, request)
-        self._tally.announced(name, said)
-        self._change(self._table.announce(name, said))
+        announcement = _read(Announcement, request)
+        self._tally.announced(name, announcement)
+        self._change(self._table.announce(name, announcement))
 
         def news(orders: Orders) -> bool:
-            return orders.in_flight == 0 if said.until_idle else orders.version != said.seen
+            return orders.in_flight == 0 if announcement.until_idle else orders.version != announcement.seen
 
-        await self._until(lambda: news(self._table.orders_of(name)), seconds=said.wait_seconds, gone=request.gone)
+        await self._until(
+            lambda: news(self._table.orders_of(name)), seconds=announcement.wait_seconds, gone=request.gone
+        )
         return _value(self._table.orders_of(name))
 
     async def _lease(self, request: Request, name: str) -> Reply:
@@ -263,7 +267,7 @@ class ProxyServer:
             journal=self._cells.journal_status,
         )
 
-    def _change(self, lost: list[Replica]) -> None:
+    def _change(self, lost: list[RoutedReplica]) -> None:
         self._forwarder.table_changed(lost)
         self._wake()
 

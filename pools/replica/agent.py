@@ -21,8 +21,8 @@ from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digest
 from pools.failures import as_failure
 from pools.protocol import Announcement, LoadReport, Orders, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
-from pools.replica.ingress import Entrance
-from pools.replica.replica import Loading, Replica
+from pools.replica.ingress import Ingress
+from pools.replica.replica import Loading, ReplicaEngine
 from pools.weights.staging import StagedFolder
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -102,11 +102,11 @@ class Agent:
         self._snapshot = threading.Lock()
         self._stop = threading.Event()
         self._healthy_at = time.monotonic()
-        self._replica = Replica(
+        self._replica = ReplicaEngine(
             name, config, launcher=launcher, client=client, on_change=self._changed, drain=self._drain
         )
         proxy = (address.host, address.port)
-        self._entrance = None if is_loopback(address.host) else Entrance(own_address(proxy), self._engine_port)
+        self._ingress = None if is_loopback(address.host) else Ingress(own_address(proxy), self._engine_port)
         self._staging = staging()
         self._held: StagedFolder | None = None
         self._failed: tuple[str, str] | None = None
@@ -139,8 +139,8 @@ class Agent:
         finally:
             self._stop.set()
             self._replica.stop()
-            if self._entrance is not None:
-                self._entrance.close()
+            if self._ingress is not None:
+                self._ingress.close()
             self._staging.close()
 
     def _obey(self) -> None:
@@ -247,11 +247,11 @@ class Agent:
             replica = self._replica
             checkpoint = replica.checkpoint
             holds = checkpoint is not None and replica.state in ("ready", "draining")
-            said = Announcement(
+            announcement = Announcement(
                 instance=self._instance,
                 sequence=self._sequence,
-                url=self._entrance.url if self._entrance and replica.url else replica.url,
-                entrance_key=self._entrance.key if self._entrance else None,
+                url=self._ingress.url if self._ingress and replica.url else replica.url,
+                ingress_key=self._ingress.key if self._ingress else None,
                 capacity=replica.capacity,
                 state="dead" if replica.engine_ended or self._hangs else replica.state,
                 model=checkpoint.name if checkpoint else None,
@@ -266,7 +266,7 @@ class Agent:
                 wait_seconds=wait_seconds,
                 until_idle=until_idle,
             )
-        return self._proxy.announce(self._name, said, join_token=self._token)
+        return self._proxy.announce(self._name, announcement, join_token=self._token)
 
     def _changed(self) -> None:
         """Tells of a new state; an engine that became ready has just answered."""

@@ -104,8 +104,12 @@ class AgentJobs:
             # A new agent needs a moment until it speaks; what was heard last is of the one before.
             is_new = time.monotonic() - agent.started_at < self._patience_seconds
             silent = replica is not None and replica.silent_seconds > self._patience_seconds and not is_new
-            if replica is not None and replica.said.failure and replica.said.failure.kind == "EngineDied":
-                agent.given_up = replica.said.failure.found
+            if (
+                replica is not None
+                and replica.announcement.failure
+                and replica.announcement.failure.kind == "EngineDied"
+            ):
+                agent.given_up = replica.announcement.failure.found
             elif agent.details.status.finished or silent:
                 self._start_again(name, agent, why="was silent" if silent else "ended")
 

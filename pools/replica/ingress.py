@@ -1,7 +1,7 @@
-"""The entrance to an engine for a proxy on another machine.
+"""The ingress to an engine, for a proxy on another machine.
 
 An engine listens on loopback, since whoever reaches it can make it load anything. Where the proxy runs elsewhere, the
-replica's agent listens on the machine's address instead: a connection whose first line is not the entrance's key is
+replica's agent listens on the machine's address instead: a connection whose first line is not the ingress's key is
 closed, and of every other one the bytes go to the engine and back as they are.
 """
 
@@ -19,7 +19,7 @@ _CHUNK_BYTES = 2**18
 _log = logging.getLogger("assay.agent")
 
 
-class Entrance:
+class Ingress:
     """A relay in a thread of its own. Close it at the end.
 
     Args:
@@ -35,7 +35,7 @@ class Entrance:
         self._tasks: set[asyncio.Task[None]] = set()
         self._server = self._loop.run_until_complete(asyncio.start_server(self._relay, host, 0, limit=_CHUNK_BYTES))
         self._port: int = self._server.sockets[0].getsockname()[1]
-        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-entrance", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="engine-ingress", daemon=True)
         self._thread.start()
 
     @property
@@ -65,7 +65,7 @@ class Entrance:
             async with asyncio.timeout(_KEY_SECONDS):
                 line = await reader.readuntil(b"\n")
                 if len(line) > _LONGEST_KEY_LINE or not secrets.compare_digest(line.strip(), self.key.encode()):
-                    _log.warning("a connection without the entrance's key was closed")
+                    _log.warning("a connection without the ingress's key was closed")
                     return
                 port = self._engine_port()
                 if port is None:

@@ -60,7 +60,7 @@ class Loading:
             self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - began, 4)
 
 
-class Replica:
+class ReplicaEngine:
     """An engine server that can be started, reloaded, restarted and stopped.
 
     Args:

@@ -134,7 +134,7 @@ def order(pool: PoolThatIsUp, step: int, *, idle_seconds: float, tag: str) -> Sw
     key = access.key.get_secret_value()
     answer = ask(access.address.base_url, f"run-{step}", key=key, tag=tag)
     [replica] = access.proxy().status().replicas
-    return Swap(step % _OTHER_TEMPLATE, answer, replica.said.loads[-1])
+    return Swap(step % _OTHER_TEMPLATE, answer, replica.announcement.loads[-1])
 
 
 def measure_pool(cache: Cache, run: Path, steps: Sequence[int], *, swaps: int, restarts: int) -> dict[str, list[Swap]]:

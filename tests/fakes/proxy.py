@@ -31,7 +31,7 @@ class FakeReplica:
     """A replica as it would announce itself."""
 
     name: str
-    said: Announcement
+    announcement: Announcement
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class RunningProxy:
 
     def announce(self, replica: FakeReplica) -> None:
         """One replica says what it is."""
-        self.client.announce(replica.name, replica.said, join_token=JOIN_TOKEN)
+        self.client.announce(replica.name, replica.announcement, join_token=JOIN_TOKEN)
 
 
 def text_of(file: Path) -> Callable[[], str | None]:
@@ -110,8 +110,8 @@ def running_proxy(folder: Path, *arguments: str, port: int = 0, **limits: Any) -
 
 def replica_of(engine: FakeEngine, *, state: ReplicaState = "ready", digest: str | None = "d") -> FakeReplica:
     """A replica that is this engine, under a name of its own."""
-    said = Announcement(instance="first", url=engine.url, digest=digest, capacity=8, state=state)
-    return FakeReplica(f"r{engine.port}", said)
+    announcement = Announcement(instance="first", url=engine.url, digest=digest, capacity=8, state=state)
+    return FakeReplica(f"r{engine.port}", announcement)
 
 
 def state_of(model: str, *engines: FakeEngine) -> PoolState:

@@ -259,7 +259,7 @@ def test_next_checkpoint_of_a_store_is_staged_here_while_the_present_one_is_serv
         pool.session.want("run-2")
         eventually((staged["run-2"] / "model.safetensors").is_file)
         [replica] = pool.proxy_status().replicas
-        assert [load.model for load in replica.said.loads] == ["run-1"]
+        assert [load.model for load in replica.announcement.loads] == ["run-1"]
         pool.session.unwant("run-1")
         running, _ = pool.session.load("run-2")
         assert ask(running).status_code == 200
@@ -282,13 +282,13 @@ def test_checkpoints_asked_for_at_once_are_spread_over_the_replicas(
     config = pool_config(resource_config={"replicas": 2})
     with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         running, _ = pool.load("run-1")
-        eventually(lambda: all(one.said.state == "ready" for one in pool.proxy_status().replicas))
+        eventually(lambda: all(one.announcement.state == "ready" for one in pool.proxy_status().replicas))
         with ThreadPoolExecutor(6) as threads:
             names = ["run-1", "run-2"] * 30
             answers = list(threads.map(lambda name: ask(running, model=name).status_code, names))
         assert set(answers) == {200}
-        assert {one.said.model for one in pool.proxy_status().replicas} == {"run-1", "run-2"}
-        reports = [load for one in pool.proxy_status().replicas for load in one.said.loads]
+        assert {one.announcement.model for one in pool.proxy_status().replicas} == {"run-1", "run-2"}
+        reports = [load for one in pool.proxy_status().replicas for load in one.announcement.loads]
         assert sum(load.model == "run-2" for load in reports) == 1
 
 
@@ -317,7 +317,7 @@ def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one
             for thread in busy:
                 thread.join(timeout=30)
         assert not refused
-        loads = [load.model for one in pool.proxy_status().replicas for load in one.said.loads]
+        loads = [load.model for one in pool.proxy_status().replicas for load in one.announcement.loads]
         assert loads[:2] == ["run-1", "run-2"]
 
 
@@ -432,10 +432,10 @@ def test_replica_whose_engine_dies_at_start_tries_again_while_another_one_answer
     config = pool_config(resource_config={"replicas": 2})
     with InferencePool(config, checkpoints, client=client, launcher=launcher) as pool:
         running, _ = pool.load("run-1")
-        eventually(lambda: [one.said.state for one in pool.proxy_status().replicas] == ["ready", "ready"])
+        eventually(lambda: [one.announcement.state for one in pool.proxy_status().replicas] == ["ready", "ready"])
         assert pool.proxy_status().unusable == {}
         assert ask(running).status_code == 200
-        loads = [load for one in pool.proxy_status().replicas for load in one.said.loads]
+        loads = [load for one in pool.proxy_status().replicas for load in one.announcement.loads]
         assert sorted(load.failure is None for load in loads) == [False, True, True]
 
 

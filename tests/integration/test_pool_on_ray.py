@@ -106,7 +106,7 @@ def machine_with_a_replica(cluster: Cluster) -> Any:
 
 def instances(target: Target) -> set[str]:
     """The agents that the pool has heard of last."""
-    return {one.said.instance for one in target.status().replicas}
+    return {one.announcement.instance for one in target.status().replicas}
 
 
 def under_load(target: Target, fault: Fault, *, requests: int, retries: int = 0) -> Trial:
@@ -154,12 +154,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.engine
 @pytest.mark.skipif(is_loopback(own_address()), reason="this machine has no address but loopback")
-def test_vllm_behind_entrances_survives_the_loss_of_an_agent_with_its_engine(cluster: Cluster, model: Path) -> None:
+def test_vllm_behind_ingresses_survives_the_loss_of_an_agent_with_its_engine(cluster: Cluster, model: Path) -> None:
     engine = {"name": "run", "engine_kwargs": {"enforce_eager": True, "kv_cache_memory_bytes": "256M"}}
     with running_pool(cluster, model, model=engine, startup_timeout_seconds=180) as target:
-        entrances = [str(one.said.url) for one in target.status().replicas]
-        assert {httpx.URL(url).host for url in entrances} == {own_address()} == {httpx.URL(target.pool.base_url).host}
-        for url in entrances:
+        ingresses = [str(one.announcement.url) for one in target.status().replicas]
+        assert {httpx.URL(url).host for url in ingresses} == {own_address()} == {httpx.URL(target.pool.base_url).host}
+        for url in ingresses:
             with pytest.raises(httpx.TransportError):  # it knows no key
                 httpx.get(f"{url}/health", timeout=10)
         before = instances(target)

@@ -48,10 +48,10 @@ class Receiver(Protocol):
 
 
 class Origin:
-    """One address, and the open connections to it; where an entrance is before it, with the key for that."""
+    """One address, and the open connections to it; where an ingress is before it, with the key for that."""
 
     def __init__(
-        self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float, entrance_key: str | None = None
+        self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float, ingress_key: str | None = None
     ) -> None:
         parts = urlsplit(url)
         self.loop = loop
@@ -59,7 +59,7 @@ class Origin:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.host_line = b"Host: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
-        self.first_line = f"{entrance_key}\n".encode() if entrance_key else b""
+        self.first_line = f"{ingress_key}\n".encode() if ingress_key else b""
         self.idle: list[EngineConnection] = []
         self.connections: set[EngineConnection] = set()
         self._idle_seconds = idle_seconds

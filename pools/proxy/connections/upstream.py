@@ -246,18 +246,18 @@ class Upstream:
         self._origins: dict[tuple[str, str | None], Origin] = {}
         self._timer = self._loop.call_later(look_seconds, self._look_around)
 
-    def call(self, url: str, *, patience_seconds: float, entrance_key: str | None = None) -> Call:
+    def call(self, url: str, *, patience_seconds: float, ingress_key: str | None = None) -> Call:
         """A call to the replica at an address such as http://127.0.0.1:8001.
 
         Args:
             url: the address, without a path.
             patience_seconds: how long the answer may take, or the next piece of it if it is a stream.
-            entrance_key: first line of each connection, where an entrance is before the engine.
+            ingress_key: first line of each connection, where an ingress is before the engine.
         """
-        origin = self._origins.get((url, entrance_key))
+        origin = self._origins.get((url, ingress_key))
         if origin is None:
-            origin = Origin(url, self._loop, self._idle_seconds, entrance_key)
-            self._origins[url, entrance_key] = origin
+            origin = Origin(url, self._loop, self._idle_seconds, ingress_key)
+            self._origins[url, ingress_key] = origin
         return Call(self, origin, patience_seconds)
 
     def close(self) -> None:

@@ -122,11 +122,11 @@ class Target:
         found = []
         mine = descendants(self._owner_pid)
         for replica in sorted(self.status().replicas, key=lambda one: one.name):
-            if replica.said.state != "ready" or replica.said.url is None:
+            if replica.announcement.state != "ready" or replica.announcement.url is None:
                 continue
-            pid = listener(int(replica.said.url.rpartition(":")[2]), mine)
+            pid = listener(int(replica.announcement.url.rpartition(":")[2]), mine)
             if pid is not None:
-                found.append(EngineProcess(replica.name, pid, replica.said.url))
+                found.append(EngineProcess(replica.name, pid, replica.announcement.url))
         return found
 
     def agents(self) -> dict[str, int]:
@@ -166,7 +166,9 @@ class Target:
         status = self.status()
         usable = [one for one in status.replicas if one.usable]
         if len(usable) < self.replicas:
-            seen = ", ".join(f"{one.name} is {'lost' if one.lost else one.said.state}" for one in status.replicas)
+            seen = ", ".join(
+                f"{one.name} is {'lost' if one.lost else one.announcement.state}" for one in status.replicas
+            )
             return f"{len(usable)} of {self.replicas} replicas are usable ({seen or 'none is known'})"
         in_flight = sum(one.in_flight for one in status.replicas)
         if in_flight or status.held:

@@ -572,7 +572,7 @@ async def test_draining_replica_finishes_what_it_has_and_gets_nothing_new(
     await until(lambda: engine.stats.in_flight == 1)
     draining = replica_of(engine, state="draining")
     proxy.tell(PoolState({model: "d"}, (draining, replica_of(other_engine))))
-    replicas = {one.name: (one.said.state, one.in_flight) for one in proxy.client.status().replicas}
+    replicas = {one.name: (one.announcement.state, one.in_flight) for one in proxy.client.status().replicas}
     assert sorted(replicas.values()) == [("draining", 1), ("ready", 0)]
     assert (await _ask(http, proxy, model))[0] == 200
     assert (await first)[0] == 200
@@ -829,7 +829,7 @@ def test_wait_for_address_of_a_process_that_ended_raises() -> None:
 
 
 def test_wait_for_address_that_never_comes_raises() -> None:
-    with pytest.raises(ProxyFailed, match="has not said"):
+    with pytest.raises(ProxyFailed, match="has not announced"):
         wait_for_address(lambda: None, timeout_seconds=0.05, is_running=lambda: True)
 
 

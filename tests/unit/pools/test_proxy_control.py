@@ -36,8 +36,8 @@ async def _ask(proxy: RunningProxy, model: str) -> tuple[int, bytes]:
         return reply.status, await reply.read()
 
 
-def _orders(proxy: RunningProxy, said: Announcement) -> Orders:
-    return proxy.client.announce("a", said, join_token=JOIN_TOKEN)
+def _orders(proxy: RunningProxy, announcement: Announcement) -> Orders:
+    return proxy.client.announce("a", announcement, join_token=JOIN_TOKEN)
 
 
 def test_replica_with_a_wrong_token_is_refused(proxy: RunningProxy) -> None:
@@ -148,8 +148,8 @@ async def test_metrics_are_prometheus_text_with_loads_tokens_and_replicas(proxy:
         proxy.client.set_state(state_of("m1", engine).desired)
         replica = replica_of(engine)
         for _ in range(2):
-            said = replica.said.model_copy(update={"loads": (load,), "restarts": 3})
-            proxy.client.announce(replica.name, said, join_token=JOIN_TOKEN)
+            announcement = replica.announcement.model_copy(update={"loads": (load,), "restarts": 3})
+            proxy.client.announce(replica.name, announcement, join_token=JOIN_TOKEN)
         assert (await _ask(proxy, "m1"))[0] == 200
         async with aiohttp.ClientSession(headers=HEADERS) as http, http.get(f"{proxy.url}/metrics") as reply:
             text = await reply.text()

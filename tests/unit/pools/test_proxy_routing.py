@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from pools.protocol import Announcement, DesiredState, Lease, ReplicaState, ServedModel
 from pools.proxy.leases import Leases
-from pools.proxy.routing import Replica, RequestOutcome, RoutingTable, may_retry, outcome_of
+from pools.proxy.routing import RequestOutcome, RoutedReplica, RoutingTable, may_retry, outcome_of
 
 MODELS = {"m1": ServedModel(digest="d1"), "m2": ServedModel(digest="d2")}
 
@@ -33,18 +33,20 @@ def _said(digest: str | None = "d1", **fields: Any) -> Announcement:
 def _table(**replicas: Announcement) -> RoutingTable:
     table = RoutingTable(clock=Clock())
     table.apply(DesiredState(models=MODELS, orders=dict.fromkeys(replicas)))
-    for name, said in replicas.items():
-        table.announce(name, said)
+    for name, announcement in replicas.items():
+        table.announce(name, announcement)
     return table
 
 
-def _chosen(table: RoutingTable, digest: str = "d1", *, tried: dict[str, RequestOutcome] | None = None) -> Replica:
+def _chosen(
+    table: RoutingTable, digest: str = "d1", *, tried: dict[str, RequestOutcome] | None = None
+) -> RoutedReplica:
     replica = table.choose(digest, tried=tried or {})
     assert replica is not None
     return replica
 
 
-def _begun(table: RoutingTable) -> Replica:
+def _begun(table: RoutingTable) -> RoutedReplica:
     replica = _chosen(table)
     table.begin(replica, "m1")
     return replica
@@ -138,7 +140,7 @@ def test_announce_another_instance_takes_over_and_the_one_before_is_lost() -> No
 def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
     table = _table(a=_said("d1", sequence=5))
     table.announce("a", _said("d2", sequence=4))
-    assert table.replicas["a"].said.digest == "d1"
+    assert table.replicas["a"].announcement.digest == "d1"
 
 
 @pytest.mark.parametrize(
@@ -149,8 +151,8 @@ def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
 def test_announce_engine_that_is_a_new_one_clears_suspicion(steps: list[Announcement]) -> None:
     table = _table(a=_said())
     table.end(_begun(table), "m1", RequestOutcome.LOST)
-    for said in steps:
-        table.announce("a", said)
+    for announcement in steps:
+        table.announce("a", announcement)
     assert table.choose("d1", tried={}) is not None
 
 

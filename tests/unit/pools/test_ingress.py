@@ -1,4 +1,4 @@
-"""The entrance to an engine for a proxy elsewhere: the key opens it, bytes pass as they are, both ends end together."""
+"""The ingress to an engine for a proxy elsewhere: the key opens it, bytes pass as they are, both ends end together."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ import pytest
 from fakes.polling import eventually
 from fakes.wire import read_request, scripted_engine
 from pools.proxy.connections.upstream import Lost, Upstream
-from pools.replica.ingress import Entrance
+from pools.replica.ingress import Ingress
 
 BODY = bytes(range(256)) * 4096
 
 
 @asynccontextmanager
-async def entrance_to(url: str | None) -> AsyncIterator[Entrance]:
+async def ingress_to(url: str | None) -> AsyncIterator[Ingress]:
     port = int(url.rpartition(":")[2]) if url else None
-    entrance = await asyncio.to_thread(Entrance, "127.0.0.1", lambda: port)
+    ingress = await asyncio.to_thread(Ingress, "127.0.0.1", lambda: port)
     try:
-        yield entrance
+        yield ingress
     finally:
-        await asyncio.to_thread(entrance.close)
+        await asyncio.to_thread(ingress.close)
 
 
 @asynccontextmanager
@@ -43,8 +43,8 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         await writer.drain()
 
 
-async def ask(upstream: Upstream, entrance: Entrance, key: str | None) -> bytes:
-    call = upstream.call(entrance.url, patience_seconds=10, entrance_key=key)
+async def ask(upstream: Upstream, ingress: Ingress, key: str | None) -> bytes:
+    call = upstream.call(ingress.url, patience_seconds=10, ingress_key=key)
     try:
         await call.ask(b"POST", b"/v1/completions", body=BODY)
         return call.body
@@ -53,8 +53,8 @@ async def ask(upstream: Upstream, entrance: Entrance, key: str | None) -> bytes:
 
 
 async def test_request_with_the_key_passes_byte_for_byte_also_on_a_kept_connection() -> None:
-    async with scripted_engine(echo) as url, entrance_to(url) as entrance, upstream() as proxy:
-        assert [await ask(proxy, entrance, entrance.key) for _ in range(3)] == [BODY] * 3
+    async with scripted_engine(echo) as url, ingress_to(url) as ingress, upstream() as proxy:
+        assert [await ask(proxy, ingress, ingress.key) for _ in range(3)] == [BODY] * 3
 
 
 @pytest.mark.parametrize("key", [None, "another-key-of-the-same-kind"])
@@ -64,9 +64,9 @@ async def test_connection_without_the_key_never_reaches_the_engine(key: str | No
     async def note(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         reached.append(await reader.read(1))
 
-    async with scripted_engine(note) as url, entrance_to(url) as entrance, upstream() as proxy:
+    async with scripted_engine(note) as url, ingress_to(url) as ingress, upstream() as proxy:
         with pytest.raises(Lost):
-            await ask(proxy, entrance, key)
+            await ask(proxy, ingress, key)
     assert reached == []
 
 
@@ -78,25 +78,25 @@ async def test_engine_hears_when_the_client_leaves(tmp_path: Path) -> None:
         await reader.read(1)
         left.set()
 
-    async with scripted_engine(work) as url, entrance_to(url) as entrance, upstream() as proxy:
-        asking = asyncio.create_task(ask(proxy, entrance, entrance.key))
+    async with scripted_engine(work) as url, ingress_to(url) as ingress, upstream() as proxy:
+        asking = asyncio.create_task(ask(proxy, ingress, ingress.key))
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(asking, 1)
         await asyncio.wait_for(left.wait(), 10)
 
 
-async def test_entrance_without_an_engine_closes_connections() -> None:
-    async with entrance_to(None) as entrance, upstream() as proxy:
+async def test_ingress_without_an_engine_closes_connections() -> None:
+    async with ingress_to(None) as ingress, upstream() as proxy:
         with pytest.raises(Lost):
-            await ask(proxy, entrance, entrance.key)
+            await ask(proxy, ingress, ingress.key)
 
 
-def test_closed_entrance_listens_no_more() -> None:
-    entrance = Entrance("127.0.0.1", lambda: None)
-    host, _, port = entrance.url.removeprefix("http://").partition(":")
-    entrance.close()
-    entrance.close()
+def test_closed_ingress_listens_no_more() -> None:
+    ingress = Ingress("127.0.0.1", lambda: None)
+    host, _, port = ingress.url.removeprefix("http://").partition(":")
+    ingress.close()
+    ingress.close()
 
     async def connects() -> bool:
         try:
