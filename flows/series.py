@@ -8,6 +8,7 @@ from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.gates.gate import Gate
+from tasks.prefect_server.noted_errors import error_noted
 from tasks.records.record import Record
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 
@@ -33,5 +34,6 @@ def evaluate_checkpoints(
         AssayError: the run holds no complete checkpoint, or a wanted cell has no succeeded record in the end.
         GateRefused: the gate says NO-GO.
     """
-    checkpoints = discover(config.model_path, selection, **layouts_for([config]))
-    return evaluate([config], checkpoints, gate=gate)
+    with error_noted():
+        checkpoints = discover(config.model_path, selection, **layouts_for([config]))
+        return evaluate([config], checkpoints, gate=gate)

@@ -8,6 +8,7 @@ from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.gates.gate import Gate
+from tasks.prefect_server.noted_errors import error_noted
 from tasks.records.record import Record
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluatorName
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
@@ -38,7 +39,8 @@ def evaluate_suite(
         AssayError: the request cannot be right, or a wanted cell has no succeeded record in the end.
         GateRefused: the gate says NO-GO.
     """
-    return _evaluate(load_suite(suite) if isinstance(suite, str) else suite, request, selection, gate=gate)
+    with error_noted():
+        return _evaluate(load_suite(suite) if isinstance(suite, str) else suite, request, selection, gate=gate)
 
 
 @flow(

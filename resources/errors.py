@@ -7,6 +7,7 @@ send errors between processes), and knows which record status it leads to.
 from __future__ import annotations
 
 import traceback
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
@@ -37,6 +38,26 @@ class AssayError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.expected, self.found, self.remedy)
+
+    def as_values(self) -> dict[str, str]:
+        """Return its parts and the name of its class, of which `error_of` makes it again in another process."""
+        return {
+            "kind": type(self).__name__,
+            "expected": self.expected,
+            "found": self.found,
+            "remedy": self.remedy,
+        }
+
+
+def error_of(values: Mapping[str, Any]) -> AssayError:
+    """Return the error that gave `as_values`, of its own class where this module has it.
+
+    Raises:
+        KeyError: a part is missing.
+    """
+    kind = globals().get(str(values["kind"]))
+    known = kind if isinstance(kind, type) and issubclass(kind, AssayError) else AssayError
+    return known(expected=str(values["expected"]), found=str(values["found"]), remedy=str(values["remedy"]))
 
 
 def _rebuild(kind: type[AssayError], expected: str, found: str, remedy: str) -> AssayError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,12 +9,11 @@ from decimal import Decimal
 from typing import Any, TypeVar
 from uuid import UUID
 
-from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.objects import FlowRun
 
 from flows.console.running import SeriesResult
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
-from resources import errors
 from resources.errors import AssayError, BadInput, EvaluationInterrupted
 from resources.regions.region_check import region_of_data
 from resources.regions.regions import known_regions
@@ -26,6 +24,7 @@ from tasks.gates.gate import Gate
 from tasks.policies.batches import resources_of
 from tasks.policies.dispatch import send_run, source_of, states_of
 from tasks.prefect_server.client import prefect_client, require_server
+from tasks.prefect_server.noted_errors import noted_error
 from tasks.records.record import current_records, now, read_records
 from tasks.reports.artifacts import report_uri
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_of
@@ -34,7 +33,6 @@ from tasks.spec.suites import Suite, SuiteRequest
 _Request = TypeVar("_Request", bound=EvaluationConfig | SuiteRequest)
 _POLL_SECONDS = 2.0
 _PATHS = ("model_path", "evaluation_path", "benchmarks_path")
-_IN_WORDS = re.compile(r"(\w+): Expected: (.*?)\nFound:    (.*?)\nTo do:    (.*)", re.DOTALL)
 
 
 def send_evaluation(
@@ -157,36 +155,36 @@ def _choice(
     return choice, [(one.uri, one.modified) for one in checkpoints]
 
 
-def _ended(run: UUID, on_event: Callable[[str], None]) -> State[Any]:
-    """The last state of a flow run, once it has one; each state on the way is told."""
+def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:
+    """A flow run, once it is over; each state on the way is told."""
     told: str | None = None
     try:
         while True:
             with prefect_client() as client:
-                state = client.read_flow_run(run).state
+                found = client.read_flow_run(run)
+            state = found.state
             assert state is not None, "a flow run that was sent has a state"
             if state.name != told:
                 on_event(f"{state.name}")
                 told = state.name
             if state.is_final():
-                return state
+                return found
             time.sleep(_POLL_SECONDS)
     except KeyboardInterrupt:
         on_event("the flow run goes on; the same command waits for it again")
         raise SystemExit(130) from None
 
 
-def _error_of(state: State[Any]) -> AssayError | None:
-    """What a flow run that ended came to; an error of ours as it was there."""
-    if state.type is StateType.COMPLETED:
+def _error_of(run: FlowRun) -> AssayError | None:
+    """Return why a flow run that is over did not complete: an error of ours as it was there."""
+    state = run.state
+    assert state is not None, "a flow run that is over has a state"
+    if state.is_completed():
         return None
-    message = state.message or ""
-    if state.type is StateType.FAILED and (told := _IN_WORDS.search(message)):
-        kind = getattr(errors, told[1], None)
-        if isinstance(kind, type) and issubclass(kind, AssayError):
-            return kind(expected=told[2], found=told[3], remedy=told[4])
+    if state.is_failed() and (noted := noted_error(run)) is not None:
+        return noted
     return EvaluationInterrupted(
         expected="a flow run that completes",
-        found=f"it is {state.name}: {message}" if message else f"it is {state.name}",
+        found=f"it is {state.name}: {state.message}" if state.message else f"it is {state.name}",
         remedy="its log on the Prefect server says more; run the same command again to go on",
     )

@@ -14,9 +14,8 @@ from pools.access import PoolAccess
 from pools.endpoint import RunningModel
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
-from pools.failures import as_error
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
-from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused
+from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused, error_of
 
 LEASE_SECONDS = 60.0
 _RENEWALS_PER_LEASE = 6
@@ -324,7 +323,7 @@ class PoolSession:
 
     def _raise_failure(self, status: ProxyStatus, name: str) -> None:
         if (failure := status.unusable.get(name)) is not None:
-            raise as_error(failure)
+            raise error_of(failure.model_dump())
         if status.failed is not None:
             raise EngineDied(
                 expected="at least one replica that answers",

@@ -18,8 +18,7 @@ from urllib.parse import urlsplit
 
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
-from pools.failures import as_failure
-from pools.protocol import Announcement, LoadReport, Orders, ServedModel
+from pools.protocol import Announcement, Failure, LoadReport, Orders, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.replica.ingress import Ingress
 from pools.replica.replica import Loading, ReplicaEngine
@@ -196,7 +195,7 @@ class Agent:
             seconds=round(loading.seconds, 4),
             phases=loading.phases,
             reason=loading.reason,
-            failure=as_failure(failure) if failure else None,
+            failure=Failure(**failure.as_values()) if failure else None,
         )
         if failure is None:
             _log.info("%s loaded: %s, %.2f s", model, loading.how, loading.seconds)
@@ -260,7 +259,7 @@ class Agent:
                 max_model_len=replica.max_model_len,
                 engine_version=replica.engine_version,
                 restarts=replica.revived,
-                failure=as_failure(replica.failure) if replica.failure else None,
+                failure=Failure(**replica.failure.as_values()) if replica.failure else None,
                 loads=tuple(self._loads),
                 seen=seen,
                 wait_seconds=wait_seconds,

@@ -7,7 +7,6 @@ progress, errors that name their cause, and samples in one form.
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import shlex
 import time
@@ -20,17 +19,12 @@ from pools.endpoint import RunningModel
 from resources.config import ResourceConfig
 from resources.errors import (
     AssayError,
-    BadInput,
     CountsDisagree,
-    EndpointUnusable,
-    EnvironmentBuildFailed,
     HarnessFailed,
     HarnessInterrupted,
-    HarnessOutputInvalid,
-    JobFailed,
     JobTimeout,
     StorageError,
-    UnknownBenchmark,
+    error_of,
 )
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
@@ -45,13 +39,6 @@ REFUSAL_NAME = "refused.json"
 """Written by our own programs when they find that the request, not the harness, is at fault."""
 WORKING_FOLDER = "work"
 
-_REFUSALS: dict[str, type[AssayError]] = {
-    kind.__name__: kind
-    for kind in (
-        *(BadInput, EndpointUnusable, EnvironmentBuildFailed),
-        *(HarnessOutputInvalid, StorageError, UnknownBenchmark),
-    )
-}
 _PROGRESS_LINES = 200
 _KEPT_LOG_LINES = 1_000_000
 _SHOWN_LOG_LINES = 25
@@ -60,7 +47,6 @@ _KEY_VARIABLES = {
     "OPENAI_API_KEY": "the key of the endpoint",
     "ASSAY_JUDGE_API_KEY": "the key of the judge's endpoint",
 }
-_FROM_OUTSIDE = re.compile("from outside|supervisor was killed")  # how the local backend names a foreign signal
 
 
 def run_harness(
@@ -246,12 +232,9 @@ def _failure(
             found=f"it was still running then, and was ended. Its last lines:\n{last_lines}",
             remedy="Raise timeout_seconds, lower max_eval_instances, or give the pool more replicas",
         )
-    try:
-        job.wait(0)
-        found = "it ended in no way that is known"
-    except JobFailed as error:
-        found = error.found.splitlines()[0]
-    if job.status() is JobStatus.STOPPED or _FROM_OUTSIDE.search(found):
+    details = job.details()
+    found = f"it is {details.status}" + (f": {details.reason}" if details.reason else "")
+    if details.status is JobStatus.STOPPED or details.preemptions:
         return HarnessInterrupted(
             expected=expected,
             found=f"it was ended from outside ({found}). Its last lines:\n{last_lines}",
@@ -265,8 +248,7 @@ def _failure(
 def _refusal(output: Path) -> AssayError | None:
     try:
         refusal = json.loads((output / REFUSAL_NAME).read_text())
-        kind = _REFUSALS[refusal["kind"]]
-        return kind(expected=refusal["expected"], found=refusal["found"], remedy=refusal["remedy"])
+        return error_of(refusal)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

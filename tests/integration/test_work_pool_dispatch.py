@@ -28,7 +28,7 @@ from flows.cli.app import app
 from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import NoUsableWorkPool
+from resources.errors import NoUsableWorkPool, UnknownBenchmark
 from resources.settings import settings
 from tasks.prefect_server.work_pools import work_pool_states
 from tasks.records.record import read_records
@@ -261,6 +261,10 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
         done = CliRunner().invoke(app, [*command, "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         assert json.loads(done.stdout)["evaluated"] >= 1
+        unknown = ["no_such_benchmark" if word == "demo_facts" else word for word in command]
+        refused = CliRunner().invoke(app, unknown)
+        assert refused.exit_code == 3 and isinstance(refused.exception, UnknownBenchmark), refused.output
+        assert "no_such_benchmark" in refused.exception.found and "Found:" not in refused.exception.found
         eventually(lambda: not {"Scheduled", "Pending", "Running"} & {state for _, state in sent.states()}, seconds=60)
     assert sent.states() == [(US, "Completed")], [run["state"] for run in sent.runs()]
     assert sent.ask("gaps")["missing"] == {}

@@ -145,8 +145,10 @@ class LocalJob:
                     _send(int(folder.name), signal.SIGKILL)
             except OSError:
                 continue
-        reason = "its supervisor never started" if details["supervisor_pid"] is None else "its supervisor was killed"
-        details = {**details, "status": JobStatus.FAILED, "reason": reason}
+        killed = details["supervisor_pid"] is not None
+        reason = "its supervisor was killed" if killed else "its supervisor never started"
+        preemptions = details["preemptions"] + killed
+        details = {**details, "status": JobStatus.FAILED, "reason": reason, "preemptions": preemptions}
         replace_json(self._folder / "status.json", details)
         return details
 

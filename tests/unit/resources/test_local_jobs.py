@@ -195,6 +195,7 @@ def test_killed_supervisor_is_reported_and_leaves_nothing_behind(client: LocalCl
     os.kill(job.process_details()["supervisor_pid"], signal.SIGKILL)
     assert job.wait(20, raise_on_failure=False) is JobStatus.FAILED
     assert "supervisor was killed" in (job.details().reason or "")
+    assert job.details().preemptions == 1
     eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 

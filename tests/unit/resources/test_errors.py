@@ -1,0 +1,32 @@
+"""Errors of ours on their way to other processes, as pickles and as values."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import pickle
+
+import pytest
+
+from resources import errors
+from resources.errors import AssayError, error_of
+
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, AssayError)]
+EXPECTED = "a clause\nFound:    what only looks like the next part"
+FOUND = "it ended. Its last lines:\nBadInput: Expected: another\nTo do:    nothing"
+REMEDY = "read the log\nand its last line"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_of_ours_is_the_same_in_another_process(kind: type[AssayError]) -> None:
+    error = kind(expected=EXPECTED, found=FOUND, remedy=REMEDY)
+    for again in (error_of(json.loads(json.dumps(error.as_values()))), pickle.loads(pickle.dumps(error))):
+        assert type(again) is kind
+        assert (again.expected, again.found, again.remedy) == (EXPECTED, FOUND, REMEDY)
+
+
+@pytest.mark.parametrize("name", ["Path", "error_of", "OfALaterVersion"])
+def test_error_of_a_class_that_is_not_ours_keeps_its_parts(name: str) -> None:
+    error = error_of({"kind": name, "expected": EXPECTED, "found": FOUND, "remedy": REMEDY})
+    assert type(error) is AssayError
+    assert (error.expected, error.found, error.remedy) == (EXPECTED, FOUND, REMEDY)
