@@ -23,7 +23,7 @@ from tasks.policies.cancelled_runs import stopping_if_cancelled
 from tasks.policies.gate import conclude_policy
 from tasks.policies.policy import Policy, check_policy_paths
 from tasks.policies.reconciliation import OpenCell, Reconciliation, reconcile
-from tasks.policies.snapshot import look
+from tasks.policies.snapshot import take_snapshot
 from tasks.prefect_server.client import end_is_told
 from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
 from tasks.prefect_server.progress import report_event
@@ -115,7 +115,7 @@ def reconcile_once(policy: Policy, *, only: Callable[[OpenCell], bool] = lambda 
     """
     if deployment.id:
         check_policy_paths(policy)
-    listings = look(policy)
+    listings = take_snapshot(policy)
     found = reconcile(listings, policy, now=time.time())
     if policy.dispatch == "work_pools":
         found, scheduled, error = dispatch(policy, listings, found)
@@ -145,12 +145,12 @@ def _configs(group: Sequence[OpenCell]) -> list[Any]:
 def _planned(group: Sequence[OpenCell]) -> list[Cell]:
     """The cells of a group, whole: with digests, folders and what stands there by now."""
     wanted = {(cell.checkpoint.uri, cell.evaluation.hash) for cell in group}
-    checkpoints = [_looked_at(cell) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
+    checkpoints = [_as_it_is(cell) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
     planned = plan_cells(_configs(group), [one for one in checkpoints if one is not None])
     return [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in wanted]
 
 
-def _looked_at(cell: OpenCell) -> Checkpoint | None:
+def _as_it_is(cell: OpenCell) -> Checkpoint | None:
     """A checkpoint as it is by now; None if it is not whole any more, which the next pass will see too."""
     kinds = LOADED_NATIVELY if cell.evaluation.config.native else ("huggingface",)
     try:

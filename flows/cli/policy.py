@@ -19,15 +19,15 @@ _Policy = Annotated[str, typer.Argument(help="YAML file with a policy.", metavar
 _Cells = Annotated[
     list[str] | None, typer.Option("--cell", help="CHECKPOINT or CHECKPOINT:SUITE, names or patterns; repeatable.")
 ]
-_Afresh = Annotated[bool, typer.Option("--afresh", help="Look at every record, whatever the index says.")]
+_NoIndex = Annotated[bool, typer.Option("--no-index", help="Read every record, whatever the index says.")]
 
 
-def plan(policy: _Policy, afresh: _Afresh = False, as_json: Json = False) -> None:
+def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
     """Show what a policy would run now: which cells, in which order, where, and what they are expected to take."""
     from tasks.policies.snapshot import Estimates
     from tasks.policies.views import plan_json, plan_table
 
-    wanted, listings, found = _looked(policy, afresh=afresh)
+    wanted, listings, found = _snapshot(policy, use_index=not no_index)
     batches = _batches(wanted, listings, found)
     estimates = Estimates(listings, batches if wanted.dispatch == "work_pools" else None)
     if as_json:
@@ -40,11 +40,11 @@ def plan(policy: _Policy, afresh: _Afresh = False, as_json: Json = False) -> Non
     OUT.print(_summary(found), highlight=False)
 
 
-def gaps(policy: _Policy, afresh: _Afresh = False, as_json: Json = False) -> None:
+def gaps(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
     """Show what a policy wants and has no result, and why: incomplete, failed, being evaluated, and until when."""
     from tasks.policies.views import gaps_json, gaps_table
 
-    wanted, _, found = _looked(policy, afresh=afresh)
+    wanted, _, found = _snapshot(policy, use_index=not no_index)
     if as_json:
         print_json(gaps_json(wanted, found))
         return
@@ -57,7 +57,7 @@ def status(
     policy: _Policy,
     watch: Annotated[bool, typer.Option("--watch", help="Show it again as it changes, until Ctrl-C.")] = False,
     every: Annotated[float, typer.Option(help="Seconds between two looks of --watch.", min=0.2)] = 5.0,
-    afresh: _Afresh = False,
+    no_index: _NoIndex = False,
     as_json: Json = False,
 ) -> None:
     """Show the grid of a policy: its checkpoints, and how far each suite is with them."""
@@ -67,11 +67,11 @@ def status(
     from tasks.policies.views import status_json, status_tables
 
     def look_now() -> Group:
-        wanted, listings, found = _looked(policy, afresh=afresh)
+        wanted, listings, found = _snapshot(policy, use_index=not no_index)
         return Group(*status_tables(status_json(wanted, listings, found)), _summary(found))
 
     if as_json:
-        wanted, listings, found = _looked(policy, afresh=afresh)
+        wanted, listings, found = _snapshot(policy, use_index=not no_index)
         print_json(status_json(wanted, listings, found))
     elif watch:
         with Live(look_now(), console=OUT, auto_refresh=False) as live:
@@ -93,7 +93,7 @@ def retry(
     from tasks.policies.actions import retry as clear
     from tasks.spec.names import how_many
 
-    wanted, _, found = _looked(policy, afresh=True)
+    wanted, _, found = _snapshot(policy, use_index=False)
     meant = clear(wanted, found, cells=chosen(found, cell) if cell else None, failed=failed)
     if as_json:
         print_json({"policy": wanted.name, "cells": [one.title for one in meant]})
@@ -109,7 +109,7 @@ def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     from tasks.policies.actions import chosen
     from tasks.spec.names import how_many
 
-    wanted, listings, found = _looked(policy, afresh=True)
+    wanted, listings, found = _snapshot(policy, use_index=False)
     claims, flow_runs = stop(wanted, listings, cells=chosen(found, cell) if cell else None)
     if as_json:
         print_json({"policy": wanted.name, "claims_ended": claims, "flow_runs_cancelled": flow_runs})
@@ -174,13 +174,13 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
     OUT.print(f"Evaluated {evaluated}{others}; {outcome['done_before']:,} were done before.", highlight=False)
 
 
-def _looked(uri: str, *, afresh: bool) -> tuple[Policy, list[RunListing], Reconciliation]:
+def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], Reconciliation]:
     from flows.reconcile import load_policy
     from tasks.policies.reconciliation import reconcile as decide
-    from tasks.policies.snapshot import look
+    from tasks.policies.snapshot import take_snapshot
 
     wanted = load_policy(uri)
-    listings = look(wanted, afresh=afresh)
+    listings = take_snapshot(wanted, use_index=use_index)
     found = decide(listings, wanted, now=time.time())
     if wanted.dispatch == "work_pools":
         found = _less_what_is_scheduled(wanted, listings, found)

@@ -39,7 +39,7 @@ def watch(
         number += 1
         found: list[CompleteCheckpoint] = []
         try:
-            found = watched.look()
+            found = watched.find_new()
             tell(found)
         except AssayError as error:
             watched.forget(found)

@@ -23,7 +23,7 @@ class Tree:
     files: Callable[[], Sequence[FileInfo]]
 
 
-def look_at_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
+def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
     """The state of everything below a location, by one walk or one listing.
 
     Args:

@@ -26,7 +26,7 @@ from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import PAGE
 from resources.storage.storage import FileInfo
-from resources.storage.tree_signature import look_at_tree
+from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.discovery import Kind, looks_like_checkpoint, native_folders, native_name, within
 from tasks.spec.names import name_of
 
@@ -102,7 +102,7 @@ def _folders(pattern: str) -> list[str]:
     return [name if storage.is_local(pattern) else filesystem.unstrip_protocol(name) for name in folders]
 
 
-def look_at_run(
+def snapshot_run(
     uri: str, *, reference: str | None = None, evaluated: Callable[[str, str], bool] = lambda name, listing: False
 ) -> list[SeenCheckpoint]:
     """Every checkpoint of a run, by step; none where the run has written none yet.
@@ -119,7 +119,7 @@ def look_at_run(
     """
     remembered = _read_memory(uri, "checkpoints")
     rows = remembered.get("checkpoints", ())
-    tree = look_at_tree(uri, between=_marks(rows))
+    tree = list_tree(uri, between=_marks(rows))
     signature = f"{tree.signature} {reference or ''}"
     began = time.time()
     if remembered.get("signature") == signature and not any(row[3] == "levanter" and row[5] for row in rows):

@@ -13,7 +13,7 @@ from prefect.states import Cancelling
 from resources.errors import AssayError, BadInput
 from tasks.claims.files import SeenClaim, end_claim
 from tasks.policies.dispatched import read_dispatches
-from tasks.policies.overrides import write_mark
+from tasks.policies.overrides import write_override
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.snapshot import run_folder
@@ -22,7 +22,7 @@ from tasks.prefect_server.progress import report_event
 
 CANCELLED_BY_COMMAND = "assay cancel"
 """Message of the state that flow runs get."""
-_FAILED = ("failed", "spent", "backing_off")
+_FAILED = ("failed", "retries_exhausted", "backing_off")
 
 
 def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
@@ -61,15 +61,15 @@ def retry(policy: Policy, found: Reconciliation, *, cells: Sequence[OpenCell] | 
         failed: leave those out that were cancelled.
 
     Raises:
-        StorageError: the mark cannot be written.
+        StorageError: the override cannot be written.
     """
     states = _FAILED if failed else (*_FAILED, "stopped")
     meant = [cell for cell in found.others if cell.state in states] if cells is None else list(cells)
     if cells is None and not failed:
         for run in {cell.run for cell in meant if cell.state == "stopped"}:
-            write_mark(run_folder(policy, run), "retry", None, policy=policy.name)
+            write_override(run_folder(policy, run), "retry", None, policy=policy.name)
     for run, keys in _by_run(meant).items():
-        write_mark(run_folder(policy, run), "retry", keys, policy=policy.name)
+        write_override(run_folder(policy, run), "retry", keys, policy=policy.name)
     return meant
 
 
@@ -82,14 +82,14 @@ def cancel(
         How many claims were ended, and the flow runs that were told to end: only with the whole policy.
 
     Raises:
-        StorageError: marks or claims cannot be written.
+        StorageError: overrides or claims cannot be written.
     """
     if cells is None:
         for listing in listings:
-            write_mark(run_folder(policy, listing.name), "stop", None, policy=policy.name)
+            write_override(run_folder(policy, listing.name), "stop", None, policy=policy.name)
     else:
         for run, keys in _by_run(cells).items():
-            write_mark(run_folder(policy, run), "stop", keys, policy=policy.name)
+            write_override(run_folder(policy, run), "stop", keys, policy=policy.name)
     meant = {(cell.run, *_key(cell)) for cell in cells or ()}
     ended: list[SeenClaim] = []
     for listing in listings:

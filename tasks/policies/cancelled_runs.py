@@ -22,10 +22,10 @@ from resources.errors import AssayError
 from tasks.claims.files import read_claims
 from tasks.policies.actions import CANCELLED_BY_COMMAND
 from tasks.policies.cleanup import claims_folders, held_by
-from tasks.policies.overrides import write_mark
+from tasks.policies.overrides import write_override
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import OpenCell, reconcile
-from tasks.policies.snapshot import look, run_folder
+from tasks.policies.snapshot import run_folder, take_snapshot
 from tasks.prefect_server.client import prefect_client
 from tasks.prefect_server.progress import report_event
 
@@ -46,7 +46,7 @@ def stop_claimed(parameters: Mapping[str, Any], *, flow_run_id: str, name: str) 
     """Stops the cells that a cancelled flow run of a policy still has claims of, since it was killed; how many.
 
     Raises:
-        StorageError: claims cannot be read, or marks not be written.
+        StorageError: claims cannot be read, or overrides not be written.
     """
     if "policy" not in parameters:
         return 0
@@ -56,13 +56,13 @@ def stop_claimed(parameters: Mapping[str, Any], *, flow_run_id: str, name: str) 
         held = [seen.claim.subject for seen in read_claims(folder) if held_by(seen, flow_run_id)]
         if held:
             keys = [(subject.checkpoint, subject.evaluation_hash) for subject in held]
-            write_mark(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=name)
+            write_override(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=name)
         stopped += len(held)
     return stopped
 
 
 def _is_being_cancelled(flow_run_id: str) -> bool:
-    """Whether somebody said so, by other means than `assay cancel`, which leaves marks itself."""
+    """Whether somebody said so, by other means than `assay cancel`, which leaves overrides itself."""
     if PREFECT_API_URL.value() is None:
         return False
     with suppress(AssayError, ObjectNotFound), prefect_client() as client:
@@ -77,10 +77,10 @@ def stop_unfinished(policy: Policy, cells: Sequence[OpenCell], *, flow_run_name:
     """Stops those of some cells, which a cancelled flow run had, that have no outcome and that nobody else has.
 
     Raises:
-        AssayError: the policy's runs cannot be looked at, or marks not be written.
+        AssayError: the policy's runs cannot be looked at, or overrides not be written.
     """
     taken = {(cell.run, cell.checkpoint.name, cell.evaluation.hash) for cell in cells}
-    found = reconcile(look(policy), policy, now=time.time())
+    found = reconcile(take_snapshot(policy), policy, now=time.time())
     by_run: dict[str, list[tuple[str, str]]] = defaultdict(list)
     for cell in (*found.work, *found.others):
         key = (cell.run, cell.checkpoint.name, cell.evaluation.hash)
@@ -88,5 +88,5 @@ def stop_unfinished(policy: Policy, cells: Sequence[OpenCell], *, flow_run_name:
         if key in taken and cell.state not in ("failed", "stopped", "claimed"):
             by_run[cell.run].append(key[1:])
     for run, keys in by_run.items():
-        write_mark(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=flow_run_name)
+        write_override(run_folder(policy, run), "stop", keys, policy=policy.name, flow_run=flow_run_name)
         report_event(f"{len(keys)} of {run} wait for assay retry, since this flow run was cancelled")

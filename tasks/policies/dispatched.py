@@ -139,8 +139,8 @@ def with_dispatches(
     work, others = [], list(found.others)
     for cell in found.work:
         name, key = name_of_cell(cell), (cell.checkpoint.name, cell.evaluation.hash)
-        mark = by_run[cell.run].marks.newest(*key, policy=policy.name)
-        since = max(mark.at if mark is not None else 0.0, written.get((cell.run, *key), 0.0))
+        override = by_run[cell.run].overrides.newest(*key, policy=policy.name)
+        since = max(override.at if override is not None else 0.0, written.get((cell.run, *key), 0.0))
         decided = _decided(cell, sent, policy, name=name, since=since, now=now)
         (work if decided.state == "work" else others).append(decided)
     return replace(found, work=work, others=others)
@@ -157,7 +157,7 @@ def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName
         return replace(cell, state="stopped", reason=f"cancelled with the flow run {last.name!r}")
     reason = f"the flow run {last.name!r} on work pool {last.work_pool} is {last.state} and left no record"
     if len(failures) > policy.retries.infra_failures:
-        return replace(cell, state="spent", reason=f"{len(failures)} failures in a row; the last: {reason}")
+        return replace(cell, state="retries_exhausted", reason=f"{len(failures)} failures in a row; the last: {reason}")
     due = (last.ended or 0.0) + policy.retries.delay_seconds(len(failures))
     if now < due:
         return replace(cell, state="backing_off", reason=f"failure {len(failures)}: {reason}", until=due)

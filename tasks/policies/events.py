@@ -16,7 +16,7 @@ from prefect.events import Event, Resource, emit_event
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
-from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, look_at_run
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run
 from tasks.policies.policy import Policy
 from tasks.prefect_server.client import prefect_client
 from tasks.spec.names import name_of
@@ -95,7 +95,7 @@ class Watched:
         self._policy = policy
         self._told: dict[str, dict[str, str]] = {}
 
-    def look(self) -> list[CompleteCheckpoint]:
+    def find_new(self) -> list[CompleteCheckpoint]:
         """Those that are complete and were not returned yet; a listing of each run.
 
         Raises:
@@ -107,7 +107,7 @@ class Watched:
             return []
         found: list[CompleteCheckpoint] = []
         for run in runs:
-            complete = [one for one in look_at_run(run, reference=self._policy.native_reference) if one.complete]
+            complete = [one for one in snapshot_run(run, reference=self._policy.native_reference) if one.complete]
             before = self._told.get(run)
             fresh = [one for one in complete if (before or {}).get(one.uri) != one.listing]
             self._told[run] = {one.uri: one.listing for one in complete}

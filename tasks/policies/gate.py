@@ -14,7 +14,7 @@ from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import RunListing
-from tasks.policies.snapshot import look, run_folder
+from tasks.policies.snapshot import run_folder, take_snapshot
 from tasks.prefect_server.progress import Judged, report
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
@@ -35,7 +35,7 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
     """
     refused: list[GateRefused] = []
     unsettled: list[str] = []
-    for listing in look(policy):
+    for listing in take_snapshot(policy):
         checkpoints = judged_of(gate, policy, listing)
         verdict = judge_checkpoints(gate, checkpoints, run=listing.name, evaluation_path=policy.evaluation_path)
         report(Judged(verdict))

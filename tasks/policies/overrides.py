@@ -15,14 +15,14 @@ from resources.config import Config
 from resources.storage import storage
 from tasks.claims.process_marks import acting_user
 
-_FOLDER = "marks"
+_FOLDER = "marks"  # so called in stores since the first version
 
 
-class Mark(Config):
+class Override(Config):
     """One thing that somebody said about some cells of a run, or about all that a policy wants of it."""
 
     kind: Literal["retry", "stop"]
-    """Another try whatever came before, or none until such a mark."""
+    """Another try whatever came before, or none until such an override."""
     policy: str
     """Name of the policy by which it was said."""
     cells: tuple[tuple[str, str], ...] | None
@@ -41,48 +41,48 @@ class Mark(Config):
 
 
 @dataclass(frozen=True)
-class Marks:
-    """The newest mark of each cell, and of each policy as a whole."""
+class Overrides:
+    """The newest override of each cell, and of each policy as a whole."""
 
-    by_cell: Mapping[tuple[str, str], Mark] = field(default_factory=dict)
-    by_policy: Mapping[str, Mark] = field(default_factory=dict)
+    by_cell: Mapping[tuple[str, str], Override] = field(default_factory=dict)
+    by_policy: Mapping[str, Override] = field(default_factory=dict)
 
-    def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Mark | None:
+    def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Override | None:
         """What was said last that is about a cell."""
         found = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
-        return max((mark for mark in found if mark is not None), key=lambda mark: mark.at, default=None)
+        return max((said for said in found if said is not None), key=lambda said: said.at, default=None)
 
 
-def read_marks(run_folder: str) -> Marks:
-    """The marks of a run's cells.
+def read_overrides(run_folder: str) -> Overrides:
+    """The overrides of a run's cells.
 
     Raises:
         StorageError: the folder cannot be listed.
     """
-    found: list[Mark] = []
+    found: list[Override] = []
     for file in storage.list_files(storage.join(run_folder, _FOLDER)):
         with suppress(FileNotFoundError, ValidationError):
-            found.append(Mark.model_validate_json(storage.read_bytes(file.uri)))
-    found.sort(key=lambda mark: mark.at)
-    by_cell = {cell: mark for mark in found for cell in mark.cells or ()}
-    return Marks(by_cell, {mark.policy: mark for mark in found if mark.cells is None})
+            found.append(Override.model_validate_json(storage.read_bytes(file.uri)))
+    found.sort(key=lambda override: override.at)
+    by_cell = {cell: override for override in found for cell in override.cells or ()}
+    return Overrides(by_cell, {override.policy: override for override in found if override.cells is None})
 
 
-def write_mark(
+def write_override(
     run_folder: str,
     kind: Literal["retry", "stop"],
     cells: Sequence[tuple[str, str]] | None,
     *,
     policy: str,
     flow_run: str | None = None,
-) -> Mark:
+) -> Override:
     """Says something of some cells, each a checkpoint's name and an evaluation's hash, or of all of a policy.
 
     Raises:
         StorageError: the folder cannot be written.
     """
     listed = tuple(cells) if cells is not None else None
-    mark = Mark(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user(), flow_run=flow_run)
-    uri = storage.join(run_folder, _FOLDER, f"{int(mark.at)}-{secrets.token_hex(4)}.json")
-    storage.write_bytes(uri, mark.model_dump_json(indent=2).encode())
-    return mark
+    override = Override(kind=kind, policy=policy, cells=listed, at=time.time(), user=acting_user(), flow_run=flow_run)
+    uri = storage.join(run_folder, _FOLDER, f"{int(override.at)}-{secrets.token_hex(4)}.json")
+    storage.write_bytes(uri, override.model_dump_json(indent=2).encode())
+    return override

@@ -11,18 +11,20 @@ from typing import Literal
 from tasks.checkpoints.rules import eligible_steps, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.claims.files import SeenClaim
-from tasks.policies.overrides import Marks
+from tasks.policies.overrides import Overrides
 from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 
-State = Literal["work", "waiting", "failed", "backing_off", "spent", "claimed", "scheduled", "stopped", "not_served"]
+State = Literal[
+    "work", "waiting", "failed", "backing_off", "retries_exhausted", "claimed", "scheduled", "stopped", "not_served"
+]
 """What a cell that is wanted and not done is waiting for.
 
-work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry`, since the model or the benchmark was
-at fault; backing_off: a moment, after a failure of machines; spent: `assay retry`, since there were too many of those;
-claimed: whoever evaluates it; scheduled: its flow run at a work pool; stopped: `assay retry`, after `assay cancel`;
-not_served: an export of a checkpoint in Levanter's own layout, or an evaluation by Levanter; or for one of two
-checkpoints of one name to go.
+work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry`, since the model or the benchmark
+was at fault; backing_off: a moment, after a failure of machines; retries_exhausted: `assay retry`, since there were
+too many of those; claimed: whoever evaluates it; scheduled: its flow run at a work pool; stopped: `assay retry`,
+after `assay cancel`; not_served: an export of a checkpoint in Levanter's own layout, or an evaluation by Levanter; or
+for one of two checkpoints of one name to go.
 """
 
 
@@ -36,7 +38,7 @@ class RunListing:
     checkpoints: Sequence[SeenCheckpoint]
     records: RunRecords
     claims: Sequence[SeenClaim] = ()
-    marks: Marks = field(default_factory=Marks)
+    overrides: Overrides = field(default_factory=Overrides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ class _Run:
         self._claims = {
             (one.claim.subject.checkpoint, one.claim.subject.evaluation_hash): one for one in listing.claims
         }
-        self._marked = bool(listing.marks.by_cell or listing.marks.by_policy)
+        self._has_overrides = bool(listing.overrides.by_cell or listing.overrides.by_policy)
         names = Counter(one.name for one in listing.checkpoints)
         self._twice = {name for name, times in names.items() if times > 1}
         complete = [one for one in listing.checkpoints if one.complete]
@@ -205,9 +207,9 @@ class _Run:
             why = "in Levanter's own layout: export it to Hugging Face format, or have Levanter evaluate it"
             return self._cell(one, wanted, "not_served", why)
         key = (one.name, wanted.hash)
-        mark = self._listing.marks.newest(*key, policy=self._policy.name) if self._marked else None
-        if mark is not None and mark.kind == "stop":
-            return self._cell(one, wanted, "stopped", f"cancelled {mark.by} at {moment(mark.at)}")
+        override = self._listing.overrides.newest(*key, policy=self._policy.name) if self._has_overrides else None
+        if override is not None and override.kind == "stop":
+            return self._cell(one, wanted, "stopped", f"cancelled {override.by} at {moment(override.at)}")
         failures = self._failures_of(one, wanted) if self._failures else []
         claim = self._claims.get(key)
         if claim is not None and claim.claim.subject.listing not in (None, one.listing):
@@ -216,7 +218,7 @@ class _Run:
             who = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
             return self._cell(one, wanted, "claimed", who, claim.holder.until())
         last = max(failures, key=lambda record: record.created, default=None)
-        return self._after(one, wanted, last, claim, since=mark.at if mark is not None else 0.0)
+        return self._after(one, wanted, last, claim, since=override.at if override is not None else 0.0)
 
     def _failures_of(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> list[IndexedRecord]:
         hashes = (wanted.hash, *filter(None, [wanted.native_hash]))
@@ -262,7 +264,7 @@ class _Run:
         reason: str | None,
     ) -> OpenCell:
         if failures > budget.infra_failures:
-            return self._cell(one, wanted, "spent", f"{failures} failures in a row; the last: {reason}")
+            return self._cell(one, wanted, "retries_exhausted", f"{failures} failures in a row; the last: {reason}")
         due = ended + budget.delay_seconds(failures)
         if self._now < due:
             return self._cell(one, wanted, "backing_off", f"failure {failures}: {reason}", due)

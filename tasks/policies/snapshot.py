@@ -1,4 +1,4 @@
-"""Looking at everything a policy is about: runs, records, claims, marks. Reads only, and builds nothing."""
+"""Looking at everything a policy is about: runs, records, claims, overrides. Reads only, and builds nothing."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.regions.regions import price_per_hour, regions_for
 from resources.storage import storage
-from tasks.checkpoints.run_snapshot import expand_runs, look_at_run, with_digests
+from tasks.checkpoints.run_snapshot import expand_runs, snapshot_run, with_digests
 from tasks.claims.files import claims_folder, read_claims
 from tasks.policies.batches import Batch
-from tasks.policies.overrides import read_marks
+from tasks.policies.overrides import read_overrides
 from tasks.policies.policy import Policy, WantedEvaluation, wanted_evaluations
 from tasks.policies.reconciliation import OpenCell, RunListing, undecided
 from tasks.records.index import indexed_records
 from tasks.spec.names import name_of
 
 
-def look(
+def take_snapshot(
     policy: Policy,
     *,
-    afresh: bool = False,
+    use_index: bool = True,
     evaluations_of: Callable[[Policy, str], Sequence[WantedEvaluation]] = wanted_evaluations,
 ) -> list[RunListing]:
     """One listing for each run of a policy.
 
     Args:
         policy: the policy.
-        afresh: compare indices with the records they are of, however lately that was done.
+        use_index: believe indices that were compared with their records lately.
         evaluations_of: what a policy wants of a run.
 
     Raises:
@@ -43,15 +43,15 @@ def look(
         name = name_of(run)[0]
         folder = run_folder(policy, name)
         claims = read_claims(claims_folder(policy.evaluation_path, name))  # first: what ends meanwhile has a record
-        records = indexed_records(folder, afresh=afresh)
+        records = indexed_records(folder, use_index=use_index)
         listing = RunListing(
             run=run,
             name=name,
             wanted=evaluations_of(policy, run),
-            checkpoints=look_at_run(run, reference=policy.native_reference, evaluated=records.has),
+            checkpoints=snapshot_run(run, reference=policy.native_reference, evaluated=records.has),
             records=records,
             claims=claims,
-            marks=read_marks(folder),
+            overrides=read_overrides(folder),
         )
         if unclear := undecided(listing):
             known = {one.uri: one for one in with_digests(run, unclear, reference=policy.native_reference)}
@@ -61,7 +61,7 @@ def look(
 
 
 def run_folder(policy: Policy, run_name: str) -> str:
-    """Where records, claims and marks of a run lie."""
+    """Where records, claims and overrides of a run lie."""
     return storage.join(policy.evaluation_path, run_name)
 
 

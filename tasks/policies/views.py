@@ -22,7 +22,7 @@ _WORDS: dict[State, str] = {
     "waiting": "incomplete",
     "failed": "failed",
     "backing_off": "infra failed",
-    "spent": "infra failed too often",
+    "retries_exhausted": "infra failed too often",
     "claimed": "being evaluated",
     "scheduled": "scheduled",
     "stopped": "cancelled",
@@ -30,7 +30,7 @@ _WORDS: dict[State, str] = {
 }
 _TO_DO: dict[State, str] = {
     "failed": "see its record, then assay retry",
-    "spent": "see its record, then assay retry",
+    "retries_exhausted": "see its record, then assay retry",
     "stopped": "assay retry",
 }
 _STYLES: dict[State, str] = {
@@ -38,7 +38,7 @@ _STYLES: dict[State, str] = {
     "waiting": "dim",
     "failed": "red",
     "backing_off": "yellow",
-    "spent": "red",
+    "retries_exhausted": "red",
     "claimed": "blue",
     "scheduled": "blue",
     "stopped": "magenta",

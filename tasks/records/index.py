@@ -120,12 +120,12 @@ class RunRecords:
         return any(state.listing == listing for state in self.done.get(checkpoint, ()))
 
 
-def indexed_records(run_folder: str, *, afresh: bool = False, now: Callable[[], float] = time.time) -> RunRecords:
+def indexed_records(run_folder: str, *, use_index: bool = True, now: Callable[[], float] = time.time) -> RunRecords:
     """Returns what the records of a run say, by the index where that may be believed, else by themselves.
 
     Args:
         run_folder: `<evaluation_path>/<run>`.
-        afresh: compare with the records however lately that was done.
+        use_index: believe an index that was compared with the records lately.
         now: clock in seconds since the epoch.
 
     Raises:
@@ -133,7 +133,7 @@ def indexed_records(run_folder: str, *, afresh: bool = False, now: Callable[[], 
     """
     began = now()
     short, records = _read_summary(run_folder)
-    if short is not None and not afresh and _is_trusted(began - short["compared"], took=short["took"]):
+    if short is not None and use_index and _is_trusted(began - short["compared"], took=short["took"]):
         return _with_news(records, run_folder, since=short["compared"])
     if short is None and storage.is_local(run_folder) and not storage.exists(storage.join(run_folder, _FOLDER, _ROWS)):
         rows, stamps = _read_anew(run_folder)

@@ -239,7 +239,7 @@ def begin_scope(cell_uri: str) -> str:
     """Name of the present evaluation of a cell, the same for every attempt until one succeeds.
 
     Answers of an unfinished evaluation are used again when it goes on, also on another machine. One that was finished,
-    and is to be done afresh because its record was deleted, gets a new name, so that sampled answers are new too.
+    and is to be done again because its record was deleted, gets a new name, so that sampled answers are new too.
 
     Raises:
         StorageError: the cell's folder cannot be written.

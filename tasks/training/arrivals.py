@@ -47,7 +47,7 @@ class Exports:
         self._left_out: dict[int, Checkpoint] = {}
         self._last_step = -1
 
-    def look(self, *, last: bool = False) -> list[Checkpoint]:
+    def find_new(self, *, last: bool = False) -> list[Checkpoint]:
         """Those that are complete and were not told of yet, by step.
 
         Args:
@@ -172,7 +172,7 @@ class ArrivingCells(Collection[Cell]):
         found: list[Checkpoint] = []
         ours: list[Cell] = []
         try:
-            found = self._exports.look(last=ended)
+            found = self._exports.find_new(last=ended)
             self._claimed.add(self._plan(found))
             ours = self._taken()
         except (StorageError, CheckpointError) as error:

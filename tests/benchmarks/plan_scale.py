@@ -42,10 +42,10 @@ from resources.settings import settings
 from resources.storage import storage
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.checkpoints.run_snapshot import look_at_run
+from tasks.checkpoints.run_snapshot import snapshot_run
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, reconcile
-from tasks.policies.snapshot import look
+from tasks.policies.snapshot import take_snapshot
 from tasks.records.index import keep_rows, record_stamps, row_of
 from tasks.records.record import Record, read_record
 from tasks.spec.evaluation import EvaluationConfig, digest_of
@@ -169,7 +169,7 @@ def checkpoint_files(run: str, number: int) -> Iterator[tuple[str, bytes]]:
 def records(run: str, out: str, evaluations: Sequence[WantedEvaluation]) -> Iterator[tuple[str, dict[str, Any]]]:
     """A success of each evaluation for all checkpoints but the newest, with the folder of its cell."""
     content = json.loads(make_record(run="run").model_dump_json())
-    for checkpoint in look_at_run(run)[:-NEWEST]:
+    for checkpoint in snapshot_run(run)[:-NEWEST]:
         reference = {"uri": checkpoint.uri, "run": "run", "name": checkpoint.name, "step": checkpoint.step}
         reference |= {"digest": digest_of(checkpoint.uri), "weights_digest": "w", "listing": checkpoint.listing}
         for wanted in evaluations:
@@ -247,8 +247,10 @@ def measured(place: Place, cache: Path, wanted: Sequence[WantedEvaluation], *, c
     content = {"name": "scale", "runs": [run], "suites": ["demo"], "evaluation_path": out}
     policy = Policy.model_validate(content)
 
-    def plan(*, afresh: bool = False) -> Reconciliation:
-        return reconcile(look(policy, afresh=afresh, evaluations_of=lambda _, __: wanted), policy, now=time.time())
+    def plan(*, use_index: bool = True) -> Reconciliation:
+        return reconcile(
+            take_snapshot(policy, use_index=use_index, evaluations_of=lambda _, __: wanted), policy, now=time.time()
+        )
 
     figures: dict[str, Spent] = {}
     figures["nothing_recorded"], found = timed(place, plan)
@@ -263,7 +265,7 @@ def measured(place: Place, cache: Path, wanted: Sequence[WantedEvaluation], *, c
     shutil.rmtree(cache)
     figures["cold"], found = timed(place, plan)
     shutil.rmtree(cache)
-    figures["compared"], found = timed(place, lambda: plan(afresh=True))
+    figures["compared"], found = timed(place, lambda: plan(use_index=False))
     figures["unchanged"] = min(timed(place, plan)[0] for _ in range(5))
     assert (found.done_count, len(found.work)) == ((checkpoints - NEWEST) * suites, NEWEST * suites)
     figures["bare_listing"], number = timed(place, lambda: bare_listing(run))

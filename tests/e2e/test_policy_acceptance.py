@@ -35,7 +35,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.claims.files import Claim, claims_folder, read_claims
 from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
 from tasks.policies.reconciliation import reconcile
-from tasks.policies.snapshot import look
+from tasks.policies.snapshot import take_snapshot
 from tasks.policies.views import gaps_json
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.records.record import Record, read_records
@@ -112,7 +112,7 @@ class Story:
 
     def now(self) -> Moment:
         policy = load_policy(self.policy)
-        gaps = gaps_json(policy, reconcile(look(policy), policy, now=time.time()))
+        gaps = gaps_json(policy, reconcile(take_snapshot(policy), policy, now=time.time()))
         cells = {f"{cell['checkpoint']}:{cell['suite']}": cell for cell in gaps["cells"]}
         return Moment(
             {name: cell["state"] for name, cell in cells.items()},

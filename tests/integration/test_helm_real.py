@@ -243,7 +243,7 @@ async def test_dead_requests_withhold_the_score_and_only_their_runs_are_asked_ag
     assert both[0] == both[1]
 
 
-async def test_evaluation_that_is_done_afresh_takes_nothing_over(tmp_path: Path, evaluate: Evaluate):
+async def test_evaluation_that_is_done_again_takes_nothing_over(tmp_path: Path, evaluate: Evaluate):
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         for attempt in range(2):  # whose record was deleted, say

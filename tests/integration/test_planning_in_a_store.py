@@ -19,7 +19,7 @@ from resources.storage.listings import bucket_objects
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, reconcile
-from tasks.policies.snapshot import look
+from tasks.policies.snapshot import take_snapshot
 from tasks.records.record import write_record
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -31,7 +31,7 @@ POLICY = Policy.model_validate(
 LOOK = 3
 """Requests for a look into a checkpoint: its config, and the header of its weights with its length."""
 REST = 10
-"""For the index, news, claims and marks: each a listing or a read, and another where nothing is there."""
+"""For the index, news, claims and overrides: each a listing or a read, and another where nothing is there."""
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def put_checkpoint(store: FakeGcs, step: int, *, value: float = 0.0, less: str |
 
 def put_records(steps: range) -> None:
     """A success of the one suite for some checkpoints."""
-    [listing] = look(POLICY, evaluations_of=wanted)
+    [listing] = take_snapshot(POLICY, evaluations_of=wanted)
     for seen in listing.checkpoints:
         if seen.step in steps:
             record = make_record(step=seen.step, run="run", evaluation_hash="hash")
@@ -92,7 +92,7 @@ def wanted(_: Policy, run: str) -> list[WantedEvaluation]:
 def planned(store: FakeGcs) -> tuple[Reconciliation, int]:
     """A plan, and what the store was asked for."""
     store.gets.clear()
-    found = reconcile(look(POLICY, evaluations_of=wanted), POLICY, now=time.time())
+    found = reconcile(take_snapshot(POLICY, evaluations_of=wanted), POLICY, now=time.time())
     return found, len(store.gets)
 
 

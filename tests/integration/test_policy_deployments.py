@@ -23,7 +23,7 @@ from tasks.checkpoints.discovery import find_checkpoints
 from tasks.policies.actions import retry
 from tasks.policies.events import emit, send
 from tasks.policies.reconciliation import Reconciliation, reconcile
-from tasks.policies.snapshot import look
+from tasks.policies.snapshot import take_snapshot
 from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL
 
@@ -149,7 +149,7 @@ def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
 
 def reconciled(deployed: Deployed) -> Reconciliation:
     policy = load_policy(deployed.policy)
-    return reconcile(look(policy), policy, now=time.time())
+    return reconcile(take_snapshot(policy), policy, now=time.time())
 
 
 @ON_SQLITE

@@ -34,7 +34,7 @@ from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.evaluators.registry import EVALUATORS
 from tasks.gates.gate import Gate
 from tasks.policies.reconciliation import reconcile
-from tasks.policies.snapshot import look
+from tasks.policies.snapshot import take_snapshot
 from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvaluationConfig
@@ -110,7 +110,7 @@ class Watched:
     def missing(self) -> dict[str, int]:
         """Cells that are not done, by what they wait for."""
         policy = load_policy(str(self.policy))
-        found = reconcile(look(policy), policy, now=time.time())
+        found = reconcile(take_snapshot(policy), policy, now=time.time())
         return {state: len(cells) for state, cells in found.by_state().items()}
 
     def records(self) -> list[Record]:
@@ -263,5 +263,5 @@ def test_cell_that_our_own_code_breaks_is_given_up_after_the_retries_of_the_poli
             [record] = run.records()
             assert (record.status, record.infra_failures) == ("infra_failed", tries)
         attempts = run.attempts()
-        assert run.reconcile()["open_before"] == {"spent": 1}
+        assert run.reconcile()["open_before"] == {"retries_exhausted": 1}
         assert run.attempts() == attempts

@@ -14,7 +14,7 @@ import pytest
 from fakes.stores import FolderStore, HashKind, folder_store
 from resources.errors import StorageError
 from resources.storage import storage
-from resources.storage.tree_signature import look_at_tree
+from resources.storage.tree_signature import list_tree
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -90,12 +90,12 @@ def test_list_files_follows_links_to_files_and_not_into_folders(tmp_path: Path) 
     (root / "lost").symlink_to(root / "nothing")
     found = {file.uri.removeprefix(f"{root}/"): file.size for file in storage.list_files(str(root))}
     assert found == {"a/b.json": 5, "folder": found["folder"], "link": 5, "lost": 0}
-    before = look_at_tree(str(root))
+    before = list_tree(str(root))
     assert {file.uri: file for file in before.files()} == {file.uri: file for file in storage.list_files(str(root))}
-    assert look_at_tree(str(root)).signature == before.signature
+    assert list_tree(str(root)).signature == before.signature
     (root / "a" / "b.json").write_bytes(b"54321")
     os.utime(root / "a" / "b.json", ns=(1, 1))
-    assert look_at_tree(str(root)).signature != before.signature
+    assert list_tree(str(root)).signature != before.signature
     os.utime(root / "a" / "b.json", (2e9, 2e9))
     [link] = [file for file in storage.list_files(str(root)) if file.uri.endswith("link")]
     assert link.modified == 2e9, "what a link points to was written anew"

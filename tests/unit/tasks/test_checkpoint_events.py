@@ -40,24 +40,24 @@ def make(folder: Path, step: int, *, run: str = "run-a", seed: int = 0) -> Path:
 
 def test_watched_checkpoint_is_told_once_it_is_complete_once_and_again_when_rewritten(tmp_path: Path, policy: Policy):
     watched = Watched(policy)
-    assert watched.look() == []  # no run yet
+    assert watched.find_new() == []  # no run yet
     for step in (1, 2):
         make(tmp_path, step)
     newest = CompleteCheckpoint(str(tmp_path / "run-a/hf/step-2"), "run-a", "run-a-2", 2, "watched")
-    assert watched.look() == [newest]  # speaks for the one before it
-    assert watched.look() == []
+    assert watched.find_new() == [newest]  # speaks for the one before it
+    assert watched.find_new() == []
 
     weights = make(tmp_path, 3) / "model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-8])
-    assert watched.look() == []
+    assert watched.find_new() == []
     weights.write_bytes(whole)
-    assert [one.name for one in watched.look()] == ["run-a-3"]
+    assert [one.name for one in watched.find_new()] == ["run-a-3"]
 
     shutil.rmtree(tmp_path / "run-a/hf/step-1")
     make(tmp_path, 1, seed=5)
     make(tmp_path, 9, run="run-b")
-    assert [one.name for one in watched.look()] == ["run-a-1", "run-b-9"]
+    assert [one.name for one in watched.find_new()] == ["run-a-1", "run-b-9"]
 
 
 def test_watching_tells_later_what_the_server_could_not_be_told(tmp_path: Path, policy: Policy):

@@ -15,7 +15,7 @@ from tasks.checkpoints.rules import CheckpointRule
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.policies.batches import batches_of, placed
 from tasks.policies.dispatched import MOVED, Dispatch, Dispatches, name_of_cell, with_dispatches
-from tasks.policies.overrides import Mark, Marks
+from tasks.policies.overrides import Override, Overrides
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.snapshot import Estimates
@@ -94,7 +94,7 @@ def test_cell_of_a_flow_run_that_goes_on_waits_for_it_and_the_same_checkpoint_wr
         ([flow_run(cell(), ended=NOW - 60, state="Completed")], "backing_off"),  # nothing came of it
         ([flow_run(cell(), ended=NOW - 60, state=MOVED)], "work"),
         ([flow_run(cell(), ended=NOW - 700), flow_run(cell(), ended=NOW - 700)], "backing_off"),  # 1,200 s by now
-        ([flow_run(cell(), ended=NOW - 700) for _ in range(3)], "spent"),
+        ([flow_run(cell(), ended=NOW - 700) for _ in range(3)], "retries_exhausted"),
         ([flow_run(cell(), ended=NOW - 60, state="Cancelled")], "stopped"),  # by a person, as what had begun
         ([flow_run(cell(2), ended=NOW - 60)], "work"),
     ],
@@ -111,8 +111,8 @@ def test_flow_run_that_left_a_record_or_was_forgiven_counts_no_more():
     assert decided([cell()], sent, records=RunRecords({}, [row], {})) == [("work", None)]
     older = row._replace(created=NOW - 600)
     assert decided([cell()], sent, records=RunRecords({}, [older], {}))[0][0] == "backing_off"
-    retry = Mark(kind="retry", policy="p", cells=None, at=NOW - 10, user="somebody")
-    assert decided([cell()], sent, marks=Marks(by_policy={"p": retry})) == [("work", None)]
+    retry = Override(kind="retry", policy="p", cells=None, at=NOW - 10, user="somebody")
+    assert decided([cell()], sent, overrides=Overrides(by_policy={"p": retry})) == [("work", None)]
 
 
 def test_batches_are_of_one_run_on_the_same_resources_and_take_each_others_places():

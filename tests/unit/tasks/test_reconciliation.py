@@ -22,15 +22,15 @@ from resources.errors import RecordStatus
 from resources.storage import storage
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.checkpoints.run_snapshot import SeenCheckpoint, look_at_run
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
 from tasks.claims.files import Claim, Holder, SeenClaim, Subject
 from tasks.claims.leases import Claims
 from tasks.claims.process_marks import ProcessMark
 from tasks.policies.cancelled_runs import stop_unfinished
-from tasks.policies.overrides import Mark, Marks
+from tasks.policies.overrides import Override, Overrides
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, RunListing, State, reconcile
-from tasks.policies.snapshot import Estimates, look
+from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
 from tasks.running.cells import plan_cells
@@ -174,7 +174,7 @@ def test_incomplete_checkpoint_waits_with_what_it_lacks_where_it_would_be_wanted
         ("infra_failed", {"created": NOW - 599}, "backing_off"),
         ("infra_failed", {"created": NOW - 1199, "infra_failures": 2}, "backing_off"),
         ("infra_failed", {"created": NOW - 1201, "infra_failures": 2}, "work"),
-        ("infra_failed", {"infra_failures": 3}, "spent"),
+        ("infra_failed", {"infra_failures": 3}, "retries_exhausted"),
         ("infra_failed", {"created": NOW - 1, "infra_failures": 0}, "work"),
         ("failed", {"listing": "as it was", "digest": "as it was"}, "work"),
     ],
@@ -206,7 +206,7 @@ def claim(*, renewed: float, deaths: int = 0, released: bool = False, listing: s
         (claim(renewed=NOW - 30, listing="another state of it"), "work"),
         (claim(renewed=NOW - 300), "backing_off"),
         (claim(renewed=NOW - 700), "work"),
-        (claim(renewed=NOW - 7000, deaths=2), "spent"),
+        (claim(renewed=NOW - 7000, deaths=2), "retries_exhausted"),
         (claim(renewed=NOW - 30, released=True), "work"),
     ],
 )
@@ -226,10 +226,10 @@ def test_claim_keeps_a_cell_while_its_holder_lives_and_counts_as_a_failure_when_
     ],
 )
 def test_mark_of_a_person_stops_a_cell_or_clears_its_way(kind: Any, cells: Any, of: str, state: State):
-    mark = Mark(kind=kind, policy=of, cells=cells, at=NOW - 1, user="u")
-    marks = Marks(dict.fromkeys(cells or (), mark), {} if cells else {of: mark})
+    override = Override(kind=kind, policy=of, cells=cells, at=NOW - 1, user="u")
+    overrides = Overrides(dict.fromkeys(cells or (), override), {} if cells else {of: override})
     records = RunRecords({}, [outcome(1, "a", "failed")], {})
-    assert states(decide([checkpoint(1)], [wanted("a")], records, marks=marks)) == {(1, "a"): state}
+    assert states(decide([checkpoint(1)], [wanted("a")], records, overrides=overrides)) == {(1, "a"): state}
 
 
 def test_native_checkpoint_is_work_for_levanter_and_reported_for_engines():
@@ -268,7 +268,7 @@ def asked(command: str, watched: Path, *options: str) -> Any:
 
 def publish(watched: Path, step: int, status: RecordStatus = "succeeded") -> Path:
     """A record as an evaluation of that checkpoint leaves it."""
-    [listing] = look(load_policy(str(watched)))
+    [listing] = take_snapshot(load_policy(str(watched)))
     [evaluation] = listing.wanted
     [seen] = [one for one in listing.checkpoints if one.step == step]
     digests = digest_model_folder(inspect_model_folder(seen.uri))
@@ -318,7 +318,7 @@ def test_cancelled_policy_stands_still_until_retry_and_keeps_what_is_done(watche
 
 def test_cells_of_a_cancelled_flow_run_are_stopped_but_those_that_another_run_has(watched: Path):
     policy = load_policy(str(watched))
-    cells = reconcile(look(policy), policy, now=time.time()).work
+    cells = reconcile(take_snapshot(policy), policy, now=time.time()).work
     others = cells[0]
     subject = Subject(key="step-100.c", checkpoint=others.checkpoint.name, evaluation_hash=others.evaluation.hash)
     with Claims(str(watched.parent / "out" / "run" / "claims"), in_background=False) as claims:
@@ -342,9 +342,9 @@ def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Pa
 def test_verdict_of_planning_is_that_of_discovery_and_its_cells_are_those_of_evaluation(watched: Path):
     run = watched.parent / "run"
     found = {one.uri: one.problems for one in find_checkpoints(str(run))}
-    assert {one.uri: one.problems for one in look_at_run(str(run))} == found
-    assert {one.uri: one.problems for one in look_at_run(str(run))} == found  # remembered
-    [listing] = look(load_policy(str(watched)))
+    assert {one.uri: one.problems for one in snapshot_run(str(run))} == found
+    assert {one.uri: one.problems for one in snapshot_run(str(run))} == found  # remembered
+    [listing] = take_snapshot(load_policy(str(watched)))
     config = listing.wanted[0].config
     cells = plan_cells.fn([config], [one for one in find_checkpoints(str(run)) if one.complete])
     assert {cell.evaluation_hash for cell in cells} == {listing.wanted[0].hash}
@@ -381,7 +381,7 @@ def test_index_that_is_believed_hears_news_and_is_compared_when_asked(watched: P
     note_record(folder, str(cell), record)
     assert list(indexed_records(folder, now=lambda: next(clock)).done) == ["run-100", "run-200"]
     storage.delete(record_uri(str(cell)))
-    assert list(indexed_records(folder, afresh=True).done) == ["run-100"]
+    assert list(indexed_records(folder, use_index=False).done) == ["run-100"]
 
 
 def test_policy_with_two_rules_in_one_or_final_without_a_step_is_refused(watched: Path):
@@ -402,7 +402,7 @@ def test_estimate_is_what_the_same_evaluation_took_at_the_price_of_its_machine(w
     del content["base_url"]
     content["resource_config"] = {"device": {"kind": "tpu", "variant": "v5litepod-8"}, "replicas": 2}
     watched.write_text(yaml.safe_dump(content))
-    [listing] = look(load_policy(str(watched)))
+    [listing] = take_snapshot(load_policy(str(watched)))
     [hash_] = [one.hash for one in listing.wanted]
     measured = replace(listing, records=RunRecords({}, (), {hash_: (120.0, 8 * 90.0)}))
     [cell, _] = reconcile([measured], policy(), now=NOW).work

@@ -14,12 +14,12 @@ from fakes.models import write_checkpoint
 from fakes.records import make_record
 from resources.settings import settings
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.checkpoints.run_snapshot import SeenCheckpoint, look_at_run
+from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
 from tasks.claims.files import Subject, claims_folder
 from tasks.claims.leases import Claims
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import RunListing, reconcile
-from tasks.policies.snapshot import look
+from tasks.policies.snapshot import take_snapshot
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 from tasks.records.record import write_record
 from tasks.spec.evaluation import EvaluationConfig
@@ -40,7 +40,7 @@ def test_checkpoint_completed_within_a_tick_of_the_clock_is_seen(tmp_path: Path)
     def looked(content: bytes) -> bool:
         weights.write_bytes(content)
         os.utime(weights, ns=(told.st_atime_ns, told.st_mtime_ns))
-        [one] = look_at_run(str(tmp_path / "run"))
+        [one] = snapshot_run(str(tmp_path / "run"))
         return one.complete
 
     assert not looked(bytes(len(whole)))  # as large as it will be, and not written yet
@@ -55,10 +55,10 @@ def test_native_checkpoint_is_whole_once_its_reference_is_there(tmp_path: Path):
     (native / "metadata.json").write_text(json.dumps({"step": 100}))
     for path in native.rglob("*"):
         os.utime(path, (1e9, 1e9))
-    [one] = look_at_run(str(tmp_path / "run"), reference=str(reference))
+    [one] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
     assert any("its reference" in problem for problem in one.problems)
     write_checkpoint(reference)
-    [one] = look_at_run(str(tmp_path / "run"), reference=str(reference))
+    [one] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
     assert one.complete
 
 
@@ -68,13 +68,13 @@ def test_run_with_a_folder_whose_name_is_not_utf8_is_looked_at(tmp_path: Path):
     odd.mkdir()
     (odd / "config.json").write_text("{}")
     for _ in range(2):
-        assert [one.complete for one in look_at_run(str(tmp_path / "run"))] == [False, True]
+        assert [one.complete for one in snapshot_run(str(tmp_path / "run"))] == [False, True]
 
 
 def test_run_is_looked_at_where_nothing_can_be_remembered(tmp_path: Path, cache: Path):
     write_checkpoint(tmp_path / "run" / "step-100")
     cache.write_text("a file where a folder should be")
-    assert [one.complete for one in look_at_run(str(tmp_path / "run"))] == [True]
+    assert [one.complete for one in snapshot_run(str(tmp_path / "run"))] == [True]
 
 
 def wanted(*names: str) -> list[WantedEvaluation]:
@@ -116,7 +116,7 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
 
     def evaluations_of(_: Policy, run: str) -> list[WantedEvaluation]:
         """The other run ends here, after records were looked at."""
-        [seen] = look_at_run(run)
+        [seen] = snapshot_run(run)
         record = make_record(step=100, run="run", status="failed", evaluation_hash="hash-a")
         reference = record.checkpoint.model_copy(update={"listing": seen.listing})
         cell = tmp_path / "out" / "run" / "step-100" / "lm_evaluation_harness" / "cell"
@@ -124,9 +124,11 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
         claims.__exit__()
         return wanted("a")
 
-    listings = look(policy(tmp_path), evaluations_of=evaluations_of)
+    listings = take_snapshot(policy(tmp_path), evaluations_of=evaluations_of)
     assert reconcile(listings, policy(tmp_path), now=claims_time(listings)).work == []
-    [found] = reconcile(look(policy(tmp_path), evaluations_of=lambda *_: wanted("a")), policy(tmp_path), now=0.0).others
+    [found] = reconcile(
+        take_snapshot(policy(tmp_path), evaluations_of=lambda *_: wanted("a")), policy(tmp_path), now=0.0
+    ).others
     assert found.state == "failed"
 
 

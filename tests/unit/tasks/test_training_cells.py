@@ -47,30 +47,30 @@ def job() -> FakeJob:
 
 def test_checkpoint_is_told_once_when_it_is_complete_and_two_lists_agree(run: Path) -> None:
     exports = Exports(str(run / "hf"))
-    assert exports.look() == [], "there is nothing yet, not even a folder"
+    assert exports.find_new() == [], "there is nothing yet, not even a folder"
     write_run(run, [2, 1])
-    assert exports.look() == []
-    assert steps(exports.look()) == [1, 2]
-    assert exports.look() == []
+    assert exports.find_new() == []
+    assert steps(exports.find_new()) == [1, 2]
+    assert exports.find_new() == []
 
     write_checkpoint(run / "hf" / "step-3", seed=3)
     weights = run / "hf" / "step-3" / "model.safetensors"
     content = weights.read_bytes()
     weights.write_bytes(content[:-1])
-    assert [exports.look() for _ in range(3)] == [[]] * 3
+    assert [exports.find_new() for _ in range(3)] == [[]] * 3
     weights.write_bytes(content)
-    assert exports.look() == []
-    assert steps(exports.look()) == [3]
+    assert exports.find_new() == []
+    assert steps(exports.find_new()) == [3]
 
 
 def test_checkpoint_that_is_written_again_is_told_again(run: Path) -> None:
     exports = Exports(str(run / "hf"))
     write_run(run, [1])
-    assert steps([*exports.look(), *exports.look()]) == [1]
+    assert steps([*exports.find_new(), *exports.find_new()]) == [1]
     shutil.rmtree(run / "hf" / "step-1")
-    assert exports.look() == []
+    assert exports.find_new() == []
     write_checkpoint(run / "hf" / "step-1", seed=9)
-    assert steps([*exports.look(), *exports.look()]) == [1]
+    assert steps([*exports.find_new(), *exports.find_new()]) == [1]
 
 
 def test_last_look_takes_what_is_there_at_once_and_says_what_is_incomplete(run: Path) -> None:
@@ -78,17 +78,17 @@ def test_last_look_takes_what_is_there_at_once_and_says_what_is_incomplete(run: 
     (run / "hf" / "step-2" / "config.json").unlink()
     events: list[Update] = []
     with listening(events.append):
-        assert steps(Exports(str(run / "hf")).look(last=True)) == [1]
+        assert steps(Exports(str(run / "hf")).find_new(last=True)) == [1]
     assert any(isinstance(event, Event) and "step-2" in event.text for event in events)
 
 
 def test_every_n_steps_leaves_out_others_but_the_last(run: Path) -> None:
     exports = Exports(str(run / "hf"), every_n_steps=4)
     write_run(run, [2, 4, 6])
-    assert steps([*exports.look(), *exports.look()]) == [4]
+    assert steps([*exports.find_new(), *exports.find_new()]) == [4]
     write_checkpoint(run / "hf" / "step-7", seed=7)
-    assert steps(exports.look(last=True)) == [7]
-    assert exports.look(last=True) == []
+    assert steps(exports.find_new(last=True)) == [7]
+    assert exports.find_new(last=True) == []
 
 
 def cell_of(checkpoint: Checkpoint, done: Callable[[int], bool]) -> Cell:
@@ -233,7 +233,7 @@ def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, jo
 def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcome(run: Path) -> None:
     write_run(run, [1, 2, 3])
     exports = Exports(str(run / "hf"))
-    one, two, three = [cell_of(checkpoint, lambda step: False) for checkpoint in exports.look(last=True)]
+    one, two, three = [cell_of(checkpoint, lambda step: False) for checkpoint in exports.find_new(last=True)]
 
     def record(cell: Cell, *, interrupted: bool = False) -> None:
         of_cell = {"checkpoint": cell.reference, "interrupted": interrupted, "created": now()}
@@ -266,11 +266,11 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
 
         looked = 0
 
-        def look(self, *, last: bool = False):
+        def find_new(self, *, last: bool = False):
             self.looked += 1
             if self.looked == 1:
                 raise StorageError(expected="a list", found="none", remedy="wait")
-            return super().look(last=last)
+            return super().find_new(last=last)
 
     write_run(run, [1])
     flaky = Flaky(job.job_id, job.said)
@@ -310,12 +310,12 @@ def test_checkpoint_is_told_though_another_could_not_be_read_at_first(run: Path,
     write_run(run, [1, 2])
     with folder_store(tmp_path / "reads") as store:
         exports = Exports(f"store://{run}/hf")
-        exports.look()
+        exports.find_new()
         store.before_read = staticmethod(fail)
         with pytest.raises(StorageError):
-            exports.look()
+            exports.find_new()
         store.reset(tmp_path / "reads")
-        assert steps(exports.look()) == [1, 2]
+        assert steps(exports.find_new()) == [1, 2]
 
 
 def test_progress_of_a_training_is_read_from_its_log() -> None:

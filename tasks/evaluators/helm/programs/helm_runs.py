@@ -105,7 +105,7 @@ class Harness:
     def _take_over(self, run: Run) -> None:
         """Copies a run that is finished in the folder of an earlier attempt, with every answer.
 
-        Attempts at an evaluation that has ended do not count: it is done afresh since its record was deleted.
+        Attempts at an evaluation that has ended do not count: it is done again since its record was deleted.
         """
         began = modified(Path(self._job["begun_with"]))
         target = self._folder / "runs" / SUITE / run.spec.name

@@ -17,7 +17,7 @@ from tasks.claims.files import Subject, claims_folder
 from tasks.claims.leases import Claims
 from tasks.policies.cancelled_runs import stop_claimed
 from tasks.policies.cleanup import end_claims, end_jobs
-from tasks.policies.overrides import read_marks
+from tasks.policies.overrides import read_overrides
 from tasks.spec.names import job_label
 
 RUN, OTHER = "0a1b2c3d-0000-4000-8000-000000000001", "9a1b2c3d-0000-4000-8000-000000000002"
@@ -93,10 +93,10 @@ def test_cells_that_a_cancelled_flow_run_of_a_policy_still_had_wait_for_a_person
         alive.acquire([others])
         assert stop_claimed(parameters, flow_run_id=RUN, name="reconcile p") == 1
         assert end_claims(parameters, flow_run=RUN) == 1
-    marks = read_marks(str(tmp_path / "out" / "run"))
-    found = marks.newest("run-1", "h", policy="p")
+    overrides = read_overrides(str(tmp_path / "out" / "run"))
+    found = overrides.newest("run-1", "h", policy="p")
     assert found is not None and (found.kind, found.by) == ("stop", "with the flow run reconcile p")
-    assert marks.newest("run-2", "h", policy="p") is None
+    assert overrides.newest("run-2", "h", policy="p") is None
     request = {"request": {"model_path": str(tmp_path / "run"), "evaluation_path": str(tmp_path / "out")}}
     assert stop_claimed(request, flow_run_id=OTHER, name="evaluate run") == 0, "which is no policy's"
 
