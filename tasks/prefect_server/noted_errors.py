@@ -9,6 +9,7 @@ from uuid import UUID
 from prefect.client.schemas.objects import FlowRun
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import deployment, flow_run
+from prefect.types import KeyValueLabels
 
 from resources.errors import AssayError, PrefectUnavailable, error_of
 from tasks.prefect_server.client import prefect_client
@@ -26,7 +27,7 @@ def error_noted() -> Iterator[None]:
         yield
     except AssayError as error:
         if deployment.id and flow_run.id:
-            labels = {f"{_LABEL}{name}": value for name, value in error.as_values().items()}
+            labels: KeyValueLabels = {f"{_LABEL}{name}": value for name, value in error.as_values().items()}
             with suppress(PrefectUnavailable, ObjectNotFound), prefect_client() as client:
                 client.update_flow_run_labels(UUID(flow_run.id), labels)
         raise
