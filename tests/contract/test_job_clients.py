@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fakes.clients import CLIENTS
+from fakes.clients import CLIENTS, kill_for_want_of_memory
 from fakes.polling import eventual_pid, eventually, is_alive
 from resources.actors.actor_key import actor_variables
 from resources.backends.current import current_client, set_current_client
@@ -188,6 +188,20 @@ def test_preempted_attempts_have_a_budget_of_their_own(
 def test_crash_by_a_signal_of_its_own_doing_counts_as_a_failure(client: Client) -> None:
     handle = client.submit(job(shell("kill -SEGV $$"), max_retries_failure=0, max_retries_preemption=5))
     assert handle.wait(30, raise_on_failure=False) is JobStatus.FAILED
+
+
+def test_job_killed_for_want_of_memory_fails_and_says_what_to_do(client: Client, tmp_path: Path) -> None:
+    counter = tmp_path / "memory.events"
+    counter.write_text("oom_kill 4\n")
+    environment = create_environment(env_vars={"ASSAY_OOM_COUNTER": str(counter)})
+    script = f"echo $$ > {tmp_path}/pid; {FOR_EVER}"
+    handle = client.submit(job(shell(script), environment=environment, max_retries_preemption=5))
+    kill_for_want_of_memory(client, handle, pid=eventual_pid(tmp_path / "pid"), counter=counter)
+    assert handle.wait(30, raise_on_failure=False) is JobStatus.FAILED
+    details = handle.details()
+    assert (details.attempts, details.failures, details.preemptions) == (1, 1, 0)
+    assert "out of memory" in (details.reason or "")
+    assert "resources.ram" in (details.reason or "")
 
 
 def test_replicas_default_to_those_of_the_resources_and_know_their_place(client: Client) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 from fakes.iris_cluster import shared_cluster
 from resources.backends.local.client import LocalClient
-from resources.jobs.jobs import Client
+from resources.jobs.jobs import Client, JobHandle
 
 GRACE_SECONDS = 1.5  # enough for a shell to say good-bye on a busy machine; the stubborn take all of it
 
@@ -32,5 +34,28 @@ CLIENTS: dict[str, Callable[[Path], Client]] = {
 }
 """From a folder of the test's own to a client with little grace; an expensive cluster is started once per
 process by the entry itself, and ended at exit."""
+
+
+def kill_for_want_of_memory(client: Client, job: JobHandle, *, pid: int, counter: Path) -> None:
+    """Kills a process of a job as its machine does when memory runs out.
+
+    Args:
+        client: the job's.
+        job: its handle.
+        pid: of the process.
+        counter: the file that the job's supervisor takes for the kernel's counter.
+    """
+    from resources.backends.kubernetes.client import KubernetesClient
+
+    if isinstance(client, KubernetesClient):  # there the kubelet says it
+        from fakes.kubernetes_cluster import shared_server
+
+        server = shared_server()
+        server.run_out_of_memory(server.pods(job.job_id)[0])
+        return
+    counter.write_text("oom_kill 5\n")
+    os.kill(pid, signal.SIGKILL)
+
+
 WITH_ACTORS = ("iris", "local", "ray")
 """Backends whose actors are tested; they are made of jobs and announcements, which every backend is tested for."""

@@ -10,9 +10,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from resources.backends.programs.endings import ENDINGS, Outcome
 from resources.jobs.jobs import JobStatus
 
-Ending = Literal["succeeded", "failed", "preempted", "stopped", "unsatisfiable"]
+Ending = Outcome | Literal["stopped", "unsatisfiable"]
 
 MARK = "[assay] "
 """How a line begins by which `iris_replica.py` says how it ended; Iris keeps it with the attempt, too."""
@@ -33,11 +34,11 @@ _JOBS = {
     UNSATISFIABLE: JobStatus.FAILED,
 }
 _ATTEMPTS: dict[str, Ending] = {
-    "TASK_STATE_SUCCEEDED": "succeeded",
-    "TASK_STATE_FAILED": "failed",
-    "TASK_STATE_WORKER_FAILED": "preempted",
-    "TASK_STATE_PREEMPTED": "preempted",
-    "TASK_STATE_COSCHED_FAILED": "preempted",
+    "TASK_STATE_SUCCEEDED": ENDINGS["finished"],
+    "TASK_STATE_FAILED": ENDINGS["crashed"],
+    "TASK_STATE_WORKER_FAILED": ENDINGS["machine lost"],
+    "TASK_STATE_PREEMPTED": ENDINGS["place taken"],
+    "TASK_STATE_COSCHED_FAILED": ENDINGS["machine lost"],
     "TASK_STATE_KILLED": "stopped",
     "TASK_STATE_UNSCHEDULABLE": "unsatisfiable",
 }
@@ -115,8 +116,8 @@ def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> E
     """
     ending = _ATTEMPTS.get(state)
     if ending == "failed" and said(error).startswith(_GAVE_UP):
-        return "preempted"
-    return "preempted" if ending == "stopped" and not job_stopped else ending
+        return ENDINGS["signalled"]
+    return ENDINGS["place taken"] if ending == "stopped" and not job_stopped else ending
 
 
 def said(error: str) -> str:

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from resources.backends.kubernetes.manifests import MAIN
 from resources.backends.kubernetes.names import INDEX_LABEL
+from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, Outcome, classify_exit
 from resources.backends.programs.run_in_pod import ORPHANED
-from resources.backends.programs.supervise import classify_exit
 
-PodStanding = Literal["pending", "stuck", "running", "succeeded", "failed", "preempted"]
+PodStanding = Outcome | Literal["pending", "stuck", "running"]
 
 _STUCK = {
     "ImagePullBackOff",
@@ -47,7 +47,11 @@ class PodState:
         return self.standing in {"succeeded", "failed", "preempted"}
 
 
-GONE = PodState("preempted", "its pod was deleted")
+def _end(cause: Cause, reason: str | None = None) -> PodState:
+    return PodState(ENDINGS[cause], reason)
+
+
+GONE = _end("place taken", "its pod was deleted")
 
 
 def classify_pod(pod: Mapping[str, Any]) -> PodState:
@@ -60,22 +64,22 @@ def classify_pod(pod: Mapping[str, Any]) -> PodState:
     phase, reason, message = status.get("phase", "Pending"), status.get("reason", ""), status.get("message", "")
     ended = _main_state(status).get("terminated")
     if _exceeded_own_storage(message):
-        return PodState("failed", f"evicted: {message}")
+        return _end("out of its own disk", f"evicted: {message}")
     if disruption := _condition(status, "DisruptionTarget", "True"):
         words = _DISRUPTIONS.get(disruption.get("reason", ""), disruption.get("reason", "disrupted"))
-        return PodState("preempted", words)
+        return _end("place taken", words)
     if reason in _NODE_REASONS:
-        return PodState("preempted", f"{reason}: {message}" if message else reason)
+        return _end("machine lost", f"{reason}: {message}" if message else reason)
     if phase == "Failed" and reason.startswith(_REFUSED_BY_NODE):
-        return PodState("preempted", f"its node refused it: {reason}")
+        return _end("place taken", f"its node refused it: {reason}")
     if ended is not None:
         return _ended(ended, deleted="deletionTimestamp" in pod.get("metadata", {}))
     if "deletionTimestamp" in pod.get("metadata", {}):
-        return PodState("preempted", "its pod is being deleted")
+        return _end("place taken", "its pod is being deleted")
     if phase == "Succeeded":
-        return PodState("succeeded")
+        return _end("finished")
     if phase == "Failed":
-        return PodState("failed", f"{reason}: {message}".strip(": ") or "its pod failed without a reason")
+        return _end("crashed", f"{reason}: {message}".strip(": ") or "its pod failed without a reason")
     return _unfinished(status)
 
 
@@ -86,7 +90,7 @@ def states_by_index(pods: Sequence[Mapping[str, Any]], *, count: int, job: Mappi
     done = _indexes(job.get("status", {}).get("completedIndexes"))
     waiting = PodState("pending", "its pod is not created yet")
     return [
-        present.get(index) or (PodState("succeeded") if index in done else GONE if index in lost else waiting)
+        present.get(index) or (_end("finished") if index in done else GONE if index in lost else waiting)
         for index in range(count)
     ]
 
@@ -104,7 +108,7 @@ def attempt_outcome(states: Sequence[PodState]) -> PodState | None:
     Losing one replica can make the others fail an instant later, so preemption wins.
     """
     if all(state.standing == "succeeded" for state in states):
-        return PodState("succeeded")
+        return _end("finished")
     for standing in ("preempted", "failed"):
         for index, state in enumerate(states):
             if state.standing == standing:
@@ -123,15 +127,15 @@ def _ended(state: Mapping[str, Any], *, deleted: bool) -> PodState:
     code, reason = int(state.get("exitCode", 0)), state.get("reason", "")
     said = (state.get("message") or "").strip()
     if said == ORPHANED:
-        return PodState("preempted", ORPHANED)
+        return _end("signalled", ORPHANED)
     if reason == "OOMKilled":
-        return PodState("failed", "it needed more memory than resources.ram")
+        return _end("out of memory", OUT_OF_MEMORY)
     if reason == "ContainerStatusUnknown":
-        return PodState("preempted", "its node lost sight of it")
+        return _end("machine lost", "its node lost sight of it")
     if code == 0:
-        return PodState("succeeded")
+        return _end("finished")
     if deleted:
-        return PodState("preempted", "its pod was deleted")
+        return GONE
     words = f"exit code {code}" + (f" ({reason}: {said})" if reason not in {"", "Error"} else "")
     return PodState(classify_exit(code), words)
 
@@ -146,7 +150,7 @@ def _unfinished(status: Mapping[str, Any]) -> PodState:
     for state in waiting:
         words = f"{state.get('reason')}: {state.get('message', '')}".strip(": ")
         if state.get("reason") in _HOPELESS:
-            return PodState("failed", words)
+            return _end("crashed", words)
         if state.get("reason") in _STUCK:
             return PodState("stuck", words)
     if _main_state(status).get("running") is not None:

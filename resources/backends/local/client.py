@@ -199,7 +199,7 @@ def _start(folder: Path, specification: dict[str, Any], *, env: dict[str, str]) 
     marks = ["--outlives-parent"] if specification["outlives_parent"] else []
     with (folder / "supervisor.log").open("wb") as log:
         supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(PROGRAMS / "supervise.py"), str(folder), *marks],
+            [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "supervise.py"), str(folder), *marks],
             env=env,
             cwd=folder,
             stdin=subprocess.DEVNULL if specification["outlives_parent"] else subprocess.PIPE,

@@ -1,6 +1,6 @@
 """Runs one replica of a job as a task of Iris: what Iris itself has no word for happens here.
 
-    python -S -u iris_replica.py <folder with job.json, supervise.py and run_call.py>
+    python -S -u iris_replica.py <folder with job.json, supervise.py, endings.py and run_call.py>
 
 Needs the standard library only. The replica's process tree belongs to `supervise.py`, which ends all of it in good
 order, also when this program is killed. This program passes its output on, tries again after an end from outside,
@@ -25,8 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from endings import classify_exit
 from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller
-from supervise import classify_exit
 
 Outcome = Literal["succeeded", "failed", "preempted", "stopped", "rejoin"]
 
@@ -147,7 +147,7 @@ class Replica:
         }
         (folder / "specification.json").write_text(json.dumps(specification))
         supervisor = subprocess.Popen(
-            [sys.executable, "-I", "-S", str(self._folder / "supervise.py"), str(folder)],
+            [sys.executable, "-E", "-s", "-S", str(self._folder / "supervise.py"), str(folder)],
             env=self._variables(),
             cwd=folder,
             stdin=subprocess.PIPE,
@@ -177,7 +177,8 @@ class Replica:
             return "succeeded", 0, ""
         if asked is not None:
             return asked, code, ""
-        return ("preempted" if status.get("preemptions") else "failed"), code, f"exit code {code}"
+        reason = status.get("ended_by") or f"exit code {code}"
+        return ("preempted" if status.get("preemptions") else "failed"), code, reason
 
     def _to_end(self) -> Outcome | None:
         """Whether what runs is to be ended: for good, or to begin again with the other replicas."""

@@ -1,11 +1,11 @@
 """Runs one local job: starts its replicas, retries them, and leaves no process behind.
 
-    python -I -S supervise.py <job folder> [--outlives-parent]
+    python -E -s -S supervise.py <job folder> [--outlives-parent]
 
-Needs the standard library only. Reads `specification.json`, gets the job's environment as its own (so that no
-credential is written to disk), and keeps `status.json` and `replica-<i>.log` up to date. Ends the job on SIGTERM,
-and, unless it is to outlive its parent, when standard input, held open by the submitting process, is closed. The
-option only marks the process, for the supervisor of a job inside which this one was submitted.
+Needs the standard library and `endings.py` beside it. Reads `specification.json`, gets the job's environment as its
+own (so that no credential is written to disk), and keeps `status.json` and `replica-<i>.log` up to date. Ends the job
+on SIGTERM, and, unless it is to outlive its parent, when standard input, held open by the submitting process, is
+closed. The option only marks the process, for the supervisor of a job inside which this one was submitted.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+from endings import ENDINGS, OUT_OF_MEMORY, OomWatch, Outcome, cause_of_exit
+
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _WATCH_SECONDS = 0.5  # how often the parent is looked for; signals and a closed pipe wake us at once
 _SWEEP_SECONDS = 0.02
@@ -28,22 +30,6 @@ _KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIG
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 OUTLIVES = "--outlives-parent"
 _NOT_STARTED = 127  # what shells report for a command that cannot be executed
-
-_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
-_FROM_OUTSIDE_IN_A_SHELL = {128 + signal.SIGKILL, 128 + signal.SIGTERM}
-
-
-def classify_exit(returncode: int) -> Literal["succeeded", "failed", "preempted"]:
-    """What an exit code says; negative ones are signals, as `subprocess` reports them.
-
-    A process that somebody ended (the machine's shutdown, the out-of-memory killer, an operator) was preempted; one
-    that crashed by a signal of its own doing (SIGSEGV, SIGABRT) failed.
-    """
-    if returncode == 0:
-        return "succeeded"
-    if -returncode in _FROM_OUTSIDE or returncode in _FROM_OUTSIDE_IN_A_SHELL:
-        return "preempted"
-    return "failed"
 
 
 class Supervisor:
@@ -58,6 +44,8 @@ class Supervisor:
         self._exit_codes: dict[int, int] = {}
         self._attempts = self._failures = self._preemptions = 0
         self._stop_reason: str | None = None
+        self._ended_by: str | None = None
+        self._oom = OomWatch()
         self._watches_parent = not self._specification["outlives_parent"]
         self._parent_pid = os.getppid() if self._specification.get("shielded") else self._specification["parent_pid"]
         self._wake_fd, wake_write_fd = os.pipe()
@@ -82,7 +70,8 @@ class Supervisor:
                 self._failures += outcome == "failed"
                 self._preemptions += outcome == "preempted"
                 if self._failures > self._specification["max_retries_failure"]:
-                    status, reason = "failed", f"failed {self._failures} times"
+                    words = f", the last time {self._ended_by}" if self._ended_by else ""
+                    status, reason = "failed", f"failed {self._failures} times{words}"
                     return
                 if self._preemptions > self._specification["max_retries_preemption"]:
                     status, reason = "failed", f"ended from outside {self._preemptions} times"
@@ -95,9 +84,11 @@ class Supervisor:
             self._end_everything()
             self._publish(status, reason)
 
-    def _attempt(self) -> Literal["succeeded", "failed", "preempted", "stopped"]:
+    def _attempt(self) -> Outcome | Literal["stopped"]:
         """Starts all replicas, watches them, and ends those that are left: they succeed or fail together."""
         self._exit_codes = {}
+        self._ended_by = None
+        self._oom = OomWatch()
         self._replicas = [self._start(index) for index in range(self._specification["replicas"])]
         if sys.platform != "linux":
             self._groups = {replica.pid for replica in self._replicas if replica}
@@ -107,9 +98,12 @@ class Supervisor:
         self._end_everything()
         return outcome
 
-    def _outcome(self) -> Literal["succeeded", "failed", "preempted", "stopped"] | None:
+    def _outcome(self) -> Outcome | Literal["stopped"] | None:
         self._reap()
-        exits = {classify_exit(code) for code in self._codes() if code is not None}
+        starved = self._oom.has_struck()
+        causes = {cause_of_exit(code, out_of_memory=starved) for code in self._codes() if code is not None}
+        exits = {ENDINGS[cause] for cause in causes}
+        self._ended_by = OUT_OF_MEMORY if "out of memory" in causes else None
         if exits == {"succeeded"} and None not in self._codes():
             return "succeeded"
         if self._stop_reason:
@@ -227,6 +221,7 @@ class Supervisor:
             "attempts": self._attempts,
             "failures": self._failures,
             "preemptions": self._preemptions,
+            "ended_by": self._ended_by,
             "supervisor_pid": os.getpid(),
             "replicas": [
                 {"pid": replica.pid if replica else None, "exit_code": code}

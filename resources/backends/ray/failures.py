@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, Outcome
 
-_FROM_OUTSIDE = {
-    "NodeDiedError": "its node has died",
-    "LocalRayletDiedError": "its node has died",
-    "OwnerDiedError": "the worker that held its data has died",
-    "ActorDiedError": "the actor that it needed has died",
-    "ActorUnavailableError": "the actor that it needed cannot be reached",
-    "WorkerCrashedError": "its worker has died",
-    "ObjectLostError": "its data was lost with a node",
-    "ObjectFetchTimedOutError": "its data could not be fetched",
-    "GetTimeoutError": "the cluster did not answer in time",
-    "OutOfMemoryError": "its node ran out of memory",
-    "OutOfDiskError": "its node ran out of disk",
-    "TaskPlacementGroupRemoved": "its place was taken away",
-    "ActorPlacementGroupRemoved": "its place was taken away",
-    "TaskUnschedulableError": "its place is gone",
+_CAUSES: dict[str, tuple[Cause, str]] = {
+    "NodeDiedError": ("machine lost", "its node has died"),
+    "LocalRayletDiedError": ("machine lost", "its node has died"),
+    "OwnerDiedError": ("machine lost", "the worker that held its data has died"),
+    "ActorDiedError": ("machine lost", "the actor that it needed has died"),
+    "ActorUnavailableError": ("machine lost", "the actor that it needed cannot be reached"),
+    "WorkerCrashedError": ("machine lost", "its worker has died"),
+    "GetTimeoutError": ("machine lost", "the cluster did not answer in time"),
+    "OutOfMemoryError": ("out of memory", OUT_OF_MEMORY),
+    "ObjectLostError": ("data lost", "its data was lost with a node"),
+    "ObjectFetchTimedOutError": ("data lost", "its data could not be fetched"),
+    "OutOfDiskError": ("place taken", "its node ran out of disk"),
+    "TaskPlacementGroupRemoved": ("place taken", "its place was taken away"),
+    "ActorPlacementGroupRemoved": ("place taken", "its place was taken away"),
+    "TaskUnschedulableError": ("place taken", "its place is gone"),
 }
 """By the name of the exception's class, or of one that it derives from: only the backend imports ray."""
 
 
-def classify_ray(error: BaseException) -> tuple[Literal["preempted", "failed"], str]:
-    """Whether an error of a Ray task counts as a preemption or as a failure of the job, and why in words.
+def classify_ray(error: BaseException) -> tuple[Outcome, str]:
+    """Returns the budget that an error of a Ray task counts against, and why in words.
 
-    Nodes, workers and places that were lost were taken from outside. Everything else, such as a runtime environment
-    that cannot be set up, or an error of our own code on the node, is a failure, since it would come again.
+    What has no row, such as a runtime environment that cannot be set up, or an error of our own code on the node, is a
+    failure, since it would come again.
     """
     for kind in type(error).__mro__:
-        if (words := _FROM_OUTSIDE.get(kind.__name__)) is not None:
-            return "preempted", words
+        if (row := _CAUSES.get(kind.__name__)) is not None:
+            return ENDINGS[row[0]], row[1]
     # Ray's text is a remote traceback, whose last line says what was raised.
-    return "failed", f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+    return ENDINGS["crashed"], f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"

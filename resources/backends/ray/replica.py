@@ -131,7 +131,7 @@ class _Run:
                 return False
             self._folder = folder
             self._supervisor = subprocess.Popen(
-                [sys.executable, "-I", "-S", str(PROGRAMS / "supervise.py"), str(folder)],
+                [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "supervise.py"), str(folder)],
                 env=variables,
                 cwd=folder,
                 stdin=subprocess.PIPE,
@@ -194,7 +194,7 @@ class _Run:
         code = next((replica["exit_code"] for replica in status.get("replicas", [])), None)
         return ProcessEnd(
             outcome=outcome,
-            reason=None if code is None else f"exit code {code}",
+            reason=status.get("ended_by") or (None if code is None else f"exit code {code}"),
             output=self._new_output(),
             announcement=self._announcement(),
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -36,7 +35,6 @@ pytestmark = pytest.mark.timeout(60)
 ON_CPU = ResourceConfig.with_cpu()
 FOR_EVER = "while :; do sleep 1; done"
 PACKAGES = Path(resources.__file__).parent
-SUPERVISE = runpy.run_path(str(PACKAGES / "backends/programs/supervise.py"))
 
 
 @pytest.fixture
@@ -70,30 +68,6 @@ def parent_that_submits(jobs_dir: Path, script: str, *, outlives_parent: bool) -
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program)], cwd=PACKAGES.parent, stdout=subprocess.PIPE, text=True
     )
-
-
-@pytest.mark.parametrize(
-    ("returncode", "expected"),
-    [
-        (0, "succeeded"),
-        (1, "failed"),
-        (127, "failed"),
-        (255, "failed"),
-        (-signal.SIGKILL, "preempted"),
-        (-signal.SIGTERM, "preempted"),
-        (-signal.SIGINT, "preempted"),
-        (-signal.SIGHUP, "preempted"),
-        (137, "preempted"),
-        (143, "preempted"),
-        (-signal.SIGSEGV, "failed"),
-        (-signal.SIGABRT, "failed"),
-        (-signal.SIGBUS, "failed"),
-        (-signal.SIGPIPE, "failed"),
-        (139, "failed"),
-    ],
-)
-def test_exit_codes_are_classified_by_who_caused_them(returncode: int, expected: str) -> None:
-    assert SUPERVISE["classify_exit"](returncode) == expected
 
 
 @pytest.mark.parametrize("name", ["two words", "a/b", "..", "", "-flag", "x" * 101, "new\nline"])

@@ -22,7 +22,6 @@ FROM_OUTSIDE: dict[str, Callable[[], BaseException]] = {
     "its data could not be rebuilt": lambda: exceptions.ObjectReconstructionFailedError(*OBJECT),
     "its data could not be fetched": lambda: exceptions.ObjectFetchTimedOutError(*OBJECT),
     "the cluster did not answer": lambda: exceptions.GetTimeoutError("10 s"),
-    "memory ran out": lambda: exceptions.OutOfMemoryError("killed the last worker"),
     "disk ran out": lambda: exceptions.OutOfDiskError("full"),
     "the placement group was removed": lambda: exceptions.TaskPlacementGroupRemoved(),
     "an actor's placement group was removed": lambda: exceptions.ActorPlacementGroupRemoved(),
@@ -30,6 +29,7 @@ FROM_OUTSIDE: dict[str, Callable[[], BaseException]] = {
 }
 OWN_DOING: dict[str, Callable[[], BaseException]] = {
     "the runtime environment cannot be set up": lambda: exceptions.RuntimeEnvSetupError("no such package"),
+    "memory ran out": lambda: exceptions.OutOfMemoryError("killed the last worker"),
     "our code on the node raised": lambda: exceptions.RayTaskError("f", "Traceback\nNameError: x", NameError("x")),
     "it was cancelled": lambda: exceptions.TaskCancelledError(),
     "anything else": lambda: KeyError("x"),
@@ -48,6 +48,10 @@ def test_classify_ray_what_would_come_again_is_a_failure(make: Callable[[], Base
     verdict, words = classify_ray(make())
     assert verdict == "failed"
     assert len(words.splitlines()) == 1
+
+
+def test_classify_ray_want_of_memory_says_what_to_do() -> None:
+    assert "resources.ram" in classify_ray(exceptions.OutOfMemoryError("killed the last worker"))[1]
 
 
 def test_classify_ray_error_of_our_code_with_the_class_of_its_cause_says_what_was_raised() -> None:

@@ -1,0 +1,126 @@
+"""How a process ended, and which budget that counts against: one table for all backends.
+
+Needs the standard library only: it runs beside `supervise.py`, also on nodes without Assay.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Literal
+
+_OOM_WINDOW_SECONDS = 60.0  # a large process takes that long to die of the kernel's SIGKILL
+
+_FROM_OUTSIDE = {signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM}
+_FROM_OUTSIDE_IN_A_SHELL = {128 + signal.SIGKILL, 128 + signal.SIGTERM}
+_KILLED = {-signal.SIGKILL, 128 + signal.SIGKILL}
+
+Cause = Literal[
+    "finished",
+    "crashed",
+    "out of memory",
+    "out of its own disk",
+    "signalled",
+    "machine lost",
+    "place taken",
+    "data lost",
+]
+Outcome = Literal["succeeded", "failed", "preempted"]
+
+ENDINGS: dict[Cause, Outcome] = {
+    "finished": "succeeded",
+    "crashed": "failed",
+    "out of memory": "failed",
+    "out of its own disk": "failed",
+    "signalled": "preempted",
+    "machine lost": "preempted",
+    "place taken": "preempted",
+    "data lost": "preempted",
+}
+"""The budget that an ending counts against, on every backend; a backend only says which cause its signs mean."""
+OUT_OF_MEMORY = "out of memory: killed for needing more than there was; ask for more with resources.ram, or need less"
+
+
+def cause_of_exit(returncode: int, *, out_of_memory: bool = False) -> Cause:
+    """Returns why a process ended.
+
+    Args:
+        returncode: its exit code; negative ones are signals, as `subprocess` reports them.
+        out_of_memory: whether the kernel ended processes for want of memory at that time.
+    """
+    if returncode == 0:
+        return "finished"
+    if out_of_memory and returncode in _KILLED:
+        return "out of memory"
+    if -returncode in _FROM_OUTSIDE or returncode in _FROM_OUTSIDE_IN_A_SHELL:
+        return "signalled"
+    return "crashed"
+
+
+def classify_exit(returncode: int, *, out_of_memory: bool = False) -> Outcome:
+    """Returns the budget that an exit code counts against; see `cause_of_exit`."""
+    return ENDINGS[cause_of_exit(returncode, out_of_memory=out_of_memory)]
+
+
+def counters_of(cgroups: str) -> list[Path]:
+    """Returns the files that count processes killed for want of memory, the most exact one first.
+
+    Those of a control group count its own processes, whichever limit was reached; `/proc/vmstat` those of the machine.
+
+    Args:
+        cgroups: content of `/proc/self/cgroup`.
+    """
+    found: list[Path] = []
+    for line in cgroups.splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            found.append(Path(f"/sys/fs/cgroup{path}/memory.events"))
+        elif "memory" in controllers.split(","):
+            found.append(Path(f"/sys/fs/cgroup/memory{path}/memory.oom_control"))
+            found.append(Path("/sys/fs/cgroup/memory/memory.oom_control"))  # as a container sees its own
+    return [*found, Path("/proc/vmstat")]
+
+
+def kills_counted(counters: list[Path]) -> int:
+    """Returns how many processes were killed for want of memory so far, by the first counter that can be read."""
+    for counter in counters:
+        try:
+            lines = counter.read_text().splitlines()
+        except OSError:
+            continue
+        counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+        if counts:
+            return counts[0]
+    return 0
+
+
+class OomWatch:
+    """Tells whether the kernel killed processes for want of memory of late, by counters that only grow.
+
+    Args:
+        counters: files with a line `oom_kill <count>`, of which the first that can be read counts; those of this
+            process's control group, or the one that `ASSAY_OOM_COUNTER` names, when None.
+    """
+
+    def __init__(self, counters: list[Path] | None = None) -> None:
+        self._counters = _counters_of_process() if counters is None else counters
+        self._before = self._latest = kills_counted(self._counters)
+        self._latest_at = time.monotonic()
+
+    def has_struck(self) -> bool:
+        """Returns whether a process was killed so within the last one to two minutes, and since this was made."""
+        count = kills_counted(self._counters)
+        if time.monotonic() - self._latest_at > _OOM_WINDOW_SECONDS:
+            self._before, self._latest, self._latest_at = self._latest, count, time.monotonic()
+        return count > self._before
+
+
+def _counters_of_process() -> list[Path]:
+    if named := os.environ.get("ASSAY_OOM_COUNTER"):
+        return [Path(named)]
+    try:
+        return counters_of(Path("/proc/self/cgroup").read_text())
+    except OSError:
+        return []
