@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
+from typer.core import TyperGroup
 
 from flows.cli.cluster import cluster_app
 from flows.cli.evaluate import evaluate, show_series
@@ -16,8 +18,7 @@ from flows.cli.gate import gate
 from flows.cli.jobs import SUBMIT_SETTINGS, jobs_app, submit
 from flows.cli.policy import cancel, gaps, plan, reconcile, retry, status
 from flows.cli.pools import pool_app
-from flows.cli.publish import publish
-from flows.cli.records import compare, records, report
+from flows.cli.records import compare, publish, records, report
 from flows.cli.schedule import notify, policy_app, watch
 from flows.cli.suites import stage, suites
 from flows.cli.train import demo_train, train_and_evaluate
@@ -26,7 +27,18 @@ from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import AssayError, BadInput
 from resources.settings import set_process_environment_defaults
 
+
+class _InGroups(TyperGroup):
+    """Shows the groups of commands in their order; by itself typer puts those with commands of their own last."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Returns the commands' names, group by group."""
+        groups = list(_GROUPS)
+        return sorted(self.commands, key=lambda name: groups.index(vars(self.commands[name])["rich_help_panel"]))
+
+
 app = typer.Typer(
+    cls=_InGroups,
     help="Evaluate every checkpoint a language-model training run writes.",
     no_args_is_help=True,
     add_completion=False,
@@ -141,18 +153,24 @@ def doctor(as_json: Json = False) -> None:
         raise typer.Exit(AssayError.exit_code)
 
 
-for _command in (evaluate, gate, checkpoints, records, compare, report, suites, stage, publish, demo, doctor):
-    app.command()(_command)
-for _command in (plan, gaps, status, reconcile, retry, cancel, watch, notify):
-    app.command()(_command)
-for _command in (train_and_evaluate, demo_train):
-    app.command()(_command)
-app.command(context_settings=SUBMIT_SETTINGS)(submit)
-app.add_typer(pool_app, name="pool")
-app.add_typer(policy_app, name="policy")
-app.add_typer(jobs_app, name="jobs")
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(work_pool_app, name="work-pools")
+_GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
+    "Evaluate and look": (
+        *(evaluate, train_and_evaluate, checkpoints, records, compare, report, gate),
+        *(demo, demo_train, doctor),
+    ),
+    "Policies": (plan, gaps, status, reconcile, retry, cancel, watch, notify, policy_app),
+    "Pools": (pool_app,),
+    "Jobs and clusters": (submit, jobs_app, cluster_app, work_pool_app),
+    "Data and publishing": (suites, stage, publish),
+}
+_NAMES = {policy_app: "policy", pool_app: "pool", jobs_app: "jobs", cluster_app: "cluster", work_pool_app: "work-pools"}
+for _group, _commands in _GROUPS.items():
+    for _command in _commands:
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_NAMES[_command], rich_help_panel=_group)
+        else:
+            _settings = SUBMIT_SETTINGS if _command is submit else None
+            app.command(rich_help_panel=_group, context_settings=_settings)(_command)
 
 if __name__ == "__main__":
     main()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,15 +15,20 @@ if TYPE_CHECKING:
     from tasks.gates.gate import Gate
     from tasks.gates.verdict import JudgedCheckpoint, Verdict
 
-Summary = Annotated[
+_Summary = Annotated[
     Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")
 ]
 
 
-GateFile = Annotated[
-    str | None,
-    typer.Option("--gate", help="YAML file with a gate; the exit code is 1 where it says NO-GO.", metavar="GATE"),
-]
+@dataclass(frozen=True)
+class GateOptions:
+    """A gate for what a command evaluates."""
+
+    gate: Annotated[
+        str | None,
+        typer.Option("--gate", help="YAML file with a gate; the exit code is 1 where it says NO-GO.", metavar="GATE"),
+    ] = None
+    summary: _Summary = None
 
 
 def gate(
@@ -32,7 +38,7 @@ def gate(
     step: Annotated[
         int | None, typer.Option(help="Training step; as the gate says, the latest or every one, when left out.")
     ] = None,
-    summary: Summary = None,
+    summary: _Summary = None,
     as_json: Json = False,
 ) -> None:
     """Say GO or NO-GO on recorded results, with the reasons. Exit code 0 is GO, 1 is NO-GO."""
@@ -60,17 +66,17 @@ def load_gate(uri: str) -> Gate:
     return load_config(uri, Gate)
 
 
-def gate_of(uri: str | None, summary: Path | None) -> Gate | None:
-    """The gate that `--gate` names, if it does.
+def gate_of(options: GateOptions) -> Gate | None:
+    """Returns the gate that `--gate` names, if it does.
 
     Raises:
         BadInput: it is not there or not valid, or there is a `--summary` without one.
     """
     from resources.errors import BadInput
 
-    if uri is None and summary is not None:
+    if options.gate is None and options.summary is not None:
         raise BadInput(expected="--gate beside --summary", found="none", remedy="leave --summary out, or name a gate")
-    return load_gate(uri) if uri is not None else None
+    return load_gate(options.gate) if options.gate is not None else None
 
 
 def show_verdict(verdict: Verdict) -> None:

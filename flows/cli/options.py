@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from dataclasses import dataclass, fields
 from typing import Any
 
+from flows.cli.option_groups import EvaluationOptions
 from resources.errors import BadInput
 from tasks.sinks.backlog import sinks_in
 from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName
@@ -19,42 +19,6 @@ _SHORT_NAMES: dict[str, EvaluatorName] = {
     "alpaca-eval": "alpaca_eval",
     "levanter": "levanter_lm_evaluation_harness",
 }
-
-
-@dataclass(frozen=True)
-class EvaluationOptions:
-    """What `assay evaluate` was given, by the names of its options; `evals` as name or name:shots."""
-
-    model: str | None = None
-    evals: tuple[str, ...] = ()
-    evaluator: str | None = None
-    suite: str | None = None
-    only: tuple[str, ...] = ()
-    output: str | None = None
-    name: str | None = None
-    limit: int | None = None
-    benchmarks: str | None = None
-    base_url: str | None = None
-    served_name: str | None = None
-    replicas: int | None = None
-    cpu: int | None = None
-    gpu: str | None = None
-    tpu: str | None = None
-    engine: tuple[str, ...] = ()
-    chat: bool = False
-    pool: str | None = None
-    allow_code: tuple[str, ...] = ()
-    judge_url: str | None = None
-    judge_pool: str | None = None
-    judge_model: str | None = None
-    judge_annotator: str | None = None
-    sinks: str | None = None
-
-    def given(self, *names: str) -> list[str]:
-        """Those of some options (all, if none are named) that were given, as they are written."""
-        asked = names or tuple(field.name for field in fields(self))
-        found = [name for name in asked if getattr(self, name) not in (None, (), False)]
-        return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in found]
 
 
 def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:

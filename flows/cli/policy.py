@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from flows.cli.gate import GateFile, Summary, gate_of, show_verdict, write_summaries
+from flows.cli.gate import GateOptions, gate_of, show_verdict, write_summaries
+from flows.cli.option_groups import flattened
 from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
@@ -119,7 +120,8 @@ def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     OUT.print("assay retry lets them begin again.", highlight=False)
 
 
-def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, as_json: Json = False) -> None:
+@flattened
+def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> None:
     """Evaluate what a policy wants and nothing has settled yet; cells that another run has are left to it.
 
     With --gate each run is judged in the end, whoever evaluated it. Exit code 0 is GO, 1 is NO-GO.
@@ -132,7 +134,7 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
     from tasks.prefect_server.progress import Event, Judged, Update, listening
     from tasks.spec.names import how_many
 
-    wanted, judged_by = load_policy(policy), gate_of(gate, summary)
+    wanted, judged_by = load_policy(policy), gate_of(gating)
     if wanted.dispatch == "work_pools":
         require_server()
     verdicts: list[Verdict] = []
@@ -154,7 +156,7 @@ def reconcile(policy: _Policy, gate: GateFile = None, summary: Summary = None, a
                     outcome = reconcile_policy(wanted, judged_by)
             except AssayError as raised:
                 error = raised
-    write_summaries(verdicts, summary)
+    write_summaries(verdicts, gating.summary)
     judged = {"gate": [verdict.as_dict() for verdict in verdicts]} if judged_by is not None else {}
     if as_json:
         print_json({"policy": wanted.name, **outcome, **({"error": str(error)} if error else {}), **judged})

@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from flows.cli.option_groups import EngineOptions, EvaluationOptions, flattened
 from flows.console.console import OUT, Json, print_json
+
+if TYPE_CHECKING:
+    from pools.pool.kept import KeptPool, KeptPoolState
 
 pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.", no_args_is_help=True)
 
 
 @pool_app.command("up")
+@flattened
 def pool_up(
     model: Annotated[str, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")],
+    *,
     name: Annotated[str | None, typer.Option(help="Name of the pool; the run's when left out.")] = None,
     run_name: Annotated[str | None, typer.Option(help="Name of the run, with which its checkpoints' begin.")] = None,
-    replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None,
-    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None,
-    engine: Annotated[list[str] | None, typer.Option("--engine", help="Engine argument key=value; repeatable.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Evaluations ask through the model's chat template.")] = False,
+    engines: EngineOptions,
     idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
-    from flows.cli.options import EvaluationOptions
-    from flows.cli.pooling import start_pool
-
-    options = EvaluationOptions(
-        model=model, name=run_name, replicas=replicas, cpu=cpu, engine=tuple(engine or ()), chat=chat
-    )
+    options = EvaluationOptions(model=model, name=run_name, **asdict(engines))
     pool = start_pool(options, pool_name=name, idle_minutes=idle_minutes)
     OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
     OUT.print(
@@ -45,7 +44,6 @@ def pool_up(
 @pool_app.command("ls")
 def pool_ls(as_json: Json = False) -> None:
     """Show the pools that are kept up on this machine."""
-    from flows.cli.pooling import state_of
     from pools.pool.kept import list_kept
 
     rows = [state_of(state) for state in list_kept()]
@@ -78,3 +76,65 @@ def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) ->
 
     take_down(name)
     OUT.print(f"{name} is down.", highlight=False)
+
+
+def start_pool(options: EvaluationOptions, *, pool_name: str | None, idle_minutes: float) -> KeptPool:
+    """Keeps a pool up for every complete checkpoint at `options.model`; its engines start at the first request.
+
+    Raises:
+        NoCheckpoints: there is no complete checkpoint.
+        BadInput: an option is wrong, or a pool of that name is up.
+        ProxyFailed: the pool did not come up.
+    """
+    from flows.cli.options import pool_content
+    from pools.config import InferencePoolConfig
+    from pools.engine.launch import Servable, environment_name
+    from pools.pool.kept import keep_up
+    from pools.weights.model_files import digest_model_folder
+    from resources.environments.environments import ENVIRONMENTS, ensure_environment
+    from resources.errors import NoCheckpoints
+    from tasks.checkpoints.discovery import find_checkpoints, name_of
+    from tasks.spec.loading import build_config
+
+    assert options.model is not None
+    run_name = options.name or name_of(options.model)[0]
+    config = build_config(pool_content(options), InferencePoolConfig, source="the options")
+    found = [one for one in find_checkpoints(options.model) if one.complete and one.folder is not None]
+    if not found:
+        raise NoCheckpoints(
+            expected=f"at least one complete checkpoint in Hugging Face layout at {options.model}",
+            found="none",
+            remedy="see which are there and why not: assay checkpoints PATH",
+        )
+    checkpoints = [
+        Servable.from_folder(f"{run_name}{one.name.removeprefix(one.run)}", one.folder, digest_model_folder(one.folder))
+        for one in found
+        if one.folder is not None
+    ]
+    ensure_environment(ENVIRONMENTS[environment_name(config)])
+    return keep_up(pool_name or run_name, config, checkpoints, idle_seconds=idle_minutes * 60)
+
+
+def state_of(state: KeptPoolState) -> dict[str, Any]:
+    """Returns a kept pool as a row, without its keys."""
+    pool, status = state.pool, state.status
+    return {
+        "name": pool.name,
+        "state": state.state,
+        "base_url": pool.access.address.base_url,
+        "replicas": {
+            one.name: _of_replica(one.lost, one.announcement.state, one.announcement.model) for one in status.replicas
+        }
+        if status
+        else {},
+        "held": status.held if status else None,
+        "users": [lease.holder for lease in status.leases.values()] if status else [],
+        "answered": sum(one.answered for one in status.models.values()) if status else None,
+        "created": pool.created.isoformat(timespec="seconds"),
+        "ends_after_idle_minutes": round(pool.idle_seconds / 60, 2),
+        "job": pool.job_id,
+    }
+
+
+def _of_replica(lost: bool, state: str, model: str | None) -> str:
+    return "silent" if lost else f"{state} {model}" if model and state == "ready" else state

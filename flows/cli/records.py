@@ -1,17 +1,20 @@
-"""The commands about what was recorded: `assay records`, `assay compare` and `assay report`."""
+"""The commands about what was recorded: `assay records`, `assay compare`, `assay report` and `assay publish`."""
 
 from __future__ import annotations
 
 import io
 import json
 import sys
-from typing import Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import typer
 from rich.console import Console
 
 from resources.errors import BadInput
 from resources.storage import storage
+
+if TYPE_CHECKING:
+    from tasks.sinks.backlog import Published
 
 _out = Console()
 _err = Console(stderr=True)
@@ -156,6 +159,42 @@ def report(
     runs = sorted({record.checkpoint.run for record in found})
     written = write_report(found, output, title=title or ", ".join(runs), records_at=path)
     _out.print(written, soft_wrap=True, highlight=False)
+
+
+def publish(
+    path: _Path = "evaluations",
+    sink: Annotated[str | None, typer.Option(help="YAML file with a sink, or with a list of sinks.")] = None,
+    config: Annotated[str | None, typer.Option(help="YAML file with an EvaluationConfig that names sinks.")] = None,
+    again: Annotated[bool, typer.Option("--again", help="Send also what a sink has already.")] = False,
+    as_json: _Json = False,
+) -> None:
+    """Send recorded results to Weights & Biases, MLflow, an object store or a model card; only what is missing."""
+    from rich.table import Table
+
+    from resources.errors import SinkFailed
+    from tasks.sinks.backlog import publish_missing, sinks_in
+
+    def show(one: Published) -> None:
+        _err.print(f"{one.what} → {one.sink}: {one.state.status}", style="dim", markup=False, highlight=False)
+
+    outcomes = publish_missing(path, sinks_in(sink, config), again=again, on_published=show)
+    if as_json:
+        sys.stdout.write(json.dumps([one.as_row() for one in outcomes], indent=2) + "\n")
+    elif not outcomes:
+        _out.print("Nothing to publish: every sink has every succeeded record.")
+    else:
+        table = Table("What", "Status", "Where, or why not")
+        table.columns[2].overflow = "fold"  # a place is copied from here
+        for one in outcomes:
+            table.add_row(one.what, one.state.status, one.state.where or one.state.reason or one.sink)
+        _out.print(table)
+    failed = [one for one in outcomes if one.state.status == "failed"]
+    if failed:
+        raise SinkFailed(
+            expected=f"{len(outcomes)} to be published",
+            found=f"{len(failed)} failed; the first, {failed[0].what}:\n{failed[0].state.reason}",
+            remedy="mend what it says, and run it again: only what is missing is sent",
+        )
 
 
 def _form(given: str | None, *, output: str | None, as_json: bool) -> _Format:

@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
-from flows.cli.gate import GateFile, Summary, gate_of, write_summaries
+from flows.cli.gate import GateOptions, gate_of, write_summaries
+from flows.cli.option_groups import flattened
 from flows.console.console import ERR, OUT, Json
 from resources.settings import set_process_environment_defaults
 
 
+@flattened
 def train_and_evaluate(
     config: Annotated[str, typer.Argument(help="YAML file with a TrainAndEvaluateConfig.")],
-    gate: GateFile = None,
-    summary: Summary = None,
+    gating: GateOptions,
     as_json: Json = False,
 ) -> None:
     """Train a model with Levanter and evaluate each checkpoint as soon as it is complete."""
@@ -25,13 +26,13 @@ def train_and_evaluate(
     from tasks.spec.loading import load_config
     from tasks.training.config import TrainAndEvaluateConfig
 
-    judged_by = gate_of(gate, summary)
+    judged_by = gate_of(gating)
     wanted = load_config(config, TrainAndEvaluateConfig)
     first = wanted.asked()[0]
     result = run_series(
         lambda: flow(wanted, judged_by), evaluation_path=first.evaluation_path, run_name=first.run_name, console=ERR
     )
-    write_summaries([result.verdict] if result.verdict else [], summary)
+    write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, as_json=as_json)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,6 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
+from flows.cli.option_groups import AcceleratorOptions, EvaluationOptions, flattened
 from flows.console.console import OUT, Json, print_json
 
 work_pool_app = typer.Typer(help="The Prefect work pools of the regions.", no_args_is_help=True)
@@ -101,11 +103,12 @@ def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
 
 
 @work_pool_app.command("choose")
+@flattened
 def choose(
+    *,
     cpu: Annotated[int, typer.Option(help="CPU cores per replica.")] = 1,
     ram: Annotated[str, typer.Option(help="Memory per replica, such as 32g.")] = "4g",
-    gpu: Annotated[str | None, typer.Option(help="GPU of each replica, such as H100:2.")] = None,
-    tpu: Annotated[str | None, typer.Option(help="TPU slice of each replica, such as v5litepod-8.")] = None,
+    accelerators: AcceleratorOptions,
     region: Annotated[list[str] | None, typer.Option("--region", help="Allowed, best first; repeatable.")] = None,
     on_demand: Annotated[bool, typer.Option("--on-demand", help="Not on machines that can be taken away.")] = False,
     source: Annotated[str | None, typer.Option(help="Region where the checkpoints lie.")] = None,
@@ -115,7 +118,7 @@ def choose(
     as_json: Json = False,
 ) -> None:
     """Show which work pool a request would get, with which job variables, and what that costs."""
-    from flows.cli.options import EvaluationOptions, resources_asked
+    from flows.cli.options import resources_asked
     from resources.config import ResourceConfig
     from resources.regions.regions import known_regions, load_regions
     from resources.regions.work_pools import Source, choose_work_pool
@@ -125,7 +128,7 @@ def choose(
 
     require_server()
     table = load_regions(regions) if regions else known_regions()
-    asked = resources_asked(EvaluationOptions(cpu=cpu, gpu=gpu, tpu=tpu))
+    asked = resources_asked(EvaluationOptions(cpu=cpu, **asdict(accelerators)))
     asked |= {"ram": ram, "regions": tuple(region) if region else None, "preemptible": not on_demand}
     wanted = build_config(asked, ResourceConfig, source="the options")
     states = asyncio.run(work_pool_states(one.work_pool for one in table.regions if one.work_pool))

@@ -12,7 +12,8 @@ from pydantic import ValidationError
 
 from fakes.engine import FakeEngine
 from fakes.models import CONFIG, write_checkpoint, write_run
-from flows.cli.options import EvaluationOptions, evaluation_from_file, evaluation_from_options
+from flows.cli.option_groups import EvaluationOptions
+from flows.cli.options import evaluation_from_file, evaluation_from_options
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources

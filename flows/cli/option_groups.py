@@ -1,0 +1,122 @@
+"""Options that several commands share, as dataclasses, and how they become options of a command."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Engines of a pool that is started."""
+
+    replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None
+    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None
+    engine: Annotated[tuple[str, ...], typer.Option("--engine", help="Engine argument key=value; repeatable.")] = ()
+    chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False
+
+
+@dataclass(frozen=True)
+class AcceleratorOptions:
+    """The accelerator of each engine."""
+
+    gpu: Annotated[str | None, typer.Option(help="GPU of each engine, such as H100:2 or auto.")] = None
+    tpu: Annotated[str | None, typer.Option(help="TPU slice of each engine, such as v5litepod-8.")] = None
+
+
+@dataclass(frozen=True)
+class EvaluationOptions(EngineOptions, AcceleratorOptions):
+    """An evaluation, or a suite; `evals` as name or name:shots."""
+
+    model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None
+    evals: Annotated[tuple[str, ...], typer.Option("--eval", help="Benchmark or benchmark:shots; repeatable.")] = ()
+    evaluator: Annotated[str | None, typer.Option(help="lm-eval (when left out), helm, alpaca-eval, levanter.")] = None
+    suite: Annotated[str | None, typer.Option(help="A suite by its name, or a YAML file; see assay suites.")] = None
+    only: Annotated[tuple[str, ...], typer.Option("--only", help="A part of the suite; repeatable.")] = ()
+    output: Annotated[str | None, typer.Option(help="Folder for records, evaluations when left out.")] = None
+    name: Annotated[str | None, typer.Option(help="Name of the run in records and reports.")] = None
+    limit: Annotated[int | None, typer.Option(help="Questions per benchmark.")] = None
+    benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None
+    base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the checkpoint already.")] = None
+    served_name: Annotated[str | None, typer.Option(help="Its name there, where it is another one.")] = None
+    pool: Annotated[str | None, typer.Option(help="A pool that is kept up, by its name: see assay pool.")] = None
+    allow_code: Annotated[
+        tuple[str, ...], typer.Option("--allow-code", help="A benchmark that may run code the model wrote.")
+    ] = ()
+    judge_url: Annotated[str | None, typer.Option(help="Endpoint of a judge; its own pool when left out.")] = None
+    judge_pool: Annotated[str | None, typer.Option(help="A pool that is kept up, as the judge.")] = None
+    judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None
+    judge_annotator: Annotated[str | None, typer.Option(help="How it is asked: AlpacaEval's configuration.")] = None
+    sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None
+
+    def given(self, *names: str) -> list[str]:
+        """Returns those of some options (all, if none are named) that were given, as they are written."""
+        asked = names or tuple(annotations_of(type(self)))
+        found = [name for name in asked if getattr(self, name) not in (None, (), False)]
+        return [f"--{name.removesuffix('s') if name == 'evals' else name.replace('_', '-')}" for name in found]
+
+
+@dataclass(frozen=True)
+class SelectionOptions:
+    """Checkpoints of a run, as `CheckpointSelection` has them."""
+
+    which: Annotated[str, typer.Option(help="all, latest or first.")] = "all"
+    every: Annotated[int | None, typer.Option(help="Only steps that are multiples of this, and the last.")] = None
+    step: Annotated[tuple[int, ...], typer.Option("--step", help="Only this training step; repeatable.")] = ()
+    wait: Annotated[float, typer.Option(help="Seconds to wait for checkpoints that are being written.")] = 0.0
+
+
+@dataclass(frozen=True)
+class WorkPoolOptions:
+    """The way to the machine of another region."""
+
+    on_work_pool: Annotated[
+        bool, typer.Option("--on-work-pool", help="At the work pool of the best region, not here; waits for it.")
+    ] = False
+    max_egress_usd: Annotated[float, typer.Option(help="What reading from another region may cost there.")] = 0.0
+
+
+def annotations_of(kind: type) -> dict[str, Any]:
+    """Returns the annotated fields of a dataclass, its own before those of its bases."""
+    hints = get_type_hints(kind, include_extras=True)
+    return {name: hints[name] for part in kind.__mro__ for name in vars(part).get("__annotations__", {})}
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command for typer that has the fields of its dataclass parameters as options of its own."""
+    groups: dict[str, type] = {}
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if not is_dataclass(kind := parameter.annotation):
+            parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            continue
+        assert isinstance(kind, type)
+        groups[parameter.name] = kind
+        parameters += [_parameter(name, hint, getattr(kind, name)) for name, hint in annotations_of(kind).items()]
+
+    def flat(**given: Any) -> None:
+        made = {
+            name: kind(**{field: _value(given.pop(field), getattr(kind, field)) for field in annotations_of(kind)})
+            for name, kind in groups.items()
+        }
+        command(**given, **made)
+
+    flat.__name__, flat.__doc__, flat.__module__ = command.__name__, command.__doc__, command.__module__
+    flat.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    flat.__signature__ = inspect.Signature(parameters)  # pyright: ignore[reportFunctionMemberAccess]
+    return flat
+
+
+def _parameter(name: str, hint: Any, default: Any) -> inspect.Parameter:
+    kind, *notes = get_args(hint)
+    if get_origin(kind) is tuple:  # for typer a tuple has a fixed number of values
+        hint, default = Annotated[list[get_args(kind)[0]] | None, *notes], None
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _value(given: Any, default: Any) -> Any:
+    return tuple(given or ()) if isinstance(default, tuple) else given
