@@ -31,7 +31,7 @@ Kind = Literal["huggingface", "levanter"]
 """Layouts of checkpoints: Hugging Face's, which engines serve too, and Levanter's own."""
 SERVED: tuple[Kind, ...] = ("huggingface",)
 LOADED_NATIVELY: tuple[Kind, ...] = ("huggingface", "levanter")
-"""What an engine serves, and what the native evaluation loads."""
+"""Kinds that an engine serves, and kinds that the native evaluation loads."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def complete(self) -> bool:
-        """Whether it can be evaluated."""
+        """Returns whether it can be evaluated."""
         return not self.problems
 
 
@@ -106,7 +106,7 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
 
 
 def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
-    """Whether a folder with these files directly in it is a checkpoint by its name or by them."""
+    """Returns whether a folder with these files directly in it is a checkpoint by its name or by them."""
     if step_of(folder.rpartition("/")[2]) is not None:
         return True
     names = [file.uri.rpartition("/")[2] for file in files]
@@ -133,7 +133,7 @@ def native_folders(folders: Mapping[str, list[FileInfo]]) -> dict[str, list[File
 
 
 def within(folder: str, others: Collection[str]) -> bool:
-    """Whether a folder is one of some others, or lies in one."""
+    """Returns whether a folder is one of some others, or lies in one."""
     return any(outer in others for outer in _upwards(folder))
 
 
@@ -238,7 +238,7 @@ def discover_one(
 
 
 def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
-    """What `discover` is to look for: Levanter's own layout too, where every evaluation loads checkpoints natively."""
+    """Returns the layouts to find: Levanter's own layout too, if every evaluation loads checkpoints natively."""
     native = [config for config in configs if config.native]
     kinds = LOADED_NATIVELY if native and len(native) == len(configs) else SERVED
     return {"kinds": kinds, "reference": next((config.levanter.reference for config in native), None)}

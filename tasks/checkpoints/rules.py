@@ -1,4 +1,4 @@
-"""Which checkpoints of a run a policy wants: rules, and what they take."""
+"""Rules for the checkpoints of a run that a policy wants."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def eligible_steps(rules: Sequence[CheckpointRule], complete: Sequence[int], *, 
 def might_be_eligible(
     rules: Sequence[CheckpointRule], step: int, complete: Sequence[int], *, final_step: int | None
 ) -> bool:
-    """Whether an incomplete checkpoint is wanted once it is whole; of the complete ones the highest step is enough."""
+    """Returns whether an incomplete checkpoint will be wanted; of the complete ones the highest step is enough."""
     newest = not complete or step > max(complete)
     return any(
         rule.which == "all"

@@ -58,7 +58,7 @@ class SeenCheckpoint:
 
     @property
     def complete(self) -> bool:
-        """Whether it can be evaluated."""
+        """Returns whether it can be evaluated."""
         return not self.problems
 
 
@@ -195,7 +195,7 @@ class _Listed(NamedTuple):
     listing: str
 
     def shape(self) -> frozenset[tuple[str, int | str]]:
-        """What makes a checkpoint whole: files by their sizes, some by their checksums, or only by their names."""
+        """Returns what makes a checkpoint whole: files by size, some by checksum, or only by name."""
         start = len(self.folder) + 1
         found: list[tuple[str, int | str]] = []
         for file in self.files:
@@ -212,7 +212,7 @@ class _Listed(NamedTuple):
 def _verdicts(
     listed: Sequence[_Listed], known: Mapping[tuple[str, str], tuple[str, ...]]
 ) -> dict[tuple[str, str], tuple[str, ...]]:
-    """What is to be said of checkpoints of which nothing is known; each that needs a look gets one.
+    """Returns what is to be said of checkpoints of which nothing is known; each that needs a look gets one.
 
     Object stores have whole files only. There a checkpoint with just the files of one that is whole is whole too: of
     ten thousand alike, one is looked into.
@@ -238,7 +238,7 @@ def _verdicts(
 
 
 def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: str | None) -> list[SeenCheckpoint]:
-    """The same with their digests, for which weights are read where the store has no checksums; once, then remembered.
+    """Returns checkpoints with digests; without checksums in the store their weights are read, once, then remembered.
 
     A checkpoint that changes meanwhile gets none. Those in Levanter's own layout are read each time, since a part of
     what they are lies elsewhere.

@@ -37,7 +37,7 @@ def conclude_by(gate: Gate, cells: Sequence[Cell]) -> list[Record]:
 
 
 def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
-    """What a gate says of the checkpoints of some cells, all of one run; shown in Prefect's UI.
+    """Returns what a gate says of the checkpoints of some cells, all of one run; shown in Prefect's UI.
 
     Raises:
         StorageError: records or samples cannot be read.
@@ -54,7 +54,7 @@ def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
 def judge_checkpoints(
     gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, run: str, evaluation_path: str
 ) -> Verdict:
-    """What a gate says of some checkpoints of a run, shown in Prefect's UI.
+    """Returns what a gate says of some checkpoints of a run, shown in Prefect's UI.
 
     Raises:
         StorageError: records or samples cannot be read.

@@ -15,7 +15,7 @@ from tasks.spec.evaluation import EvaluatorName
 
 
 class _Scored(Config):
-    """Which scores a rule is about."""
+    """The scores that a rule is about."""
 
     benchmark: str
     """Benchmark as its metrics are published, or a pattern such as mmlu*; every score that matches must pass."""
@@ -26,7 +26,7 @@ class _Scored(Config):
 
     @property
     def scores(self) -> str:
-        """Which scores, in words."""
+        """Returns which scores, in words."""
         return f"{self.benchmark} · {self.metric}" + (f" ({self.evaluator})" if self.evaluator else "")
 
 
@@ -49,7 +49,7 @@ class BoundRule(_Scored):
 
     @property
     def words(self) -> str:
-        """What it asks for."""
+        """Returns what it asks for."""
         bounds = (("at least", self.at_least), ("at most", self.at_most))
         return f"{self.scores} {' and '.join(f'{word} {value:g}' for word, value in bounds if value is not None)}"
 
@@ -61,7 +61,7 @@ class BaselineRule(_Scored):
     not_worse_than: str
     """The other checkpoint as `assay compare` takes it: NAME, RUN@STEP, PATH:NAME or the folder of a record."""
     by_more_than: float = Field(default=0.0, ge=0)
-    """How much worse it may be, on the harness's own scale."""
+    """The most that it may be worse by, on the harness's own scale."""
     significantly: bool = False
     """Refuse only what is more than chance: adjusted p below 0.05 in the test of `assay compare`."""
     anyway: bool = False
@@ -69,7 +69,7 @@ class BaselineRule(_Scored):
 
     @property
     def words(self) -> str:
-        """What it asks for."""
+        """Returns what it asks for."""
         margin = f" by more than {self.by_more_than:g}" if self.by_more_than else ""
         chance = "significantly " if self.significantly else ""
         return f"{self.scores} not {chance}worse than {self.not_worse_than}{margin}"
@@ -89,14 +89,14 @@ Rule = Annotated[
 
 
 class Gate(Config):
-    """What must hold for GO. Without rules, every cell must have succeeded."""
+    """The conditions for GO. Without rules, every cell must have succeeded."""
 
     name: str = "gate"
-    """What it is called in verdicts."""
+    """Name of the gate in verdicts."""
     checkpoints: Literal["latest", "every"] = "latest"
     """Judge the checkpoint with the highest step of those looked at, or each of them."""
     rules: tuple[Rule, ...] = ()
-    """What scores must show; each must hold."""
+    """Rules for scores; each must hold."""
     max_withheld: int = Field(default=0, ge=0)
     """Cells of a checkpoint whose score may be withheld, since counts did not agree."""
     max_failed: int = Field(default=0, ge=0)

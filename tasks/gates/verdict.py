@@ -1,4 +1,4 @@
-"""What a gate says of some checkpoints: GO or NO-GO, with a reason for each rule."""
+"""The verdict of a gate on some checkpoints: GO or NO-GO, with a reason for each rule."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ROUNDING = 1e-9  # 0.52 - 0.5 is more than 0.02 to a computer
 
 @dataclass(frozen=True)
 class Reason:
-    """What one rule says of one checkpoint, or of one of its scores."""
+    """The finding of one rule on one checkpoint, or on one of its scores."""
 
     checkpoint: str
     rule: str
@@ -31,14 +31,14 @@ class Reason:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a gate says, and why."""
+    """The decision of a gate, and why."""
 
     gate: str
     reasons: tuple[Reason, ...]
 
     @property
     def go(self) -> bool:
-        """Whether everything asked for holds. Where nothing was looked at, nothing is known to hold."""
+        """Returns whether everything asked for holds. Where nothing was looked at, nothing is known to hold."""
         return bool(self.reasons) and all(reason.go for reason in self.reasons)
 
     @property
@@ -52,7 +52,7 @@ class Verdict:
         return tuple(reason for reason in self.reasons if not reason.go)
 
     def as_dict(self) -> dict[str, Any]:
-        """The same for scripts."""
+        """Returns the verdict for scripts."""
         return {"gate": self.gate, "verdict": self.word, "reasons": [vars(reason) for reason in self.reasons]}
 
     def raise_unless_go(self) -> None:
@@ -82,7 +82,7 @@ class JudgedCheckpoint:
 
 
 def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_path: str) -> Verdict:
-    """What a gate says of checkpoints of one run.
+    """Returns what a gate says of checkpoints of one run.
 
     Args:
         gate: the rules.
@@ -180,7 +180,7 @@ def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> lis
 
 
 def _origins(scores: Sequence[tuple[Metric, Record]]) -> list[str]:
-    """What tells scores of one name apart, for each: suite, harness, size; nothing where a name is there once."""
+    """Returns what tells scores of one name apart: suite, harness, size; nothing where a name is there once."""
     times = Counter((metric.benchmark, metric.name) for metric, _ in scores)
     described = [_origin(record) for _, record in scores]
     alike = Counter((m.benchmark, m.name, words) for (m, _), words in zip(scores, described, strict=True))
@@ -234,7 +234,7 @@ def _comparison(rule: BaselineRule, checkpoint: JudgedCheckpoint, evaluation_pat
 
 
 def _against_baseline(rule: BaselineRule, metric: ComparedMetric) -> tuple[str, bool]:
-    """What was found, in words, and whether it passes."""
+    """Returns what was found, in words, and whether it passes."""
     n = f"{how_many(metric.pairing.pairs, 'question')} of both" if metric.pairing else metric.unpaired_because
     shown = f"{measured(metric.first, None)} → {measured(metric.second, None)} ({n})"
     if metric.higher_is_better is None:

@@ -24,7 +24,7 @@ def verdict_table(verdict: Verdict) -> Table:
 
 
 def verdict_markdown(verdict: Verdict) -> str:
-    """The same as Markdown."""
+    """Returns the verdict as Markdown."""
     lines = [
         f"## {verdict.word}: {verdict.gate}",
         "",

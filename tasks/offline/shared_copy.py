@@ -153,7 +153,7 @@ def fill(tree: Tree, uri: str, *, wanted: Callable[[str], bool]) -> int:
 
 
 def read_manifest(uri: str) -> dict[str, Any] | None:
-    """What a shared copy, or this machine's cache, says of itself; None where there is none."""
+    """Returns what a shared copy, or this machine's cache, says of itself; None where there is none."""
     try:
         return json.loads(storage.read_bytes(storage.join(uri, MANIFEST)))
     except (FileNotFoundError, ValueError):

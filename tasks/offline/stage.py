@@ -168,7 +168,7 @@ def fill_from(
 
 
 def _files_of(staged: dict[str, Any]) -> Callable[[str], bool]:
-    """Which files of a copy belong to what is staged; modules are few, and shared by all."""
+    """Returns which files of a copy belong to what is staged; modules are few, and shared by all."""
     prefixes = ["modules/", "evaluate/", "nltk/"]
     for path, one in {**staged.get("datasets", {}), **staged.get("files_of_datasets", {})}.items():
         prefixes += [f"hub/datasets--{path.replace('/', '--')}/"]
@@ -180,7 +180,7 @@ def _files_of(staged: dict[str, Any]) -> Callable[[str], bool]:
 
 
 def _tree() -> Tree:
-    """Where the hub's clients keep things, as the user or we set them."""
+    """Returns where the hub's clients keep things, as the user or we set them."""
     variables = {**process_environment(), **cache_variables()}
     home = Path(variables.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
     return Tree(
@@ -198,7 +198,7 @@ def _tree() -> Tree:
 
 
 def _scenarios() -> Path:
-    """Where HELM's scenarios keep their data, see `run_helm.py`."""
+    """Returns where HELM's scenarios keep their data, see `run_helm.py`."""
     return (settings().cache_dir / "helm" / "scenarios").absolute()
 
 

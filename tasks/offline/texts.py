@@ -36,13 +36,13 @@ class TextFile(Config):
     """One kind of text: a JSON list of strings, or of objects with a field `text`."""
 
     path: str
-    """Where it lies below `base`."""
+    """Path of the file below `base`."""
     blob: str | None = None
     """The id Git gives this content, which is checked; unchecked when unset."""
 
 
 class TextSource(Config):
-    """Where the texts of some benchmarks come from."""
+    """The source of the texts of some benchmarks."""
 
     name: str
     """Name of the folder they are staged into."""

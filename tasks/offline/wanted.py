@@ -1,4 +1,4 @@
-"""What suites need staged for machines without a network, and what of it a manifest lacks."""
+"""Data that suites need staged for machines without a network, and what of it a manifest lacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _DIGITS = 10
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be there: benchmarks by name, tokenizers as `owner/name` or `owner/name@revision`, texts."""
+    """Data that is to be there: benchmarks by name, tokenizers as `owner/name` or `owner/name@revision`, texts."""
 
     benchmarks: tuple[str, ...] = ()
     tokenizers: tuple[str, ...] = ()
@@ -37,7 +37,7 @@ class Wanted:
 
 
 def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wanted:
-    """What some suites need on a machine without a network.
+    """Returns what some suites need on a machine without a network.
 
     Raises:
         BadInput: a file of run entries is not there.
@@ -55,7 +55,7 @@ def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wan
 
 
 def missing_of(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Wanted:
-    """What is wanted and not staged; of tokenizers, those of another revision too."""
+    """Returns what is wanted and not staged; of tokenizers, those of another revision too."""
     if refresh:
         return wanted
     tokenizers = staged.get("tokenizers", {})

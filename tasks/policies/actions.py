@@ -1,4 +1,4 @@
-"""What people do about cells of a policy: ask for another try, or end what runs and let nothing begin."""
+"""Actions of people on cells of a policy: ask for another try, or end what runs and let nothing begin."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
 
 
 def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]:
-    """The same for flow runs at work pools; the server makes Cancelled of it where they have not begun."""
+    """Tells flow runs at work pools to end; the server makes Cancelled of it where they have not begun."""
     told: list[str] = []
     if policy.dispatch == "here" or PREFECT_API_URL.value() is None:
         return told

@@ -1,4 +1,4 @@
-"""What of a policy's work goes together, and to which work pool each part goes. Pure: values in, values out."""
+"""Batches of a policy's work, and the work pool that each goes to. Pure: values in, values out."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def served_together(work: Iterable[OpenCell]) -> list[list[OpenCell]]:
 
 
 def resources_of(config: EvaluationConfig) -> ResourceConfig:
-    """What the flow run of an evaluation needs of the machine that it is on."""
+    """Returns what the flow run of an evaluation needs of the machine that it is on."""
     if not config.native and config.pool_config is not None:
         return config.pool_config.resource_config
     return config.resource_config or ResourceConfig()
@@ -123,7 +123,7 @@ def placed(
 
 
 def without_limits(states: Mapping[str, WorkPoolState]) -> dict[str, WorkPoolState]:
-    """The same work pools, with room in each."""
+    """Returns the work pools with room in each."""
     return {name: replace(state, limit=None) for name, state in states.items()}
 
 

@@ -32,7 +32,7 @@ from tasks.prefect_server.progress import report_event
 
 @contextmanager
 def stopping_if_cancelled(policy: Policy, cells: Sequence[OpenCell]) -> Iterator[None]:
-    """Where our flow run is cancelled inside of the block, its cells that have no outcome are stopped."""
+    """Stops the cells that have no outcome if our flow run is cancelled inside of the block."""
     try:
         yield
     except BaseException as error:
@@ -62,7 +62,7 @@ def stop_claimed(parameters: Mapping[str, Any], *, flow_run_id: str, name: str) 
 
 
 def _is_being_cancelled(flow_run_id: str) -> bool:
-    """Whether somebody said so, by other means than `assay cancel`, which leaves overrides itself."""
+    """Returns whether somebody said so, by other means than `assay cancel`, which leaves overrides itself."""
     if PREFECT_API_URL.value() is None:
         return False
     with suppress(AssayError, ObjectNotFound), prefect_client() as client:

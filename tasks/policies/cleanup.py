@@ -1,4 +1,4 @@
-"""What a flow run that was cancelled or crashed may leave: claims, and jobs on a cluster. Both end by themselves too.
+"""Cleanup after a flow run that was cancelled or crashed: claims, and jobs on a cluster. Both end by themselves too.
 
 A claim ends with its lease, a job with whoever submitted it or with a lease: this only makes it sooner.
 """
@@ -22,7 +22,7 @@ from tasks.training.config import TrainAndEvaluateConfig
 
 
 def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Where a flow run with these parameters has its claims, by run: those of a policy, or of one request.
+    """Returns where a flow run with these parameters has its claims, by run: those of a policy, or of one request.
 
     Raises:
         StorageError: runs of a policy cannot be listed.
@@ -46,7 +46,7 @@ def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 
 def held_by(seen: SeenClaim, flow_run: str) -> bool:
-    """Whether a claim is a flow run's, and was not given up."""
+    """Returns whether a claim is a flow run's, and was not given up."""
     return not seen.claim.released and seen.holder is not None and seen.holder.flow_run == flow_run
 
 

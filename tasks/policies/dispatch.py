@@ -53,7 +53,7 @@ class Dispatcher:
         return states_of(self._regions)
 
     def batches(self, cells: Iterable[OpenCell]) -> list[Batch]:
-        """Where cells would go now, in the order of sending; nothing is sent.
+        """Returns where cells would go now, in the order of sending; nothing is sent.
 
         Raises:
             PrefectUnavailable: the server does not answer.
@@ -125,7 +125,7 @@ class Dispatcher:
 
 
 def states_of(regions: Regions) -> dict[str, WorkPoolState]:
-    """What the server says of every region's work pool.
+    """Returns what the server says of every region's work pool.
 
     Raises:
         PrefectUnavailable: it does not answer.
@@ -134,7 +134,7 @@ def states_of(regions: Regions) -> dict[str, WorkPoolState]:
 
 
 def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:
-    """Where checkpoints lie and how large they are; None where nobody knows the region.
+    """Returns where checkpoints lie and how large they are; None where nobody knows the region.
 
     Raises:
         StorageError: they cannot be listed.

@@ -1,4 +1,4 @@
-"""What was sent to work pools: flow runs that evaluate named cells, as the Prefect server knows them.
+"""Dispatched flow runs: sent to work pools to evaluate named cells, as the Prefect server knows them.
 
 A cell whose flow run is scheduled or at work is not sent again. One whose flow run ended and left no record is, after
 the pauses and within the number of tries that the policy's `retries` says for failures of machines.
@@ -50,7 +50,7 @@ class CellName(Config):
     checkpoint: str
     """Name of the checkpoint."""
     listing: str
-    """What a listing tells of the checkpoint's state."""
+    """The checkpoint's state, as a listing tells it."""
     evaluation_hash: str
     """Of the evaluation."""
 
@@ -83,12 +83,12 @@ class Dispatch:
     created: float
     cells: frozenset[CellName]
     begun: bool = False
-    """Whether a worker has taken it."""
+    """True once a worker has taken it."""
     ended: float | None = None
 
     @property
     def described(self) -> str:
-        """Where it is and how far, for people."""
+        """Returns where it is and how far, for people."""
         return f"on work pool {self.work_pool}: flow run {self.name!r} is {self.state}"
 
 
@@ -108,7 +108,7 @@ class Dispatches:
         return self._holders.get(name)
 
     def tries(self, name: CellName) -> int:
-        """How many flow runs for a cell have ended."""
+        """Returns how many flow runs for a cell have ended."""
         return sum(name in one.cells for one in self.ended)
 
     def failures(self, name: CellName, *, since: float) -> list[Dispatch]:
@@ -119,7 +119,7 @@ class Dispatches:
 def with_dispatches(
     found: Reconciliation, listings: Sequence[RunListing], sent: Dispatches, policy: Policy, *, now: float
 ) -> Reconciliation:
-    """The same, less the work that a flow run at a work pool has, or whose next try is not due.
+    """Returns a reconciliation less the work that a flow run at a work pool has, or whose next try is not due.
 
     Args:
         found: what reconciling came to.

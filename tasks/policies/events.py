@@ -29,7 +29,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 @dataclass(frozen=True)
 class CompleteCheckpoint:
-    """What the event tells."""
+    """The content of the event."""
 
     uri: str
     run: str

@@ -91,7 +91,7 @@ def _judged(
 
 
 def _is_of(found: FoundRecord, one: SeenCheckpoint) -> bool:
-    """Whether a record is of a checkpoint as it is now."""
+    """Returns whether a record is of a checkpoint as it is now."""
     reference = found.record.checkpoint
     if reference.name != one.name:
         return False
@@ -99,6 +99,6 @@ def _is_of(found: FoundRecord, one: SeenCheckpoint) -> bool:
 
 
 def _is_unsettled(one: JudgedCheckpoint) -> bool:
-    """Whether running again may well settle all that is missing."""
+    """Returns whether running again may well settle all that is missing."""
     missing = [found.record.status for found in one.records if not found.record.succeeded]
     return set(missing) <= {"infra_failed"} and bool(missing or one.without_record)

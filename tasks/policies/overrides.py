@@ -1,4 +1,4 @@
-"""What people said about cells: try it again, or stop. Small files beside the records; no record is ever removed."""
+"""Overrides of people about cells: try it again, or stop. Small files beside the records; no record is ever removed."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class Override(Config):
     at: float
     """When, seconds since the epoch."""
     user: str
-    """Who."""
+    """The user."""
     flow_run: str | None = None
     """Name of the flow run that somebody cancelled, where that is how it was said."""
 
     @property
     def by(self) -> str:
-        """Who said it, and how."""
+        """Returns who said it, and how."""
         return f"with the flow run {self.flow_run}" if self.flow_run else f"by {self.user}"
 
 
@@ -48,7 +48,7 @@ class Overrides:
     by_policy: Mapping[str, Override] = field(default_factory=dict)
 
     def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Override | None:
-        """What was said last that is about a cell."""
+        """Returns what was said last that is about a cell."""
         found = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
         return max((said for said in found if said is not None), key=lambda said: said.at, default=None)
 

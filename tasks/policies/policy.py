@@ -22,7 +22,7 @@ from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 
 class RetryBudget(Config):
-    """What is done about cells that ended `infra_failed`, or whose run died. Failures of a model are not retried."""
+    """Retries of cells that ended `infra_failed`, or whose run died. Failures of a model are not retried."""
 
     infra_failures: int = Field(default=6, ge=0)
     """Failures in a row that are followed by another try, of which a run makes two; then a cell waits for
@@ -38,7 +38,7 @@ class RetryBudget(Config):
 
 
 class PolicyServing(Config):
-    """What answers, and on what; in a suite of a policy it takes the place of what the policy says."""
+    """The engine or endpoint that answers, and its resources; in a suite of a policy it replaces the policy's own."""
 
     pool_config: InferencePoolConfig | None = None
     """The inference pool to start, in place of resource_config."""
@@ -47,7 +47,7 @@ class PolicyServing(Config):
     base_url: str | None = None
     """An OpenAI-compatible endpoint that serves the checkpoints; ends in /v1."""
     resource_config: ResourceConfig | None = None
-    """What engines, and evaluators that load the checkpoint themselves, run on."""
+    """Resources of engines, and of evaluators that load the checkpoint themselves."""
 
     def served(self, other: PolicyServing) -> dict[str, Any]:
         """The fields of a request, this one's before another's."""
@@ -77,30 +77,30 @@ class PolicySuite(PolicyServing):
     allow_code_execution: tuple[str, ...] = ()
     """Benchmarks that may run code written by the model."""
     judge: Judge | None = None
-    """Who compares outputs; as the suite says when unset."""
+    """The judge that compares outputs; as the suite says when unset."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """Wall clock of one cell."""
 
 
 class Policy(PolicyServing):
-    """What is to be evaluated of some training runs, now and as they go on."""
+    """The evaluations wanted of some training runs, now and as they go on."""
 
     name: str
-    """What it is called, in tags of records and where it was told to stop."""
+    """Name of the policy, in tags of records and in overrides."""
     runs: tuple[str, ...] = Field(min_length=1)
     """Runs that hold checkpoints as hf/step-N, or patterns of such, as gs://bucket/runs/llama-*."""
     checkpoints: tuple[CheckpointRule, ...] = (CheckpointRule(which="all"),)
-    """Which checkpoints are wanted: those that any of these rules takes."""
+    """Rules for checkpoints: those that any of them takes are wanted."""
     final_step: int | None = Field(default=None, ge=0)
     """Last training step, for the rule `final`."""
     suites: tuple[PolicySuite, ...] = Field(min_length=1)
-    """What they are asked. One that is added later is asked of earlier checkpoints too."""
+    """The suites they are asked. One that is added later is asked of earlier checkpoints too."""
     evaluation_path: str
     """Folder for records; local, gs:// or s3://."""
     retries: RetryBudget = RetryBudget()
-    """What is done about failures of machines."""
+    """Retries after failures of machines."""
     sinks: Sinks = ()
-    """Where results are announced."""
+    """Places where results are announced."""
     tags: tuple[str, ...] = ()
     """Tags that go into every record, beside those of suite and policy."""
     native_reference: str | None = None
@@ -108,10 +108,10 @@ class Policy(PolicyServing):
     most_cells_at_once: int = Field(default=200, ge=1)
     """Cells that one reconciliation takes on; the others stay for the next, or for another machine."""
     dispatch: Literal["here", "work_pools"] = "here"
-    """Where a reconciliation has cells evaluated: where it runs itself, or by flow runs of their own, each at the work
-    pool of the best region that offers its resources."""
+    """The place where cells are evaluated: that of the reconciliation itself, or flow runs of their own, each at the
+    work pool of the best region that offers its resources."""
     max_egress_usd: float = Field(default=0.0, ge=0)
-    """What reading the checkpoints of one such flow run from another region may cost."""
+    """The most that reading the checkpoints of one such flow run from another region may cost."""
 
     def __str__(self) -> str:
         """Its name, for the names of flow runs."""
@@ -167,7 +167,7 @@ class WantedEvaluation:
 
 
 def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
-    """What a policy wants of one run, by priority; an evaluation that two suites have in common once.
+    """Returns what a policy wants of one run, by priority; an evaluation that two suites have in common once.
 
     Raises:
         BadInput: a suite is not there, or does not fit what answers.

@@ -1,4 +1,4 @@
-"""What is left to do: cells that a policy wants, less those that records settle. A function over listings."""
+"""Reconciliation: cells that a policy wants, less those that records settle. A function over listings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 State = Literal[
     "work", "waiting", "failed", "backing_off", "retries_exhausted", "claimed", "scheduled", "stopped", "not_served"
 ]
-"""What a cell that is wanted and not done is waiting for.
+"""The state of a cell that is wanted and not done: what it is waiting for.
 
 work: nothing; waiting: the checkpoint, which is not whole; failed: `assay retry`, since the model or the benchmark
 was at fault; backing_off: a moment, after a failure of machines; retries_exhausted: `assay retry`, since there were
@@ -98,7 +98,7 @@ def undecided(listing: RunListing) -> list[SeenCheckpoint]:
 
 
 def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> Reconciliation:
-    """What is left to do. Nothing is read and nothing written; the same listings lead to the same answer.
+    """Returns what is left to do. Nothing is read and nothing written; the same listings lead to the same answer.
 
     Args:
         listings: one for each run.
@@ -180,7 +180,7 @@ class _Run:
         return states[0] if len(states) == 1 else frozenset().union(*states)
 
     def _is_of(self, one: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
-        """Whether a record is of a checkpoint as it is now: by its digest, or by what a listing tells of it.
+        """Returns whether a record is of a checkpoint as it is now: by its digest, or by what a listing tells of it.
 
         Another record with the present listing tells the digest too: files may have been copied between the two.
         """

@@ -61,12 +61,12 @@ def take_snapshot(
 
 
 def run_folder(policy: Policy, run_name: str) -> str:
-    """Where records, claims and overrides of a run lie."""
+    """Returns where records, claims and overrides of a run lie."""
     return storage.join(policy.evaluation_path, run_name)
 
 
 class Estimate(NamedTuple):
-    """What a cell is expected to take, by what the same evaluation took of other checkpoints.
+    """The cost expected of a cell, by what the same evaluation took of other checkpoints.
 
     `where` is the region of a work pool; else here, with the device, the endpoint or the pool that serves; `money` is
     in USD, at the prices of the region, or of the first one that offers the device.
@@ -146,7 +146,7 @@ def _place_of(batch: Batch | None) -> tuple[str, Decimal | None]:
 
 
 def _resources(wanted: WantedEvaluation) -> ResourceConfig | None:
-    """What a cell runs on; None where somebody else serves it."""
+    """Returns what a cell runs on; None where somebody else serves it."""
     config = wanted.config
     if config.native:
         return config.resource_config or ResourceConfig()

@@ -49,7 +49,7 @@ _STYLES: dict[State, str] = {
 def plan_json(
     policy: Policy, found: Reconciliation, estimates: Estimates, batches: Sequence[Batch] = ()
 ) -> dict[str, Any]:
-    """What would run, in order, and what all of it is expected to take; with what would be sent to work pools."""
+    """Returns what would run, in order, and what it is expected to take; with what would be sent to work pools."""
     cells = []
     for cell in found.work:
         estimate = estimates.of(cell)
@@ -85,7 +85,7 @@ def _batch(batch: Batch) -> dict[str, Any]:
 
 
 def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> Table:
-    """The same for people; of a long plan the first cells."""
+    """Returns the plan for people; of a long one the first cells."""
     content = plan_json(policy, found, estimates)
     total, cells = content["total"], content["cells"]
     ranked = any(cell["priority"] for cell in cells)
@@ -133,7 +133,7 @@ def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
 
 
 def gaps_table(found: Reconciliation) -> Table:
-    """The same for people: a line for each checkpoint and reason, the cells that only wait for their turn together."""
+    """Returns the gaps for people: a line for each checkpoint and reason; cells that wait for their turn together."""
     columns = ("State", *_named("Evaluation", "Why"), "Until, or what to do")
     table = Table(*columns, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for state, cells in found.by_state().items():

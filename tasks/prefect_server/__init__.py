@@ -1,1 +1,1 @@
-"""What Prefect's server is asked and told."""
+"""Requests to Prefect's server: its client, flow runs, progress and work pools."""

@@ -15,9 +15,9 @@ from resources.errors import AssayError, BadInput, PrefectUnavailable
 from tasks.prefect_server.progress import report_event
 
 _AWAY_SECONDS = 300.0
-"""How long the end of a flow run waits for the server. Prefect itself tries for one minute to tell it."""
+"""Time that the end of a flow run waits for the server. Prefect itself tries for one minute to tell it."""
 _SHOWN_WITHIN_SECONDS = 30.0
-"""How long what is to be shown waits for the server; cells of other groups may wait for that."""
+"""Time that what is to be shown waits for the server; cells of other groups may wait for that."""
 _BETWEEN_LOOKS_SECONDS = 2.0
 _LOOK_SECONDS = 5.0
 
@@ -49,7 +49,7 @@ def prefect_client() -> Iterator[SyncPrefectClient]:
 
 @asynccontextmanager
 async def async_prefect_client() -> AsyncIterator[PrefectClient]:
-    """The same for code that is asynchronous.
+    """Yields a client for code that is asynchronous.
 
     Raises:
         PrefectUnavailable: it does not answer, or not as it should.
@@ -95,7 +95,7 @@ def server_answers(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> bool:
-    """Whether the server answers, now or soon; says so once where it does not at first.
+    """Returns whether the server answers, now or soon; says so once where it does not at first.
 
     Args:
         within_seconds: how long it is waited for; it is asked once, whatever this is.
@@ -122,7 +122,7 @@ def server_answers(
 
 @contextmanager
 def prefect_errors_in_words() -> Iterator[None]:
-    """What Prefect's own calls to its server raise, as an error of ours.
+    """Raises errors of ours in place of those of Prefect's own calls to its server.
 
     Raises:
         PrefectUnavailable: it does not answer, or not as it should.

@@ -1,4 +1,4 @@
-"""What an evaluation is doing, told to whoever listens: the command line's live view, and Prefect's log."""
+"""Progress of an evaluation, for its listeners: the command line's live view, and Prefect's log."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Event:
 
 @dataclass(frozen=True)
 class CellProgress:
-    """Where one cell stands: requests `done` of `total` in the present stage; cells are counted from 1.
+    """The progress of one cell: requests `done` of `total` in the present stage; cells are counted from 1.
 
     `counts` are the pool's: answered, held, journal_hits, prompt_tokens and so on; empty where nobody counts.
     """
@@ -71,7 +71,7 @@ def listening(listener: Callable[[Update], None]) -> Iterator[None]:
 
 
 def reported() -> Callable[[Update], None]:
-    """What tells whoever listens now, also where another listener takes its place."""
+    """Returns the call that tells the present listener, also where another one takes its place."""
     return _listener.get() or (lambda update: None)
 
 

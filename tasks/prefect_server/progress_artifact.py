@@ -1,4 +1,4 @@
-"""What Prefect's UI shows of a flow run while it goes on: tags to find it by, and how far it is."""
+"""Tags and progress of a flow run in Prefect's UI while it goes on."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tasks.spec.names import artifact_key, how_many
 
 _SECONDS_BETWEEN_UPDATES = 5.0
 _LAST_UPDATE_SECONDS = 5.0
-"""How long the end of the cells waits until the last update is shown."""
+"""Time that the end of the cells waits until the last update is shown."""
 
 
 @contextmanager
@@ -124,7 +124,7 @@ class ProgressBar:
 
     @property
     def percent(self) -> float:
-        """How much is done, from 0 to 100."""
+        """Returns how much is done, from 0 to 100."""
         return 100.0 * (len(self._done) + sum(self._shares.values())) / self._cells if self._cells else 0.0
 
     def take(self, update: Update) -> None:

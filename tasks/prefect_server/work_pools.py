@@ -38,12 +38,12 @@ class WorkPoolSpec:
 
 @dataclass(frozen=True)
 class WorkPoolChange:
-    """What applying a specification does, or would do."""
+    """The effect that applying a specification has, or would have."""
 
     spec: WorkPoolSpec
     action: Action
     differs: tuple[str, ...] = ()
-    """Which parts of the present template are not as specified."""
+    """Parts of the present template that are not as specified."""
 
 
 def base_job_template(kind: WorkPoolType, *, defaults: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -143,7 +143,7 @@ async def _apply(client: PrefectClient, change: WorkPoolChange) -> None:
 
 
 async def work_pool_states(names: Iterable[str]) -> dict[str, WorkPoolState]:
-    """What the server says of work pools, by name."""
+    """Returns what the server says of work pools, by name."""
     async with async_prefect_client() as client:
         return {name: await _state(client, name) for name in names}
 
@@ -162,7 +162,7 @@ async def _state(client: PrefectClient, name: str) -> WorkPoolState:
 
 
 async def _active(client: PrefectClient, name: str) -> int:
-    """How many flow runs take a slot of the work pool now, or wait for one; not the one that asks, which soon ends."""
+    """Counts flow runs that take a slot of the work pool or wait for one; not the one that asks, which ends soon."""
     from prefect.client.schemas.filters import (
         FlowRunFilter,
         FlowRunFilterNextScheduledStartTime,

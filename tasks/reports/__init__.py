@@ -1,1 +1,1 @@
-"""What people look at: tables, plots, comparisons, the page."""
+"""Reports for people: tables, plots, comparisons, the page."""

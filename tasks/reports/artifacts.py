@@ -24,7 +24,7 @@ _GOOGLE_FOLDERS = "https://console.cloud.google.com/storage/browser"
 
 
 def report_uri(evaluation_path: str, run_name: str) -> str:
-    """Where the report over a run lies."""
+    """Returns where the report over a run lies."""
     return storage.join(evaluation_path, run_name, REPORT_NAME)
 
 
@@ -53,7 +53,7 @@ def publish_report(config: EvaluationConfig) -> str:
 
 
 def publish_artifacts(records: Sequence[Record], page: str, *, title: str, records_at: str) -> None:
-    """The same results as a table and a plot in the Prefect UI, with links to the page and to the records."""
+    """Publishes results as a table and a plot in the Prefect UI, with links to the page and to the records."""
     key = artifact_key(title)
     rows = [
         {**row, "value": _short(row["value"]), "stderr": _short(row["stderr"]), "reason": _in_a_line(row["reason"])}
@@ -74,7 +74,7 @@ def publish_artifacts(records: Sequence[Record], page: str, *, title: str, recor
 
 
 def browser_address(place: str) -> str:
-    """Where a browser finds a page, or a folder, of a store; of a local path a file:// address.
+    """Returns where a browser finds a page, or a folder, of a store; of a local path a file:// address.
 
     Google's are those of its console, for whoever is logged in. Other stores have none that everybody could open.
     """
@@ -93,6 +93,6 @@ def _short(value: float | None) -> float | None:
 
 
 def _in_a_line(reason: str | None) -> str:
-    """What was found, without the log behind it: a table has room for a line."""
+    """Returns what was found, without the log behind it: a table has room for a line."""
     found = [line.removeprefix("Found:") for line in (reason or "").splitlines() if line.startswith("Found:")]
     return found[0].strip()[:_REASON_CHARACTERS] if found else (reason or "")[:_REASON_CHARACTERS]

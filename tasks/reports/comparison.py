@@ -28,7 +28,7 @@ _SHOWN_DIFFERENCES = 12
 
 @dataclass(frozen=True)
 class Pairing:
-    """How many questions both have scores for, only one has, and how many were put in other words to the second."""
+    """Numbers of questions that both have scores for, that only one has, and that were put in other words."""
 
     pairs: int
     only_first: int
@@ -55,7 +55,7 @@ class ComparedMetric:
 
     @property
     def verdict(self) -> Verdict:
-        """What may be said of the second against the first."""
+        """Returns what may be said of the second against the first."""
         if self.adjusted_p is None:
             return "not tested"
         if self.adjusted_p >= SIGNIFICANT:

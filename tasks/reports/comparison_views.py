@@ -64,7 +64,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 
 def _notes(comparison: Comparison) -> list[str]:
-    """What a reader has to know, one line each."""
+    """Returns what a reader has to know, one line each."""
     metrics = comparison.metrics
     notes = [f"Adjusted p below {SIGNIFICANT:g} is called a difference. {_ADJUSTMENTS[comparison.adjustment]}."]
     if any(metric.finding.test == "McNemar, exact" for metric in metrics):

@@ -1,4 +1,4 @@
-"""What the report page shows beside numbers: evaluators with judges and pages of their own, and sinks."""
+"""Parts of the report page beside numbers: evaluators with judges and pages of their own, and sinks."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def sink_parts(records: Sequence[Record]) -> list[SinkPart]:
 
 
 def remarks(counts: Sequence[Counts | None]) -> list[str]:
-    """What else there is to know of the questions counted; empty if all were asked whole, and judged."""
+    """Returns what else there is to know of the questions counted; empty if all were asked whole, and judged."""
     totals = Counter({name: sum(getattr(one, name) for one in counts if one) for name in _REMARKS})
     return [f"{total:,} {_REMARKS[name]}" for name, total in totals.items() if total]
 

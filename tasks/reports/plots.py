@@ -71,7 +71,7 @@ class Point:
 
     @property
     def shown(self) -> bool:
-        """Whether there is a number to draw."""
+        """Returns whether there is a number to draw."""
         return self.value is not None and math.isfinite(self.value)
 
 

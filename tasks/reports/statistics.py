@@ -39,7 +39,7 @@ class Finding:
     p: float | None
 
     def scaled(self, scale: float) -> Finding:
-        """The same on a scale on which scores are so many times as large."""
+        """Returns the difference on a scale on which scores are so many times as large."""
         low, high = (None if end is None else end * scale for end in (self.low, self.high))
         return replace(self, difference=self.difference * scale, low=low, high=high)
 
@@ -119,7 +119,7 @@ def compare_means(first: float, second: float, *, stderrs: tuple[float | None, f
 
 
 def adjusted(p_values: Sequence[float | None], *, by: Adjustment) -> list[float | None]:
-    """What each p is worth among so many; those that are None are not among them.
+    """Returns what each p is worth among so many; those that are None are not among them.
 
     Args:
         p_values: one for each test.

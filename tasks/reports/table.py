@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     )
 
 NOTHING = "–"
-"""What stands where there is nothing to show."""
+"""Text in place of a number that is not there."""
 _TITLES: dict[str, str] = {**EVALUATOR_TITLES}
 
 
 def title_of(evaluator: str) -> str:
-    """How an evaluator is called in what people read."""
+    """Returns how an evaluator is called in what people read."""
     return _TITLES.get(evaluator, evaluator)
 
 
 def evaluator_place(evaluator: str) -> tuple[int, str]:
-    """Where an evaluator stands among the others, to sort by."""
+    """Returns where an evaluator stands among the others, to sort by."""
     return list(_TITLES).index(evaluator) if evaluator in _TITLES else len(_TITLES), evaluator
 
 
@@ -43,13 +43,13 @@ class Column:
     metric: str
     higher_is_better: bool | None
     part: bool
-    """Whether it is a subset that its harness reports beside the benchmark that was asked for."""
+    """True for a subset that its harness reports beside the benchmark that was asked for."""
     cells: frozenset[tuple[str, ...]]
     """Benchmark sets of the cells that have it."""
 
     @property
     def arrow(self) -> str:
-        """Which direction is better, as a sign; empty where none is."""
+        """Returns which direction is better, as a sign; empty where none is."""
         return arrow(self.higher_is_better)
 
     @property
@@ -60,7 +60,7 @@ class Column:
 
 @dataclass(frozen=True)
 class ColumnResult:
-    """What one checkpoint has in one column: a number, or the record that says why there is none."""
+    """The content of one column for one checkpoint: a number, or the record that says why there is none."""
 
     record: Record
     metric: Metric | None
@@ -97,7 +97,7 @@ class Change:
 
     @property
     def verdict(self) -> str:
-        """Whether the difference is outside its 95 % interval around no change, and in which direction."""
+        """Returns whether the difference is outside its 95 % interval around no change, and in which direction."""
         from tasks.reports import plots
 
         if self.stderr is None:
@@ -237,6 +237,6 @@ def described(change: Change) -> str:
 
 
 def questions(metrics: Iterable[Metric]) -> str:
-    """How many questions some numbers were taken over."""
+    """Returns how many questions some numbers were taken over."""
     numbers = sorted({metric.n for metric in metrics})
     return f"n = {numbers[0]:,}" if len(numbers) == 1 else f"n = {numbers[0]:,} to {numbers[-1]:,}" if numbers else ""

@@ -1,4 +1,4 @@
-"""What a record says, in words: where its numbers come from, who judged, where its harness's own pages are."""
+"""Records in words: where the numbers come from, who judged, where the harness's own pages are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _JUDGED = ("judge", "annotator")  # shown by themselves
 
 
 def judge_of(record: Record) -> str | None:
-    """Who compared the answers, and how it was asked; None where nobody judges."""
+    """Returns who compared the answers, and how it was asked; None where nobody judges."""
     if record.evaluator != "alpaca_eval":
         return None
     judge = (record.evaluation.get("alpaca_eval") or {}).get("judge") or {}
@@ -74,7 +74,7 @@ def engine_of(record: Record) -> dict[str, Any]:
 
 
 def served(record: Record) -> str:
-    """How the checkpoint came to be served: how, in how many seconds, why so."""
+    """Returns how the checkpoint came to be served: how, in how many seconds, why so."""
     facts = {key: value for key, value in record.served.items() if key != "engine" and value is not None}
     how = str(facts.pop("how", "")).replace("_", " ")
     took = f"in {facts.pop('seconds'):,.2f} s" if isinstance(facts.get("seconds"), (int, float)) else ""

@@ -215,7 +215,7 @@ class ArrivingCells(Collection[Cell]):
         return ours
 
     def _is_the_one_begun(self, cell: Cell) -> bool:
-        """Whether a cell's checkpoint is the one that answers under its name, where one does already."""
+        """Returns whether a cell's checkpoint is the one that answers under its name, where one does already."""
         same = self._digests.get(cell.reference.name, cell.reference.digest) == cell.reference.digest
         if not same:  # requests under way name it, and would be answered by other weights
             report_event(f"{cell.reference.name} was written again and is another one now: evaluate it afterwards")
@@ -255,7 +255,7 @@ class _Watched:
 
 
 def step_in(log: str) -> str | None:
-    """How far a training is, from what Levanter's `json_logger` wrote last."""
+    """Returns how far a training is, from what Levanter's `json_logger` wrote last."""
     lines = _STEP_LINE.findall(log)
     if not lines:
         return None

@@ -1,4 +1,4 @@
-"""What is to be trained, and what is asked of its checkpoints: `TrainLmOnPodConfig`, `TrainAndEvaluateConfig`."""
+"""Configuration of a training and of its evaluation: `TrainLmOnPodConfig`, `TrainAndEvaluateConfig`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _FIELDS = (
     *("peft_save_path", "peft_hf_upload", "merged_hf_save_path", "merged_hf_upload"),
     *("data_seed", "initialize_from_checkpoint_path", "eval_harness_steps", "log_entropy"),
 )
-"""What `levanter.main.train_lm.TrainLmConfig` of the pinned version has; an unknown name costs a start otherwise."""
+"""Fields of `levanter.main.train_lm.TrainLmConfig` in the pinned version; an unknown name costs a start otherwise."""
 
 
 _HUB_FIELDS = ("tokenizer", "reference_checkpoint", "initialize_from_hf")
@@ -38,7 +38,7 @@ class TrainLmOnPodConfig(Config):
     train_config: dict[str, Any] | str
     """Levanter's own configuration of `train_lm`: its content, or a YAML file with it, in any store."""
     resources: ResourceConfig = ResourceConfig()
-    """What it runs on; each slice of `replicas` TPU slices is one replica."""
+    """Resources it runs on; each slice of `replicas` TPU slices is one replica."""
     output_path: str | None = None
     """Folder for checkpoints/, hf/ and logs/, local, gs:// or s3://; where train_config says when unset."""
     impute_run_id_from_output_path: bool = True
@@ -74,7 +74,7 @@ class TrainLmOnPodConfig(Config):
 
     @property
     def exports(self) -> str | None:
-        """Where checkpoints in Hugging Face's layout go, if that follows from this configuration alone."""
+        """Returns where checkpoints in Hugging Face's layout go, if that follows from this configuration alone."""
         if self.output_path is None or not self.impute_run_id_from_output_path:
             return None
         return storage.join(self.output_path, EXPORTS)
@@ -112,7 +112,7 @@ def check_train_config(config: dict[str, Any]) -> None:
 
 
 def _paths_in(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
-    """What stands where Levanter takes a path, with the name of its field."""
+    """Returns what stands where Levanter takes a path, with the name of its field."""
     match value:
         case dict():
             for name, one in value.items():
@@ -127,7 +127,7 @@ def _paths_in(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _is_relative(path: str, *, named: str) -> bool:
-    """Whether a path is relative; names that mean a hub as well are none unless they begin with a dot or tilde."""
+    """Returns whether a path is relative; names that may mean a hub are none unless they begin with a dot or tilde."""
     if named in _HUB_FIELDS:
         return path.startswith((".", "~"))
     return bool(path) and storage.is_local(path) and not storage.local_path(path).is_absolute()
@@ -141,7 +141,7 @@ class ExportsEvaluation(EvaluationConfig):
 
 
 class ExportsRequest(SuiteRequest):
-    """Where the records of a suite go that is asked of every checkpoint that a training exports."""
+    """The request for a suite that is asked of every checkpoint that a training exports."""
 
     model_path: str = ""
     """Leave it out: the exports of the training."""
@@ -157,11 +157,11 @@ class TrainAndEvaluateConfig(Config):
     suite: SuiteName | None = None
     """A suite by its name or file, in place of evaluations."""
     request: ExportsRequest | None = None
-    """Where the suite's records go, and on what its engines run."""
+    """The place of the suite's records, and the resources of its engines."""
     every_n_steps: int | None = Field(default=None, ge=1)
     """Evaluate only steps that are multiples of this, and the last one."""
     poll_seconds: float = Field(default=2.0, gt=0)
-    """How often the exports are listed. A checkpoint is taken once two lists agree about it."""
+    """Time between two listings of the exports. A checkpoint is taken once two lists agree about it."""
 
     @model_validator(mode="before")
     @classmethod
@@ -192,7 +192,7 @@ class TrainAndEvaluateConfig(Config):
 
     @property
     def exports(self) -> str:
-        """Where the checkpoints are that are evaluated."""
+        """Returns where the checkpoints are that are evaluated."""
         exports = self.training.exports
         assert exports is not None, "checked when it was made"
         return exports

@@ -32,13 +32,13 @@ ENVIRONMENT_OF = {"cpu": "levanter", "gpu": "levanter-cuda", "tpu": "levanter-tp
 """The pinned environment with JAX for a device."""
 CONFIG_NAME = "train_config.json"
 SILENCE_SECONDS = 600.0
-"""How long a backend may give no answer before a training there counts as lost; a controller may be started again."""
+"""Time without an answer after which a training on a backend counts as lost; a controller may be started again."""
 _JOB_NAME = "train_lm"
 _LOOK_AGAIN_SECONDS = 5.0
 
 
 class _Refusal(BaseModel):
-    """What `run_levanter_train.py` says of a configuration that it cannot follow."""
+    """The reason of `run_levanter_train.py` for a configuration that it cannot follow."""
 
     expected: str
     found: str
@@ -161,7 +161,7 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
 
 
 def is_trained(planned: Training) -> bool:
-    """Whether a training of the same configuration has come to its end there."""
+    """Returns whether a training of the same configuration has come to its end there."""
     if planned.trained is None:
         return False
     try:

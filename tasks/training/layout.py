@@ -1,4 +1,4 @@
-"""Where a training puts what it writes, what its run is called, and Levanter's configuration that says so."""
+"""Layout of a training: its folders, the name of its run, and Levanter's configuration that says so."""
 
 from __future__ import annotations
 

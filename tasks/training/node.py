@@ -1,4 +1,4 @@
-"""What a training's job does where it runs: builds the environment there, and runs Levanter in it."""
+"""The node of a training's job: builds the environment where it runs, and runs Levanter in it."""
 
 from __future__ import annotations
 

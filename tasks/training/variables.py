@@ -61,7 +61,7 @@ def variables_of(
 
 
 def accelerator_defaults(workspace: Path, device: Device) -> dict[str, str]:
-    """What the file of Levanter's launcher says for a TPU: for all of them, for the generation, for the type.
+    """Returns what the file of Levanter's launcher says for a TPU: for all of them, for the generation, for the type.
 
     Raises:
         BadInput: the file cannot be read.

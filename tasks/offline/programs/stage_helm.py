@@ -192,7 +192,7 @@ STAND_IN_JOB: dict[str, Any] = {
 
 
 class Seen:
-    """Which scenarios have given their questions."""
+    """Scenarios that have given their questions."""
 
     def __init__(self, folder: Path) -> None:
         self.scenarios: set[str] = set()

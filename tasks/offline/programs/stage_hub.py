@@ -1,4 +1,4 @@
-"""What the programs that stage data ask of the hub: `stage_data.py` and `stage_helm.py` import this.
+"""Requests to the hub by the programs that stage data: `stage_data.py` and `stage_helm.py` import this.
 
 Each works in the environment of its harness; `datasets` and `huggingface_hub` are in both. A hub that answers 429 is
 waited for.
@@ -82,7 +82,7 @@ def patiently(call: Callable[[], Result]) -> Result:
 
 
 def seconds_to_wait(error: BaseException | None) -> float | None:
-    """How long a 429 somewhere behind an error asks to wait; None where there is none."""
+    """Returns how long a 429 somewhere behind an error asks to wait; None where there is none."""
     while error is not None:
         # Clients of the hub keep the answer in their error; urllib's error is the answer.
         answer = getattr(error, "response", error)
@@ -94,22 +94,22 @@ def seconds_to_wait(error: BaseException | None) -> float | None:
 
 
 def is_on_hub(path: str) -> bool:
-    """Whether a data set's path is a name on the hub: neither a folder nor a kind of file."""
+    """Returns whether a data set's path is a name on the hub: neither a folder nor a kind of file."""
     return bool(HUB_ID.fullmatch(path)) and path not in _PACKAGED_DATASETS_MODULES and not Path(path).exists()
 
 
 def is_commit(revision: str) -> bool:
-    """Whether a revision can never mean something else."""
+    """Returns whether a revision can never mean something else."""
     return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def repository_folder(kind: str, name: str) -> Path:
-    """Where the hub's client keeps a repository."""
+    """Returns where the hub's client keeps a repository."""
     return Path(constants.HF_HUB_CACHE) / f"{kind}--{name.replace('/', '--')}"
 
 
 def dataset_folders(path: str) -> tuple[Path, Path]:
-    """Where a data set's files are kept, and what `datasets` made of them."""
+    """Returns where a data set's files are kept, and what `datasets` made of them."""
     owner, _, name = path.rpartition("/")
     prepared = f"{owner}___" if owner else ""
     prepared += datasets.naming.camelcase_to_snakecase(name)
