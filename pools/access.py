@@ -1,4 +1,4 @@
-"""What one needs to use a pool: where it is, its keys, and how it serves. Kept pools write it into a file."""
+"""Access to a pool: its address, its keys, and how it serves. Kept pools write it into a file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NOTHING_TO_DO_WITH_ANSWERS = frozenset(
 
 
 class PoolAccess(Config):
-    """Where a pool is and how it serves. Holds its keys, so a file with it must be nobody else's to read."""
+    """A pool's address, keys and configuration; a file with it must be nobody else's to read."""
 
     address: ProxyAddress
     """Of its proxy."""
@@ -37,7 +37,7 @@ class PoolAccess(Config):
     admin_key: SecretStr
     """For asking it to serve checkpoints."""
     config: InferencePoolConfig
-    """How it serves."""
+    """Its configuration."""
     engine_build: str
     """Names the build of its engine."""
 
@@ -50,7 +50,7 @@ class PoolAccess(Config):
         return ProxyClient(self.address, admin_key=self.admin_key.get_secret_value())
 
     def engine_identity(self) -> dict[str, Any]:
-        """Which engine answers, with what arguments."""
+        """The engine that answers: build, device and arguments."""
         return {
             "name": "vllm",
             "build": self.engine_build,

@@ -1,4 +1,4 @@
-"""How a model is served: `ModelConfig` and `InferencePoolConfig`."""
+"""Serving of a model: `ModelConfig` and `InferencePoolConfig`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def check_name(name: str) -> str:
 
 
 class ModelConfig(Config):
-    """How to serve one model, or every checkpoint of one run."""
+    """One model, or every checkpoint of one run, as an engine serves it."""
 
     name: str
     """Name that requests use; for the checkpoints of a run, the beginning of their names."""
@@ -89,7 +89,7 @@ class InferencePoolConfig(Config):
     """Replicas of one model behind one proxy; `resource_config.replicas` says how many."""
 
     resource_config: ResourceConfig = ResourceConfig()
-    """What each replica runs on, and how many replicas there are."""
+    """Resources of each replica, and the number of replicas."""
     model: ModelConfig = Field(validation_alias=AliasChoices("model", "model_config"))
     """The model to serve. In Python, YAML and JSON `model_config` is accepted too."""
     proxy_host: str = "auto"
@@ -97,25 +97,25 @@ class InferencePoolConfig(Config):
     proxy_port: int = Field(default=0, ge=0, le=65535)
     """Port of the proxy; 0 takes a free one."""
     startup_timeout_seconds: float = Field(default=1800, gt=0)
-    """How long a replica may take until its model answers."""
+    """Longest time until a replica's model answers."""
     engine_timeout_seconds: float = Field(default=600, gt=0)
-    """How long a replica may take over one request before it is sent to another."""
+    """Longest time for one request at a replica, before it is sent to another."""
     proxy_timeout_seconds: float = Field(default=1800, gt=0)
-    """How long the proxy holds a request while no replica is ready."""
+    """Longest time that the proxy holds a request while no replica is ready."""
     client_timeout_seconds: float = Field(default=7200, gt=0)
-    """How long an evaluator waits for one answer."""
+    """Longest time that an evaluator waits for one answer."""
     max_pending_requests: int = Field(default=20_000, ge=1)
-    """How many requests the proxy holds before it answers 429."""
+    """Requests that the proxy holds at once; one more is answered 429."""
     max_replica_restarts: int = Field(default=2, ge=0)
-    """How often a replica whose engine dies is started again."""
+    """Restarts of a replica whose engine dies, at most."""
     reload_in_place: bool = True
     """Load the next checkpoint into the running engine where its architecture allows; else restart it."""
     reload_audit_share: float = Field(default=0.01, ge=0, le=1)
     """Share of such loads that is compared with a cold start, beside the first of each architecture."""
     lease_seconds: float = Field(default=30, gt=0)
-    """How long a replica may be silent, its engine hanging included, before its requests go to another."""
+    """Longest silence of a replica, a hanging engine included, before its requests go to another."""
     longest_wait_seconds: float = Field(default=600, gt=0)
-    """How long requests for one checkpoint may wait while others keep every replica busy."""
+    """Longest wait of requests for one checkpoint while others keep every replica busy."""
     journal: bool = True
     """Keep every whole answer in a file of its owner's alone, and beside the record of an evaluation that goes on, and
     answer from that when the same request comes again. Without it nothing of a prompt or an answer is written by the

@@ -1,4 +1,4 @@
-"""What the jobs of a pool have in common: where they run, and in which environment."""
+"""Properties that the jobs of a pool share: their place and their environment."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from resources.settings import settings
 
 
 def is_local(client: Client) -> bool:
-    """Whether jobs of this client run on this machine."""
+    """True if jobs of this client run on this machine."""
     return client.url.split(":")[0] == "local"
 
 

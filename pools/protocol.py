@@ -1,4 +1,4 @@
-"""What the pool, its replicas and its users say to the proxy and hear from it: limits, orders, leases, status."""
+"""Values that pool, replicas and users exchange with the proxy: limits, orders, leases, status."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ class ProxyLimits(Config):
     max_body_bytes: int = Field(default=64 * 2**20, ge=1)
     """Largest request body; a larger one is answered 413."""
     head_timeout_seconds: float = Field(default=30, gt=0)
-    """How long a client may take over the headers, and then over each piece of the body."""
+    """Longest time a client may take over the headers, and then over each piece of the body."""
     max_held: int = Field(default=20_000, ge=0)
     """Requests that may wait for a replica at once; one more is answered 429."""
     hold_timeout_seconds: float = Field(default=1800, gt=0)
-    """How long a request waits for a replica before it is answered 503."""
+    """Longest time a request waits for a replica before it is answered 503."""
     engine_timeout_seconds: float = Field(default=600, gt=0)
-    """How long a replica may take over one answer, or over the next piece of a streamed one."""
+    """Longest time a replica may take over one answer, or over the next piece of a streamed one."""
     connect_timeout_seconds: float = Field(default=10, gt=0)
-    """How long a replica's host may take to accept a connection."""
+    """Longest time a replica's host may take to accept a connection."""
     probe_interval_seconds: float = Field(default=1, gt=0)
     """Pause between two looks at a replica that a connection to failed."""
     probe_timeout_seconds: float = Field(default=30, gt=0)
-    """How long such a look may take; generous, as a busy engine answers late."""
+    """Longest time such a look may take; generous, as a busy engine answers late."""
     lease_seconds: float = Field(default=30, gt=0)
-    """How long an announcement of a replica holds; without another one its requests go elsewhere."""
+    """Time that an announcement of a replica holds; without another one its requests go elsewhere."""
 
 
 class ServedModel(Config):
-    """What stands behind a model name. The digests are hex."""
+    """The checkpoint behind a model name. The digests are hex."""
 
     digest: str
     """Over the whole checkpoint: weights, tokenizer and template, config."""
@@ -51,7 +51,7 @@ class ServedModel(Config):
     config: str = ""
     """Over the model's configuration."""
     uri: str = ""
-    """Where it lies."""
+    """Its location."""
 
 
 class Failure(Config):
@@ -60,15 +60,15 @@ class Failure(Config):
     kind: str
     """Class of the error."""
     expected: str
-    """What should have been the case."""
+    """State of things that was expected."""
     found: str
-    """What was the case instead."""
+    """State that was found instead."""
     remedy: str
-    """What to do."""
+    """Remedy, for people."""
 
 
 class LoadReport(Config):
-    """How one checkpoint came into one replica, or did not."""
+    """One load of one checkpoint into one replica, successful or not."""
 
     number: int
     """Counts the loads of this replica, from 1."""
@@ -89,7 +89,7 @@ class LoadReport(Config):
 
 
 class Announcement(Config):
-    """What a replica says of itself; it holds for `lease_seconds`."""
+    """A replica's word on itself; it holds for `lease_seconds`."""
 
     instance: str
     """Tells one start of the replica from the next, which takes over its name."""
@@ -108,7 +108,7 @@ class Announcement(Config):
     digest: str | None = None
     """Digest of the checkpoint it holds; none while it holds none that may be asked."""
     prompt_logprobs: bool = False
-    """Whether its engine returns log-probabilities of the prompt's tokens."""
+    """True if its engine returns log-probabilities of the prompt's tokens."""
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens."""
     engine_version: str | None = None
@@ -122,7 +122,7 @@ class Announcement(Config):
     seen: int = -1
     """Version of the orders it knows."""
     wait_seconds: float = Field(default=0, ge=0, le=60)
-    """How long the answer may be held back while there is nothing new for it."""
+    """Longest time the answer may be held back while there is nothing new for it."""
     until_idle: bool = False
     """Wants to hear when nothing is in flight on it any more, rather than of new orders."""
 
@@ -133,7 +133,7 @@ class Orders(Config):
     version: int
     """Changes with the orders."""
     known: bool
-    """Whether the pool has said anything yet; if not, the replica goes on as it is."""
+    """False until the pool has published anything: the replica goes on as it is."""
     stop: bool = False
     """The pool does not want it any more."""
     model: str | None = None
@@ -147,7 +147,7 @@ class Orders(Config):
 
 
 class DesiredState(Config):
-    """What the pool wants; each one replaces the one before."""
+    """The pool's wishes; each one replaces the one before."""
 
     models: dict[str, ServedModel] = {}
     """Every model name that may be asked, now or soon."""
@@ -164,25 +164,25 @@ class DesiredState(Config):
 
 
 class Lease(Config):
-    """What one user wants of the pool; it holds for `seconds`, then what it names is forgotten."""
+    """A user's wishes; it holds for `seconds`, then what it names is forgotten."""
 
     holder: str
-    """Who that is, for people."""
+    """Name of the user, for people."""
     seconds: float = Field(gt=0, le=86_400)
-    """How long it holds unless it is renewed."""
+    """Time that it holds unless it is renewed."""
     models: dict[str, ServedModel] = {}
     """Checkpoints that the user may ask for."""
     wants: tuple[str, ...] = ()
     """Model names it wants now, in order."""
     tries: dict[str, int] = {}
-    """How often it has wanted each anew: one more lets a checkpoint that could not be served be tried again."""
+    """Times it has wanted each anew: one more lets a checkpoint that could not be served be tried again."""
 
 
 class LeaseStatus(Config):
     """A lease as the proxy knows it."""
 
     holder: str
-    """Who that is."""
+    """Name of the user."""
     seconds_left: float
     """Time until it ends by itself."""
     models: dict[str, ServedModel]
@@ -190,7 +190,7 @@ class LeaseStatus(Config):
     wants: tuple[str, ...]
     """Model names it wants now, in order."""
     tries: dict[str, int]
-    """How often it has wanted each anew."""
+    """Times it has wanted each anew."""
 
 
 class ReplicaStatus(Config):
@@ -201,7 +201,7 @@ class ReplicaStatus(Config):
     ordered: str | None
     """Model name it is to hold."""
     announcement: Announcement
-    """What it said last."""
+    """Its last announcement."""
     lost: bool
     """Its lease has run out: it gets no requests until it announces itself again."""
     silent_seconds: float
@@ -215,16 +215,16 @@ class ReplicaStatus(Config):
 
     @property
     def usable(self) -> bool:
-        """Whether it is there and answers, for the weights it holds."""
+        """True if it is there and answers, for the weights it holds."""
         return self.announcement.state == "ready" and not self.lost and not self.suspect
 
     def holds(self, digest: str) -> bool:
-        """Whether it is ready with the checkpoint of this digest; connections to it may have failed lately."""
+        """True if it is ready with the checkpoint of this digest; connections to it may have failed lately."""
         return self.announcement.state == "ready" and not self.lost and self.announcement.digest == digest
 
 
 class RequestCounters(Config):
-    """What became of some requests since the proxy started."""
+    """Requests since the proxy started, by outcome."""
 
     answered: int = 0
     """Answers with status 2xx that were passed on whole, those from the journal included."""
@@ -249,20 +249,20 @@ class RequestCounters(Config):
 
 
 class Demand(Config):
-    """What is being asked of one model now."""
+    """Requests for one model now."""
 
     held: int = 0
     """Requests that wait for a replica that holds it."""
     in_flight: int = 0
     """Requests that replicas are working on."""
     oldest_held_seconds: float = 0.0
-    """How long the one that waits longest has waited."""
+    """Wait of the request that has waited longest."""
     idle_seconds: float = 0.0
     """Time since the last request for it came or was answered; 0 while there is one."""
 
 
 class JournalStatus(Config):
-    """What the journal did since the proxy started."""
+    """Counts of the journal since the proxy started."""
 
     hits: int = 0
     """Requests answered from it."""

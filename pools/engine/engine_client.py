@@ -34,7 +34,7 @@ class EngineClient:
     api_key: str = "none"
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
-        """Whether the port answers in that time; says nothing about the model."""
+        """True if the port answers in that time; says nothing about the model."""
         try:
             return _http().get(f"{self.base_url}/health", timeout=timeout_seconds).status_code == 200
         except httpx.HTTPError:
@@ -80,7 +80,7 @@ class EngineClient:
         self._logprobs(model, CANARY_PROMPTS[:1], echo=False)
 
     def has_prompt_logprobs(self, model: str) -> bool:
-        """Whether `echo` with `logprobs` gives finite log-probabilities for the prompt's own tokens.
+        """True if `echo` with `logprobs` gives finite log-probabilities for the prompt's own tokens.
 
         Engines without them would let log-likelihood benchmarks score at chance, in silence.
         """

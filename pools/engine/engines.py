@@ -60,7 +60,7 @@ ENGINES: dict[EngineDevice, Engine] = {
 
 
 def replica_capacity(device: EngineDevice, engine_kwargs: Mapping[str, Any]) -> int:
-    """How many requests one replica works on at once."""
+    """Requests that one replica works on at once."""
     return int(engine_kwargs.get("max_num_seqs") or ENGINES[device].capacity)
 
 
@@ -133,7 +133,7 @@ def engine_arguments(
 def server_arguments(
     kwargs: Mapping[str, Any], *, folder: str, served_names: Sequence[str], host: str, port: int
 ) -> tuple[str, ...]:
-    """What `engine_arguments` ends with, and a run in a fork server gets: the arguments of the server itself."""
+    """Arguments of the server itself: the end of `engine_arguments`, and all that a run in a fork server gets."""
     return (
         *("--model", folder, "--served-model-name", *served_names),
         *("--host", host, "--port", str(port)),
@@ -162,7 +162,7 @@ def engine_variables(
 
 
 def _cache_variables(device: EngineDevice, cache: Path, kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """Where an engine keeps what it compiles: by default partly in folders that do not outlive a machine's start.
+    """Folders for what an engine compiles: by default partly in folders that do not outlive a machine's start.
 
     On a CPU vLLM compiles next to nothing, and what it finds out about architectures holds for all arguments.
     """
@@ -191,6 +191,6 @@ def arguments_digest(kwargs: Mapping[str, Any]) -> str:
 
 
 def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:
-    """The same start as a line for a shell, to see with one's own eyes why it fails."""
+    """A start as a line for a shell, to see with one's own eyes why it fails."""
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
     return f"{settings} {shlex.join([python, *arguments])}"

@@ -1,4 +1,4 @@
-"""How an engine server is started for a checkpoint: the one place that knows vLLM needs an environment of its own."""
+"""Starts of an engine server for a checkpoint: the one place that knows vLLM needs an environment of its own."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class Servable:
 
     @property
     def served(self) -> ServedModel:
-        """What the proxy and its replicas are told of it."""
+        """Its description for the proxy and its replicas."""
         digests = self.digests
         return ServedModel(
             digest=digests.checkpoint,
@@ -144,7 +144,7 @@ class Launch:
     variables: Mapping[str, str]
 
     def by_hand(self) -> str:
-        """The same start as a line for a shell."""
+        """The start as a line for a shell."""
         return hand_command(self.command, self.arguments, self.variables)
 
 

@@ -1,4 +1,4 @@
-"""Whether reloading weights in place can be trusted, for one engine and one architecture.
+"""Trust in reloading weights in place, for one engine and one architecture.
 
 An engine can take new weights, answer differently from before, and still be wrong: vLLM on a CPU, for one, keeps the
 packed output layer of a model with tied embeddings from its cold start. So the first reload of each architecture is
@@ -26,7 +26,7 @@ _SHARE_OF_CHANGE = 0.02
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison with a cold start came to; `difference` is the largest one, in nats."""
+    """The outcome of a comparison with a cold start; `difference` is the largest one, in nats."""
 
     agrees: bool
     difference: float
@@ -53,7 +53,7 @@ class ReloadTrust:
             return None
 
     def audits(self, weights: str, *, share: float) -> bool:
-        """Whether a reload of weights of this digest is among those compared with a cold start again.
+        """True if a reload of weights of this digest is among those compared with a cold start again.
 
         The choice follows from the digest, so that it is a fair sample and the same in every run.
         """
@@ -75,7 +75,7 @@ class ReloadTrust:
         return verdict
 
 
-def _largest_difference(one: Sequence[float], other: Sequence[float]) -> float:
-    if len(one) != len(other):
+def _largest_difference(values: Sequence[float], others: Sequence[float]) -> float:
+    if len(values) != len(others):
         return float("inf")
-    return max((abs(a - b) for a, b in zip(one, other, strict=True)), default=0.0)
+    return max((abs(a - b) for a, b in zip(values, others, strict=True)), default=0.0)

@@ -1,4 +1,4 @@
-"""Whether an answer of an engine is whole and valid: only such a one is kept, counted or replayed."""
+"""Judges whether an answer of an engine is whole and valid: only such a one is kept, counted or replayed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_TOKENS = 2**53
 
 @dataclass(frozen=True, slots=True)
 class AnswerFacts:
-    """What is worth knowing of a valid answer; token counts are 0 where the engine gave none.
+    """Facts of a valid answer; token counts are 0 where the engine gave none.
 
     `finish_reasons` are in the order of the answer's choices.
     """

@@ -1,4 +1,4 @@
-"""What the journal does beside answering: the open cells, their mirrors, and the upkeep of the file.
+"""The journal's work beside answering: the open cells, their mirrors, and the upkeep of the file.
 
 Two threads do the work, one for the file and one for the mirrors, since a store can be slow. What they find is told
 on the event loop.
@@ -186,7 +186,7 @@ class Background:
             cell.loaded = await self._in_mirror_thread(cell, cell.mirror.load)
 
     async def _in_mirror_thread(self, cell: _OpenCell, act: Callable[[], None]) -> bool:
-        """Whether it could be done; if not, that is told once until it can again."""
+        """Returns True if it could be done; if not, that is told once until it can again."""
         try:
             await asyncio.get_running_loop().run_in_executor(self._mirror_thread, act)
         except Exception as error:  # noqa: BLE001 - the boundary: every store's client has errors of its own
@@ -201,7 +201,7 @@ class Background:
         return True
 
     async def _in_file_thread(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """What `act` returns, None where the file cannot be used."""
+        """Returns what `act` returns, None where the file cannot be used."""
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(self._file_thread, act, *arguments)
         except (sqlite3.Error, OSError) as error:

@@ -1,4 +1,4 @@
-"""How answers lie in the journal: a checksum, and the bytes, compressed where that pays."""
+"""Answers as they lie in the journal: a checksum, and the bytes, compressed where that pays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several identical sampled requests a request is: occurrences within one attempt at a cell."""
+"""Occurrences: the place of a sampled request among identical ones, within one attempt at a cell."""
 
 from __future__ import annotations
 

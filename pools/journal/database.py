@@ -18,13 +18,13 @@ from typing import Any
 from pools.journal import schema
 
 BUSY_SECONDS = 2.0
-"""How long a group waits for somebody else's transaction before it is given up."""
+"""Longest wait of a group for somebody else's transaction, before it is given up."""
 _BUSY_RETRY_SECONDS = 0.001
 
 
 @dataclass(slots=True)
 class JournalCounters:
-    """What a journal did since it was opened; `total_bytes` is the size of what lies in the file now.
+    """Counts since a journal was opened; `total_bytes` is the size of what lies in the file now.
 
     `refused` are answers that were not valid, `errors` what could not be read or kept although it was, `dropped`
     rows that were evicted or damaged.

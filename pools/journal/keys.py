@@ -1,4 +1,4 @@
-"""Which requests are the same one: a digest over the weights, the engine, the path and the whole body."""
+"""Keys of requests: a digest over the weights, the engine, the path and the whole body."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGE_NUMBER = b"e+"
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What answers: digests of the weights, of tokenizer and chat template, and of the engine with its arguments."""
+    """Digests of the weights, of tokenizer and chat template, and of the engine with its arguments."""
 
     weights: str
     tokenizer: str
@@ -63,7 +63,7 @@ def question(subject: Subject, target: str, *, body: bytes, fields: Mapping[str,
 
 
 def is_deterministic(fields: Mapping[str, Any]) -> bool:
-    """Whether nothing in the answer is drawn at random.
+    """True if nothing in the answer is drawn at random.
 
     So it is at temperature 0, which has to be given, and for log-probabilities of a prompt where no token is generated.
     A seed does not count: what it leads to depends on the requests that share a batch.
@@ -100,7 +100,7 @@ def _canonical(body: bytes, fields: Mapping[str, Any]) -> bytes:
 
 
 def _has_non_finite(text: bytes, body: bytes) -> bool:
-    """Whether a `null` may stand for a NaN or an Infinity: orjson writes them so, and reads neither."""
+    """True if a `null` may stand for a NaN or an Infinity: orjson writes them so, and reads neither."""
     if b"null" not in text:
         return False
     try:

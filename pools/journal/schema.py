@@ -91,12 +91,12 @@ class OtherVersion(sqlite3.DatabaseError):
 
 
 def is_damaged(error: Exception) -> bool:
-    """Whether an error means that the file is no journal of ours, or no longer one."""
+    """True if an error means that the file is no journal of ours, or no longer one."""
     return isinstance(error, OtherVersion) or _primary_code(error) in _DAMAGED
 
 
 def is_busy(error: Exception) -> bool:
-    """Whether an error means that somebody else is writing just now."""
+    """True if an error means that somebody else is writing just now."""
     return _primary_code(error) in _BUSY
 
 

@@ -36,7 +36,7 @@ class StoredAnswer:
 
 
 class Claim:
-    """What one request has of the journal: the answer to give it, or the place where its answer will be kept.
+    """A request's share of the journal: the answer to give it, or the place where its answer will be kept.
 
     `stored` is the answer, None where an engine has to be asked. Exactly one of `Journal.keep`, `release` and `refuse`
     follows in that case; `release` may follow in the other one.
@@ -66,7 +66,7 @@ class Claim:
 
     @property
     def keeps(self) -> bool:
-        """Whether an answer to this request may be stored."""
+        """True if an answer to this request may be stored."""
         return self.question.deterministic or self.scope is not None
 
     def release(self) -> None:
@@ -145,7 +145,7 @@ class Journal:
 
     @property
     def counters(self) -> JournalCounters:
-        """What happened since it was opened."""
+        """Counts since it was opened."""
         return self._database.counters
 
     def claim(self, question: Question, *, cell: CellScope | None) -> Claim:
@@ -196,7 +196,7 @@ class Journal:
                 self._background.kept(claim.scope, len(content[0]))
 
     def is_open(self, scope: CellScope) -> bool:
-        """Whether this attempt has begun in this process, and has not ended."""
+        """True if this attempt has begun in this process, and has not ended."""
         return self._background.attempt(scope) is not None
 
     async def open_cell(self, scope: CellScope, *, mirror: str | None) -> None:

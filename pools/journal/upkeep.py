@@ -1,4 +1,4 @@
-"""What is done to the journal's file beside the event loop: bounding it, checkpoints, finished cells.
+"""Upkeep of the journal's file beside the event loop: bounding it, checkpoints, finished cells.
 
 Runs in a thread with a connection of its own. Transactions are short, with pauses between them, since the loop cannot
 commit during one.

@@ -1,4 +1,4 @@
-"""Which replica is to hold which checkpoint: a decision over what is asked, wanted and held. No input or output.
+"""Assigns checkpoints to replicas: a decision over what is asked, wanted and held. No input or output.
 
 Work that is pending for a checkpoint is finished before its replica gets another one, so checkpoints do not take turns
 request by request; and nobody waits for ever.
@@ -39,7 +39,7 @@ def assign(
         patience: when to change.
     """
     seats = _Seats(dict(orders), demand, frozenset(wants), patience)
-    asked = [model for model, one in demand.items() if one.held > 0]
+    asked = [model for model, pending in demand.items() if pending.held > 0]
     asked.sort(key=lambda model: -demand[model].oldest_held_seconds)
     for model in asked:
         if not seats.serves(model):
@@ -99,14 +99,16 @@ class _Seats:
         return min(models, key=lambda model: (counts[model], -self._pending(model)), default=None)
 
     def _first(self, fits: Callable[[str | None], bool]) -> str | None:
-        return next((one for one, model in self.orders.items() if one not in self._changed and fits(model)), None)
+        return next(
+            (replica for replica, model in self.orders.items() if replica not in self._changed and fits(model)), None
+        )
 
     def _pending(self, model: str) -> int:
-        one = self.demand.get(model, Demand())
-        return one.held + one.in_flight
+        demand = self.demand.get(model, Demand())
+        return demand.held + demand.in_flight
 
     def _busy(self, model: str) -> bool:
-        one = self.demand.get(model)
-        if one is None:
+        demand = self.demand.get(model)
+        if demand is None:
             return False
-        return one.held > 0 or one.in_flight > 0 or one.idle_seconds < self.patience.linger_seconds
+        return demand.held > 0 or demand.in_flight > 0 or demand.idle_seconds < self.patience.linger_seconds

@@ -166,7 +166,7 @@ class InferencePool:
 
     @property
     def key(self) -> str:
-        """What clients send as `Authorization: Bearer`."""
+        """The clients' key: `Authorization: Bearer`."""
         return self._keys.client.get_secret_value()
 
     def load(self, name: str) -> tuple[RunningModel, LoadReport]:

@@ -38,13 +38,13 @@ class KeptPool(Config):
     name: str
     """Name it is found by."""
     access: PoolAccess
-    """Where it is, and how it serves."""
+    """Its address, keys and configuration."""
     job_id: str
     """The job that keeps it up."""
     created: datetime
     """When it was started, UTC."""
     idle_seconds: float
-    """How long it stays without a user."""
+    """Time that it stays up without a user."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def _keep(
     launcher: Launcher | None,
     backend: str,
 ) -> None:
-    """What the pool's own job does: serves until nobody uses the pool any more."""
+    """The pool's own job: serves until nobody uses the pool any more."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     file = _file_of(name)
     with InferencePool(
@@ -174,7 +174,7 @@ def require(name: str) -> KeptPool:
     """
     pool = find(name)
     if pool is None:
-        up = ", ".join(one.pool.name for one in list_kept())
+        up = ", ".join(state.pool.name for state in list_kept())
         raise BadInput(
             expected=f"a pool named {name}",
             found=f"on this machine: {up or 'none'}",

@@ -38,7 +38,7 @@ class OpenCell:
 
 @dataclass(frozen=True)
 class _Abilities:
-    """What the engines have proved they can do, for checkpoints of one architecture and tokenizer."""
+    """Abilities that engines have proved, for checkpoints of one architecture and tokenizer."""
 
     prompt_logprobs: bool
     max_model_len: int | None
@@ -155,8 +155,8 @@ class PoolSession:
         with self._changing:
             self._cells[cell, attempt] = mirror
         loads_before = {
-            one.announcement.instance: max((load.number for load in one.announcement.loads), default=0)
-            for one in self.status().replicas
+            replica.announcement.instance: max((load.number for load in replica.announcement.loads), default=0)
+            for replica in self.status().replicas
         }
         self.want(name)
         try:
@@ -167,7 +167,7 @@ class PoolSession:
         return OpenCell(cell, attempt, running, self.replica_seconds(name), loads_before)
 
     def has_prompt_logprobs(self, name: str) -> bool:
-        """Whether a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown.
+        """True if a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown.
 
         Raises:
             EngineStartFailed, ModelUnusable, EngineDied, StorageError, CheckpointError, ProxyFailed: as in `load`.
@@ -179,7 +179,7 @@ class PoolSession:
             self.unwant(name)
 
     def _abilities_of(self, name: str) -> _Abilities:
-        """What the engines can do for a wanted checkpoint; waits for the first of its kind."""
+        """Abilities of the engines with a wanted checkpoint; waits for the first of its kind."""
         digests = self._checkpoints[name].digests
         kind = (digests.config, digests.tokenizer)
         if kind not in self._abilities:
@@ -235,7 +235,7 @@ class PoolSession:
         self._take_lease()
 
     def report(self, name: str, status: ProxyStatus | None = None) -> LoadReport | None:
-        """How a checkpoint came into the replicas last, by the slowest way; None if no replica has loaded it."""
+        """Returns the slowest of the replicas' last loads of a checkpoint; None if no replica has loaded it."""
         last = {replica.name: load for replica, load in self._loads_of(name, status or self.status())}
         return max(last.values(), key=lambda load: load.seconds, default=None)
 
@@ -248,7 +248,7 @@ class PoolSession:
                     yield replica, load
 
     def report_of(self, name: str, opened: OpenCell) -> LoadReport | None:
-        """How a checkpoint came into a replica for a cell, by the slowest way if it did so more than once.
+        """Returns how a checkpoint came into a replica for a cell, by the slowest way if it did so more than once.
 
         Where it was there already, how that had happened.
         """
@@ -261,11 +261,11 @@ class PoolSession:
         return max(loads, key=lambda load: load.seconds, default=None) or self.report(name, status)
 
     def counts(self, name: str) -> dict[str, int]:
-        """What the proxy counted for one checkpoint so far: answered, client_errors, server_errors, and so on."""
+        """Requests for one checkpoint so far, by outcome: answered, client_errors, server_errors, and so on."""
         return self.status().models.get(name, RequestCounters()).model_dump()
 
     def cell_counts(self, opened: OpenCell) -> RequestCounters:
-        """What became of the requests of a cell so far."""
+        """Requests of a cell so far, by outcome."""
         return self._proxy.cell_counts(opened.name, opened.attempt)
 
     def check(self, name: str) -> None:
@@ -348,9 +348,9 @@ class PoolSession:
         )
 
     def engine_identity(self) -> dict[str, Any]:
-        """Which engine answers, with what arguments."""
+        """The engine that answers: build, device and arguments."""
         versions = {replica.announcement.engine_version for replica in self.status().replicas}
-        version = ", ".join(sorted(one for one in versions if one))
+        version = ", ".join(sorted(known for known in versions if known))
         return {**self.access.engine_identity(), "version": version}
 
     def _known(self, name: str) -> Servable:
@@ -384,13 +384,12 @@ class PoolSession:
 
 
 def _holding(status: ProxyStatus, digest: str) -> list[ReplicaStatus]:
-    return [one for one in status.replicas if one.holds(digest)]
+    return [replica for replica in status.replicas if replica.holds(digest)]
 
 
 def _abilities(holding: Sequence[ReplicaStatus]) -> _Abilities:
+    engines = [replica.announcement for replica in holding]
     return _Abilities(
-        prompt_logprobs=all(one.announcement.prompt_logprobs for one in holding),
-        max_model_len=min(
-            (one.announcement.max_model_len for one in holding if one.announcement.max_model_len), default=None
-        ),
+        prompt_logprobs=all(engine.prompt_logprobs for engine in engines),
+        max_model_len=min((engine.max_model_len for engine in engines if engine.max_model_len), default=None),
     )

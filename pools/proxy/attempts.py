@@ -14,7 +14,7 @@ from pools.proxy.routing import RequestOutcome, RoutedReplica, outcome_of
 
 @dataclass(slots=True)
 class Attempt:
-    """How one attempt ended.
+    """The end of one attempt.
 
     `reply` is a whole answer, and `stream` one that the client has begun to see; neither where there is nothing to
     give to a client. `facts` are those of a valid answer to a completion, `content_type` is its type.

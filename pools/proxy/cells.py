@@ -65,7 +65,7 @@ class Cells:
 
     @property
     def journal_status(self) -> JournalStatus | None:
-        """What the journal did so far; none if there is none."""
+        """Counts of the journal so far; none if there is none."""
         if self._journal is None:
             return None
         counters = self._journal.counters

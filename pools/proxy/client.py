@@ -32,7 +32,7 @@ _Method = Literal["GET", "PUT", "POST", "DELETE"]
 
 
 class ProxyAddress(Config):
-    """Where a proxy listens, as it wrote it into its address file."""
+    """Address of a proxy, as it wrote it into its address file."""
 
     host: str
     """Address it is bound to."""
@@ -43,7 +43,7 @@ class ProxyAddress(Config):
 
     @property
     def base_url(self) -> str:
-        """What OpenAI clients on this machine take as their base URL; ends in `/v1`."""
+        """Base URL for OpenAI clients on this machine; ends in `/v1`."""
         return f"http://{_reachable(self.host)}:{self.port}/v1"
 
 
@@ -205,7 +205,7 @@ class ProxyClient:
         self._ask_for("PUT", f"/admin/cells/{cell}/{attempt}", body=body, wait=_CELL_SECONDS)
 
     def cell_counts(self, cell: str, attempt: str) -> RequestCounters:
-        """What became of the requests of one attempt at a cell.
+        """Requests of one attempt at a cell, by outcome.
 
         Raises:
             ProxyFailed: the proxy does not answer.
@@ -230,7 +230,7 @@ class ProxyClient:
         return RequestCounters.model_validate_json(answer)
 
     def health(self) -> ProxyHealth:
-        """Whether requests are answered now, held, or refused.
+        """Health of the proxy: requests are answered now, held, or refused.
 
         Raises:
             ProxyFailed: the proxy does not answer.
@@ -279,7 +279,7 @@ class ProxyHealthReply(Config):
     """Answer of `GET /health`."""
 
     status: ProxyHealth
-    """Whether requests are answered now, held, or refused."""
+    """Health of the proxy: requests are answered now, held, or refused."""
     replicas: tuple[dict[str, str | bool | int], ...]
     """Name, state and load of each replica."""
     held: int

@@ -1,4 +1,4 @@
-"""What the proxy counts, and how Prometheus reads it."""
+"""Counters of the proxy, and their text for Prometheus."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class RequestTally:
     @property
     def counters(self) -> RequestCounters:
         """The counts as a value."""
-        return RequestCounters(**{one.name: getattr(self, one.name) for one in fields(self)})
+        return RequestCounters(**{counter.name: getattr(self, counter.name) for counter in fields(self)})
 
 
 @dataclass(slots=True)
@@ -123,12 +123,12 @@ def _lines(tally: Tally, replicas: list[ReplicaStatus], held: int, journal: Jour
     }
     yield from _family("tokens_total", "counter", "Tokens that engines counted", tokens)
     every = list(tally.models.values())
-    for name, what, count in (
+    for name, meaning, count in (
         ("retries_total", "Attempts after the first one", sum(model.retried for model in every)),
         ("upstream_requests_total", "Attempts sent to engines", sum(model.upstream for model in every)),
         ("held_requests_total", "Requests that had to wait for a replica", sum(model.held for model in every)),
     ):
-        yield from _family(name, "counter", what, {"": count})
+        yield from _family(name, "counter", meaning, {"": count})
     yield from _family("held", "gauge", "Requests that wait for a replica now", {"": held})
     yield from _of_replicas(replicas)
     yield from _of_loads(tally)
@@ -140,12 +140,12 @@ def _lines(tally: Tally, replicas: list[ReplicaStatus], held: int, journal: Jour
 
 
 def _of_replicas(replicas: list[ReplicaStatus]) -> Iterator[str]:
-    labels = {one.name: f'replica="{_escaped(one.name)}"' for one in replicas}
-    ready = {labels[one.name]: int(one.usable) for one in replicas}
+    labels = {replica.name: f'replica="{_escaped(replica.name)}"' for replica in replicas}
+    ready = {labels[replica.name]: int(replica.usable) for replica in replicas}
     yield from _family("replica_ready", "gauge", "1 where the replica gets requests", ready)
-    in_flight = {labels[one.name]: one.in_flight for one in replicas}
+    in_flight = {labels[replica.name]: replica.in_flight for replica in replicas}
     yield from _family("in_flight", "gauge", "Requests a replica works on", in_flight)
-    restarts = {labels[one.name]: one.announcement.restarts for one in replicas}
+    restarts = {labels[replica.name]: replica.announcement.restarts for replica in replicas}
     yield from _family("engine_restarts_total", "counter", "Engines started again after one died", restarts)
 
 
@@ -170,8 +170,8 @@ def _latency(tally: Tally) -> Iterator[str]:
     yield f"assay_proxy_request_seconds_count {total}"
 
 
-def _family(name: str, kind: str, what: str, values: Mapping[str, float]) -> Iterator[str]:
-    yield f"# HELP assay_proxy_{name} {what}"
+def _family(name: str, kind: str, meaning: str, values: Mapping[str, float]) -> Iterator[str]:
+    yield f"# HELP assay_proxy_{name} {meaning}"
     yield f"# TYPE assay_proxy_{name} {kind}"
     for labels, value in values.items():
         yield f"assay_proxy_{name}{{{labels}}} {value}" if labels else f"assay_proxy_{name} {value}"

@@ -39,7 +39,7 @@ class ProxyProcess:
 
     @property
     def address(self) -> ProxyAddress:
-        """Where it listens."""
+        """Address at which it listens."""
         if self._address is None:
             raise ProxyFailed(expected="a proxy that was started", found="none", remedy="enter the pool first")
         return self._address

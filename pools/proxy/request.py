@@ -1,4 +1,4 @@
-"""What the proxy has to know of a completion request: all of its bytes, and two of its fields."""
+"""A completion request as the proxy knows it: all of its bytes, and two of its fields."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which replica gets a request, and what a failed attempt leads to: decisions only, no input or output."""
+"""Routes requests to replicas, and decides what follows a failed attempt: no input or output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEMBERED_DEMAND_SECONDS = 600.0
 
 
 class RequestOutcome(Enum):
-    """How one attempt at one replica ended."""
+    """The end of one attempt at one replica."""
 
     ANSWERED = "answered"
     """A whole answer that is the client's to deal with: any status below 500."""
@@ -42,7 +42,7 @@ def outcome_of(status: int) -> RequestOutcome:
 
 
 def may_retry(outcome: RequestOutcome, *, attempts: int) -> bool:
-    """Whether to send a request again after `attempts` attempts, of which the last ended so."""
+    """True if a request is to be sent again after `attempts` attempts, of which the last ended so."""
     return outcome is not RequestOutcome.ANSWERED and attempts < MAX_ATTEMPTS
 
 
@@ -55,7 +55,7 @@ class RoutedReplica:
     announced: float
     """When it said so, on the table's clock."""
     wanted: bool = True
-    """Whether it belongs to the pool."""
+    """True if it belongs to the pool."""
     ordered: str | None = None
     """Model name it is to hold."""
     ordered_digest: str | None = None
@@ -73,7 +73,7 @@ class RoutedReplica:
 
     @property
     def takes_requests(self) -> bool:
-        """Whether new requests may go to it: it is ready, and the pool does not want other weights in it."""
+        """True if new requests may go to it: it is ready, and the pool does not want other weights in it."""
         announcement = self.announcement
         return (
             announcement.state == "ready"
@@ -86,7 +86,7 @@ class RoutedReplica:
 
     @property
     def gone(self) -> bool:
-        """Whether what it was working on will not be answered."""
+        """True if what it was working on will not be answered."""
         return self.lost or self.announcement.state == "dead"
 
 
@@ -190,14 +190,14 @@ class RoutingTable:
     def expire(self, lease_seconds: float) -> list[RoutedReplica]:
         """Marks the replicas as lost that have been silent for longer than their lease; those newly lost."""
         deadline = self.clock() - lease_seconds
-        lost = [one for one in self.replicas.values() if not one.lost and one.announced < deadline]
+        lost = [replica for replica in self.replicas.values() if not replica.lost and replica.announced < deadline]
         for replica in lost:
             replica.lost = True
             self.bump()
         return lost
 
     def orders_of(self, name: str) -> Orders:
-        """What the pool wants of a replica."""
+        """Orders of the pool for a replica."""
         if self.models is None:
             return Orders(version=self.orders_version, known=False)
         replica = self.replicas.get(name)
@@ -208,7 +208,7 @@ class RoutingTable:
             stop=name not in self._orders,
             model=model,
             served=self.models.get(model) if model is not None else None,
-            next={one: self.models[one] for one in self.next if one in self.models and one != model},
+            next={name: self.models[name] for name in self.next if name in self.models and name != model},
             in_flight=replica.in_flight if replica else 0,
         )
 
@@ -268,7 +268,7 @@ class RoutingTable:
             replica.consecutive_failures = 0
 
     def demand(self) -> dict[str, Demand]:
-        """What is being asked of each model, or was lately."""
+        """Requests for each model that is being asked, or was lately."""
         now = self.clock()
         for model, asked in list(self._asked.items()):
             quiet = not asked.since and not asked.in_flight
@@ -281,21 +281,21 @@ class RoutingTable:
         now = self.clock()
         return tuple(
             ReplicaStatus(
-                name=one.name,
-                ordered=one.ordered,
-                announcement=one.announcement.model_copy(update={"ingress_key": None}),  # for the proxy alone
-                lost=one.lost,
-                silent_seconds=max(0.0, now - one.announced),
-                suspect=one.suspect,
-                in_flight=one.in_flight,
-                consecutive_failures=one.consecutive_failures,
+                name=replica.name,
+                ordered=replica.ordered,
+                announcement=replica.announcement.model_copy(update={"ingress_key": None}),  # for the proxy alone
+                lost=replica.lost,
+                silent_seconds=max(0.0, now - replica.announced),
+                suspect=replica.suspect,
+                in_flight=replica.in_flight,
+                consecutive_failures=replica.consecutive_failures,
             )
-            for one in self.replicas.values()
+            for replica in self.replicas.values()
         )
 
     @property
     def health(self) -> ProxyHealth:
-        """Whether requests are answered now, held, or refused."""
+        """Health of the proxy: requests are answered now, held, or refused."""
         if self.failed is not None:
             return "failed"
         return "ready" if any(replica.takes_requests for replica in self.replicas.values()) else "holding"
@@ -340,7 +340,7 @@ def _demand(asked: _Asked, now: float) -> Demand:
 
 
 def _news(announcement: Announcement) -> tuple[object, ...]:
-    """What of an announcement matters to somebody who waits for news."""
+    """The parts of an announcement that matter to somebody who waits for news."""
     return (
         announcement.state,
         announcement.digest,

@@ -1,4 +1,4 @@
-"""What answers each path of the proxy, and who may ask."""
+"""Routes of the proxy: the answer to each path, and the key it takes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Value = TypeVar("Value", bound=Config)
 
 
 class _Route(NamedTuple):
-    """Who may ask a path, in what way, and what answers; a path that ends in / has a name behind it."""
+    """The key, the method and the function of a path; a path that ends in / has a name behind it."""
 
     methods: tuple[str, ...]
     key: bytes | None
@@ -97,7 +97,7 @@ class ProxyServer:
         self._expiry = asyncio.create_task(self._expire())
 
     def refuse(self, head: Head) -> Reply | None:
-        """What can be said before the body is read; None to go on."""
+        """Returns the refusal that is due before the body is read; None to go on."""
         try:
             route, _ = self._route(head.path)
             if route.key is not None and not _carries(head, route.key):
@@ -169,9 +169,9 @@ class ProxyServer:
     async def _models(self, _request: Request, _name: str) -> Reply:
         entry = {"object": "model", "created": self._started, "owned_by": "assay"}
         lengths = {
-            one.announcement.digest: one.announcement.max_model_len
-            for one in self._table.replicas.values()
-            if one.announcement.max_model_len
+            replica.announcement.digest: replica.announcement.max_model_len
+            for replica in self._table.replicas.values()
+            if replica.announcement.max_model_len
         }
         longest = min(lengths.values(), default=None)
         listed = []
@@ -183,8 +183,12 @@ class ProxyServer:
     async def _health(self, _request: Request, _name: str) -> Reply:
         health = self._table.health
         replicas = [
-            {"name": one.name, "state": "lost" if one.lost else one.announcement.state, "in_flight": one.in_flight}
-            for one in self._table.replicas.values()
+            {
+                "name": replica.name,
+                "state": "lost" if replica.lost else replica.announcement.state,
+                "in_flight": replica.in_flight,
+            }
+            for replica in self._table.replicas.values()
         ]
         reply = {"status": health, "replicas": replicas, "held": self._table.held}
         return _json(reply, status=200 if health == "ready" else 503)
@@ -291,7 +295,7 @@ class ProxyServer:
         """Ends leases of replicas and users that were not renewed."""
         while True:
             if lost := self._table.expire(self._limits.lease_seconds):
-                _log.warning("lease of %s has run out", ", ".join(one.name for one in lost))
+                _log.warning("lease of %s has run out", ", ".join(replica.name for replica in lost))
                 self._forwarder.table_changed(lost)
             if self._leases.expire():
                 self._table.bump()

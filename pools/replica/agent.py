@@ -237,7 +237,7 @@ class Agent:
 
     @property
     def _hangs(self) -> bool:
-        """Whether an engine that should answer has not done so for as long as a lease lasts."""
+        """True if an engine that should answer has not done so for as long as a lease lasts."""
         return self._replica.state == "ready" and time.monotonic() - self._healthy_at > self._config.lease_seconds
 
     def _say(self, *, wait_seconds: float, seen: int, until_idle: bool = False) -> Orders:

@@ -96,7 +96,7 @@ class AgentJobs:
 
     def look_after(self, replicas: Iterable[ReplicaStatus]) -> None:
         """Starts agents again that ended or are silent for too long."""
-        heard = {one.name: one for one in replicas}
+        heard = {replica.name: replica for replica in replicas}
         for name, agent in self._agents.items():
             if agent.given_up is not None or agent.is_restarting or not agent.look():
                 continue

@@ -37,7 +37,7 @@ _REFUSALS_AT_START = 10
 
 
 class Loading:
-    """How a checkpoint comes into an engine: wall seconds by phase, and why it could not be reloaded in place."""
+    """One load of a checkpoint: wall seconds by phase, and why it could not be reloaded in place."""
 
     def __init__(self) -> None:
         self.how: LoadedHow = "cold start"
@@ -259,11 +259,11 @@ class ReplicaEngine:
 
     @property
     def engine_ended(self) -> bool:
-        """Whether a ready engine's process has ended by itself."""
+        """True if a ready engine's process has ended by itself."""
         return not self._stopping and self.state == "ready" and self._job is not None and self._job.status().finished
 
     def healthy(self, timeout_seconds: float) -> bool:
-        """Whether the engine's server answers at all in that time; a busy one answers late."""
+        """True if the engine's server answers at all in that time; a busy one answers late."""
         return self.url is not None and EngineClient(self.url).healthy(timeout_seconds)
 
     def revive(self, why: str, *, still: Callable[[], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What lies in a model folder in Hugging Face's layout: whether it is whole, what it holds, and its digests.
+"""Model folders in Hugging Face's layout: whether one is whole, what it holds, and its digests.
 
 Only headers are read to judge completeness and architecture; weights are read once, for their digest, and only
 where the store has no checksum of its own.
@@ -65,7 +65,7 @@ class ModelFolder:
 
     @property
     def complete(self) -> bool:
-        """Whether everything needed to evaluate it is there."""
+        """True if everything needed to evaluate it is there."""
         return not self.problems
 
     def require_complete(self) -> None:
@@ -102,7 +102,7 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
 
 
 def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
-    """The same without a look at weights: whether config and tokenizer are there."""
+    """Inspects a folder of which only config and tokenizer are needed, not the weights."""
     listed = storage.list_files(uri) if files is None else files
     prefix = uri.rstrip("/") + "/"
     by_name = {info.uri.removeprefix(prefix): info for info in listed}

@@ -1,4 +1,4 @@
-"""What lies in a checkpoint in Levanter's own layout: whether it is whole, at which step, and which files matter.
+"""Checkpoints in Levanter's own layout: whether one is whole, at which step, and which files matter.
 
 Arrays are written first, by tensorstore: into `manifest.ocdbt` and `d/` for the whole training state, or, by older
 versions, into folders below `model/`. `metadata.json` is written when all of them are committed. Neither model
@@ -31,7 +31,7 @@ class NativeFolder:
 
 
 def is_native(names: Sequence[str]) -> bool:
-    """Whether a folder with these files, by names relative to it, is a native checkpoint, whole or not."""
+    """True if a folder with these files, by names relative to it, is a native checkpoint, whole or not."""
     return MANIFEST_NAME in names or (METADATA_NAME in names and any(name.startswith("model/") for name in names))
 
 
@@ -97,13 +97,14 @@ class Exports:
         if within:
             return within[-1]
         found = [*self._in(storage.parent(parent)), *self._in(parent)]
-        return next((one for one in reversed(found) if storage.basename(one) == same), found[-1] if found else None)
+        namesakes = [folder for folder in found if storage.basename(folder) == same]
+        return next(reversed(namesakes or found), None)
 
     def _in(self, place: str) -> list[str]:
         """Folders with config and tokenizer, directly in `hf/` or below it, the one with the highest step last."""
         if place not in self._listed:
             named = {file.uri for file in storage.list_files(storage.join(place, _EXPORTS))}
             folders = {storage.parent(uri) for uri in named}
-            whole = [one for one in folders if {storage.join(one, name) for name in _DESCRIBING} <= named]
+            whole = [folder for folder in folders if {storage.join(folder, name) for name in _DESCRIBING} <= named]
             self._listed[place] = sorted(whole, key=lambda folder: (len(folder), folder))
         return self._listed[place]

@@ -45,7 +45,7 @@ LATE_MODULES = (
 )
 """Imported by vLLM in its own time, some only for some models; a missing one does no harm."""
 ROWS = 8
-"""How many rows of log-probabilities are compared with their threshold at once."""
+"""Rows of log-probabilities that are compared with their threshold at once."""
 
 
 def preload(arguments: list[str]) -> None:
@@ -124,8 +124,8 @@ def replace_rank_count() -> None:
 
     def count_reaching(values: Any, thresholds: Any) -> Any:
         counts = [
-            torch.ge(some, threshold, out=torch.empty(some.shape)).sum(-1)  # exact: a float counts to 16 million
-            for some, threshold in zip(values.split(ROWS), thresholds.split(ROWS), strict=True)
+            torch.ge(rows, threshold, out=torch.empty(rows.shape)).sum(-1)  # exact: a float counts to 16 million
+            for rows, threshold in zip(values.split(ROWS), thresholds.split(ROWS), strict=True)
         ]
         return torch.cat(counts).long()
 

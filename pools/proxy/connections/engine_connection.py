@@ -24,7 +24,7 @@ class _Stop(Exception):
 
 
 class Receiver(Protocol):
-    """What a connection tells of the answer to a request."""
+    """Receiver of an answer as a connection reads it."""
 
     def begun(self, status: int, headers: list[Header], content_type: bytes) -> None:
         """The head of the answer came; these are its headers less those of the connection."""
@@ -99,7 +99,7 @@ class EngineConnection(asyncio.Protocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether a request can be sent on it."""
+        """True if a request can be sent on it."""
         return not self._transport.is_closing()
 
     def send(self, call: Receiver, message: Sequence[bytes]) -> None:

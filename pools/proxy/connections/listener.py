@@ -63,7 +63,7 @@ class Listener:
             connection.finish()
         while self._connections and loop.time() < end:
             await asyncio.sleep(_CLOSING_LOOK_SECONDS)
-        tasks = [one.task for one in self._connections if one.task is not None]
+        tasks = [connection.task for connection in self._connections if connection.task is not None]
         for connection in tuple(self._connections):
             connection.abort()
         for task in tasks:

@@ -1,4 +1,4 @@
-"""What passes between the proxy's connections and what answers them: plain values, no sockets."""
+"""Values that pass between the proxy's connections and its routes: no sockets."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Responder(Protocol):
 
 
 class Application(Protocol):
-    """What answers requests."""
+    """Answers requests."""
 
     def refuse(self, head: Head) -> Reply | None:
         """An answer that needs no body to be read (wrong key, no such path, wrong method); None to go on."""

@@ -15,7 +15,7 @@ from pools.proxy.connections.replies import Refusal
 MAX_HEAD_BYTES = 64 * 2**10
 
 BETWEEN, HEAD, BODY, NOTHING = range(4)
-"""Where in a request the next byte belongs; nothing is read any more where the connection is to end."""
+"""The part of a request that the next byte belongs to; nothing is read any more where the connection is to end."""
 
 _METHODS: dict[bytes, str] = {}
 _MALFORMED = Refusal(400, "The request is not well-formed HTTP/1.1.")
@@ -24,13 +24,13 @@ _HEAD_TOO_LARGE = Refusal(431, f"The request line and headers are larger than {M
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What one connection may ask of the proxy."""
+    """Bounds on one connection."""
 
     max_body_bytes: int
     head_timeout_seconds: float = 30.0
-    """How long a client may take over the headers, and then over each piece of the body."""
+    """Longest time a client may take over the headers, and then over each piece of the body."""
     idle_timeout_seconds: float = 75.0
-    """How long a connection may be quiet between requests, and a client may take nothing of its answer."""
+    """Longest time a connection may be quiet between requests, and a client may take nothing of its answer."""
 
 
 @dataclass(slots=True)

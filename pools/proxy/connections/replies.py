@@ -1,4 +1,4 @@
-"""What the proxy says on its own behalf, in the OpenAI format, and which headers it passes on."""
+"""Replies of the proxy's own, in the OpenAI format, and the headers it passes on."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def error_event(status: int, message: str) -> bytes:
 def unknown_model(name: str, known: Iterable[str]) -> Refusal:
     """The refusal of a model name nobody serves."""
     names = sorted(known)
-    listed = ", ".join(f"`{one}`" for one in names[:_MODELS_NAMED_AT_MOST]) or "none"
+    listed = ", ".join(f"`{name}`" for name in names[:_MODELS_NAMED_AT_MOST]) or "none"
     if len(names) > _MODELS_NAMED_AT_MOST:
         listed += f" and {len(names) - _MODELS_NAMED_AT_MOST} more"
     return Refusal(404, f"The model `{name}` does not exist. Known models: {listed}.", param="model")

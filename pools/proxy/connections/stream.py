@@ -92,7 +92,7 @@ class EventRelay:
 
 
 def _end_of_stream(data: bytes) -> int | None:
-    """Where the last line begins if it is the one that ends a stream. The data begins with a line."""
+    """Index of the last line if it is the one that ends a stream, else None. The data begins with a line."""
     at = data.rfind(b"data:", max(0, len(data) - _LAST_LINE_BYTES))
     begins_line = at == 0 or (at > 0 and data[at - 1] in b"\r\n")
     return at if begins_line and data[at + len(b"data:") :].strip() == _DONE else None

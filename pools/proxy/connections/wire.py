@@ -25,7 +25,7 @@ _JOINED_BYTES = 64 * 2**10  # copying less than this costs less than a second bu
 
 _log = logging.getLogger("assay.proxy")
 
-_STATUS_LINES = {one.value: f"HTTP/1.1 {one.value} {one.phrase}\r\n".encode() for one in HTTPStatus}
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
 _BODILESS = frozenset({204, 304})
 
 
@@ -244,7 +244,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def task(self) -> asyncio.Task[None] | None:
-        """What answers a request now."""
+        """The task that answers a request now."""
         return self._task
 
     def look_at(self, now: float) -> None:
