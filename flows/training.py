@@ -106,10 +106,10 @@ def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], claimed
     """
     prepare_environments(configs)
     checkpoints = cells.first()
-    if cells:
+    if cells.wanted:
         with provisioned(configs, checkpoints) as serving:
             cells.serving = serving
-            schedule_cells(cells, serving, configs=configs, claimed=claimed)
+            schedule_cells(cells.wanted, serving, arriving=cells.arrive(), configs=configs, claimed=claimed)
     run_claimed(configs, claimed)
     if cells.planned:
         publish_report(configs[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
@@ -98,18 +98,19 @@ def _kind(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
 
 
 def schedule_cells(
-    cells: Collection[Cell],
+    cells: Sequence[Cell],
     serving: Serving | None,
     *,
+    arriving: Iterable[Cell] | None = None,
     configs: Sequence[EvaluationConfig] | None = None,
     claimed: ClaimedCells | None = None,
 ) -> None:
     """Runs cells, in order, as many at once as `serving` can use; each publishes its own record.
 
     Args:
-        cells: ordered by checkpoint, so that a pool is asked for few checkpoints at once. The next one may be long in
-            coming: what has begun goes on meanwhile.
+        cells: ordered by checkpoint, so that a pool is asked for few checkpoints at once.
         serving: answers for those that need an endpoint.
+        arriving: yields them where `cells` grows. The next one may be long in coming: what has begun goes on meanwhile.
         configs: the evaluations that they belong to; read from the cells when None.
         claimed: claims of these cells; each is given up when it has its outcome.
 
@@ -127,7 +128,7 @@ def schedule_cells(
     running: list[Future[Exception | None]] = []
     with _harnesses(configs) as harnesses:
         try:
-            for position, cell in enumerate(cells, start=1):
+            for position, cell in enumerate(cells if arriving is None else arriving, start=1):
                 asked = Event()
                 context = CellContext(
                     position,

@@ -6,7 +6,7 @@ import json
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pools.engine.launch import Servable
@@ -98,11 +98,12 @@ def _checkpoint_at(folder: str) -> Checkpoint | None:
         return None
 
 
-class ArrivingCells(Collection[Cell]):
-    """The cells that are wanted, not done and ours, in order of arrival; iterating waits until the training ends.
+class ArrivingCells:
+    """The cells that are wanted, not done and ours, in order of arrival.
 
-    `planned` has every cell, those that were done before too. What others have claimed is left to them; it is looked at
-    again with each look, and what they still have when the training ends is left in `claimed`.
+    `wanted` has those that came so far, `planned` every cell, those that were done before too. What others have claimed
+    is left to them; it is looked at again with each look, and what they still have when the training ends is left in
+    `claimed`.
 
     Args:
         configs: what each checkpoint is asked.
@@ -115,7 +116,7 @@ class ArrivingCells(Collection[Cell]):
         silence_seconds: how long the backend of the training may give no answer.
 
     Raises:
-        BackendUnavailable: on iteration, where it gave none for longer.
+        BackendUnavailable: from `arrive` and `first`, if it gave none for longer.
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class ArrivingCells(Collection[Cell]):
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self.planned: dict[tuple[str, str], Cell] = {}
+        self.wanted: list[Cell] = []
         self.serving: Serving | None = None
         self._configs = configs
         self._exports = exports
@@ -140,21 +142,15 @@ class ArrivingCells(Collection[Cell]):
         self._plan_cells = plan
         self._sleep = sleep
         self._asked: set[str] = set()
-        self._wanted: list[Cell] = []
         self._digests: dict[str, str] = {}
         self._ended = False
 
-    def __len__(self) -> int:
-        return len(self._wanted)
-
-    def __contains__(self, cell: object) -> bool:
-        return cell in self._wanted
-
-    def __iter__(self) -> Iterator[Cell]:
+    def arrive(self) -> Iterator[Cell]:
+        """Yields the cells, from the first one on; waits for the next until the training ends."""
         position = 0
         while True:
-            while position < len(self._wanted):
-                yield self._wanted[position]
+            while position < len(self.wanted):
+                yield self.wanted[position]
                 position += 1
             if self._ended:
                 return
@@ -162,9 +158,9 @@ class ArrivingCells(Collection[Cell]):
 
     def first(self) -> list[Servable]:
         """The checkpoints to begin with, once there are some; none if there is nothing to evaluate."""
-        while not self._wanted and not self._ended:
+        while not self.wanted and not self._ended:
             self._look()
-        return stage_tokenizers(self._wanted)
+        return stage_tokenizers(self.wanted)
 
     def _look(self) -> None:
         """Looks once; waits where there was nothing new."""
@@ -180,7 +176,7 @@ class ArrivingCells(Collection[Cell]):
                 raise
             report_event(f"looking again for checkpoints: {error.found}")
             self._exports.forget(checkpoint.uri for checkpoint in found)
-        self._wanted += ours
+        self.wanted += ours
         self._ended = ended
         if not ours and not ended:
             self._sleep(self._poll_seconds)

@@ -145,27 +145,27 @@ def test_cells_come_while_the_training_runs_and_end_with_it(run: Path, job: Fake
 
     meanwhile = [lambda: write_run(run, [1]), lambda: None, lambda: write_run(run, [2]), lambda: None, end]
     cells = arriving(run, job, meanwhile=meanwhile)
-    assert cells.first() == [] and len(cells) == 1, "the first one, though nobody serves it"
-    assert names(list(islice(cells, 1))) == ["run-1"]
-    assert names(list(cells)) == ["run-1", "run-2", "run-3"]
+    assert cells.first() == [] and len(cells.wanted) == 1, "the first one, though nobody serves it"
+    assert names(list(islice(cells.arrive(), 1))) == ["run-1"]
+    assert names(list(cells.arrive())) == ["run-1", "run-2", "run-3"]
     assert names(list(cells.planned.values())) == ["run-1", "run-2", "run-3"]
 
 
 def test_training_that_fails_leaves_what_it_wrote_to_be_evaluated(run: Path, job: FakeJob) -> None:
     write_run(run, [1])
     job.says(JobStatus.FAILED)
-    assert names(list(arriving(run, job))) == ["run-1"]
+    assert names(list(arriving(run, job).arrive())) == ["run-1"]
 
 
 def test_training_without_exports_ends_without_cells(run: Path, job: FakeJob) -> None:
     cells = arriving(run, job, meanwhile=[lambda: None, lambda: job.says(JobStatus.SUCCEEDED)])
-    assert cells.first() == [] and list(cells) == [] and cells.planned == {}
+    assert cells.first() == [] and list(cells.arrive()) == [] and cells.planned == {}
 
 
 def test_cells_that_are_done_are_planned_and_not_wanted(run: Path) -> None:
     write_run(run, [1, 2])
     cells = arriving(run, None, done=lambda step: step == 1)
-    assert names(list(cells)) == ["run-2"] and len(cells.planned) == 2
+    assert names(list(cells.arrive())) == ["run-2"] and len(cells.planned) == 2
 
 
 def test_training_that_resumes_and_writes_the_same_again_leads_to_no_second_cell(run: Path, job: FakeJob) -> None:
@@ -183,7 +183,7 @@ def test_training_that_resumes_and_writes_the_same_again_leads_to_no_second_cell
     ]
     events: list[Update] = []
     with listening(events.append):
-        assert names(list(arriving(run, job, meanwhile=meanwhile))) == ["run-1"]
+        assert names(list(arriving(run, job, meanwhile=meanwhile).arrive())) == ["run-1"]
     assert any(isinstance(event, Event) and "1 time so far ended from outside" in event.text for event in events)
 
 
@@ -200,7 +200,7 @@ def test_checkpoint_that_became_another_is_left_to_the_next_run(run: Path, job: 
         lambda: job.says(JobStatus.SUCCEEDED),
     ]
     cells = arriving(run, job, meanwhile=meanwhile)
-    [begun] = list(cells)
+    [begun] = list(cells.arrive())
     [planned] = cells.planned.values()
     assert planned.reference.digest != begun.reference.digest, "so the flow ends by saying that it lacks a record"
 
@@ -210,10 +210,10 @@ def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, jo
     write_run(run, [1, 2])
     with ClaimedCells([], wait=False, folder=folder) as one, ClaimedCells([], wait=False, folder=folder) as other:
         reconciler = arriving(run, None, claimed=other)
-        assert names(list(islice(reconciler, 1))) == ["run-1"], "the first who looks has both"
+        assert names(list(islice(reconciler.arrive(), 1))) == ["run-1"], "the first who looks has both"
 
         def leave_one_without_an_outcome() -> None:
-            other.release(next(iter(reconciler)))
+            other.release(reconciler.wanted[0])
             write_run(run, [3])
 
         meanwhile = [
@@ -224,9 +224,9 @@ def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, jo
             lambda: job.says(JobStatus.SUCCEEDED),
         ]
         cells = arriving(run, job, meanwhile=meanwhile, claimed=one)
-        assert names(list(cells)) == ["run-1", "run-3"], "what was left, and what came later"
+        assert names(list(cells.arrive())) == ["run-1", "run-3"], "what was left, and what came later"
         assert len(cells.planned) == 3
-        other.release(*reconciler)
+        other.release(*reconciler.wanted)
         assert names(one.next()) == ["run-2"], "had the other left that one too, it would be evaluated in the end"
 
 
@@ -284,7 +284,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
         plan=lambda configs, found: [cell_of(one, lambda step: False) for one in found],
         sleep=lambda seconds: None,
     )
-    assert names(list(cells)) == ["run-1"]
+    assert names(list(cells.arrive())) == ["run-1"]
 
 
 def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob) -> None:
@@ -299,7 +299,7 @@ def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob)
     exports, claimed = Exports(str(run / "hf")), ClaimedCells([], wait=False, folder=str(run / "claims"))
     cells = ArrivingCells([CONFIG], exports, gone, claimed=claimed, poll_seconds=1.0, silence_seconds=0.0)
     with pytest.raises(BackendUnavailable, match="its head is gone"):
-        list(cells)
+        list(cells.arrive())
 
 
 def test_checkpoint_is_told_though_another_could_not_be_read_at_first(run: Path, tmp_path: Path) -> None:
