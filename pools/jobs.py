@@ -7,13 +7,8 @@ from typing import Any
 
 from pools.config import InferencePoolConfig
 from resources.config import ResourceConfig
-from resources.jobs.jobs import Client, EnvironmentConfig, create_environment
+from resources.jobs.jobs import EnvironmentConfig, create_environment
 from resources.settings import settings
-
-
-def is_local(client: Client) -> bool:
-    """True if jobs of this client run on this machine."""
-    return client.url.split(":")[0] == "local"
 
 
 def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]) -> EnvironmentConfig:

@@ -52,7 +52,7 @@ def submit(
     preemption_retries: Annotated[int, typer.Option(help="How many preempted attempts are tried again.")] = 100,
 ) -> None:
     """Run a program as a job, with the code of this folder; exit code 0, 1 it failed, 2 infrastructure, 3 bad input."""
-    from flows.cli.submitting import SubmitOptions, client_of, described, request_of
+    from flows.cli.submitting import SubmitOptions, client_of, request_of
     from flows.console.job_following import follow
 
     if auto_stop and not wait:
@@ -89,7 +89,7 @@ def submit(
     if not wait:
         OUT.print(job.job_id, highlight=False, soft_wrap=True)
         return
-    _note(f"{job.job_id} on {described(client)}")
+    _note(f"{job.job_id} on {client.description}")
     place = f" --cluster {cluster}" if cluster else f" --backend {backend}" if backend else ""
     goes_on = f"{job.job_id} goes on. assay jobs logs -f {job.job_id}{place}   comes back to it"
     try:

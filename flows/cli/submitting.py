@@ -104,16 +104,6 @@ def client_of(*, backend: str | None, cluster: str | None) -> Client:
     return client_from_url(backend) if backend else current_client()
 
 
-def described(client: Client) -> str:
-    """Where a client's jobs go, for people."""
-    if client.url != "ray://auto":  # what jobs inside are told, and which names no cluster to whoever is outside
-        return client.url
-    from resources.backends.ray.client import RayClient
-
-    assert isinstance(client, RayClient)
-    return f"the Ray cluster at {client.head}"
-
-
 def job_name(command: tuple[str, ...]) -> str:
     """A name for a job from its command: the first script's, else the program's."""
     scripts = [argument for argument in command[1:] if argument.endswith((".py", ".sh"))]

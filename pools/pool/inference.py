@@ -13,7 +13,7 @@ from pools.access import PoolAccess, engine_digest
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_name
-from pools.jobs import is_local, labelled, pool_environment
+from pools.jobs import labelled, pool_environment
 from pools.pool.director_loop import DirectorLoop
 from pools.pool.session import PoolSession
 from pools.protocol import LoadReport, ProxyStatus
@@ -130,7 +130,7 @@ class InferencePool:
         if self._launcher is not None:
             return self._launcher.identity
         spec = ENVIRONMENTS[environment_name(self.config)]
-        if not is_local(self._client):
+        if not self._client.is_local:
             return planned_identity(spec)
         self._launcher = VllmLauncher(self.config, ensure_environment(spec, on_progress=self._on_event))
         return self._launcher.identity
@@ -144,7 +144,7 @@ class InferencePool:
                 resources=self.config.resource_config.model_copy(update={"replicas": 1}),
                 environment=pool_environment(self.config, env_vars=token),
                 # Here the director starts it again, and counts; elsewhere a machine that is taken away is replaced.
-                max_retries_preemption=0 if is_local(self._client) else _PREEMPTIONS,
+                max_retries_preemption=0 if self._client.is_local else _PREEMPTIONS,
             )
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 
 from pools.config import InferencePoolConfig
-from pools.jobs import is_local, labelled, placed_with, pool_environment
+from pools.jobs import labelled, placed_with, pool_environment
 from pools.protocol import ProxyLimits
 from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
 from resources.config import ResourceConfig
@@ -51,7 +51,7 @@ class ProxyProcess:
             ProxyFailed: it does not listen, or runs on another machine than before.
         """
         config = self._config
-        local = is_local(self._client)
+        local = self._client.is_local
         journal = JournalFlags(
             path=settings().journal_path if local else None,
             max_bytes=config.journal_max_bytes,

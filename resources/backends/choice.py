@@ -1,4 +1,4 @@
-"""Which backend a setting names, and which one this process belongs to."""
+"""The backends by name, the client that a setting names, and the one that this process belongs to."""
 
 from __future__ import annotations
 
@@ -7,26 +7,42 @@ import sys
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from resources.errors import BadInput
 from resources.jobs.jobs import Client
 from resources.settings import iris_job, settings
 
-FORMS = "local, ray://auto, ray://host:10001, iris://host:port or kubernetes://context/namespace"
-"""How a backend is named."""
 
-_ENTRIES = {"ray": "ray.client", "iris": "iris.connection", "kubernetes": "kubernetes.entry"}
-"""The module in each folder that has `client_from_address`; the package that it needs has the backend's name."""
+class Backend(NamedTuple):
+    """A way to run jobs."""
+
+    entry: str
+    """Module with `client_from_address(host: str, path: str) -> Client`, imported when an address of it is used."""
+    forms: str
+    """How its addresses are written."""
+    package: str | None = None
+    """The package that it needs, and the extra that brings it."""
+
+
+BACKENDS: dict[str, Backend] = {
+    "local": Backend("resources.backends.local.entry", "local"),
+    "ray": Backend("resources.backends.ray.entry", "ray://auto, ray://host:10001", package="ray"),
+    "iris": Backend("resources.backends.iris.entry", "iris://host:port", package="iris"),
+    "kubernetes": Backend(
+        "resources.backends.kubernetes.entry", "kubernetes://context/namespace", package="kubernetes"
+    ),
+}
+"""By the scheme of their addresses."""
 
 
 def client_from_url(url: str) -> Client:
-    """The client that a setting names; the same object for the same setting in one process.
+    """Returns the client that a setting names; the same object for the same setting in one process.
 
     Args:
-        url: one of `FORMS`.
+        url: an address of one of the `BACKENDS`.
 
     Raises:
         BadInput: it names no backend, or the backend's package is not installed.
@@ -36,7 +52,7 @@ def client_from_url(url: str) -> Client:
 
 
 def client_of_process() -> Client:
-    """The client that `ASSAY_JOBS` names; else that of an Iris job, of an initialized Ray, or of this machine."""
+    """Returns the client that `ASSAY_JOBS` names; else that of an Iris job, of an initialized Ray, or of here."""
     if url := settings().jobs:
         return client_from_url(url)
     if url := iris_job():
@@ -50,30 +66,13 @@ def client_of_process() -> Client:
 @cache
 def _client_of(url: str, process_id: int) -> Client:  # a forked child gets its own
     parts = urlsplit(url if ":" in url else f"{url}:")
-    match parts.scheme:
-        case "local" if not parts.netloc and not parts.path:
-            from resources.backends.local.client import local_client
-
-            return local_client()
-        case "local" if not parts.netloc:  # how the jobs of a client with a folder of its own find it
-            from resources.backends.local.client import LocalClient
-
-            return LocalClient(Path(parts.path))
-        case "ray":
-            return _backend("ray").client_from_address(parts.netloc or "auto")
-        case "iris" if parts.netloc:
-            return _backend("iris").client_from_address(parts.netloc)
-        case "kubernetes":
-            return _backend("kubernetes").client_from_address(parts.netloc, parts.path.strip("/"))
-        case _:
-            raise BadInput(expected=f"where jobs run: {FORMS}", found=repr(url), remedy="Correct ASSAY_JOBS.")
-
-
-def _backend(name: str) -> ModuleType:
-    if find_spec(name) is None:
+    if (backend := BACKENDS.get(parts.scheme)) is None:
+        forms = ", ".join(known.forms for known in BACKENDS.values())
+        raise BadInput(expected=f"where jobs run: one of {forms}", found=repr(url), remedy="Correct ASSAY_JOBS.")
+    if backend.package is not None and find_spec(backend.package) is None:
         raise BadInput(
-            expected=f"the package {name}, which the {name} backend needs",
+            expected=f"the package {backend.package}, which the {parts.scheme} backend needs",
             found="it is not installed",
-            remedy=f"Install the extra: pip install 'assay-evals[{name}]'",
+            remedy=f"Install the extra: pip install 'assay-evals[{backend.package}]'",
         )
-    return import_module(f"resources.backends.{_ENTRIES[name]}")
+    return import_module(backend.entry).client_from_address(parts.netloc, parts.path)

@@ -260,6 +260,11 @@ class Client(Protocol):
         ...
 
     @property
+    def description(self) -> str:
+        """Where its jobs go, for people."""
+        ...
+
+    @property
     def is_local(self) -> bool:
         """Whether its jobs run on this machine alone, where they reach each other over loopback."""
         ...

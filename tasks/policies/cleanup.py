@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from pools.jobs import is_local
 from resources.errors import AssayError
 from resources.jobs.jobs import Client
 from tasks.checkpoints.run_snapshot import expand_runs
@@ -78,7 +77,7 @@ def end_jobs(client: Client, *, flow_run: str) -> int:
     Raises:
         BackendUnavailable: the cluster does not answer.
     """
-    if is_local(client):
+    if client.is_local:
         return 0
     label = job_label(flow_run)
     ended = 0

@@ -13,7 +13,6 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pools.engine.launch import Servable
-from pools.jobs import is_local
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -68,7 +67,7 @@ class Harnesses:
         name = evaluator.environment(configs[0])
         environment = ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
         server = None
-        if is_local(current_client()) or not configs[0].native:  # a fork server is of use on its own machine
+        if current_client().is_local or not configs[0].native:  # a fork server is of use on its own machine
             server = self._stack.enter_context(
                 warmed(evaluator, configs, python=environment.python, client=local_client())
             )

@@ -71,6 +71,11 @@ class FakeClient:
         return "local"
 
     @property
+    def description(self) -> str:
+        """See `Client.description`."""
+        return self.url
+
+    @property
     def is_local(self) -> bool:
         """See `Client.is_local`."""
         return True

@@ -80,6 +80,11 @@ class IrisClient:
         return f"iris://{self._controller.address.rpartition('://')[2]}"
 
     @property
+    def description(self) -> str:
+        """See `Client.description`."""
+        return self.url
+
+    @property
     def is_local(self) -> bool:
         """See `Client.is_local`."""
         return False

@@ -22,7 +22,6 @@ from iris.rpc.compression import IRIS_RPC_COMPRESSIONS
 from iris.rpc.controller_connect import ControllerServiceClientSync
 from iris.version import client_revision_date
 
-from resources.backends.iris.client import IrisClient
 from resources.backends.iris.controller import Launch
 from resources.backends.iris.resources import Group
 from resources.backends.iris.states import Attempt, Seen, Task
@@ -230,18 +229,6 @@ class IrisController:
             found=f"{error.code.value}: {error.message}",
             remedy="Correct the request.",
         )
-
-
-def client_from_address(address: str) -> IrisClient:
-    """The client of the cluster whose controller listens there.
-
-    Args:
-        address: `host:port`.
-
-    Raises:
-        BackendUnavailable: nothing answers there.
-    """
-    return IrisClient(IrisController(address))
 
 
 def _seen(job: job_pb2.JobStatus) -> Seen:

@@ -101,6 +101,11 @@ class KubernetesClient:
         return f"kubernetes:///{self._cluster.namespace}"
 
     @property
+    def description(self) -> str:
+        """See `Client.description`."""
+        return self.url
+
+    @property
     def is_local(self) -> bool:
         """See `Client.is_local`."""
         return False

@@ -11,8 +11,12 @@ LEAST_LEASE_SECONDS = 180.0
 """A kubelet looks about once a minute, at a copy up to a minute old, and the owner shows itself ten times a lease."""
 
 
-def client_from_address(context: str, namespace: str) -> KubernetesClient:
-    """A client with the settings of this machine; for the arguments and further errors see `connect`.
+def client_from_address(host: str, path: str) -> KubernetesClient:
+    """Returns a client with the settings of this machine; for further errors see `connect`.
+
+    Args:
+        host: the context.
+        path: the namespace, after a slash.
 
     Raises:
         BadInput: the lease of the settings is too short for any pod to live.
@@ -24,4 +28,4 @@ def client_from_address(context: str, namespace: str) -> KubernetesClient:
             found=f"{lease_seconds:g}: a pod may see a sign of life two minutes late, and would end itself meanwhile",
             remedy="set more, or leave it out for 300",
         )
-    return KubernetesClient(connect(context, namespace), image=settings().job_image, lease_seconds=lease_seconds)
+    return KubernetesClient(connect(host, path.strip("/")), image=settings().job_image, lease_seconds=lease_seconds)

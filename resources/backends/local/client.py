@@ -72,6 +72,11 @@ class LocalClient:
         return "local" if self._jobs_dir == settings().jobs_dir else f"local://{self._jobs_dir.absolute()}"
 
     @property
+    def description(self) -> str:
+        """See `Client.description`."""
+        return self.url
+
+    @property
     def is_local(self) -> bool:
         """See `Client.is_local`."""
         return True

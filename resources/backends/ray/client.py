@@ -55,13 +55,21 @@ class RayClient:
         return False
 
     @property
-    def head(self) -> str:
-        """Host and port of the cluster's head, for people.
+    def description(self) -> str:
+        """See `Client.description`; the URL names no cluster to people outside of it.
 
         Raises:
             BackendUnavailable: the cluster does not answer.
         """
-        return self._connection().address
+        return f"the Ray cluster at {self._connection().address}"
+
+    def connect(self) -> None:
+        """Connects this process now, which submitting would do too.
+
+        Raises:
+            BackendUnavailable: nothing answers there.
+        """
+        self._connection()
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> RayJob:
         """See `Client.submit`; what cannot be found or built on a node makes the job fail, with the reason.
@@ -175,20 +183,6 @@ class RayClient:
 
     def _handle(self, connection: RayConnection, keeper: Any, job_id: str, *, own: bool) -> RayJob:
         return RayJob(connection, keeper, connection.ask(keeper, "details", job_id=job_id), own=own)
-
-
-def client_from_address(address: str) -> RayClient:
-    """The client for `auto`, the Ray that this process belongs to or that runs here, or for a Ray Client server.
-
-    Args:
-        address: `auto`, or host and port of the server.
-
-    Raises:
-        BackendUnavailable: nothing answers there.
-    """
-    client = RayClient(address if address == "auto" else f"ray://{address}")
-    client._connection()
-    return client
 
 
 _connections: dict[str, RayConnection] = {}

@@ -200,4 +200,4 @@ def test_lease_that_no_pod_would_outlive_is_refused_before_the_cluster_is_asked(
     monkeypatch.setenv("ASSAY_JOB_LEASE_SECONDS", "60")
     settings.cache_clear()
     with pytest.raises(BadInput, match="ASSAY_JOB_LEASE_SECONDS of 180 or more"):
-        client_from_address("no-such-context", "ml")
+        client_from_address("no-such-context", "/ml")

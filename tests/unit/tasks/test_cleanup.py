@@ -30,6 +30,10 @@ class Cluster(LocalClient):
     def url(self) -> str:
         return "cluster://somewhere"
 
+    @property
+    def is_local(self) -> bool:
+        return False
+
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:

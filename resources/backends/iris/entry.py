@@ -1,0 +1,22 @@
+"""The entry to the Iris backend: a client for a cluster."""
+
+from __future__ import annotations
+
+from resources.backends.iris.client import IrisClient
+from resources.backends.iris.connection import IrisController
+from resources.errors import BadInput
+
+
+def client_from_address(host: str, path: str) -> IrisClient:
+    """Returns the client of a cluster.
+
+    Args:
+        host: host and port of its controller.
+        path: not used.
+
+    Raises:
+        BadInput: no host is named.
+    """
+    if not host:
+        raise BadInput(expected="iris://host:port", found=f"iris:{path}", remedy="Correct ASSAY_JOBS.")
+    return IrisClient(IrisController(host))
