@@ -46,17 +46,17 @@ async def opened(path: Path, **options: Any) -> AsyncIterator[tuple[Journal, lis
         await journal.close()
 
 
-async def answer(journal: Journal, what: Question, body: bytes, *, cell: CellScope | None = None) -> Claim:
+async def answer(journal: Journal, asked_for: Question, body: bytes, *, cell: CellScope | None = None) -> Claim:
     """Has a request answered that the journal has no answer to."""
-    claim = journal.claim(what, cell=cell)
+    claim = journal.claim(asked_for, cell=cell)
     assert claim.stored is None
     await journal.keep(claim, JSON, body, facts=FACTS)
     return claim
 
 
-def replayed(journal: Journal, what: Question, *, cell: CellScope | None = None) -> bytes | None:
+def replayed(journal: Journal, asked_for: Question, *, cell: CellScope | None = None) -> bytes | None:
     """The answer that the journal has to a request."""
-    stored = journal.claim(what, cell=cell).stored
+    stored = journal.claim(asked_for, cell=cell).stored
     return stored.body if stored else None
 
 

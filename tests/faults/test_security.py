@@ -106,11 +106,11 @@ def test_health_is_open_and_says_nothing_secret(proxy: RunningProxy) -> None:
 def test_keys_are_compared_in_constant_time() -> None:
     """A key is looked at in one function, by `hmac.compare_digest` and never by an operator."""
     tree = ast.parse(inspect.getsource(pools.proxy.server))
-    carries = next(one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == "_carries")
-    calls = [ast.unparse(one) for one in ast.walk(carries) if isinstance(one, ast.Call)]
-    compared = [ast.unparse(one) for one in ast.walk(carries) if isinstance(one, ast.Compare)]
+    carries = next(node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "_carries")
+    calls = [ast.unparse(node) for node in ast.walk(carries) if isinstance(node, ast.Call)]
+    compared = [ast.unparse(node) for node in ast.walk(carries) if isinstance(node, ast.Compare)]
     assert any(call.startswith("hmac.compare_digest(") and "key" in call for call in calls)
-    assert not [one for one in compared if "key" in one or "given" in one]
+    assert not [node for node in compared if "key" in node or "given" in node]
 
 
 def test_too_large_head_or_body_has_its_own_status(proxy: RunningProxy) -> None:

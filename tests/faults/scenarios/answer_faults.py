@@ -133,14 +133,14 @@ async def _walled(
                 target.inject(engine.url, end)
         kept = view.kept()
         counts = await asyncio.to_thread(view.counts)
-        return Counter(one.status for one in report.answers), kept.answers if kept else 0, counts.upstream
+        return Counter(answer.status for answer in report.answers), kept.answers if kept else 0, counts.upstream
     finally:
         await asyncio.to_thread(cell.__exit__, None, None, None)
 
 
 def _given_only_once(trial: Trial, outcome: ScenarioOutcome) -> ScenarioOutcome:
     """Adds the rule that nothing but whole answers was kept."""
-    whole = sum(one.said is not None for one in trial.report.answers)
+    whole = sum(answer.payload is not None for answer in trial.report.answers)
     if trial.kept is None or trial.kept.answers == whole:
         return outcome
     more = f"{whole} streams were whole, and {trial.kept.answers} were kept"

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from faults.scenarios.questions import KINDS, Kind, Question, Said, is_broken_off, said_in
+from faults.scenarios.questions import KINDS, Kind, Payload, Question, is_broken_off, payload_in
 
 BROKEN_STREAM = "a stream that ends with an error event"
 """No other replica can go on with a stream that its client has begun to see."""
@@ -54,12 +54,12 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the client of one request saw: no status where the connection broke, and `said` of a right 200 only."""
+    """What the client of one request saw: no status where the connection broke, and `payload` of a right 200 only."""
 
     number: int
     question: Question
     status: int | None
-    said: Said | None
+    payload: Payload | None
     problem: str | None
     attempts: int
     seconds: float
@@ -75,27 +75,27 @@ class LoadReport:
     @property
     def errors(self) -> Counter[str]:
         """Requests that did not get a whole, valid answer, by what they got instead; less broken streams."""
-        return Counter(one.problem for one in self.answers if one.problem not in (None, BROKEN_STREAM))
+        return Counter(answer.problem for answer in self.answers if answer.problem not in (None, BROKEN_STREAM))
 
     @property
     def broken_streams(self) -> int:
         """Streams that ended with an error event."""
-        return sum(one.problem == BROKEN_STREAM for one in self.answers)
+        return sum(answer.problem == BROKEN_STREAM for answer in self.answers)
 
     @property
     def retried(self) -> int:
         """Requests that were asked more than once."""
-        return sum(one.attempts > 1 for one in self.answers)
+        return sum(answer.attempts > 1 for answer in self.answers)
 
-    def wrong(self, reference: Mapping[tuple[Kind, int], Said]) -> list[Answer]:
+    def wrong(self, reference: Mapping[tuple[Kind, int], Payload]) -> list[Answer]:
         """Answers that say something else than the same question's answer in `reference`."""
         return [
-            one
-            for one in self.answers
-            if one.said is not None
-            and one.question.is_repeatable
-            and (right := reference.get((one.question.kind, one.question.prompt))) is not None
-            and not one.said.agrees_with(right)
+            answer
+            for answer in self.answers
+            if answer.payload is not None
+            and answer.question.is_repeatable
+            and (right := reference.get((answer.question.kind, answer.question.prompt))) is not None
+            and not answer.payload.agrees_with(right)
         ]
 
 
@@ -146,7 +146,9 @@ class Load:
     async def report(self) -> LoadReport:
         """What the clients saw, once each of them has nothing left to ask."""
         await asyncio.gather(*self._tasks)
-        return LoadReport(tuple(sorted(self._answers, key=lambda one: one.number)), time.monotonic() - self._began)
+        return LoadReport(
+            tuple(sorted(self._answers, key=lambda answer: answer.number)), time.monotonic() - self._began
+        )
 
     async def _ask_on(self) -> None:
         for number in self._numbers:
@@ -160,29 +162,29 @@ class Load:
         question = self._plan.question(number, self._endpoint.model)
         began = time.monotonic()
         status: int | None = None
-        said: Said | None = None
+        payload: Payload | None = None
         problem: str | None = None
         attempts = 0
         while attempts <= self._plan.retries:
             attempts += 1
             try:
-                status, said, problem = await self._ask_once(question)
+                status, payload, problem = await self._ask_once(question)
                 break
             except (aiohttp.ClientError, OSError) as error:  # a TimeoutError is an OSError
-                status, said, problem = None, None, type(error).__name__
+                status, payload, problem = None, None, type(error).__name__
                 nothing_sent = isinstance(error, aiohttp.ClientConnectorError)
                 if self._plan.retries and await self._until_back() and nothing_sent:
                     attempts -= 1
-        return Answer(number, question, status, said, problem, attempts, time.monotonic() - began)
+        return Answer(number, question, status, payload, problem, attempts, time.monotonic() - began)
 
-    async def _ask_once(self, question: Question) -> tuple[int, Said | None, str | None]:
+    async def _ask_once(self, question: Question) -> tuple[int, Payload | None, str | None]:
         async with self._session.post(f"{self._endpoint.base_url}{question.path}", data=question.body) as response:
             body = await response.read()
             if response.status != 200:
                 return response.status, None, f"status {response.status}"
-            said = said_in(question, response.headers.get("Content-Type", ""), body)
-            if said is not None:
-                return 200, said, None
+            payload = payload_in(question, response.headers.get("Content-Type", ""), body)
+            if payload is not None:
+                return 200, payload, None
             cut = is_broken_off(question, body)
             return 200, None, BROKEN_STREAM if cut else "an answer that is not whole or not valid"
 
@@ -207,7 +209,7 @@ async def ask_all(endpoint: Endpoint, plan: LoadPlan) -> LoadReport:
         return await load.report()
 
 
-async def reference_answers(endpoint: Endpoint, plan: LoadPlan) -> dict[tuple[Kind, int], Said]:
+async def reference_answers(endpoint: Endpoint, plan: LoadPlan) -> dict[tuple[Kind, int], Payload]:
     """The right answer to each kind of question and each prompt of a plan, asked one client at a time for each kind.
 
     Raises:
@@ -227,10 +229,10 @@ async def reference_answers(endpoint: Endpoint, plan: LoadPlan) -> dict[tuple[Ki
     return dict(_repeatable(report))
 
 
-def _repeatable(report: LoadReport) -> Iterator[tuple[tuple[Kind, int], Said]]:
-    for one in report.answers:
-        if one.said is not None and one.question.is_repeatable:
-            yield (one.question.kind, one.question.prompt), one.said
+def _repeatable(report: LoadReport) -> Iterator[tuple[tuple[Kind, int], Payload]]:
+    for answer in report.answers:
+        if answer.payload is not None and answer.question.is_repeatable:
+            yield (answer.question.kind, answer.question.prompt), answer.payload
 
 
 def _listed(errors: Counter[str]) -> str:

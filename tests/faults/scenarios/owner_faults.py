@@ -54,8 +54,8 @@ def _own_a_pool_and_ask(recipe: Recipe, work: _Work, run: str) -> None:
         running = opened.running
 
         def note(answer: Answer) -> None:
-            said = asdict(answer.said) if answer.said is not None else None
-            noted.write(json.dumps({"number": answer.number, "problem": answer.problem, "said": said}) + "\n")
+            payload = asdict(answer.payload) if answer.payload is not None else None
+            noted.write(json.dumps({"number": answer.number, "problem": answer.problem, "payload": payload}) + "\n")
             noted.flush()
 
         asyncio.run(_ask_all(Endpoint(running.base_url, running.api_key, running.model), work.plan, note))
@@ -125,7 +125,7 @@ def _run_and_kill(recipe: Recipe, work: _Work) -> list[int]:
     below = descendants(pid)
     send(signal.SIGKILL, [pid])
     deadline = time.monotonic() + _GONE_SECONDS
-    while (left := [one for one in below if _is_there(one)]) and time.monotonic() < deadline:
+    while (left := [left_over for left_over in below if _is_there(left_over)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     job.wait(raise_on_failure=False)
     return left
@@ -144,8 +144,8 @@ def _submit(recipe: Recipe, work: _Work, run: str) -> LocalJob:
 
 
 def _differing(before: Mapping[int, Mapping[str, object]], after: Mapping[int, Mapping[str, object]]) -> list[int]:
-    given = {number for number, answer in before.items() if answer["said"] is not None}
-    return [number for number in given if after.get(number, {}).get("said") != before[number]["said"]]
+    given = {number for number, answer in before.items() if answer["payload"] is not None}
+    return [number for number in given if after.get(number, {}).get("payload") != before[number]["payload"]]
 
 
 def _is_there(pid: int) -> bool:

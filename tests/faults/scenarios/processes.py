@@ -67,7 +67,7 @@ def job_of(pid: int) -> str:
     except OSError:
         return ""
     prefix = b"ASSAY_JOB_ID="
-    return next((one[len(prefix) :].decode() for one in variables if one.startswith(prefix)), "")
+    return next((variable[len(prefix) :].decode() for variable in variables if variable.startswith(prefix)), "")
 
 
 def largest(pids: Iterable[int]) -> int | None:

@@ -67,31 +67,31 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Said:
+class Payload:
     """What an answer says: its text, and the log-probabilities of its tokens where it has any."""
 
     text: str
     logprobs: tuple[float, ...] = ()
 
-    def agrees_with(self, other: Said) -> bool:
+    def agrees_with(self, other: Payload) -> bool:
         """Whether the same weights may have said both."""
         if len(self.logprobs) != len(other.logprobs):
             return False
         if self.logprobs:  # the one token that is made may be a tie; the prompt's scores tell the weights
             pairs = zip(self.logprobs, other.logprobs, strict=True)
-            return all(math.isclose(one, two, abs_tol=_LOGPROB_TOLERANCE) for one, two in pairs)
+            return all(math.isclose(ours, theirs, abs_tol=_LOGPROB_TOLERANCE) for ours, theirs in pairs)
         return self.text == other.text
 
 
-def said_in(question: Question, content_type: str, body: bytes) -> Said | None:
+def payload_in(question: Question, content_type: str, body: bytes) -> Payload | None:
     """What an answer with status 200 says; None if it is not whole and valid."""
     if judge(content_type, body, stream=question.is_stream) is None:
         return None
     if not question.is_stream:
-        return _said(json.loads(body)["choices"][0])
+        return _payload(json.loads(body)["choices"][0])
     events = [line[len(b"data:") :].strip() for line in body.splitlines() if line.startswith(b"data:")]
     choices = [choice for event in events if event != b"[DONE]" for choice in json.loads(event)["choices"]]
-    return Said("".join(choice.get("text") or "" for choice in choices))
+    return Payload("".join(choice.get("text") or "" for choice in choices))
 
 
 def is_broken_off(question: Question, body: bytes) -> bool:
@@ -104,8 +104,8 @@ def is_broken_off(question: Question, body: bytes) -> bool:
     return question.is_stream and body.endswith(b"\n\n") and any("error" in document for document in documents)
 
 
-def _said(choice: Mapping[str, Any]) -> Said:
+def _payload(choice: Mapping[str, Any]) -> Payload:
     if "message" in choice:
-        return Said(choice["message"].get("content") or "")
+        return Payload(choice["message"].get("content") or "")
     scores = (choice.get("logprobs") or {}).get("token_logprobs") or ()
-    return Said(choice.get("text") or "", tuple(score for score in scores[:-1] if score is not None))
+    return Payload(choice.get("text") or "", tuple(score for score in scores[:-1] if score is not None))

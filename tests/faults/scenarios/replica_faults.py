@@ -104,7 +104,7 @@ async def _slow_replica(target: Target, scale: Scale) -> ScenarioOutcome:
         target.inject(slow.url, {"delay_seconds": 0.0})
     rules = trial.broken_rules(most_upstream=plan.requests)
     of_slow = shares[slow.replica] - begun[slow.replica]
-    of_quick = sum(shares[one.replica] - begun[one.replica] for one in quick) / len(quick)
+    of_quick = sum(shares[engine.replica] - begun[engine.replica] for engine in quick) / len(quick)
     if of_slow > _MOST_OF_SLOW * of_quick:
         rules.append(f"the slow replica got {of_slow} requests, a quick one {of_quick:g}")
     return trial.outcome("slow-replica", rules, of_slow=of_slow, of_quick=of_quick)

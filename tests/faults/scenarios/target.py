@@ -121,7 +121,7 @@ class Target:
         """Those that are ready, by the name of their replica."""
         found = []
         mine = descendants(self._owner_pid)
-        for replica in sorted(self.status().replicas, key=lambda one: one.name):
+        for replica in sorted(self.status().replicas, key=lambda replica: replica.name):
             if replica.announcement.state != "ready" or replica.announcement.url is None:
                 continue
             pid = listener(int(replica.announcement.url.rpartition(":")[2]), mine)
@@ -164,13 +164,14 @@ class Target:
     def unsettled(self) -> str | None:
         """What the pool is not done with; None once every replica is ready and nothing is under way."""
         status = self.status()
-        usable = [one for one in status.replicas if one.usable]
+        usable = [replica for replica in status.replicas if replica.usable]
         if len(usable) < self.replicas:
             seen = ", ".join(
-                f"{one.name} is {'lost' if one.lost else one.announcement.state}" for one in status.replicas
+                f"{replica.name} is {'lost' if replica.lost else replica.announcement.state}"
+                for replica in status.replicas
             )
             return f"{len(usable)} of {self.replicas} replicas are usable ({seen or 'none is known'})"
-        in_flight = sum(one.in_flight for one in status.replicas)
+        in_flight = sum(replica.in_flight for replica in status.replicas)
         if in_flight or status.held:
             return f"{in_flight} requests are in flight and {status.held} are held, though nobody asks"
         return None

@@ -52,7 +52,7 @@ class Trial:
             found.append(f"{self.wrong} answers are not those of the checkpoint")
         if self.duplicates:
             found.append(f"the journal holds {self.duplicates} answers more than there were requests")
-        answered = sum(one.said is not None for one in self.report.answers)
+        answered = sum(answer.payload is not None for answer in self.report.answers)
         if self.kept is not None and self.kept.questions < answered:
             found.append(f"the journal lacks {answered - self.kept.questions} of {answered} answers that were given")
         if most_upstream is not None and self.counts.upstream > most_upstream:
