@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tasks.checkpoints.rules import eligible_steps, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
@@ -109,23 +109,82 @@ def reconcile(listings: Iterable[RunListing], policy: Policy, *, now: float) -> 
     open_cells: list[OpenCell] = []
     left_out = 0
     for listing in listings:
-        seen = _Run(listing, policy, now=now)
-        left_out += seen.left_out
-        done.update(seen.done)
-        open_cells += seen.open
+        part = _reconcile_run(listing, policy, now=now)
+        done.update(part.done)
+        open_cells += part.open
+        left_out += part.left_out
     work = [cell for cell in open_cells if cell.state == "work"]
     work.sort(key=lambda cell: (-cell.evaluation.priority, cell.checkpoint.step, cell.run))
     others = [cell for cell in open_cells if cell.state != "work"]
     return Reconciliation(done, work, others, left_out)
 
 
-class _Run:
-    """One run's part of it."""
+_WantedAtStep = dict[int, tuple[Sequence[WantedEvaluation], frozenset[str]]]
+"""The evaluations of complete checkpoints that are wanted, and their hashes, by step."""
+
+
+class _Part(NamedTuple):
+    """One run's part of a reconciliation."""
+
+    done: Counter[tuple[str, str]]
+    open: list[OpenCell]
+    left_out: int
+
+
+def _reconcile_run(listing: RunListing, policy: Policy, *, now: float) -> _Part:
+    state = _RunState(listing, policy, now=now)
+    complete = [checkpoint for checkpoint in listing.checkpoints if checkpoint.complete]
+    steps = [checkpoint.step for checkpoint in complete]
+    newest = [max(steps)] if steps else []
+    wanted_at = _wanted_at_steps(listing.wanted, steps, final_step=policy.final_step)
+    done: Counter[tuple[str, str]] = Counter()
+    open_cells: list[OpenCell] = []
+    finished: Counter[frozenset[str]] = Counter()
+    for checkpoint in listing.checkpoints:
+        if not checkpoint.complete:
+            open_cells += state.incomplete(checkpoint, newest)
+        elif checkpoint.step in wanted_at:
+            evaluations, hashes = wanted_at[checkpoint.step]
+            recorded = state.recorded(checkpoint)
+            if hashes <= recorded:
+                finished[hashes] += 1
+                continue
+            for wanted in evaluations:
+                if wanted.hash in recorded or (wanted.native_hash is not None and wanted.native_hash in recorded):
+                    done[listing.name, wanted.hash] += 1
+                else:
+                    open_cells.append(state.open_cell(checkpoint, wanted))
+    for hashes, times in finished.items():
+        for hash_ in hashes:
+            done[listing.name, hash_] += times
+    return _Part(done, open_cells, sum(checkpoint.step not in wanted_at for checkpoint in complete))
+
+
+def _wanted_at_steps(
+    wanted: Sequence[WantedEvaluation], steps: Sequence[int], *, final_step: int | None
+) -> _WantedAtStep:
+    """Returns what is wanted at each step at which anything is; steps that want the same share one value."""
+    taken = {
+        rules: eligible_steps(rules, steps, final_step=final_step)
+        for rules in dict.fromkeys(evaluation.rules for evaluation in wanted)
+    }
+    numbers = {rules: number for number, rules in enumerate(taken)}
+    interned: dict[tuple[int, ...], tuple[Sequence[WantedEvaluation], frozenset[str]]] = {}
+    found: _WantedAtStep = {}
+    for step in set().union(*taken.values()):
+        key = tuple(number for number, steps_taken in enumerate(taken.values()) if step in steps_taken)
+        if key not in interned:
+            evaluations = [evaluation for evaluation in wanted if numbers[evaluation.rules] in key]
+            interned[key] = evaluations, frozenset(evaluation.hash for evaluation in evaluations)
+        found[step] = interned[key]
+    return found
+
+
+class _RunState:
+    """The records, claims and overrides of a run, by cell: answers in which state one is."""
 
     def __init__(self, listing: RunListing, policy: Policy, *, now: float) -> None:
         self._listing, self._policy, self._now = listing, policy, now
-        self.done: Counter[tuple[str, str]] = Counter()
-        self.open: list[OpenCell] = []
         self._failures: dict[tuple[str, str], list[IndexedRecord]] = defaultdict(list)
         for record in listing.records.others:
             self._failures[record.checkpoint, record.evaluation_hash].append(record)
@@ -141,40 +200,8 @@ class _Run:
         self._has_overrides = bool(listing.overrides.by_cell or listing.overrides.by_policy)
         names = Counter(one.name for one in listing.checkpoints)
         self._twice = {name for name, times in names.items() if times > 1}
-        complete = [one for one in listing.checkpoints if one.complete]
-        steps = {kind: [one.step for one in complete if one.kind == kind] for kind in ("huggingface", "levanter")}
-        self._all_steps = [*steps["huggingface"], *steps["levanter"]]
-        self._newest = [max(self._all_steps)] if self._all_steps else []
-        taken = {
-            rules: eligible_steps(rules, self._all_steps, final_step=policy.final_step)
-            for rules in dict.fromkeys(wanted.rules for wanted in listing.wanted)
-        }
-        sets: dict[int, tuple[list[WantedEvaluation], frozenset[str]]] = {}
-        interned: dict[tuple[int, ...], tuple[list[WantedEvaluation], frozenset[str]]] = {}
-        numbers = {rules: number for number, rules in enumerate(taken)}
-        for step in set().union(*taken.values()):
-            key = tuple(number for number, steps in enumerate(taken.values()) if step in steps)
-            if key not in interned:
-                evaluations = [wanted for wanted in listing.wanted if numbers[wanted.rules] in key]
-                interned[key] = evaluations, frozenset(wanted.hash for wanted in evaluations)
-            sets[step] = interned[key]
-        self.left_out = sum(one.step not in sets for one in complete)
-        finished: Counter[frozenset[str]] = Counter()
-        for one in listing.checkpoints:
-            if not one.complete:
-                self._incomplete(one)
-            elif one.step in sets:
-                evaluations, hashes = sets[one.step]
-                recorded = self._recorded(one)
-                if hashes <= recorded:
-                    finished[hashes] += 1
-                else:
-                    self._one(one, evaluations, recorded)
-        for hashes, times in finished.items():
-            for hash_ in hashes:
-                self.done[listing.name, hash_] += times
 
-    def _recorded(self, one: SeenCheckpoint) -> frozenset[str]:
+    def recorded(self, one: SeenCheckpoint) -> frozenset[str]:
         """Hashes of the evaluations that have a succeeded record of this very state of a checkpoint."""
         states = [state.hashes for state in self._listing.records.done.get(one.name, ()) if self._is_of(one, state)]
         return states[0] if len(states) == 1 else frozenset().union(*states)
@@ -188,19 +215,16 @@ class _Run:
             return recorded.digest == one.digest
         return recorded.listing == one.listing or recorded.digest in self._digests.get((one.name, one.listing), ())
 
-    def _one(self, one: SeenCheckpoint, evaluations: Sequence[WantedEvaluation], recorded: Collection[str]) -> None:
-        for wanted in evaluations:
-            if wanted.hash in recorded or (wanted.native_hash is not None and wanted.native_hash in recorded):
-                self.done[self._listing.name, wanted.hash] += 1
-            else:
-                self.open.append(self._open(one, wanted))
+    def incomplete(self, one: SeenCheckpoint, newest: Sequence[int]) -> list[OpenCell]:
+        """Returns the cells that wait for a checkpoint to be whole; `newest` is the highest step of those that are."""
+        return [
+            self._cell(one, wanted, "waiting", "; ".join(one.problems))
+            for wanted in self._listing.wanted
+            if might_be_eligible(wanted.rules, one.step, newest, final_step=self._policy.final_step)
+        ]
 
-    def _incomplete(self, one: SeenCheckpoint) -> None:
-        for wanted in self._listing.wanted:
-            if might_be_eligible(wanted.rules, one.step, self._newest, final_step=self._policy.final_step):
-                self.open.append(self._cell(one, wanted, "waiting", "; ".join(one.problems)))
-
-    def _open(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
+    def open_cell(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
+        """Returns a cell that has no succeeded record, with its state."""
         if one.name in self._twice:
             return self._cell(one, wanted, "not_served", f"two checkpoints are called {one.name}: remove one of them")
         if one.kind == "levanter" and not wanted.config.native:
