@@ -19,9 +19,12 @@ from fakes.polling import eventually
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate
-from resources.errors import BadInput, EvaluationInterrupted
+from resources.errors import BadInput, EvaluationInterrupted, RecordUnwritten
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.records.record import Record, read_records
+from tasks.running.cells import plan_cells
+from tasks.running.provisioning import provisioned
+from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(300), pytest.mark.usefixtures("prefect_api")]
@@ -167,3 +170,12 @@ def test_sink_that_fails_costs_no_cell_and_gets_what_it_lacks_with_the_next_run(
     assert {state.status for state in again.sinks.values()} == {"published"}
     copied = [path.name for path in store.rglob("*") if path.is_file()]
     assert {"record.json", "samples.jsonl.gz", "report.html"} <= set(copied)
+
+
+def test_record_that_cannot_be_written_is_raised_by_the_scheduler(run: Path, engine_url: str):
+    config = evaluation(run, "demo_facts", base_url=f"{engine_url}/v1")
+    [cell] = plan_cells([config], find_checkpoints(str(run)))
+    Path(cell.uri).parent.mkdir(parents=True)
+    Path(cell.uri).write_text("a file where the folder of the cell is to be")
+    with provisioned([config], stage_tokenizers([cell])) as serving, pytest.raises(RecordUnwritten, match="run-7"):
+        schedule_cells([cell], serving)
