@@ -78,9 +78,8 @@ def pool_config(**fields: Any) -> InferencePoolConfig:
     return InferencePoolConfig.model_validate(
         {
             "model": {"name": "run"},
-            "startup_timeout_seconds": 20,
-            "engine_timeout_seconds": 10,
-            "proxy_timeout_seconds": 30,
+            "engine_timeout_seconds": 60,
+            "proxy_timeout_seconds": 120,
             "lease_seconds": 3,
             **fields,
         }
@@ -92,7 +91,7 @@ def ask(running: RunningModel, prompt: str = "hello", *, model: str | None = Non
         f"{running.base_url}/completions",
         json={"model": model or running.model, "prompt": prompt, "max_tokens": 4, "logprobs": 1, "echo": True},
         headers={"Authorization": f"Bearer {running.api_key}"},
-        timeout=30,
+        timeout=None,  # held requests wait for engines that start again
     )
 
 

@@ -49,9 +49,7 @@ def checkpoints(tmp_path: Path) -> list[Servable]:
 
 
 def pool_config(**fields: Any) -> InferencePoolConfig:
-    return InferencePoolConfig.model_validate(
-        {"model": {"name": "run"}, "startup_timeout_seconds": 20, "lease_seconds": 5, **fields}
-    )
+    return InferencePoolConfig.model_validate({"model": {"name": "run"}, "lease_seconds": 5, **fields})
 
 
 def kept(folder: Path, checkpoints: list[Servable], *, name: str = "warm", idle_seconds: float = NEVER) -> KeptPool:
