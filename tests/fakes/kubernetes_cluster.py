@@ -15,7 +15,7 @@ from resources.backends.kubernetes.client import KubernetesClient
 from resources.backends.kubernetes.cluster import Cluster
 
 IMAGE = "registry.example/assay:1"
-LEASE_SECONDS = 20.0
+LEASE_SECONDS = 6.0
 
 
 @cache
