@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from resources.environments.environments import EnvironmentSpec, ensure_environment
-from resources.errors import BadInput
+from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import Command, EnvironmentConfig
 from resources.settings import process_environment, settings
 from resources.storage.files import replace_text
@@ -28,6 +28,26 @@ def existing_folder(path: Path) -> Path:
     if not path.is_dir():
         raise BadInput(expected="a folder that exists", found=str(path), remedy="Correct the path, or create it.")
     return path.absolute()
+
+
+def workspace_of(environment: EnvironmentConfig, *, backend: str) -> Path:
+    """Returns the folder with a job's code, on a backend that runs no containers.
+
+    Args:
+        environment: the job's.
+        backend: subject and verb of "… no containers", for the error.
+
+    Raises:
+        UnsatisfiableResources: the environment is an image.
+        BadInput: the folder does not exist.
+    """
+    if environment.workspace is None:
+        raise UnsatisfiableResources(
+            expected=f"an environment made of a workspace and packages; {backend} no containers",
+            found=f"docker_image={environment.docker_image!r}",
+            remedy="Give a workspace and pip_packages, or submit to a backend that runs containers.",
+        )
+    return existing_folder(environment.workspace)
 
 
 def import_folders() -> list[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 from resources.errors import BadInput, JobFailed, JobTimeout
-from resources.jobs.jobs import JobHandle, JobStatus
+from resources.jobs.jobs import JobAlreadyExists, JobHandle, JobStatus
 
 _FIRST_POLL_SECONDS = 0.01
 _SHOWN_LINES = 20
@@ -76,6 +77,31 @@ def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | No
     """
     if replica is None and count > 1:
         return "\n".join(f"==> replica {index} <==\n{read(index)}" for index in range(count))
-    if not 0 <= (index := replica or 0) < count:
+    check_replica(replica or 0, count)
+    return read(replica or 0)
+
+
+def check_replica(replica: int, count: int) -> None:
+    """Refuses the index of a replica that a job does not have.
+
+    Raises:
+        BadInput: there is no such replica.
+    """
+    if not 0 <= replica < count:
         raise BadInput(expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those.")
-    return read(index)
+
+
+Job = TypeVar("Job", bound=JobHandle)
+
+
+def while_running(job: Job | None, *, adopt_existing: bool) -> Job | None:
+    """Returns the known job of a wanted name while it runs; None where there is none, or it has finished.
+
+    Raises:
+        JobAlreadyExists: it runs, and is not to be adopted.
+    """
+    if job is None or job.status().finished:
+        return None
+    if adopt_existing:
+        return job
+    raise JobAlreadyExists.of(job.details())

@@ -24,13 +24,13 @@ from resources.jobs.jobs import (
     Call,
     Command,
     EnvironmentConfig,
-    JobAlreadyExists,
     JobDetails,
     JobRequest,
     JobStatus,
     create_environment,
 )
 from resources.jobs.packaging import package_workspace
+from resources.jobs.waiting import while_running
 from resources.settings import iris_job, iris_task
 
 _PROGRAMS = Path(__file__).parents[1] / "programs"
@@ -99,7 +99,7 @@ class IrisClient:
             BackendUnavailable: the controller does not answer.
         """
         with self._lock:
-            if running := self._running(request.name, adopt_existing=adopt_existing):
+            if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
             self.check_resources(request.resources)
             launch = self._launch(request)
@@ -154,14 +154,6 @@ class IrisClient:
 
     def _handle(self, job_id: str, *, hosts: int) -> IrisJob:
         return IrisJob(self._controller, job_id, hosts=hosts, grace_seconds=self._grace_seconds)
-
-    def _running(self, name: str, *, adopt_existing: bool) -> IrisJob | None:
-        job = self._jobs.get(name)
-        if job is None or job.status().finished:
-            return None
-        if adopt_existing:
-            return job
-        raise JobAlreadyExists.of(job.details())
 
     def _launch(self, request: JobRequest) -> Launch:
         environment = request.environment or create_environment()

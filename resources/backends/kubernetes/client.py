@@ -43,12 +43,12 @@ from resources.config import ResourceConfig
 from resources.errors import AssayError, BackendUnavailable, BadInput
 from resources.jobs.jobs import (
     EnvironmentConfig,
-    JobAlreadyExists,
     JobDetails,
     JobRequest,
     JobStatus,
     create_environment,
 )
+from resources.jobs.waiting import while_running
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
@@ -120,7 +120,7 @@ class KubernetesClient:
             BackendUnavailable: the cluster does not answer, or does not let us.
         """
         with self._lock:
-            if running := self._running(request.name, adopt_existing=adopt_existing):
+            if running := while_running(self._handles.get(request.name), adopt_existing=adopt_existing):
                 return running
             self.check_resources(request.resources)
             environment = request.environment or create_environment()
@@ -254,14 +254,6 @@ class KubernetesClient:
                 write_record(self._cluster, replace(record, status=JobStatus.FAILED, reason=reason))
             raise
         return self._handle(record)
-
-    def _running(self, name: str, *, adopt_existing: bool) -> KubernetesJob | None:
-        job = self._handles.get(name)
-        if job is None or job.status().finished:
-            return None
-        if adopt_existing:
-            return job
-        raise JobAlreadyExists.of(job.details())
 
     def _start_beating(self) -> None:
         if self._beater is None:

@@ -13,9 +13,9 @@ from resources.backends.kubernetes.endings import end_attempt, log_of, pod_name_
 from resources.backends.kubernetes.manifests import ANNOUNCER
 from resources.backends.kubernetes.names import heartbeat_name, keeper_name, selector
 from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
-from resources.errors import BadInput, JobTimeout
+from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.waiting import wait_until_finished
+from resources.jobs.waiting import check_replica, wait_until_finished
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
@@ -76,10 +76,8 @@ class KubernetesJob:
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`; a replica that is a slice of several VMs has a heading for each of them."""
         record = self._now()
-        if replica is not None and not 0 <= replica < record.replicas:
-            raise BadInput(
-                expected=f"a replica from 0 to {record.replicas - 1}", found=str(replica), remedy="Choose one of those."
-            )
+        if replica is not None:
+            check_replica(replica, record.replicas)
         replicas = range(record.replicas) if replica is None else [replica]
         parts = [(index, vm, index * record.vms + vm) for index in replicas for vm in range(record.vms)]
         if len(parts) == 1:

@@ -28,6 +28,7 @@ from resources.backends.processes import (
     import_folders,
     interpreter_of,
     variables_of,
+    workspace_of,
 )
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
@@ -35,12 +36,11 @@ from resources.jobs.calls import pickled
 from resources.jobs.jobs import (
     Call,
     Command,
-    EnvironmentConfig,
-    JobAlreadyExists,
     JobDetails,
     JobRequest,
     create_environment,
 )
+from resources.jobs.waiting import while_running
 from resources.settings import settings
 from resources.storage.files import replace_json
 
@@ -90,16 +90,16 @@ class LocalClient:
             BadInput: the callable cannot be pickled, or a folder does not exist.
             EnvironmentBuildFailed: the packages asked for cannot be installed.
         """
-        if running := self._running(request.name, adopt_existing=adopt_existing):
+        if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
             return running
         self.check_resources(request.resources)
         environment = request.environment or create_environment()
-        workspace = _workspace(environment)
+        workspace = workspace_of(environment, backend="the local backend runs")
         working_directory = existing_folder(request.working_directory or workspace)
         payload = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
         python = interpreter_of(environment, workspace=workspace)
         with self._lock:
-            if running := self._running(request.name, adopt_existing=adopt_existing):
+            if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
                 return running
             if not self._has_pruned:
                 self._prune()
@@ -167,14 +167,6 @@ class LocalClient:
         for job in jobs:
             job.terminate()
 
-    def _running(self, name: str, *, adopt_existing: bool) -> LocalJob | None:
-        job = self._jobs.get(name)
-        if job is None or job.status().finished:
-            return None
-        if adopt_existing:
-            return job
-        raise JobAlreadyExists.of(job.details())
-
     def _prune(self) -> None:
         """Removes the folders of the oldest jobs, but of none that runs."""
         finished_at: dict[Path, float] = {}
@@ -213,16 +205,6 @@ def _start(folder: Path, specification: dict[str, Any], *, env: dict[str, str]) 
             start_new_session=True,
         )
     return LocalJob(folder, supervisor=supervisor)
-
-
-def _workspace(environment: EnvironmentConfig) -> Path:
-    if environment.workspace is None:
-        raise UnsatisfiableResources(
-            expected="an environment made of a workspace and packages; the local backend runs no containers",
-            found=f"docker_image={environment.docker_image!r}",
-            remedy="Give a workspace and pip_packages, or submit to a backend that runs containers.",
-        )
-    return existing_folder(environment.workspace)
 
 
 def _check_device(device: Device, *, device_root: Path) -> None:

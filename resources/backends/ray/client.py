@@ -13,16 +13,17 @@ from typing import Any
 
 import ray
 
-from resources.backends.processes import existing_folder, import_folders
+from resources.backends.processes import existing_folder, import_folders, workspace_of
 from resources.backends.ray.code import SentFolder
 from resources.backends.ray.connection import KeeperGone, RayConnection
 from resources.backends.ray.job import RayJob, wait_for_all
 from resources.backends.ray.orders import JobOrder
 from resources.config import ResourceConfig
-from resources.errors import BadInput, UnsatisfiableResources
+from resources.errors import BadInput
 from resources.jobs.calls import pickled
-from resources.jobs.jobs import Call, EnvironmentConfig, JobAlreadyExists, JobDetails, JobRequest, create_environment
+from resources.jobs.jobs import Call, JobDetails, JobRequest, create_environment
 from resources.jobs.packaging import package_workspace
+from resources.jobs.waiting import while_running
 
 _END_SECONDS = 60.0
 
@@ -81,12 +82,10 @@ class RayClient:
             BackendUnavailable: the cluster does not answer.
         """
         connection = self._connection()
-        if running := self._running(connection, request.name):
-            if adopt_existing:
-                return running
-            raise JobAlreadyExists.of(running.details())
+        if running := while_running(self._running(connection, request.name), adopt_existing=adopt_existing):
+            return running
         environment = request.environment or create_environment()
-        workspace = _workspace(environment)
+        workspace = workspace_of(environment, backend="nodes of Ray run")
         working_directory = existing_folder(request.working_directory or workspace)
         entrypoint = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else request.entrypoint
         keeper = connection.detached_keeper() if request.outlives_parent else self._own_keeper(connection)
@@ -203,13 +202,3 @@ def _sent(connection: RayConnection, keeper: Any, workspace: Path) -> str:
     if not connection.ask(keeper, "add_package", digest=package.digest, content=None):
         connection.ask(keeper, "add_package", digest=package.digest, content=package.content)
     return package.digest
-
-
-def _workspace(environment: EnvironmentConfig) -> Path:
-    if environment.workspace is None:
-        raise UnsatisfiableResources(
-            expected="an environment made of a workspace and packages; nodes of Ray run no containers for us",
-            found=f"docker_image={environment.docker_image!r}",
-            remedy="Give a workspace and pip_packages, or submit to a backend that runs containers.",
-        )
-    return existing_folder(environment.workspace)
