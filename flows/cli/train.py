@@ -38,8 +38,8 @@ def train_and_evaluate(
 
 def demo_train(
     folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("demo-train"),
-    steps: Annotated[int, typer.Option(help="Training steps.")] = 240,
-    exports: Annotated[int, typer.Option(help="Checkpoints to evaluate.")] = 4,
+    steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 240,
+    exports: Annotated[int, typer.Option(help="Checkpoints to evaluate.", min=1)] = 4,
     as_json: Json = False,
 ) -> None:
     """Train a tiny Llama with Levanter on this CPU while lm-eval evaluates its checkpoints."""

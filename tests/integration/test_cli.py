@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from fakes.models import write_checkpoint, write_run
 from fakes.records import make_metric, make_record
 from flows.cli.app import app
-from resources.settings import process_environment, settings
+from resources.settings import deployment_data, process_environment, settings
 from tasks.records.record import Record, write_record
 
 ASSAY = Path(sys.executable).with_name("assay")
@@ -177,3 +179,46 @@ def test_evaluate_an_unknown_benchmark_names_the_likely_one_and_parses_as_json(
 ):
     given = ("--model", run, "--eval", "demo_fact", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
     assert_refused(assay("evaluate", *given, "--json", api=prefect_api), "demo_fact", "did you mean demo_facts")
+
+
+def test_publish_copies_what_a_sink_has_not_and_the_second_time_nothing(tmp_path: Path):
+    folder = publish(tmp_path / "evaluations", make_record(step=100))
+    sink = tmp_path / "sink.yaml"
+    sink.write_text(yaml.safe_dump({"kind": "object_store", "url": str(tmp_path / "copy")}))
+    sent = CliRunner().invoke(app, ["publish", str(folder), "--sink", str(sink), "--json"])
+    assert sent.exit_code == 0, sent.output
+    assert {one["status"] for one in json.loads(sent.stdout)} == {"published"}
+    assert [path.name for path in (tmp_path / "copy").rglob("record.json")] == ["record.json"]
+    again = CliRunner().invoke(app, ["publish", str(folder), "--sink", str(sink)])
+    assert "Nothing to publish" in again.stdout
+
+
+def test_publish_without_a_file_of_sinks_is_refused(tmp_path: Path):
+    assert_refused(assay("publish", tmp_path, "--sink", tmp_path / "none.yaml"), "none.yaml")
+
+
+def test_demo_train_without_a_checkpoint_to_evaluate_is_refused(tmp_path: Path):
+    done = assay("demo-train", "--folder", tmp_path / "demo", "--exports", "0")
+    assert done.returncode == 3
+    assert "--exports" in done.stderr and not (tmp_path / "demo").exists()
+
+
+def test_work_pools_are_listed_and_the_one_with_a_worker_is_chosen(tmp_path: Path, prefect_api: str):
+    table = yaml.safe_load(deployment_data("regions.yaml").read_text())
+    region = next(one for one in table["regions"] if one.get("work_pool"))
+    regions = tmp_path / "regions.yaml"
+    regions.write_text(yaml.safe_dump({**table, "regions": [region | {"work_pool_type": "process"}]}))
+    asked = ("--regions", str(regions), "--json")
+    assert CliRunner().invoke(app, ["work-pools", "apply", *asked]).exit_code == 0
+    nobody = CliRunner().invoke(app, ["work-pools", "list", *asked])
+    assert {one["work_pool"]: one["ready"] for one in json.loads(nobody.stdout)}[region["work_pool"]] is False
+    worker = f"{prefect_api}/work_pools/{region['work_pool']}/workers/heartbeat"
+    httpx.post(worker, json={"name": "idle"}).raise_for_status()
+    listed = CliRunner().invoke(app, ["work-pools", "list", *asked])
+    assert {one["work_pool"]: one["ready"] for one in json.loads(listed.stdout)}[region["work_pool"]] is True
+    chosen = CliRunner().invoke(app, ["work-pools", "choose", "--cpu", "2", *asked])
+    assert chosen.exit_code == 0, (chosen.output, chosen.exception)
+    assert (json.loads(chosen.stdout)["work_pool"], json.loads(chosen.stdout)["region"]) == (
+        region["work_pool"],
+        region["name"],
+    )

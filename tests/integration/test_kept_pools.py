@@ -15,10 +15,12 @@ from typing import Any
 
 import openai
 import pytest
+from typer.testing import CliRunner
 
 from fakes.launcher import FakeLauncher
-from fakes.models import write_checkpoint
+from fakes.models import write_checkpoint, write_run
 from fakes.polling import eventually, is_alive
+from flows.cli.app import app
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.kept import KeptPool, find, keep_up, list_kept, require, take_down
@@ -180,3 +182,28 @@ def test_session_with_another_checkpoint_under_a_name_in_use_is_refused(
         PoolSession(pool.access, [other], holder="the second"),
     ):
         pass
+
+
+@pytest.mark.engine
+def test_pool_command_brings_a_pool_up_shows_it_and_takes_it_down(tmp_path: Path, session_cache: Path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "environments").symlink_to(session_cache / "environments")
+    run = write_run(tmp_path / "run-a", [100, 200])
+    up = said("pool", "up", "--model", str(run), "--name", "warm", "--cpu", "1")
+    assert "warm is up at" in up
+    [shown] = json.loads(said("pool", "ls", "--json"))
+    assert (shown["name"], shown["state"], shown["base_url"] in up.replace("\n", "")) == ("warm", "up", True)
+    variables = said("pool", "env", "warm")
+    assert f"export OPENAI_BASE_URL={shown['base_url']}\n" in variables
+    key = variables.rpartition("OPENAI_API_KEY=")[2].strip()
+    with openai.OpenAI(base_url=shown["base_url"], api_key=key) as client:
+        assert {"run-a-100", "run-a-200"} <= {model.id for model in client.models.list()}
+    assert said("pool", "down", "warm") == "warm is down.\n"
+    assert json.loads(said("pool", "ls", "--json")) == []
+
+
+def said(*arguments: str) -> str:
+    """What the command prints."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
