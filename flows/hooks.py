@@ -1,4 +1,4 @@
-"""What happens after a flow run was cancelled or crashed; Prefect calls it by these names, often in another process."""
+"""Hooks for flow runs that were cancelled or crashed; Prefect calls them by name, often in another process."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from tasks.spec.names import how_many
 
 @dataclass(frozen=True)
 class Pass:
-    """What one reconciliation came to: what was open at its beginning, and what became of the cells it took on."""
+    """The result of one reconciliation: what was open at its beginning, and what became of the cells it took on."""
 
     found: Reconciliation
     succeeded: int

@@ -17,7 +17,7 @@ from tasks.spec.suites import SuiteName, load_suite
 
 
 class StagingRequest(Config):
-    """What is to be staged, from where, and to where."""
+    """A request to stage data: which, from where, and to where."""
 
     suites: tuple[SuiteName, ...] = ()
     """Suites by name, or YAML files."""
@@ -28,7 +28,7 @@ class StagingRequest(Config):
     benchmarks_path: str | None = None
     """Local folder with benchmarks of one's own, as YAML files of the harness."""
     texts_from: str | None = None
-    """Where texts are read in place of their source: a folder or address that holds the same files."""
+    """Folder or address with the same files, from which texts are read in place of their source."""
     fill_from: str | None = None
     """A shared copy to fill this machine's cache from, in place of the hub."""
     target: str | None = None
@@ -48,12 +48,12 @@ class StagingRequest(Config):
 
     @property
     def place(self) -> str:
-        """What is staged, for the name of the flow run."""
+        """The suites and tokenizers in few words, for the name of the flow run."""
         return in_few_words([*self.suites, *self.tokenizers]) or f"from {self.fill_from}"
 
     @property
     def wanted(self) -> Wanted:
-        """What the suites need, and the tokenizers."""
+        """The data that the suites need, and the tokenizers."""
         return wanted_by([load_suite(name) for name in self.suites], tokenizers=self.tokenizers)
 
 
@@ -75,7 +75,7 @@ def stage_data(request: StagingRequest) -> dict[str, Any]:
 
 
 def staged_by(request: StagingRequest, *, on_event: Any) -> dict[str, Any]:
-    """The same without Prefect, for the command line."""
+    """Stages what a request names without Prefect, for the command line."""
     wanted = request.wanted
     if request.fill_from is not None:
         everything = not (request.suites or request.tokenizers)

@@ -1,4 +1,4 @@
-"""What this machine can run, and what it lacks."""
+"""Findings about this machine: the engines it can run, and what it lacks."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
 
 
 def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
-    """What some command-line options ask of a suite.
+    """Returns the request to a suite that some command-line options describe.
 
     Raises:
         BadInput: something is missing or wrong, or would be ignored.
@@ -111,7 +111,7 @@ _JUDGE = ("judge_url", "judge_pool", "judge_model", "judge_annotator")
 
 
 def _content(options: EvaluationOptions) -> dict[str, Any]:
-    """What an evaluation and a suite's request are told alike."""
+    """Returns the fields that an evaluation and a suite's request share."""
     served = options.given("base_url", "pool")
     if served:
         pool_options = options.given("replicas", "cpu", "gpu", "tpu", "engine")

@@ -204,7 +204,7 @@ def _less_what_is_scheduled(wanted: Policy, listings: list[RunListing], found: R
 
 
 def _batches(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> list[Batch]:
-    """What the next reconciliation would send to work pools."""
+    """Returns what the next reconciliation would send to work pools."""
     if wanted.dispatch == "here" or not found.work:
         return []
     from tasks.policies.dispatch import Dispatcher

@@ -198,7 +198,7 @@ def publish(
 
 
 def _form(given: str | None, *, output: str | None, as_json: bool) -> _Format:
-    """What to write: what was asked for, else what the end of the file's name says, else a table."""
+    """Returns the form to write: what was asked for, else what the end of the file's name says, else a table."""
     from tasks.records.export import form_of
 
     if as_json and (given is not None or output is not None):

@@ -22,7 +22,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class SubmitOptions(Config):
-    """What `assay submit` was asked for."""
+    """The options of `assay submit`."""
 
     command: tuple[str, ...]
     """The program and its arguments."""
@@ -39,13 +39,13 @@ class SubmitOptions(Config):
     tpu: str | None = None
     """The TPU slice of a replica."""
     replicas: int = 1
-    """How many replicas."""
+    """Number of replicas."""
     regions: tuple[str, ...] = ()
     """Regions allowed, best first."""
     zone: str | None = None
     """One zone."""
     preemptible: bool = True
-    """Whether a machine that can be taken away will do."""
+    """A machine that can be taken away will do."""
     image: str | None = None
     """Container image, on backends that run containers, in place of the working directory."""
     pip: tuple[str, ...] = ()
@@ -55,11 +55,11 @@ class SubmitOptions(Config):
     variables: tuple[str, ...] = ()
     """`KEY=VALUE`, or `KEY` to pass on this process's."""
     retries: int = 0
-    """How many failed attempts are tried again."""
+    """Number of failed attempts that are tried again."""
     preemption_retries: int = 100
-    """How many preempted attempts are tried again."""
+    """Number of preempted attempts that are tried again."""
     outlives_parent: bool = True
-    """Whether it goes on when this command ends."""
+    """It goes on when this command ends."""
 
 
 def request_of(options: SubmitOptions, *, workspace: Path) -> JobRequest:

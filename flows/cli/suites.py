@@ -92,7 +92,7 @@ def stage(
 
 
 def _check(shown: list[Suite], benchmarks: str | None) -> int:
-    """How many benchmarks were looked up, all of them found.
+    """Returns the number of benchmarks that were looked up, all of them found.
 
     Raises:
         UnknownBenchmark: a harness does not know one of them; of lm-eval's, all are named, with the suite they are in.
@@ -186,7 +186,7 @@ def _suite_content(suite: Suite) -> dict[str, Any]:
 
 
 def _words(needs: dict[str, Any]) -> str:
-    """What is needed, in words; a question mark where it is not known."""
+    """Returns what is needed, in words; a question mark where it is not known."""
     words = {
         "examples": needs["fewshot"] > 0,
         "prompt log-probabilities": needs["prompt_logprobs"],

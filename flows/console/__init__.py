@@ -1,1 +1,1 @@
-"""What the command shows in a terminal."""
+"""The terminal's side of the command: tables, the live view, logs that are followed."""

@@ -1,4 +1,4 @@
-"""Where the command prints, and how: people read tables, scripts read JSON."""
+"""The consoles that the command prints to: people read tables, scripts read JSON."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0
 
 
 class LogTail:
-    """What is new in a log of which only the end can be seen."""
+    """A log of which only the end can be seen, and what is new in it."""
 
     def __init__(self) -> None:
         self._seen: list[str] = []
@@ -99,7 +99,7 @@ def replicas_of(job: JobHandle) -> list[int]:
 
 
 def is_lost(details: JobDetails) -> bool:
-    """Whether a job failed though it never did by its own doing: what ran it is to blame."""
+    """Returns whether a job failed though it never did by its own doing: what ran it is to blame."""
     return details.status is JobStatus.FAILED and details.failures == 0
 
 
@@ -113,7 +113,7 @@ def ending_of(details: JobDetails) -> str:
 
 
 def _overlap(before: Sequence[str], now: Sequence[str], *, may_grow: bool) -> int:
-    """How many of the lines seen before are the first ones now; the last of them may have grown since."""
+    """Returns how many of the lines seen before are the first ones now; the last of them may have grown since."""
     for dropped in range(len(before)):
         kept = before[dropped:]
         if len(kept) > len(now) or kept[:-1] != now[: len(kept) - 1]:

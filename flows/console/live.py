@@ -20,7 +20,7 @@ _SECONDS_BETWEEN_PLAIN_LINES = 5.0
 
 @dataclass
 class Progress:
-    """What is known so far. `clock` gives seconds."""
+    """The state of an evaluation, as far as it is known. `clock` gives seconds."""
 
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
@@ -71,7 +71,7 @@ class Progress:
         return f"[{cell.cell}/{cell.cells}] {cell.checkpoint} · {cell.stage}{counted}{_counts(cell)} · {self._times()}"
 
     def describe_event(self) -> str:
-        """What happened last, in one line."""
+        """Returns the last event in one line."""
         return f"{self.event} · {self._times()}"
 
     def _times(self) -> str:
@@ -100,7 +100,7 @@ def _share(cell: CellProgress) -> float:
 
 
 def _counts(cell: CellProgress) -> str:
-    """What the pool counted for a cell, as far as it is not zero."""
+    """Returns what the pool counted for a cell, as far as it is not zero."""
     words = {"journal_hits": "from the journal", "retried": "sent again", "server_errors": "failed"}
     told = [f"{cell.counts[name]} {word}" for name, word in words.items() if cell.counts.get(name)]
     tokens = cell.counts.get("prompt_tokens", 0) + cell.counts.get("completion_tokens", 0)

@@ -73,7 +73,7 @@ def send_suite(
     max_egress_usd: float,
     on_event: Callable[[str], None],
 ) -> SeriesResult:
-    """The same of a suite, which travels whole.
+    """Has a suite's evaluations made at a work pool; the suite travels whole.
 
     Raises:
         BadInput: the request cannot be right.

@@ -18,7 +18,7 @@ from tasks.reports.artifacts import report_uri
 
 @dataclass(frozen=True)
 class SeriesResult:
-    """What a series came to. `error` is set if not every wanted cell has a succeeded record."""
+    """The result of a series. `error` is set if not every wanted cell has a succeeded record."""
 
     records: list[Record]
     evaluated: int
@@ -26,7 +26,7 @@ class SeriesResult:
     report: str | None
     error: AssayError | None
     verdict: Verdict | None = None
-    """What the gate said, where there is one."""
+    """The gate's verdict, where there is one."""
 
 
 def run_series(

@@ -86,14 +86,14 @@ def _describe(line: str) -> str:
 
 
 def _is_trained(checkpoints: Path) -> bool:
-    """Whether a training ended well there, and nothing has been taken away since."""
+    """Returns whether a training ended well there, and nothing has been taken away since."""
     return (checkpoints / _SUMMARY).is_file() and all(
         checkpoint.complete for checkpoint in find_checkpoints(str(checkpoints))
     )
 
 
 def demo_request(folder: Path) -> SuiteRequest:
-    """Which model the demo asks its suite of."""
+    """Returns the request for the demo's model."""
     return SuiteRequest(
         model_path=str(folder / "checkpoints"),
         evaluation_path=str(folder / "evaluations"),
@@ -124,7 +124,7 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
 
 
 def next_steps(folder: Path) -> str:
-    """Where everything is, and what to try next."""
+    """Returns lines that say where everything is, and what to try next."""
     return f"""
 What is where
   {folder}/report.html          the curves; open it in a browser

@@ -120,7 +120,7 @@ def run_demo(config: TrainAndEvaluateConfig, *, console: Console) -> SeriesResul
 
 
 def seconds_to_records(config: TrainAndEvaluateConfig, records: Sequence[Record]) -> str:
-    """How long each checkpoint had lain there, complete, when its record was written."""
+    """Returns the seconds that each checkpoint had lain there, complete, when its record was written."""
     lines = ["Seconds from a complete checkpoint to its record:"]
     for record in records:
         written = max((file.modified for file in storage.list_files(record.checkpoint.uri)), default=0.0)

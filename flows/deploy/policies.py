@@ -36,7 +36,7 @@ PENDING_AUTOMATION = "assay: flow runs that their worker did not begin"
 CANCELLING_AUTOMATION = "assay: cancellations that nobody carries out"
 """Name of the automation that looks after flow runs that were cancelled when their worker was gone."""
 _PATIENT = timedelta(minutes=30)
-"""How long they wait where no policy says."""
+"""The time they wait where no policy says."""
 _BURST = timedelta(seconds=2)
 """Events so shortly after another start nothing of their own: the run that the first one starts begins after them."""
 _ENDINGS = ("Completed", "Failed", "Cancelled", "Crashed")
@@ -81,7 +81,7 @@ class PolicyDeployment:
         return f"{self.name} on {CHECKPOINT_COMPLETE}"
 
     def parameters(self) -> dict[str, Any]:
-        """What each run is given."""
+        """Returns the parameters of each run."""
         whole = storage.is_local(self.uri)
         return {"policy": self.policy.model_dump(mode="json") if whole else self.uri}
 
@@ -105,13 +105,13 @@ class PolicyDeployment:
 
 @dataclass(frozen=True)
 class Change:
-    """What applying does, or would do, to one thing on the server."""
+    """A change that applying makes, or would make, to one thing on the server."""
 
     kind: Literal["deployment", "automation"]
     name: str
     action: Action
     differs: tuple[str, ...] = ()
-    """What is not as wanted now."""
+    """The parts that are not as wanted now."""
 
 
 def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run: bool = False) -> list[Change]:
@@ -286,10 +286,11 @@ def _on_event(wanted: PolicyDeployment, deployment: Any) -> AutomationCore:
 
 
 def _watchers(silent_after: timedelta) -> list[AutomationCore]:
-    """What ends flow runs whose worker is gone; the server notices only when a flow's process ends before its worker.
+    """Returns the automations that end flow runs whose worker is gone.
 
-    Not forced, so that a run whose end the server told nobody of, before it was killed itself, keeps its state. Only a
-    process has to begin soon after a worker has taken it: a cloud may look for a machine for hours.
+    The server by itself notices only when a flow's process ends before its worker. Not forced, so that a run
+    whose end the server told nobody of, before it was killed itself, keeps its state. Only a process has to begin soon
+    after a worker has taken it: a cloud may look for a machine for hours.
     """
     alive = {"Running", "heartbeat", *_ENDINGS}
     return [

@@ -77,7 +77,7 @@ class Dispatcher:
         assert batch.choice is not None, "a batch that no work pool takes stays here"
         names = CellNames(names=tuple(sorted(map(name_of_cell, batch.cells), key=lambda name: name.model_dump_json())))
         tries = max(self._sent.tries(name) for name in names.names)
-        there = self._policy.model_copy(update={"runs": (self._runs[batch.cells[0].run],), "dispatch": "here"})
+        there = self._policy.model_copy(update={"runs": (self._runs[batch.cells[0].run],)})
         run = send_run(
             FLOW,
             batch.choice,

@@ -53,7 +53,7 @@ class Installed:
             env=process_environment(own),
             capture_output=True,
             text=True,
-            timeout=100,
+            timeout=200,
         )
 
     def assay(self, *arguments: str, **variables: str) -> str:
