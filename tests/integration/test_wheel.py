@@ -17,7 +17,7 @@ import yaml
 
 from resources.settings import process_environment
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flows", "tasks", "pools", "resources")
@@ -53,7 +53,7 @@ class Installed:
             env=process_environment(own),
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=500,
         )
 
     def assay(self, *arguments: str, **variables: str) -> str:
