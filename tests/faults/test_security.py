@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 import inspect
 import os
+import sqlite3
 import stat
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -211,14 +213,19 @@ def test_metrics_and_what_is_printed_show_neither_keys_nor_prompts(used: _Used) 
     assert not [secret for secret in used.secrets if secret in used.metrics + used.shown]
 
 
-def test_nothing_that_is_written_holds_keys_or_prompts(used: _Used) -> None:
+def test_nothing_that_is_written_holds_keys_and_only_an_answer_that_echoes_it_a_prompt(used: _Used) -> None:
     """Logs, specifications of jobs, pickled calls, the journal, its mirror, and whatever else there is."""
     files = [path for path in used.folder.rglob("*") if path.is_file()]
     kinds = {path.name for path in files}
     assert {"specification.json", "replica-0.log", "call.pickle", "journal.sqlite", "launches.txt"} <= kinds
     assert list(used.evaluation.rglob("*.*")), "the cell was mirrored"
-    found = [path for path in files for secret in used.secrets if _holds(path, secret)]
-    assert not found
+    prompt, *keys = used.secrets
+    assert not [path for path in files for key in keys if _holds(path, key)]
+    [holder] = [path for path in files if _holds(path, prompt)]
+    assert (holder.name, holder.stat().st_mode & 0o777) == ("journal.sqlite", 0o600)
+    with closing(sqlite3.connect(holder)) as journal:
+        query = "SELECT count(*), count(request), sum(instr(body, CAST(? AS BLOB)) > 0) FROM answers"
+        assert journal.execute(query, (prompt,)).fetchone() == (4, 0, 1)
 
 
 def _holds(path: Path, secret: str) -> bool:
