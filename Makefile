@@ -11,15 +11,15 @@ demo: .venv/.complete
 demo-train: .venv/.complete
 	.venv/bin/assay demo-train
 
-# Three workers for two cores, since tests wait for other processes half of the time; see tests/conftest.py for the order.
-PYTEST := .venv/bin/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=20
+PYTEST := .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=20
 
+# Three workers for two cores, since tests wait for other processes half of the time; see tests/conftest.py.
 test: check
-	$(PYTEST)
+	$(PYTEST) -n 3
 
 # No engine, no harness, no cluster, no server that takes seconds to start.
 test-fast: .venv/.development
-	$(PYTEST) tests/unit
+	$(PYTEST) -n 2 tests/unit
 
 check: .venv/.development
 	.venv/bin/ruff format --check .

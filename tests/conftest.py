@@ -48,7 +48,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with engines come first, then those with harnesses, with servers, and of pure logic.
+    """Files with engines come first, then those with harnesses, with servers, about the repository, and of pure logic.
 
     Workers take files in this order, so the long ones run side by side, and the short ones fill in at the end.
     """
@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         named = [item.get_closest_marker(need) is not None for need in ("engine", "harness")]
         rank = named.index(True) if any(named) else 2 + ("unit" in item.path.parts)
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
-    items.sort(key=lambda item: ranks[item.path])
+    items.sort(key=lambda item: (ranks[item.path], len(item.path.parts) if ranks[item.path] == 3 else 0))
 
 
 @pytest.fixture
