@@ -42,7 +42,7 @@ class ActorGroup:
 
     @property
     def ready_count(self) -> int:
-        """How many take calls now."""
+        """Returns how many take calls now."""
         return len(self.ready())
 
     def ready(self) -> list[ActorHandle]:
@@ -56,7 +56,7 @@ class ActorGroup:
         return found
 
     def statuses(self) -> list[JobStatus]:
-        """Where the job of each actor stands, in their order."""
+        """Returns where the job of each actor stands, in their order."""
         return [actor.job.status() for actor in self._actors]
 
     def wait_ready(self, count: int | None = None, *, timeout: float | None = None) -> list[ActorHandle]:

@@ -31,11 +31,11 @@ class ActorFuture:
         self._what = what
 
     def done(self) -> bool:
-        """Whether the answer, or the reason why there is none, is here."""
+        """Returns whether the answer, or the reason why there is none, is here."""
         return self._answer.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """What the method returned; blocks for at most `timeout` seconds.
+        """Returns what the method returned; blocks for at most `timeout` seconds.
 
         Raises:
             JobTimeout: no answer by then; the call goes on.
@@ -144,7 +144,7 @@ class ActorHandle:
 
     @property
     def name(self) -> str:
-        """What its creator called it."""
+        """Returns what its creator called it."""
         return self._name
 
     @property

@@ -63,7 +63,7 @@ class ActorLine:
 
     @property
     def is_dead(self) -> bool:
-        """Whether no call will ever be answered."""
+        """Returns whether no call will ever be answered."""
         return self._death is not None
 
     def call(self, method: str, body: bytes) -> Future[Frame]:
@@ -234,7 +234,7 @@ class ActorLine:
 
 
 def death_of(job: JobHandle, details: JobDetails, *, name: str) -> ActorDied:
-    """How an actor ended, with its last lines.
+    """Returns how an actor ended, with its last lines.
 
     Args:
         job: the actor's, which has ended.

@@ -173,7 +173,7 @@ def ensure_environment(
 
 
 def is_built(spec: EnvironmentSpec) -> bool:
-    """Whether this machine has the environment of `spec` already."""
+    """Returns whether this machine has the environment of `spec` already."""
     return _is_complete(_planned(spec, _interpreter(spec), settings().environments_dir))
 
 

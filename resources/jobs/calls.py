@@ -9,7 +9,7 @@ from resources.jobs.jobs import Call
 
 
 def pickled(call: Call) -> bytes:
-    """What `resources/backends/programs/run_call.py` executes.
+    """Returns what `resources/backends/programs/run_call.py` executes.
 
     Raises:
         BadInput: the callable or one of its arguments cannot be pickled.

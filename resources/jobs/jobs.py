@@ -47,7 +47,7 @@ class JobStatus(StrEnum):
 
     @property
     def finished(self) -> bool:
-        """Whether the job has ended, in whatever way, and nothing of it is left."""
+        """Returns whether the job has ended, in whatever way, and nothing of it is left."""
         return self in {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
 
 
@@ -186,7 +186,7 @@ class JobRequest:
 
     @property
     def replica_count(self) -> int:
-        """How many processes run side by side."""
+        """Returns how many processes run side by side."""
         return self.resources.replicas if self.replicas is None else self.replicas
 
 
@@ -218,11 +218,11 @@ class JobHandle(Protocol):
         ...
 
     def details(self) -> JobDetails:
-        """Where the job stands now, and why."""
+        """Returns where the job stands now, and why."""
         ...
 
     def status(self) -> JobStatus:
-        """Where the job stands now."""
+        """Returns where the job stands now."""
         ...
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
@@ -261,12 +261,12 @@ class Client(Protocol):
 
     @property
     def description(self) -> str:
-        """Where its jobs go, for people."""
+        """Returns where its jobs go, for people."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """Whether its jobs run on this machine alone, where they reach each other over loopback."""
+        """Returns whether its jobs run on this machine alone, where they reach each other over loopback."""
         ...
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:

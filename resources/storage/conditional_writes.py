@@ -74,7 +74,7 @@ def replace_bytes(uri: str, content: bytes, *, standing: Version) -> bool:
 
 @cache
 def creates_exclusively(folder: str) -> bool:
-    """Whether only one of several writers can create a file in a folder; stores are tried, once in a process.
+    """Returns whether only one of several writers can create a file in a folder; stores are tried, once in a process.
 
     Some stores that speak the language of `gs://` or `s3://` ignore the condition: the second of two writers replaces
     what the first one wrote, and both believe that they were first.

@@ -162,7 +162,7 @@ def _page(filesystem: fsspec.AbstractFileSystem, bucket: str, **asked: Any) -> d
 
 
 def is_marker(name: str) -> bool:
-    """Whether an object only stands for a folder, as the store's own console and mounted buckets make them."""
+    """Returns whether an object only stands for a folder, as the store's own console and mounted buckets make them."""
     return name.endswith("/")
 
 

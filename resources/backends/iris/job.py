@@ -43,7 +43,7 @@ class IrisJob:
         return self._job_id
 
     def status(self) -> JobStatus:
-        """Where the job stands now."""
+        """Returns where the job stands now."""
         if self._status is None:
             states = self._controller.job_states([self._job_id])
             if self._job_id not in states:
@@ -55,7 +55,7 @@ class IrisJob:
         return self._status
 
     def details(self) -> JobDetails:
-        """Where the job stands now, and why, with what its replicas say of themselves."""
+        """Returns where the job stands now, and why, with what its replicas say of themselves."""
         seen = self._controller.job(self._job_id)
         if seen is None:
             raise self._unknown()
@@ -146,7 +146,7 @@ class IrisJob:
         return stopped
 
     def _has_stopped(self, job_id: str) -> bool:
-        """Whether every replica has said that it ended all it had started, or has never begun."""
+        """Returns whether every replica has said that it ended all it had started, or has never begun."""
         states = self._controller.job_states([job_id])
         if job_id not in states or job_status(states[job_id]).finished:
             return True
@@ -158,7 +158,7 @@ class IrisJob:
         return True
 
     def _is_confirmed(self, job_id: str) -> bool:
-        """Whether workers have said that no task is left on them; those that are lost cannot."""
+        """Returns whether workers have said that no task is left on them; those that are lost cannot."""
         tasks = self._controller.tasks(job_id)
         return all(task.is_over and all(attempt.ended for attempt in task.attempts) for task in tasks)
 
@@ -188,7 +188,7 @@ class IrisJob:
         return shown
 
     def _last_words(self, tasks: Sequence[Task]) -> str | None:
-        """What the first task's program said of its end."""
+        """Returns what the first task's program said of its end."""
         lines = self._controller.log_lines(tasks[0].task_id, 3) if tasks and tasks[0].attempts else []
         words = [said(line) for _, line in lines if _is_last(line)]
         return words[-1] if words else None
@@ -198,7 +198,7 @@ class IrisJob:
 
 
 def _is_last(line: str) -> bool:
-    """Whether a replica's program says with this line how it ended."""
+    """Returns whether a replica's program says with this line how it ended."""
     return line.startswith(MARK) and line != _AGAIN
 
 

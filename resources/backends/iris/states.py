@@ -68,12 +68,12 @@ class Task:
 
     @property
     def is_on_a_worker(self) -> bool:
-        """Whether something of it may be running."""
+        """Returns whether something of it may be running."""
         return self.state in _ON_A_WORKER
 
     @property
     def is_over(self) -> bool:
-        """Whether Iris will not start it again."""
+        """Returns whether Iris will not start it again."""
         return self.state in _ATTEMPTS
 
 
@@ -102,12 +102,12 @@ class Counts:
 
 
 def job_status(state: str) -> JobStatus:
-    """Where a job stands; a state that Iris adds one day counts as running."""
+    """Returns where a job stands; a state that Iris adds one day counts as running."""
     return _JOBS.get(state, JobStatus.RUNNING)
 
 
 def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> Ending | None:
-    """What the end of a task's attempt was; None while it has not ended.
+    """Returns what the end of a task's attempt was; None while it has not ended.
 
     Args:
         state: Iris' state of the attempt.
@@ -121,20 +121,20 @@ def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> E
 
 
 def said(error: str) -> str:
-    """What the replica's own program said of its end, or what Iris says where it said nothing; one line."""
+    """Returns what the replica's own program said of its end, or what Iris says where it said nothing; one line."""
     found = _SAID.search(error)
     text = found["reason"] if found else error.partition("Traceback")[0]
     return " ".join(text.split())[:_SHOWN_CHARACTERS]
 
 
 def restarts(error: str) -> int:
-    """How often the replica's program had begun again on the same worker before this end."""
+    """Returns how often the replica's program had begun again on the same worker before this end."""
     found = _SAID.search(error)
     return int(found["restarts"] or 0) if found else 0
 
 
 def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Iterable[int] = ()) -> Counts:
-    """How often all replicas were started, and how those attempts ended.
+    """Returns how often all replicas were started, and how those attempts ended.
 
     A lost machine may hold several replicas, whose loss is one preemption; a failure is always one replica's own.
 

@@ -65,7 +65,7 @@ class OwnedJob:
 
     @property
     def record(self) -> Record:
-        """What was written last."""
+        """Returns what was written last."""
         return self._record
 
     def step(self) -> Record:
@@ -168,7 +168,7 @@ class OwnedJob:
             self._write(**counts, status=JobStatus.PENDING, reason=f"to be tried again after: {outcome.reason}")
 
     def _all_ended(self) -> bool:
-        """Whether no pod of the attempt runs any more; then its Job stays for a day, and its logs with it."""
+        """Returns whether no pod of the attempt runs any more; then its Job stays for a day, and its logs with it."""
         pods = self._cluster.list("pods", selector(job=self._record.job_id, attempt=self._record.attempts))
         return len(pods) == self._record.pods and all(
             pod.get("status", {}).get("phase") in {"Succeeded", "Failed"} for pod in pods

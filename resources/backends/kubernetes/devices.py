@@ -76,7 +76,7 @@ class Placement:
 
 
 def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
-    """What a replica's pods ask for.
+    """Returns what a replica's pods ask for.
 
     Raises:
         UnsatisfiableResources: no node of any cluster is like that, or a plain Job cannot express it.

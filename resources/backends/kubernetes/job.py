@@ -55,15 +55,15 @@ class KubernetesJob:
 
     @property
     def outlives_parent(self) -> bool:
-        """Whether it goes on when the process that submitted it ends."""
+        """Returns whether it goes on when the process that submitted it ends."""
         return self._record.outlives_parent
 
     def details(self) -> JobDetails:
-        """Where the job stands now, and why; stopped when its owner has given no sign for two leases."""
+        """Returns where the job stands now, and why; stopped when its owner has given no sign for two leases."""
         return self._now().details()
 
     def status(self) -> JobStatus:
-        """Where the job stands now."""
+        """Returns where the job stands now."""
         return JobStatus(self._now().status)
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
@@ -121,7 +121,7 @@ class KubernetesJob:
             time.sleep(min(_POLL_SECONDS, self._poll_seconds))
 
     def _keeper_runs(self) -> bool:
-        """Whether a keeper's pod has started: one whose image is never found would not end its job either."""
+        """Returns whether a keeper's pod has started: one whose image is never found would not end its job either."""
         keepers = self._cluster.list("pods", selector(job=self.job_id, part="keeper"))
         return any(pod.get("status", {}).get("phase") == "Running" for pod in keepers)
 

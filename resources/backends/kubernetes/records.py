@@ -57,7 +57,7 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Whether the job has ended, and nothing of it is left."""
+        """Returns whether the job has ended, and nothing of it is left."""
         return JobStatus(self.status).finished
 
     @property
@@ -121,7 +121,7 @@ def beat(cluster: Cluster, owner: str) -> None:
 
 
 def is_silent(heartbeat: Mapping[str, Any] | None, *, lease_seconds: float) -> bool:
-    """Whether an owner is gone, as far as the ConfigMap of its heartbeat tells by our clock."""
+    """Returns whether an owner is gone, as far as the ConfigMap of its heartbeat tells by our clock."""
     if heartbeat is None:
         return True
     return time.time() - float(heartbeat["data"]["beat"]) > _SILENT_LEASES * lease_seconds

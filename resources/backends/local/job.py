@@ -34,11 +34,11 @@ class LocalJob:
 
     @property
     def outlives_parent(self) -> bool:
-        """Whether it goes on when the process that submitted it ends."""
+        """Returns whether it goes on when the process that submitted it ends."""
         return self._specification["outlives_parent"]
 
     def details(self) -> JobDetails:
-        """Where the job stands now, and why; failed when its supervisor was killed."""
+        """Returns where the job stands now, and why; failed when its supervisor was killed."""
         now = self.process_details()
         return JobDetails(
             job_id=self.job_id,
@@ -60,11 +60,11 @@ class LocalJob:
         return details if JobStatus(details["status"]).finished else self._bury(details)
 
     def status(self) -> JobStatus:
-        """Where the job stands now."""
+        """Returns where the job stands now."""
         return JobStatus(self.process_details()["status"])
 
     def has_ended(self) -> bool:
-        """Whether it has finished, and its supervisor is gone; looks at files only then."""
+        """Returns whether it has finished, and its supervisor is gone; looks at files only then."""
         return self._supervisor is not None and self._supervisor.poll() is not None and self.status().finished
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:

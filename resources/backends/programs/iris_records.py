@@ -101,17 +101,17 @@ class Records:
         )
 
     def all_done(self) -> bool:
-        """Whether every other replica of our round has succeeded."""
+        """Returns whether every other replica of our round has succeeded."""
         return self._others_say((DONE,), self._mine["round"])
 
     def out_of_step(self) -> bool:
-        """Whether another replica is gone, is ending, or has begun again: then all begin again."""
+        """Returns whether another replica is gone, is ending, or has begun again: then all begin again."""
         others = dict(self._others)
         gone = len(others) < self._count - 1
         return gone or self._current_round() != self._mine["round"]
 
     def others_run(self) -> bool:
-        """Whether another replica has said that it runs, and not yet that it has stopped running."""
+        """Returns whether another replica has said that it runs, and not yet that it has stopped running."""
         return any(record.get("state") == RUNNING for record in dict(self._others).values())
 
     def _others_say(self, states: tuple[str, ...], current: str) -> bool:
@@ -122,7 +122,7 @@ class Records:
         )
 
     def _current_round(self) -> str | None:
-        """Which start of every replica would run together; None while one is missing or about to end."""
+        """Returns which start of every replica would run together; None while one is missing or about to end."""
         others = dict(self._others)
         if len(others) < self._count - 1 or any(record.get("state") == ENDING for record in others.values()):
             return None

@@ -88,7 +88,7 @@ class KeptJob:
 
     @property
     def log_bytes(self) -> int:
-        """How much memory its logs take."""
+        """Returns how much memory its logs take."""
         return sum(len(log) for log in self._logs.values())
 
     def details(self) -> JobDetails:
@@ -127,7 +127,7 @@ class KeptJob:
             await asyncio.wait_for(self._finished.wait(), seconds)
 
     async def ends_within(self, attempt: int, seconds: float) -> bool:
-        """Whether the processes of an attempt are to end, now or within that many seconds."""
+        """Returns whether the processes of an attempt are to end, now or within that many seconds."""
         if attempt == self._attempts and not self._finished.is_set():
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), seconds)
@@ -294,7 +294,7 @@ class KeptJob:
 
 
 async def _ended(reference: Any) -> ProcessEnd:
-    """How a process ended, its worker and its node included."""
+    """Returns how a process ended, its worker and its node included."""
     try:
         return pickle.loads(await reference)
     except Exception as error:  # noqa: BLE001 what became of the worker, or what our code there raised

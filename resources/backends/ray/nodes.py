@@ -38,17 +38,17 @@ class RayNode:
 
     @property
     def region(self) -> str | None:
-        """Where it is, as far as it says."""
+        """Returns where it is, as far as it says."""
         return self.labels.get(REGION_LABEL)
 
     @property
     def stays(self) -> bool:
-        """Whether nobody takes it away: the cluster's head, or labelled as bought on demand."""
+        """Returns whether nobody takes it away: the cluster's head, or labelled as bought on demand."""
         return _HEAD_RESOURCE in self.total or self.labels.get(_MARKET_LABEL) == "on-demand"
 
     @property
     def gpu_types(self) -> set[str]:
-        """What its GPUs are called, by Ray's names such as H100."""
+        """Returns what its GPUs are called, by Ray's names such as H100."""
         return {name.removeprefix(_GPU_TYPE_PREFIX) for name in self.total if name.startswith(_GPU_TYPE_PREFIX)}
 
 
@@ -83,7 +83,7 @@ def has_autoscaler(ray: Any, nodes: Iterable[RayNode]) -> bool:
 
 
 def room(resources: Iterable[Mapping[str, float]], share: Mapping[str, float]) -> int:
-    """How many shares fit into nodes with these resources, each share on one node."""
+    """Returns how many shares fit into nodes with these resources, each share on one node."""
     return sum(
         min(int((have.get(name, 0.0) + _ROUNDING) / amount) for name, amount in share.items()) for have in resources
     )
@@ -105,12 +105,12 @@ def in_words(share: Mapping[str, float]) -> str:
 
 
 def total_in_words(node: RayNode, share: Mapping[str, float]) -> str:
-    """What a node has of what a share is made of: `8 CPUs, 23 GiB of memory`."""
+    """Returns what a node has of what a share is made of: `8 CPUs, 23 GiB of memory`."""
     return in_words({name: node.total.get(name, 0.0) for name in share if not name.startswith(_GPU_TYPE_PREFIX)})
 
 
 def free_in_words(nodes: Sequence[RayNode], share: Mapping[str, float]) -> str:
-    """How much of what a share is made of is free over these nodes: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
+    """Returns how much of what a share is made of is free over these nodes: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
     amounts: list[str] = []
     for name in share:
         if not name.startswith(_GPU_TYPE_PREFIX):

@@ -47,7 +47,7 @@ class TpuSlice:
 
     @property
     def region(self) -> str | None:
-        """Where it is, as far as its first host says."""
+        """Returns where it is, as far as its first host says."""
         return self.hosts[0].region
 
     @property
@@ -57,7 +57,7 @@ class TpuSlice:
 
     @property
     def whole(self) -> bool:
-        """Whether every host is there once, and they have the chips that the type has.
+        """Returns whether every host is there once, and they have the chips that the type has.
 
         A host that came back may be listed beside its former self until Ray knows of that one's death.
         """
@@ -66,12 +66,12 @@ class TpuSlice:
         )
 
     def claim(self, host: int) -> dict[str, float]:
-        """What to hold of one host, besides CPU and memory."""
+        """Returns what to hold of one host, besides CPU and memory."""
         node = self.hosts[host]
         return {"TPU": node.total["TPU"], **{name: 1.0 for name in node.total if _HEAD_RESOURCE.fullmatch(name)}}
 
     def state(self, share: Mapping[str, float]) -> SliceState:
-        """Whether it can be claimed now, with this share of CPU and memory on each of its hosts."""
+        """Returns whether it can be claimed now, with this share of CPU and memory on each of its hosts."""
         if not self.whole or any(host.draining for host in self.hosts):
             return SliceState.INCOMPLETE
         for index, host in enumerate(self.hosts):
@@ -111,12 +111,12 @@ def choose_slices(
 
 
 def most_in_one_region(slices: Iterable[TpuSlice]) -> int:
-    """How many slices a job could have at most, in whatever state they are."""
+    """Returns how many slices a job could have at most, in whatever state they are."""
     return max(Counter(one.region for one in slices).values(), default=0)
 
 
 def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[str, float]) -> str:
-    """How many slices of the type there are, and in what state: `2 slices in the cluster, both taken`."""
+    """Returns how many slices of the type there are, and in what state: `2 slices in the cluster, both taken`."""
     slices = slices_of(nodes, tpu)
     if not slices:
         return "none in the cluster at present"
@@ -131,12 +131,12 @@ def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[
 
 
 def tpu_types(nodes: Iterable[RayNode]) -> Counter[str]:
-    """How many slices of each type the nodes are hosts of."""
+    """Returns how many slices of each type the nodes are hosts of."""
     return Counter(next(iter(types)) for hosts in _by_slice(nodes).values() if len(types := _types(hosts)) == 1)
 
 
 def head_resource(variant: str) -> str:
-    """What the first host of each slice of this type has one of."""
+    """Returns what the first host of each slice of this type has one of."""
     return f"TPU-{variant}-head"
 
 
@@ -177,7 +177,7 @@ def _types(hosts: Iterable[RayNode]) -> set[str]:
 
 
 def _missing(slices: Sequence[TpuSlice]) -> str:
-    """What the first slice that is not whole lacks."""
+    """Returns what the first slice that is not whole lacks."""
     broken = next((one for one in slices if not one.whole), None)
     if broken is None:
         return ""
