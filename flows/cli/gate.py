@@ -120,12 +120,12 @@ def _checkpoints(path: str, *, run: str | None, step: int | None) -> list[Judged
     from tasks.records.record import find_records
 
     found = find_records(path)
-    runs = sorted({one.record.checkpoint.run for one in found})
+    runs = sorted({recorded.record.checkpoint.run for recorded in found})
     if run is None and len(runs) > 1:
         raise BadInput(expected="--run, one of those recorded", found=", ".join(runs), remedy="name one of them")
-    found = [one for one in found if run is None or one.record.checkpoint.run == run]
-    steps = sorted({one.record.checkpoint.step for one in found})
-    found = [one for one in found if step is None or one.record.checkpoint.step == step]
+    found = [recorded for recorded in found if run is None or recorded.record.checkpoint.run == run]
+    steps = sorted({recorded.record.checkpoint.step for recorded in found})
+    found = [recorded for recorded in found if step is None or recorded.record.checkpoint.step == step]
     if not found:
         there = f"steps {', '.join(map(str, steps))}" if steps else f"runs {', '.join(runs)}" if runs else "none"
         raise BadInput(

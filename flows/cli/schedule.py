@@ -50,13 +50,18 @@ def deploy(
     changes = deploy_policy(wanted, silent_after=duration(silent_after), dry_run=dry_run)
     if as_json:
         print_json(
-            [{"kind": one.kind, "name": one.name, "action": one.action, "differs": one.differs} for one in changes]
+            [
+                {"kind": change.kind, "name": change.name, "action": change.action, "differs": change.differs}
+                for change in changes
+            ]
         )
         return
     shown = Table("Kind", "Name", "Would" if dry_run else "Was", "Differs in")
     words = {"create": "created", "update": "updated", "unchanged": "unchanged", "remove": "removed"}
-    for one in changes:
-        shown.add_row(one.kind, one.name, one.action if dry_run else words[one.action], ", ".join(one.differs))
+    for change in changes:
+        shown.add_row(
+            change.kind, change.name, change.action if dry_run else words[change.action], ", ".join(change.differs)
+        )
     OUT.print(shown)
 
 

@@ -27,11 +27,11 @@ def deployments_for(work_pool: str, *, name: str) -> dict[str, Any]:
     content: dict[str, Any] = yaml.safe_load(DEPLOYMENTS.read_text())
     content["deployments"] = [
         {
-            **{key: value for key, value in one.items() if key not in ("schedules", "triggers")},
+            **{key: value for key, value in deployment.items() if key not in ("schedules", "triggers")},
             "name": name,
             "work_pool": {"name": work_pool},
         }
-        for one in content["deployments"]
+        for deployment in content["deployments"]
     ]
     return content
 

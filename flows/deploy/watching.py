@@ -45,5 +45,5 @@ def watch(
             watched.forget(found)
             on_event(f"looking again: {error.found}")
         else:
-            for one in found:
-                on_event(f"{one.name} is complete: {one.uri}")
+            for checkpoint in found:
+                on_event(f"{checkpoint.name} is complete: {checkpoint.uri}")

@@ -130,6 +130,6 @@ def test_wheel_deploys_its_flows_with_prefect(installed: Installed, server: dict
 def test_wheel_deploys_a_policy(installed: Installed, server: dict[str, str], tmp_path: Path):
     folders = {"runs": [str(tmp_path / "run")], "evaluation_path": str(tmp_path / "evaluations")}
     file = tmp_path / "policy.yaml"
-    file.write_text(yaml.safe_dump({"name": "of-the-wheel", "suite": "demo", **folders}))
+    file.write_text(yaml.safe_dump({"name": "of-the-wheel", "suites": ["demo"], **folders}))
     changes = json.loads(installed.assay("policy", "deploy", str(file), "--json", **server))
     assert ("reconcile-policy/of-the-wheel", "create") in {(change["name"], change["action"]) for change in changes}
