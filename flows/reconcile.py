@@ -154,7 +154,7 @@ def _as_it_is(cell: OpenCell) -> Checkpoint | None:
     """A checkpoint as it is by now; None if it is not whole any more, which the next pass will see too."""
     kinds = LOADED_NATIVELY if cell.evaluation.config.native else ("huggingface",)
     try:
-        found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.levanter.reference)
+        found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
     except BadInput:
         return None
     return next((one for one in found if one.uri == cell.checkpoint.uri and one.complete), None)

@@ -10,7 +10,8 @@ from tasks.checkpoints.discovery import discover, layouts_for
 from tasks.gates.gate import Gate
 from tasks.prefect_server.noted_errors import error_noted
 from tasks.records.record import Record
-from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluatorName
+from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig
+from tasks.spec.evaluators import EvaluatorName
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteName, SuiteRequest, load_suite
 
 
@@ -54,7 +55,7 @@ def default_eval(request: SuiteRequest, evals: str | None = None) -> list[Record
     """Evaluates the latest checkpoint of a run by the core set, or by another named set."""
     suite = load_suite("default_eval")
     if evals is not None:
-        content = {"label": evals.lower(), "evals": evals, "without_prompt_logprobs": "levanter"}
+        content = {"label": evals.lower(), "evals": evals, "evaluator": {"without_prompt_logprobs": "levanter"}}
         suite = suite.model_copy(update={"evaluations": (SuiteEvaluation.model_validate(content),)})
     return _evaluate(suite, request, CheckpointSelection(which="latest"))
 
@@ -70,7 +71,7 @@ def evaluate_on_step(
     evaluator: EvaluatorName, request: SuiteRequest, evals: tuple[EvalTaskConfig, ...], step: int | None = None
 ) -> list[Record]:
     """Evaluates one training step of a run by one evaluator, or its latest checkpoint."""
-    evaluation = SuiteEvaluation(label="on_step", evaluator=evaluator, evals=evals)
+    evaluation = SuiteEvaluation.model_validate({"label": "on_step", "evaluator": evaluator, "evals": evals})
     suite = Suite(name="on_step", description="One training step.", evaluations=(evaluation,))
     selection = CheckpointSelection(which="latest") if step is None else CheckpointSelection(steps=(step,))
     return _evaluate(suite, request, selection)

@@ -8,17 +8,19 @@ from typing import Any
 from flows.cli.option_groups import EvaluationOptions
 from resources.errors import BadInput
 from tasks.sinks.backlog import sinks_in
-from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import (
+    DEFAULT_EVALUATOR,
+    EVALUATORS,
+    JudgedOptions,
+    LmEvalBenchmarkOptions,
+    NativeOptions,
+    options_kind,
+    short_evaluator_names,
+)
 from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import name_of
 from tasks.spec.suites import SuiteRequest
-
-_SHORT_NAMES: dict[str, EvaluatorName] = {
-    "lm-eval": "lm_evaluation_harness",
-    "helm": "helm",
-    "alpaca-eval": "alpaca_eval",
-    "levanter": "levanter_lm_evaluation_harness",
-}
 
 
 def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConfig:
@@ -50,22 +52,24 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
         )
     _refuse_beside("--eval", options.given("only"), "it chooses among the evaluations of a suite")
     evaluator = _evaluator(options.evaluator)
-    judge = _judge(options)
-    if judge is not None and evaluator != "alpaca_eval":
-        _refuse_beside(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
+    kind, judge = options_kind(evaluator), _judge(options)
+    told: dict[str, Any] = {"name": evaluator}
+    if judge is not None:
+        if not issubclass(kind, JudgedOptions):
+            _refuse_beside(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
+        told["judge"] = judge
+    if options.allow_code:
+        if not issubclass(kind, LmEvalBenchmarkOptions):
+            _refuse_beside(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
+        told["allow_code_execution"] = options.allow_code
     content: dict[str, Any] = {
         **_content(options),
-        "evaluator": evaluator,
+        "evaluator": told,
         "evals": [_benchmark(text) for text in options.evals],
-        **({"alpaca_eval": {"judge": judge}} if judge is not None else {}),
     }
-    if options.allow_code:
-        if evaluator in ("helm", "alpaca_eval"):
-            _refuse_beside(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
-        content["lm_eval"] = {"allow_code_execution": options.allow_code}
-    if evaluator == "levanter_lm_evaluation_harness":
+    if issubclass(kind, NativeOptions):
         unused = options.given("base_url", "pool", "replicas", "engine", "chat", "served_name")
-        _refuse_beside("--evaluator levanter", unused, "it loads the checkpoint itself, without an engine")
+        _refuse_beside(f"--evaluator {options.evaluator}", unused, "it loads the checkpoint itself, without an engine")
         content["resource_config"] = resources_asked(options)
     elif options.base_url is None and options.pool is None:
         content["pool_config"] = pool_content(options)
@@ -139,16 +143,14 @@ def _refuse_beside(what: str, others: list[str], why: str) -> None:
         )
 
 
-def _evaluator(name: str | None) -> EvaluatorName:
-    if name is None:
-        return "lm_evaluation_harness"
-    full = _SHORT_NAMES.get(name, name)
-    for known in EVALUATOR_TITLES:
-        if full == known:
-            return known
+def _evaluator(name: str | None) -> str:
+    short = short_evaluator_names()
+    full = DEFAULT_EVALUATOR if name is None else short.get(name, name)
+    if full in EVALUATORS:
+        return full
     raise BadInput(
-        expected=f"--evaluator {', '.join(_SHORT_NAMES)} or another that is registered",
-        found=name,
+        expected=f"--evaluator {', '.join(short)} or another that is registered",
+        found=str(name),
         remedy="name one of them",
     )
 

@@ -99,7 +99,7 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
         BadInput: there is no such folder, or arguments of a benchmark cannot be right.
     """
     from resources.environments.environments import ENVIRONMENTS, ensure_environment
-    from tasks.evaluators.registry import EVALUATORS
+    from tasks.evaluators.evaluator import evaluator_of
     from tasks.spec.evaluation import EvaluationConfig
 
     evaluations = [(suite, one) for suite in shown for one in suite.evaluations]
@@ -111,16 +111,16 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
             evaluator=one.evaluator,
             evals=one.evals,
             benchmarks_path=benchmarks,
-            helm=one.helm,
-            alpaca_eval=one.alpaca_eval,
         )
-        evaluator = EVALUATORS[one.evaluator]
+        evaluator = evaluator_of(config)
         evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
-    return len({(one.evaluator, task.name) for _, one in evaluations for task in one.evals})
+    return len({(one.evaluator.name, task.name) for _, one in evaluations for task in one.evals})
 
 
 def _checks_itself(one: SuiteEvaluation) -> bool:
-    return one.evaluator in ("helm", "alpaca_eval")
+    from tasks.spec.evaluators import LmEvalBenchmarkOptions
+
+    return not isinstance(one.evaluator, LmEvalBenchmarkOptions)
 
 
 def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks: str | None) -> None:
@@ -159,10 +159,12 @@ def _data_of(one: SuiteEvaluation) -> str:
         return f"assay stage ({one.texts})"
     if all(task.name in bundled_names() for task in one.evals):
         return "with Assay"
-    return "HELM's own" if one.evaluator == "helm" else "hub"
+    return "HELM's own" if one.evaluator.name == "helm" else "hub"
 
 
 def _needs(one: SuiteEvaluation) -> dict[str, Any]:
+    from tasks.spec.evaluators import JudgedOptions
+
     needs = one.needs
     return {
         "fewshot": needs.fewshot,
@@ -170,7 +172,7 @@ def _needs(one: SuiteEvaluation) -> dict[str, Any]:
         "generates": needs.generates,
         "runs_code": needs.runs_code,
         "chat_template": bool(one.apply_chat_template),
-        "judge": one.evaluator == "alpaca_eval",
+        "judge": isinstance(one.evaluator, JudgedOptions),
         "data": _data_of(one),
         "access": list(needs.access),
     }
@@ -209,7 +211,6 @@ def _suites_table(shown: list[Suite]) -> Table:
 
 
 def _evaluations_table(suite: Suite) -> Table:
-    from tasks.spec.evaluation import EVALUATOR_TITLES
 
     table = Table("Label", "Evaluator", "Benchmarks", "Needs", "Data")
     table.columns[0].no_wrap = True
@@ -219,7 +220,7 @@ def _evaluations_table(suite: Suite) -> Table:
             for task in one.evals
         )
         needs = _needs(one)
-        table.add_row(one.label, EVALUATOR_TITLES[one.evaluator], benchmarks, _words(needs), needs["data"])
+        table.add_row(one.label, one.evaluator.title, benchmarks, _words(needs), needs["data"])
     return table
 
 

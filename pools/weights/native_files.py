@@ -19,7 +19,7 @@ METADATA_NAME = "metadata.json"
 MANIFEST_NAME = "manifest.ocdbt"
 _EXPORTS = "hf"
 _DESCRIBING = ("config.json", "tokenizer_config.json")
-_NO_REFERENCE = "no config and tokenizer: no Hugging Face export of the run lies beside it; set levanter.reference"
+_NO_REFERENCE = "no config and tokenizer: no Hugging Face export of the run lies beside it; set evaluator.reference"
 
 
 @dataclass(frozen=True)

@@ -241,7 +241,7 @@ def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
     """Returns the layouts to find: Levanter's own layout too, if every evaluation loads checkpoints natively."""
     native = [config for config in configs if config.native]
     kinds = LOADED_NATIVELY if native and len(native) == len(configs) else SERVED
-    return {"kinds": kinds, "reference": next((config.levanter.reference for config in native), None)}
+    return {"kinds": kinds, "reference": next((config.native_reference for config in native), None)}
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from pools.endpoint import LocalCheckpoint, RunningModel
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import EVALUATORS
 
 EvaluatedModel = RunningModel | LocalCheckpoint
 """An endpoint that answers, or, for evaluators that need none, a checkpoint's files."""
@@ -123,3 +125,13 @@ class Evaluator(Protocol):
             BadInput: something else in the configuration cannot be right.
         """
         ...
+
+
+def evaluator_named(name: str) -> Evaluator:
+    """Return the registered evaluator of a name."""
+    return import_module(f"{EVALUATORS[name]}.evaluator").EVALUATOR
+
+
+def evaluator_of(config: EvaluationConfig) -> Evaluator:
+    """Return the evaluator that makes an evaluation."""
+    return evaluator_named(config.evaluator.name)

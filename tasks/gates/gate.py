@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, model_validator
 
 from resources.config import AnyOfInForms, Config
-from tasks.spec.evaluation import EvaluatorName
+from tasks.spec.evaluators import EvaluatorName
 
 
 class _Scored(Config):

@@ -13,7 +13,8 @@ from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.records.record import Metric, Record, current_records
 from tasks.records.search import FoundRecord, RecordFilter, records_of_checkpoints
 from tasks.reports.comparison import ComparedMetric, Comparison, compare
-from tasks.reports.table import measured, title_of
+from tasks.reports.table import measured
+from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many, suites_in
 
 _ROUNDING = 1e-9  # 0.52 - 0.5 is more than 0.02 to a computer
@@ -139,7 +140,9 @@ def _cells(gate: Gate, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
 
 
 def _which(records: Sequence[FoundRecord], *statuses: str) -> str:
-    named = [f"{title_of(r.evaluator)}: {', '.join(r.benchmarks)}" for r in _records(records) if r.status in statuses]
+    named = [
+        f"{evaluator_title(r.evaluator)}: {', '.join(r.benchmarks)}" for r in _records(records) if r.status in statuses
+    ]
     return f" ({'; '.join(named)})" if named else ""
 
 
@@ -193,7 +196,7 @@ def _origins(scores: Sequence[tuple[Metric, Record]]) -> list[str]:
 
 
 def _origin(record: Record) -> str:
-    words = [*(f"suite {suite}" for suite in suites_in(record.tags)), title_of(record.evaluator)]
+    words = [*(f"suite {suite}" for suite in suites_in(record.tags)), evaluator_title(record.evaluator)]
     if (most := record.evaluation.get("max_eval_instances")) is not None:
         words.append(f"{most:,} questions at most")
     return ", ".join(words)

@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.helm.entries import read_entries_file
+from tasks.evaluators.helm.options import HelmOptions
 from tasks.spec.benchmark_sets import bundled_names
 from tasks.spec.evaluation import digest_of
+from tasks.spec.evaluators import LmEvalBenchmarkOptions
 from tasks.spec.suites import Suite, SuiteEvaluation
 
 PARTS = ("benchmarks", "datasets", "tokenizers", "texts", "files_of_datasets", "helm", "scenarios")
 """Of a manifest: what was asked for and what it consists of, each by name."""
 _ALPACA_EVAL = ("tatsu-lab/alpaca_eval", ("alpaca_eval_gpt4_baseline.json", "df_gamed.csv"))
-_LM_EVAL = ("lm_evaluation_harness", "levanter_lm_evaluation_harness")
 _DIGITS = 10
 
 
@@ -43,14 +45,18 @@ def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wan
         BadInput: a file of run entries is not there.
     """
     evaluations = [one for suite in suites for one in suite.evaluations]
-    lm_eval = [one for one in evaluations if one.evaluator in _LM_EVAL]
+    lm_eval = [one for one in evaluations if isinstance(one.evaluator, LmEvalBenchmarkOptions)]
     official = any(_asks_official_set(one) for one in evaluations)
     return Wanted(
         benchmarks=tuple(dict.fromkeys(task.name for one in lm_eval if one.texts is None for task in one.evals)),
         tokenizers=tuple(tokenizers),
         texts=tuple(dict.fromkeys(one.texts for one in lm_eval if one.texts is not None)),
         files_of_datasets=dict([_ALPACA_EVAL]) if official else {},
-        helm=dict(_run_entries(one) for one in evaluations if one.evaluator == "helm" and _is_fetched(one)),
+        helm=dict(
+            _run_entries(one, one.evaluator)
+            for one in evaluations
+            if isinstance(one.evaluator, HelmOptions) and _is_fetched(one)
+        ),
     )
 
 
@@ -94,17 +100,19 @@ def chosen_of(part: str, copy: dict[str, Any], wanted: Wanted) -> dict[str, Any]
 
 
 def _asks_official_set(one: SuiteEvaluation) -> bool:
-    is_given = one.alpaca_eval.instructions_path is not None
-    return one.evaluator == "alpaca_eval" and not is_given and any(task.name == "alpaca_eval" for task in one.evals)
+    options = one.evaluator
+    if not isinstance(options, AlpacaEvalOptions) or options.instructions_path is not None:
+        return False
+    return any(task.name == "alpaca_eval" for task in one.evals)
 
 
 def _is_fetched(one: SuiteEvaluation) -> bool:
     return not bundled_names().issuperset(task.name for task in one.evals)
 
 
-def _run_entries(one: SuiteEvaluation) -> tuple[str, dict[str, Any]]:
+def _run_entries(one: SuiteEvaluation, options: HelmOptions) -> tuple[str, dict[str, Any]]:
     """Run entries as `run_helm.py` is told of them, under a name that another content would not have."""
-    path = one.helm.run_specs_path
+    path = options.run_specs_path
     content = {
         "benchmarks": [
             {
@@ -116,7 +124,7 @@ def _run_entries(one: SuiteEvaluation) -> tuple[str, dict[str, Any]]:
             for task in one.evals
         ],
         "run_specs": read_entries_file(path).decode() if path is not None else None,
-        "priority": one.helm.priority,
-        "groups": list(one.helm.groups),
+        "priority": options.priority,
+        "groups": list(options.groups),
     }
     return f"{one.label}-{digest_of(content)[:_DIGITS]}", content

@@ -15,8 +15,8 @@ from tasks.checkpoints.rules import CheckpointRule
 from tasks.running.provisioning import as_served
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import Judge
 from tasks.spec.names import name_of
-from tasks.spec.options_alpaca_eval import Judge
 from tasks.spec.sinks import Sinks
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
@@ -176,7 +176,7 @@ def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
     for one in policy.suites:
         suite = load_suite(one.suite)
         for config in map(as_served, suite.evaluations_of(_request(policy, one, run))):
-            natively = config.natively() if config.without_prompt_logprobs == "levanter" else None
+            fallback = config.levanter_fallback()
             rules = one.checkpoints if one.checkpoints is not None else policy.checkpoints
             made = WantedEvaluation(
                 (suite.name,),
@@ -184,7 +184,7 @@ def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
                 rules,
                 config,
                 evaluation_hash(config),
-                evaluation_hash(natively) if natively else None,
+                fallback and evaluation_hash(fallback),
             )
             same = found.get(made.hash)
             found[made.hash] = made if same is None else _merged(same, made)

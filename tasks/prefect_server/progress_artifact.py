@@ -25,7 +25,7 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 from resources.errors import PrefectUnavailable
 from tasks.prefect_server.client import prefect_client
 from tasks.prefect_server.progress import CellDone, CellProgress, Update, listening, report_event, reported
-from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import artifact_key, how_many
 
 _SECONDS_BETWEEN_UPDATES = 5.0
@@ -57,7 +57,7 @@ def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
 def tags_of(configs: Sequence[EvaluationConfig]) -> list[str]:
     """Run and evaluators, and the tags of the records, which name suite and policy."""
     found = [f"run={configs[0].run_name}"]
-    found += [f"evaluator={EVALUATOR_TITLES[config.evaluator]}" for config in configs]
+    found += [f"evaluator={config.evaluator.title}" for config in configs]
     found += [tag for config in configs for tag in config.wandb_tags]
     return list(dict.fromkeys(found))
 

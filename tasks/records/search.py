@@ -13,7 +13,7 @@ from typing import get_args
 from resources.errors import BadInput, RecordStatus
 from resources.storage import storage
 from tasks.records.record import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record
-from tasks.spec.evaluation import EVALUATOR_TITLES
+from tasks.spec.evaluators import evaluator_title, evaluator_titles
 from tasks.spec.names import how_many
 
 _SHOWN_NAMES = 8
@@ -43,7 +43,8 @@ class RecordFilter:
         Raises:
             BadInput: there is no such evaluator or status.
         """
-        _check("evaluator", self.evaluators, [*EVALUATOR_TITLES, *map(str.lower, EVALUATOR_TITLES.values())])
+        titles = evaluator_titles()
+        _check("evaluator", self.evaluators, [*titles, *map(str.lower, titles.values())])
         _check("status", self.statuses, get_args(RecordStatus))
 
     def select(self, records: Sequence[Record]) -> list[Record]:
@@ -92,8 +93,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _is_evaluator(name: str, wanted: Sequence[str]) -> bool:
-    titles: dict[str, str] = {key: title.lower() for key, title in EVALUATOR_TITLES.items()}
-    return not wanted or bool({name, titles.get(name, name)} & {evaluator.lower() for evaluator in wanted})
+    return not wanted or bool({name, evaluator_title(name).lower()} & {text.lower() for text in wanted})
 
 
 def records_of_checkpoints(texts: Sequence[str], *, evaluation_path: str) -> list[list[FoundRecord]]:

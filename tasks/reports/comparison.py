@@ -16,8 +16,9 @@ from tasks.records.record import Record
 from tasks.records.search import FoundRecord, RecordFilter
 from tasks.reports.question_scores import QuestionScores, Scores
 from tasks.reports.statistics import Adjustment, Finding, adjusted, compare_means, compare_pairs
-from tasks.reports.table import evaluator_place, title_of
+from tasks.reports.table import evaluator_place
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import evaluator_title
 
 SIGNIFICANT = 0.05
 """Adjusted p below which a difference is called one."""
@@ -85,7 +86,7 @@ class _Key(NamedTuple):
     metric: str
 
     def __str__(self) -> str:
-        return f"{title_of(self.evaluator)}: {self.benchmark} · {self.metric}"
+        return f"{evaluator_title(self.evaluator)}: {self.benchmark} · {self.metric}"
 
 
 def compare(
@@ -199,7 +200,7 @@ def _what_differs(first: Record, second: Record) -> Iterator[str]:
 def _settings(record: Record) -> dict[str, Any]:
     """Everything in the configuration that can change a score, flat, with benchmarks by their names."""
     try:
-        measured = EvaluationConfig.model_validate(record.evaluation).what_is_measured()
+        measured = EvaluationConfig.model_validate(record.evaluation).score_inputs()
     except (ValidationError, FileNotFoundError, AssayError):  # of another version, or its files are gone
         measured = {name: value for name, value in record.evaluation.items() if name not in _PLACES}
     evals = {task.get("task_alias") or task["name"]: task for task in measured.pop("evals", [])}

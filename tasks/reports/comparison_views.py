@@ -13,7 +13,8 @@ from rich.text import Text
 
 from tasks.reports.comparison import SIGNIFICANT, ComparedMetric, Comparison, Pairing, Verdict
 from tasks.reports.statistics import CONFIDENCE, RESAMPLES, Adjustment, TestName
-from tasks.reports.table import NOTHING, arrow, measured, title_of
+from tasks.reports.table import NOTHING, arrow, measured
+from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
 
 _VERDICTS: dict[Verdict, tuple[str, str]] = {
@@ -51,7 +52,7 @@ def comparison_table(comparison: Comparison) -> Table:
     ):
         table.add_column(Text(heading), justify="right", no_wrap=True)
     for metric in comparison.metrics:
-        names = [title_of(metric.evaluator)] if several else []
+        names = [evaluator_title(metric.evaluator)] if several else []
         names += [metric.benchmark, metric.metric + arrow(metric.higher_is_better)]
         table.add_row(
             Text("\n".join(names)),

@@ -15,8 +15,9 @@ from rich.text import Text
 from resources.storage import storage
 from tasks.records.record import Record
 from tasks.reports.parts import evaluator_parts, measured_differently, remarks, same, sink_parts
-from tasks.reports.table import NOTHING, ColumnResult, Results, measured, questions, title_of
+from tasks.reports.table import NOTHING, ColumnResult, Results, measured, questions
 from tasks.reports.texts import PROVENANCE, counted, flat, pretty, served
+from tasks.spec.evaluators import evaluator_title
 
 STATUS_MEANINGS = {
     "withheld": "requested, answered and scored were not the same number, so there is no score",
@@ -80,7 +81,7 @@ def results_table(
     several = len(results.evaluators) > 1
     if wide:
         for column in columns:
-            evaluator = title_of(column.evaluator) if several else ""
+            evaluator = evaluator_title(column.evaluator) if several else ""
             lines = [evaluator, column.benchmark, column.metric, questions(results.metrics(column))]
             table.add_column(Text("\n".join(filter(None, lines))), justify="right", overflow="fold")
     else:
@@ -100,7 +101,7 @@ def results_table(
         for number, (column, outcome) in enumerate(zip(columns, outcomes, strict=True)):
             lead = start if number == 0 else [Text("")] * len(start)
             n = f"{outcome.metric.n:,}" if outcome and outcome.metric else ""
-            names = ([title_of(column.evaluator)] if several else []) + [column.label]
+            names = ([evaluator_title(column.evaluator)] if several else []) + [column.label]
             last = number == len(columns) - 1
             table.add_row(*lead, *map(Text, names), _styled(outcome), n, end_section=last)
     return table
@@ -114,7 +115,7 @@ def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
     for row in rows:
         value = NOTHING if row["value"] is None else measured(row["value"], row["stderr"])
         step, n = f"{row['step']:,}", NOTHING if row["n"] is None else f"{row['n']:,}"
-        names = title_of(row["evaluator"]), row["benchmark"], row["metric"] or NOTHING
+        names = evaluator_title(row["evaluator"]), row["benchmark"], row["metric"] or NOTHING
         status = Text(row["status"], style=_STATUS_STYLES.get(row["status"], ""))
         table.add_row(Text(row["run"]), step, *map(Text, names), value, n, status, f"{row['created']:%Y-%m-%d %H:%M}")
     return table
@@ -160,7 +161,7 @@ def render_report(
                             trim_blocks=True, lstrip_blocks=True)  # fmt: skip
     templates.filters |= {
         "counted": counted,
-        "evaluator": title_of,
+        "evaluator": evaluator_title,
         "flat": flat,
         "margin": lambda metric: measured(metric.value, metric.stderr).partition(" ± ")[2],
         "pretty": pretty,

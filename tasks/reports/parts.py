@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tasks.records.record import Counts, Record
-from tasks.reports.table import Column, Results, evaluator_place, title_of
+from tasks.reports.table import Column, Results, evaluator_place
 from tasks.reports.texts import judge_of, links_of
+from tasks.spec.evaluators import evaluator_title
 
 _NOTES = {
     "lm_evaluation_harness": "Asks the served model, and scores its answers and log-likelihoods.",
@@ -74,7 +75,7 @@ def evaluator_parts(records: Sequence[Record], *, records_at: str | None, page: 
     """Every evaluator of some records; see `links_of` for the other two."""
     return [
         EvaluatorPart(
-            title=title_of(evaluator),
+            title=evaluator_title(evaluator),
             note=_NOTES.get(evaluator, ""),
             cells=len(mine),
             succeeded=sum(record.succeeded for record in mine),
@@ -137,7 +138,9 @@ def _who(records: Sequence[Record], *, several: bool) -> str:
     for evaluator in _evaluators(records):
         names = list(dict.fromkeys(one.checkpoint.name for one in records if one.evaluator == evaluator))
         many = f"{names[0]} … {names[-1]} ({len(names)} checkpoints)"
-        texts.append((f"{title_of(evaluator)}: " if several else "") + (", ".join(names) if len(names) <= 3 else many))
+        texts.append(
+            (f"{evaluator_title(evaluator)}: " if several else "") + (", ".join(names) if len(names) <= 3 else many)
+        )
     return "; ".join(texts)
 
 

@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from tasks.records.record import CheckpointReference, Metric, Record, current_records
-from tasks.spec.evaluation import EVALUATOR_TITLES
+from tasks.spec.evaluators import EVALUATORS, evaluator_title
 
 if TYPE_CHECKING:
     from tasks.reports.plots import (
@@ -21,17 +21,11 @@ if TYPE_CHECKING:
 
 NOTHING = "–"
 """Text in place of a number that is not there."""
-_TITLES: dict[str, str] = {**EVALUATOR_TITLES}
-
-
-def title_of(evaluator: str) -> str:
-    """Returns how an evaluator is called in what people read."""
-    return _TITLES.get(evaluator, evaluator)
 
 
 def evaluator_place(evaluator: str) -> tuple[int, str]:
     """Returns where an evaluator stands among the others, to sort by."""
-    return list(_TITLES).index(evaluator) if evaluator in _TITLES else len(_TITLES), evaluator
+    return list(EVALUATORS).index(evaluator) if evaluator in EVALUATORS else len(EVALUATORS), evaluator
 
 
 @dataclass(frozen=True)
@@ -144,16 +138,18 @@ class Results:
     def by_evaluator(self, *, parts: bool) -> list[tuple[str, list[Column]]]:
         """The columns under the title of their evaluator: parts of benchmarks, or everything but those."""
         groups = [(one, [c for c in self.columns if (c.evaluator, c.part) == (one, parts)]) for one in self.evaluators]
-        return [(title_of(evaluator), columns) for evaluator, columns in groups if columns]
+        return [(evaluator_title(evaluator), columns) for evaluator, columns in groups if columns]
 
     @property
     def headings(self) -> list[tuple[str, int]]:
         """The titles of evaluators, each with the number of columns below it."""
-        return [(title_of(one), len(list(columns))) for one, columns in groupby(c.evaluator for c in self.columns)]
+        return [
+            (evaluator_title(one), len(list(columns))) for one, columns in groupby(c.evaluator for c in self.columns)
+        ]
 
     def named(self, column: Column) -> str:
         """Benchmark and metric, with the evaluator in front where there are several."""
-        return f"{title_of(column.evaluator)}: {column.label}" if len(self.evaluators) > 1 else column.label
+        return f"{evaluator_title(column.evaluator)}: {column.label}" if len(self.evaluators) > 1 else column.label
 
     def chart(self, column: Column, *, title: str | None = None) -> Chart:
         """The curves of one column, one per run; under the name of benchmark and metric unless titled otherwise."""

@@ -11,16 +11,18 @@ from urllib.parse import quote
 
 from resources.storage import storage
 from tasks.records.record import Counts, Record
-from tasks.reports.table import NOTHING, title_of
+from tasks.reports.table import NOTHING
+from tasks.spec.evaluators import evaluator_title
 
 _JUDGED = ("judge", "annotator")  # shown by themselves
 
 
 def judge_of(record: Record) -> str | None:
     """Returns who compared the answers, and how it was asked; None where nobody judges."""
-    if record.evaluator != "alpaca_eval":
+    options = record.evaluation.get(record.evaluator) or record.evaluation.get("evaluator")  # older ones have the first
+    judge = options.get("judge") if isinstance(options, dict) else None
+    if judge is None:
         return None
-    judge = (record.evaluation.get("alpaca_eval") or {}).get("judge") or {}
     name = judge.get("model") or "the checkpoint itself"
     place = judge.get("base_url") or (f"pool {judge['pool_name']}" if judge.get("pool_name") else "the same pool")
     asked = f", asked as {judge['annotator']}" if judge.get("annotator") else ""
@@ -90,7 +92,7 @@ def _code(record: Record) -> str:
 
 
 PROVENANCE: dict[str, Callable[[Record], Any]] = {
-    "Evaluator": lambda record: title_of(record.evaluator),
+    "Evaluator": lambda record: evaluator_title(record.evaluator),
     "Judge": judge_of,
     "Evaluation hash": lambda record: record.evaluation_hash,
     "Code": _code,

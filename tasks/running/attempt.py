@@ -63,7 +63,7 @@ class Attempt:
             reason=str(failure) if failure else None,
             cell=storage.basename(cell.uri),
             checkpoint=cell.reference,
-            evaluator=cell.config.evaluator,
+            evaluator=cell.config.evaluator.name,
             benchmarks=tuple(task.metric_key for task in cell.config.evals),
             metrics=parsed.metrics if parsed and not failure else (),
             counts=parsed.counts if parsed else None,

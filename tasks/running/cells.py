@@ -17,11 +17,12 @@ from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupt
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.run_snapshot import listing_digest
-from tasks.evaluators.registry import EVALUATORS
+from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import CheckpointReference, FoundRecord, Record, read_record
 from tasks.spec.benchmarks import evaluation_hash
-from tasks.spec.evaluation import EVALUATOR_TITLES, EvaluationConfig, EvaluatorName, digest_of
+from tasks.spec.evaluation import EvaluationConfig, digest_of
+from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
 
 _MOST_NAMES_IN_A_CELL = 3
@@ -57,7 +58,7 @@ class Cell:
     @property
     def title(self) -> str:
         """Checkpoint and evaluator, for people."""
-        return f"{self.reference.name} · {EVALUATOR_TITLES[self.config.evaluator]}"
+        return f"{self.reference.name} · {self.config.evaluator.title}"
 
 
 @task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)
@@ -74,21 +75,21 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
         StorageError: something could not be read.
     """
     _check_together(configs)
-    hashed: list[tuple[EvaluationConfig, str, str | None]] = []
+    hashed: list[tuple[EvaluationConfig, str, tuple[EvaluationConfig, str] | None]] = []
     for config in configs:
         _check_request(config, checkpoints)
         storage.check_writable(config.evaluation_path)
-        natively = config.natively() if config.without_prompt_logprobs == "levanter" else None
-        for one in filter(None, (config, natively)):
+        fallback = config.levanter_fallback()
+        for one in filter(None, (config, fallback)):
             _look_at_request(one)
-        hashed.append((config, evaluation_hash(config), evaluation_hash(natively) if natively else None))
+        hashed.append((config, evaluation_hash(config), fallback and (fallback, evaluation_hash(fallback))))
     cells = []
     for checkpoint in checkpoints:
         digests = _digests(checkpoint)
-        for config, hash_, native_hash in hashed:
+        for config, hash_, fallback in hashed:
             cell = _cell(config, checkpoint, digests, hash_)
-            if native_hash is not None:
-                cell = replace(cell, levanter_fallback=_cell(config.natively(), checkpoint, digests, native_hash))
+            if fallback is not None:
+                cell = replace(cell, levanter_fallback=_cell(fallback[0], checkpoint, digests, fallback[1]))
             cells.append(cell)
     done = sum(cell.done for cell in cells)
     if cells:
@@ -98,7 +99,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 
 
 def _look_at_request(config: EvaluationConfig) -> None:
-    evaluator = EVALUATORS[config.evaluator]
+    evaluator = evaluator_of(config)
     evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
 
 
@@ -121,13 +122,13 @@ def _check_together(configs: Sequence[EvaluationConfig]) -> None:
     if twice:
         raise BadInput(
             expected="evaluations that differ",
-            found=f"{EVALUATOR_TITLES[twice[0][0]]} twice with the same benchmarks and options",
+            found=f"{evaluator_title(twice[0][0])} twice with the same benchmarks and options",
             remedy="leave one of them out",
         )
 
 
-def _identity(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
-    return config.evaluator, digest_of(config.what_is_measured())
+def _identity(config: EvaluationConfig) -> tuple[str, str]:
+    return config.evaluator.name, digest_of(config.score_inputs())
 
 
 def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:
@@ -206,7 +207,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
     shown = "-".join(keys[:_MOST_NAMES_IN_A_CELL]) + (f"-and-{more}-more" if more > 0 else "")
     identity = digest_of([hash_, reference.digest])[:10]
     step, folder = f"step-{checkpoint.step}", f"{shown[:80]}-{identity}"
-    uri = storage.join(config.evaluation_path, reference.run, step, config.evaluator, folder)
+    uri = storage.join(config.evaluation_path, reference.run, step, config.evaluator.name, folder)
     return Cell(config, checkpoint.folder, digests, reference, hash_, uri, read_record(uri))
 
 

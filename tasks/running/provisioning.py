@@ -20,11 +20,12 @@ from pools.pool.session import PoolSession
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
 from resources.settings import settings
-from tasks.evaluators.registry import EVALUATORS
+from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
 from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import JudgedOptions
 from tasks.spec.names import pool_label
 
 
@@ -98,9 +99,9 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
         BadInput: the judge is a pool that is not up.
         EndpointUnusable: the judge cannot be reached, or offers no such model.
     """
-    if config.evaluator != "alpaca_eval":
+    if not isinstance(config.evaluator, JudgedOptions):
         return None
-    judge = config.alpaca_eval.judge
+    judge = config.evaluator.judge
     if judge.pool_name is not None:
         access = require(judge.pool_name).access
         base_url, key = access.address.base_url, access.key.get_secret_value()
@@ -116,7 +117,7 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
         raise EndpointUnusable(
             expected=f"a judge {judge.model} at {base_url}",
             found=f"it offers {', '.join(offered) or 'no model'}",
-            remedy="correct alpaca_eval.judge.model, or serve it there",
+            remedy="correct evaluator.judge.model, or serve it there",
         )
     return RunningModel(
         base_url=base_url,
@@ -139,7 +140,7 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
 )
 def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
     """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then."""
-    names = [EVALUATORS[config.evaluator].environment(config) for config in configs]
+    names = [evaluator_of(config).environment(config) for config in configs]
     names += [
         environment_name(config.pool_config) for config in configs if config.pool_config and config.pool_name is None
     ]

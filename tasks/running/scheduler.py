@@ -17,14 +17,14 @@ from resources.backends.current import current_client
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, RecordUnwritten
+from tasks.evaluators.evaluator import evaluator_of
 from tasks.evaluators.harness import warmed
-from tasks.evaluators.registry import EVALUATORS
 from tasks.prefect_server.progress import report_event
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
 from tasks.running.serving import Serving
-from tasks.spec.evaluation import EvaluationConfig, EvaluatorName
+from tasks.spec.evaluation import EvaluationConfig
 
 _INTERRUPTED_SECONDS = 30.0
 _TURN_SECONDS = 0.05
@@ -58,12 +58,12 @@ class Harnesses:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self._prepared: dict[tuple[EvaluatorName, str], Harness] = {}
+        self._prepared: dict[tuple[str, str], Harness] = {}
         self._preparing = threading.Lock()
 
     def prepare(self, configs: Sequence[EvaluationConfig]) -> None:
         """Makes ready what some evaluations of one evaluator need; takes no time but to build an environment."""
-        evaluator = EVALUATORS[configs[0].evaluator]
+        evaluator = evaluator_of(configs[0])
         name = evaluator.environment(configs[0])
         environment = ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
         server = None
@@ -71,7 +71,7 @@ class Harnesses:
             server = self._stack.enter_context(
                 warmed(evaluator, configs, python=environment.python, client=local_client())
             )
-        self._prepared[configs[0].evaluator, name] = Harness(evaluator, environment.python, server)
+        self._prepared[configs[0].evaluator.name, name] = Harness(evaluator, environment.python, server)
 
     def of(self, cell: Cell) -> Harness:
         """The one for a cell; made ready now if it was not expected to be needed."""
@@ -91,9 +91,9 @@ def _harnesses(configs: Sequence[EvaluationConfig]) -> Iterator[Harnesses]:
         yield harnesses
 
 
-def _kind(config: EvaluationConfig) -> tuple[EvaluatorName, str]:
+def _kind(config: EvaluationConfig) -> tuple[str, str]:
     """Evaluator and environment: evaluations that have both in common share a harness."""
-    return config.evaluator, EVALUATORS[config.evaluator].environment(config)
+    return config.evaluator.name, evaluator_of(config).environment(config)
 
 
 def schedule_cells(

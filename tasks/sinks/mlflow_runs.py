@@ -139,12 +139,7 @@ def run_tags(announcement: Announcement) -> dict[str, str]:
 
 
 def _harness_arguments(record: Record) -> dict[str, Any]:
-    wanted = (
-        "evals",
-        "max_eval_instances",
-        record.evaluator,
-        {"lm_evaluation_harness": "lm_eval"}.get(record.evaluator),
-    )
+    wanted = ("evals", "max_eval_instances", "evaluator")
     return {name: record.evaluation[name] for name in wanted if name in record.evaluation}
 
 

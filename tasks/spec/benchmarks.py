@@ -9,12 +9,12 @@ from typing import Any
 
 from resources.storage import storage
 from tasks.spec.evaluation import EvaluationConfig, digest_of
+from tasks.spec.evaluators import EVALUATORS
 
 BUNDLED = Path(__file__).parent / "bundled"
 """Benchmarks as lm-eval reads them, one YAML and one JSONL file each; other harnesses' in folders of their own."""
 COPIED = "benchmarks"
 """What a folder from a store is called in a harness's working folder."""
-_FOLDERS = ("helm", "alpaca_eval")
 
 
 def benchmarks_uri(config: EvaluationConfig) -> str:
@@ -35,7 +35,7 @@ def benchmarks_here(config: EvaluationConfig) -> str:
 
 def evaluation_hash(config: EvaluationConfig) -> str:
     """Digest over all that can change a score but the checkpoint."""
-    return digest_of({**config.what_is_measured(), "benchmarks": benchmarks_digest(config)})
+    return digest_of({**config.score_inputs(), "benchmarks": benchmarks_digest(config)})
 
 
 def benchmarks_digest(config: EvaluationConfig) -> str:
@@ -43,7 +43,7 @@ def benchmarks_digest(config: EvaluationConfig) -> str:
     root = benchmarks_uri(config).rstrip("/")
     files = [file for file in storage.list_files(root) if "__pycache__" not in file.uri]
     if config.benchmarks_path is None:
-        files = [file for file in files if _is_asked_by(config.evaluator, file.uri.removeprefix(f"{root}/"))]
+        files = [file for file in files if _is_asked_by(config.evaluator.name, file.uri.removeprefix(f"{root}/"))]
     named = sorted({path for task in config.evals for path in _files_in(task.task_kwargs)})
     return digest_of(
         [
@@ -54,9 +54,9 @@ def benchmarks_digest(config: EvaluationConfig) -> str:
 
 
 def _is_asked_by(evaluator: str, name: str) -> bool:
-    """Whether a bundled file is an evaluator's: HELM's and AlpacaEval's have folders of their own."""
+    """Tell whether a bundled file is an evaluator's: others than lm-eval have folders of their names."""
     folder = name.partition("/")[0] if "/" in name else ""
-    return folder == evaluator if evaluator in _FOLDERS else folder not in _FOLDERS
+    return folder == evaluator if (BUNDLED / evaluator).is_dir() else folder not in EVALUATORS
 
 
 def _files_in(value: Any) -> Iterator[Path]:

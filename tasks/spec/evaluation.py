@@ -11,22 +11,10 @@ from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, ResourceConfig
+from tasks.spec.earlier_form import refuse_earlier_form
+from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
 from tasks.spec.names import in_few_words, name_of
-from tasks.spec.options_alpaca_eval import AlpacaEvalOptions
-from tasks.spec.options_helm import HelmOptions
-from tasks.spec.options_levanter import LevanterOptions
-from tasks.spec.options_lm_eval import LmEvalOptions
 from tasks.spec.sinks import Sinks
-
-EvaluatorName = Literal["lm_evaluation_harness", "helm", "alpaca_eval", "levanter_lm_evaluation_harness"]
-EVALUATOR_TITLES: dict[EvaluatorName, str] = {
-    "lm_evaluation_harness": "lm-eval",
-    "helm": "HELM",
-    "alpaca_eval": "AlpacaEval",
-    "levanter_lm_evaluation_harness": "Levanter",
-}
-"""How evaluators are called in what people read."""
-_NATIVE: EvaluatorName = "levanter_lm_evaluation_harness"
 
 
 class EvalTaskConfig(Config):
@@ -86,8 +74,8 @@ class CheckpointSelection(Config):
 class EvaluationConfig(Config):
     """An evaluation of one checkpoint, or of every checkpoint of a run."""
 
-    evaluator: EvaluatorName = "lm_evaluation_harness"
-    """The harness that asks the questions and scores the answers."""
+    evaluator: AnyEvaluator = Field(default=DEFAULT_EVALUATOR, validate_default=True)
+    """The harness that asks the questions and scores the answers: its name, or its options with its name."""
     model_path: str
     """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
@@ -114,16 +102,6 @@ class EvaluationConfig(Config):
     """Folder with benchmarks of one's own, as YAML files of the harness; those bundled with Assay when unset."""
     resource_config: ResourceConfig | None = None
     """What an evaluator that loads the checkpoint itself runs on; this machine's CPU when unset."""
-    without_prompt_logprobs: Literal["refuse", "levanter"] = "refuse"
-    """Where the engine returns no log-probabilities of prompts: refuse, or let Levanter evaluate the checkpoint."""
-    lm_eval: LmEvalOptions = LmEvalOptions()
-    """What lm-eval is told beyond the benchmarks."""
-    helm: HelmOptions = HelmOptions()
-    """What HELM is told beyond the run entries."""
-    alpaca_eval: AlpacaEvalOptions = AlpacaEvalOptions()
-    """What AlpacaEval is told beyond the instructions."""
-    levanter: LevanterOptions = LevanterOptions()
-    """What the native evaluation is told beyond the benchmarks."""
     sinks: Sinks = ()
     """Where results are announced, beside the records."""
     timeout_seconds: float = Field(default=4 * 3600, gt=0)
@@ -133,13 +111,18 @@ class EvaluationConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
+    def _written_as_now(cls, values: Any) -> Any:
+        return refuse_earlier_form(values)
+
+    @model_validator(mode="before")
+    @classmethod
     def _one_way_of_serving(cls, values: Any) -> Any:
         if not isinstance(values, dict):
             return values
         ways = [name for name in ("pool_config", "pool_name", "base_url") if values.get(name)]
         if len(ways) > 1:
             raise ValueError(f"expected one of pool_config, pool_name and base_url, found {', '.join(ways)}: keep one")
-        if ways or values.get("evaluator") == _NATIVE or not isinstance(values.get("model_path"), str):
+        if ways or is_native(values.get("evaluator")) or not isinstance(values.get("model_path"), str):
             return values
         name, _, _ = name_of(values["model_path"])
         return {**values, "pool_config": {"model": {"name": values.get("model_name") or name}}}
@@ -150,12 +133,6 @@ class EvaluationConfig(Config):
             raise ValueError(f"expected a base_url that ends in /v1, found {self.base_url!r}")
         if self.served_model_name is not None and self.base_url is None:
             raise ValueError("served_model_name is for base_url: a pool names its checkpoints itself")
-        return self
-
-    @model_validator(mode="after")
-    def _way_out_fits_the_evaluator(self) -> EvaluationConfig:
-        if self.evaluator != "lm_evaluation_harness" and self.without_prompt_logprobs != "refuse":
-            raise ValueError(f"without_prompt_logprobs is for lm_evaluation_harness, found it with {self.evaluator}")
         return self
 
     @model_validator(mode="after")
@@ -211,24 +188,27 @@ class EvaluationConfig(Config):
             return self.apply_chat_template
         return self.pool_config is not None and self.pool_config.model.apply_chat_template
 
-    def what_is_measured(self) -> dict[str, Any]:
-        """All that can change a score, apart from the checkpoint: what the evaluation hash is taken over."""
-        model = self.pool_config.model if self.pool_config else None
+    def options(self, kind: type[OptionsKind]) -> OptionsKind:
+        """Return the evaluator's options for the code of that evaluator, which knows their kind."""
+        return options_as(kind, self.evaluator)
+
+    def score_inputs(self) -> dict[str, Any]:
+        """Return all that can change a score, apart from the checkpoint and the files of the benchmarks."""
         asked: dict[str, Any] = {
-            "evaluator": self.evaluator,
+            "evaluator": self.evaluator.name,
             "evals": [task.model_dump() for task in self.evals],
             "max_eval_instances": self.max_eval_instances,
-            "options": self._options.what_is_measured() if self._options else None,
+            "options": self.evaluator.score_inputs(),
+            "apply_chat_template": self.asks_in_chat,
         }
-        if self.evaluator == _NATIVE:
+        if self.native:
             resources = self.resource_config or ResourceConfig()
-            native = {"long_prompts": self.lm_eval.long_prompts, "apply_chat_template": self.asks_in_chat}
-            return {**asked, **native, "device": f"{_NATIVE} on {resources.device.kind}"}
+            return {**asked, "device": f"{self.evaluator.name} on {resources.device.kind}"}
+        model = self.pool_config.model if self.pool_config else None
         return {
             **asked,
             "engine_kwargs": model.engine_kwargs if model else None,
             "generation_params": model.generation_params if model else None,
-            "apply_chat_template": self.asks_in_chat,
             "device": self.pool_config.device if self.pool_config else self._endpoint,
         }
 
@@ -241,32 +221,29 @@ class EvaluationConfig(Config):
         return self.base_url.rstrip("/") + name
 
     @property
-    def _options(self) -> LmEvalOptions | HelmOptions | AlpacaEvalOptions | LevanterOptions | None:
-        """Those of the evaluator in use, if it has any."""
-        return {
-            "lm_evaluation_harness": self.lm_eval,
-            "helm": self.helm,
-            "alpaca_eval": self.alpaca_eval,
-            "levanter_lm_evaluation_harness": self.levanter,
-        }.get(self.evaluator)
+    def native(self) -> bool:
+        """Whether the evaluator loads the checkpoint itself, so that nothing has to serve it."""
+        return isinstance(self.evaluator, NativeOptions)
 
     @property
-    def native(self) -> bool:
-        """Whether the evaluator loads the checkpoint itself, so that nobody has to serve it."""
-        return self.evaluator == _NATIVE
+    def native_reference(self) -> str | None:
+        """A Hugging Face folder of the model, named for checkpoints in Levanter's own layout."""
+        return self.evaluator.reference if isinstance(self.evaluator, NativeOptions) else None
 
-    def natively(self) -> EvaluationConfig:
-        """The same benchmarks, evaluated by Levanter on the checkpoint itself."""
-        values = self.model_dump(exclude={"pool_config", "pool_name", "base_url", "served_model_name"})
+    def levanter_fallback(self) -> EvaluationConfig | None:
+        """Return the same evaluation by Levanter, where that is to take over from an engine; None where it is not."""
+        options = self.evaluator.levanter_fallback
+        if options is None:
+            return None
         resources = self.resource_config or (self.pool_config.resource_config if self.pool_config else None)
         changed = {
-            "evaluator": _NATIVE,
-            "without_prompt_logprobs": "refuse",
+            "evaluator": options,
             "resource_config": resources.model_copy(update={"replicas": 1}) if resources else None,
             "apply_chat_template": self.asks_in_chat,
             "model_name": self.run_name,
         }
-        return EvaluationConfig.model_validate({**values, **changed})
+        served = {"pool_config", "pool_name", "base_url", "served_model_name"}
+        return EvaluationConfig.model_validate({**self.model_dump(exclude={*served, "evaluator"}), **changed})
 
 
 def digest_of(content: Any) -> str:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 from collections import Counter
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import yaml
-from pydantic import Field, GetJsonSchemaHandler, ValidationError, field_validator, model_validator
+from pydantic import Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -22,18 +22,25 @@ from resources.errors import BadInput
 from resources.settings import settings
 from resources.storage import storage
 from tasks.spec.benchmark_sets import SUITE_DATA, BenchmarkNeeds, expanded, needs_of, split_by_kind
-from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig, EvaluatorName
+from tasks.spec.earlier_form import refuse_earlier_form
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.evaluators import (
+    DEFAULT_EVALUATOR,
+    EVALUATORS,
+    AnyEvaluator,
+    EvaluatorOptions,
+    Judge,
+    JudgedOptions,
+    LmEvalBenchmarkOptions,
+    NativeOptions,
+    options_kind,
+    spelled_out,
+)
+from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import name_of
-from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, Judge
-from tasks.spec.options_helm import HelmOptions
-from tasks.spec.options_levanter import LevanterOptions
-from tasks.spec.options_lm_eval import LmEvalOptions
 from tasks.spec.sinks import Sinks
 
-_LM_EVAL: EvaluatorName = "lm_evaluation_harness"
 _ENGINE_KWARGS: dict[str, Any] = {"max_model_len": 4096}
-_LM_EVAL_OPTIONS = LmEvalOptions(max_gen_toks=4096)
-_OPTIONS = {"lm_eval", "helm", "alpaca_eval", "levanter"}
 
 
 class SuiteEvaluation(Config):
@@ -41,26 +48,26 @@ class SuiteEvaluation(Config):
 
     label: str
     """What it is called within the suite."""
-    evaluator: EvaluatorName = _LM_EVAL
-    """The harness that asks the questions and scores the answers."""
+    evaluator: AnyEvaluator = Field(default=DEFAULT_EVALUATOR, validate_default=True)
+    """The harness that asks the questions and scores the answers: its name, or its options with its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
     """Benchmarks: the name of a set, which is written in capitals, or a list of such names and of benchmarks."""
     apply_chat_template: bool | None = None
     """Ask through the model's chat template; as the pool says when unset."""
     max_eval_instances: int | None = Field(default=None, ge=1)
     """Questions per benchmark, unless the request says another number."""
-    without_prompt_logprobs: Literal["refuse", "levanter"] = "refuse"
-    """Where the engine returns no log-probabilities of prompts: refuse, or let Levanter evaluate the checkpoint."""
     texts: str | None = None
     """A folder of benchmarks with texts that `assay stage` prepares, in place of benchmarks_path."""
-    lm_eval: LmEvalOptions = _LM_EVAL_OPTIONS
-    """What lm-eval is told beyond the benchmarks."""
-    helm: HelmOptions = HelmOptions()
-    """What HELM is told beyond the run entries."""
-    alpaca_eval: AlpacaEvalOptions = AlpacaEvalOptions()
-    """What AlpacaEval is told beyond the instructions."""
-    levanter: LevanterOptions = LevanterOptions()
-    """What the native evaluation is told beyond the benchmarks."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _written_as_now(cls, values: Any) -> Any:
+        return refuse_earlier_form(values)
+
+    @field_validator("evaluator", mode="before")
+    @classmethod
+    def _with_defaults_of_suites(cls, evaluator: Any) -> Any:
+        return _with_defaults(evaluator)
 
     @field_validator("label")
     @classmethod
@@ -75,10 +82,18 @@ class SuiteEvaluation(Config):
     @property
     def needs(self) -> BenchmarkNeeds:
         """What its benchmarks need; for other harnesses than lm-eval's only the examples are known."""
-        if self.evaluator in (_LM_EVAL, "levanter_lm_evaluation_harness"):
+        if isinstance(self.evaluator, LmEvalBenchmarkOptions):
             return needs_of(self.evals)
         fewshot = max(task.num_fewshot or 0 for task in self.evals)
         return BenchmarkNeeds(fewshot=fewshot, prompt_logprobs=False, generates=True)
+
+
+def _with_defaults(evaluator: Any) -> Any:
+    """Return what stands under `evaluator` with the options that have another default in suites."""
+    content = spelled_out(evaluator)
+    if not isinstance(content, dict) or content["name"] not in EVALUATORS:
+        return content
+    return {**options_kind(content["name"]).in_suites, **content}
 
 
 class Suite(Config):
@@ -215,38 +230,7 @@ def load_suite(name_or_file: str) -> Suite:
     """
     if not name_or_file.endswith((".yaml", ".yml", ".json")):
         return built_in_suite(name_or_file)
-    try:
-        content = yaml.safe_load(storage.read_bytes(name_or_file))
-        return Suite.model_validate(content)
-    except FileNotFoundError:
-        raise BadInput(expected="a file with a suite", found=f"{name_or_file} is not there", remedy=_LOOK) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(
-            expected=f"YAML in {name_or_file}", found=str(error), remedy="correct the line it names"
-        ) from error
-    except ValidationError as error:
-        raise BadInput(
-            expected=f"a valid suite in {name_or_file}",
-            found="; ".join(_described(problem) for problem in error.errors()),
-            remedy=_LOOK,
-        ) from error
-
-
-_LOOK = "correct what is named; docs/how-to/run-a-suite.md has an example"
-
-
-def _described(problem: Any) -> str:
-    place, message = ".".join(map(str, problem["loc"])), problem["msg"].removeprefix("Value error, ")
-    if problem["type"] != "extra_forbidden":
-        return f"{place}: {message}" if place else message
-    known = [
-        *EvalTaskConfig.model_fields,
-        *SuiteEvaluation.model_fields,
-        *Suite.model_fields,
-        *LmEvalOptions.model_fields,
-    ]
-    near = difflib.get_close_matches(str(problem["loc"][-1]), known, n=1, cutoff=0.5)
-    return f"{place}: unknown key" + (f"; did you mean {near[0]}?" if near else "")
+    return load_config(name_or_file, Suite)
 
 
 @cache
@@ -276,8 +260,10 @@ def built_in_suite(name: str) -> Suite:
 @cache
 def _contents() -> dict[str, Any]:
     listed = yaml.safe_load((SUITE_DATA / "suites.yaml").read_text(encoding="utf-8"))
-    for options in (one["helm"] for content in listed for one in content["evaluations"] if "helm" in one):
-        options["run_specs_path"] = str(SUITE_DATA / options["run_specs_path"])
+    for one in (one for content in listed for one in content["evaluations"]):
+        options = spelled_out(one.get("evaluator", {}))
+        if "run_specs_path" in options:
+            one["evaluator"] = {**options, "run_specs_path": str(SUITE_DATA / options["run_specs_path"])}
     return {content["name"]: content for content in listed}
 
 
@@ -287,12 +273,12 @@ def texts_folder(name: str) -> str:
 
 
 def _parts(one: SuiteEvaluation) -> tuple[SuiteEvaluation, ...]:
-    if one.without_prompt_logprobs == "refuse":
+    if one.evaluator.levanter_fallback is None:
         return (one,)
     choices, others = split_by_kind(one.evals)
     parts = (
         one.model_copy(update={"evals": choices}),
-        one.model_copy(update={"evals": others, "without_prompt_logprobs": "refuse"}),
+        one.model_copy(update={"evals": others, "evaluator": one.evaluator.without_fallback()}),
     )
     return tuple(part for part in parts if part.evals)
 
@@ -323,41 +309,33 @@ def _config(one: SuiteEvaluation, request: SuiteRequest, served: dict[str, Any],
         "model_path": request.model_path,
         "model_name": request.model_name,
         "evaluation_path": request.evaluation_path,
-        "evaluator": one.evaluator,
+        "evaluator": _options(one.evaluator, request),
         "evals": one.evals,
         "max_eval_instances": request.max_eval_instances or one.max_eval_instances,
         "apply_chat_template": (
             one.apply_chat_template if request.apply_chat_template is None else request.apply_chat_template
         ),
-        "without_prompt_logprobs": one.without_prompt_logprobs,
         "benchmarks_path": request.benchmarks_path or _staged(one, suite=suite),
         "resource_config": request.resource_config,
         "sinks": request.sinks,
         "wandb_tags": (*request.wandb_tags, f"suite={suite}"),
-        **{name: getattr(one, name) for name in _OPTIONS},
     }
-    allowed = (*one.lm_eval.allow_code_execution, *request.allow_code_execution)
-    content["lm_eval"] = one.lm_eval.model_copy(update={"allow_code_execution": allowed})
-    if request.judge is not None:
-        content["alpaca_eval"] = one.alpaca_eval.model_copy(update={"judge": _judge(one, request.judge)})
     if request.timeout_seconds is not None:
         content["timeout_seconds"] = request.timeout_seconds
-    if one.evaluator != "levanter_lm_evaluation_harness":
+    if not isinstance(one.evaluator, NativeOptions):
         content.update(served)
-    try:
-        return EvaluationConfig.model_validate(content)
-    except ValidationError as error:
-        problems = [f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}" for problem in error.errors()]
-        raise BadInput(
-            expected=f"a request that fits {one.label} of the suite {suite}",
-            found="; ".join(problem.removeprefix(": ") for problem in problems),
-            remedy="correct what is named",
-        ) from error
+    return build_config(content, EvaluationConfig, source=f"a request for {one.label} of the suite {suite}")
 
 
-def _judge(one: SuiteEvaluation, wanted: Judge) -> Judge:
-    """Who the request names, asked the way the suite says unless the request says that too."""
-    return Judge.model_validate({**one.alpaca_eval.judge.model_dump(), **wanted.model_dump(exclude_unset=True)})
+def _options(options: EvaluatorOptions, request: SuiteRequest) -> EvaluatorOptions:
+    """Return a suite's options with what the request says: who judges, and which benchmarks may run code."""
+    if isinstance(options, LmEvalBenchmarkOptions):
+        allowed = (*options.allow_code_execution, *request.allow_code_execution)
+        return options.model_copy(update={"allow_code_execution": allowed})
+    if isinstance(options, JudgedOptions) and request.judge is not None:
+        asked = {**options.judge.model_dump(), **request.judge.model_dump(exclude_unset=True)}
+        return options.model_copy(update={"judge": Judge.model_validate(asked)})
+    return options
 
 
 def _staged(one: SuiteEvaluation, *, suite: str) -> str | None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import cast
 
 import pytest
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import ENVIRONMENTS
 from resources.errors import HarnessOutputInvalid
-from tasks.evaluators.evaluator import EvaluatedModel, Evaluator
-from tasks.evaluators.registry import EVALUATORS
-from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig, EvaluatorName
+from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, evaluator_named
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import EVALUATORS, is_native, options_kind
 
 KEY = "sk-a-key-that-nobody-may-see"
 PYTHON = Path("/environment/bin/python")
@@ -27,20 +26,21 @@ BENCHMARKS: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture(params=sorted(EVALUATORS))
-def name(request: pytest.FixtureRequest) -> EvaluatorName:
-    return cast("EvaluatorName", request.param)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.fixture
-def evaluator(name: EvaluatorName) -> Evaluator:
-    return EVALUATORS[name]
+def evaluator(name: str) -> Evaluator:
+    return evaluator_named(name)
 
 
 @pytest.fixture
-def config(name: EvaluatorName, evaluator: Evaluator) -> EvaluationConfig:
-    evals = tuple(EvalTaskConfig(name=benchmark) for benchmark in BENCHMARKS[name])
+def config(name: str, evaluator: Evaluator) -> EvaluationConfig:
+    evals = [{"name": benchmark} for benchmark in BENCHMARKS[name]]
     base_url = "http://127.0.0.1:9/v1" if evaluator.needs_endpoint else None
-    return EvaluationConfig(evaluator=name, model_path="checkpoint", base_url=base_url, evals=evals)
+    given = {"evaluator": name, "model_path": "checkpoint", "base_url": base_url, "evals": evals}
+    return EvaluationConfig.model_validate(given)
 
 
 @pytest.fixture
@@ -65,8 +65,9 @@ def local_checkpoint(**changes) -> LocalCheckpoint:
     return LocalCheckpoint(**{"name": "run-100", "uri": "/runs/run/hf/step-100", **changes})
 
 
-def test_evaluator_is_registered_under_its_own_name(name: EvaluatorName, evaluator: Evaluator):
-    assert evaluator.name == name
+def test_evaluator_is_registered_under_its_own_name(name: str, evaluator: Evaluator):
+    assert evaluator.name == options_kind(name).model_validate({}).name == name
+    assert evaluator.needs_endpoint != is_native(name)
 
 
 def test_evaluator_environment_is_one_there_is(evaluator: Evaluator, config: EvaluationConfig):

@@ -147,7 +147,7 @@ def test_log_likelihoods_go_to_levanter_where_the_engine_has_none_and_agree_with
         refused = demo.run("evaluate", "--config", str(config))
         assert refused.returncode == 2
         assert "log-probabilities of the prompt" in refused.stderr
-        config.write_text(json.dumps({**content, "without_prompt_logprobs": "levanter"}))
+        config.write_text(json.dumps({**content, "evaluator": {"without_prompt_logprobs": "levanter"}}))
         done = demo.run("evaluate", "--config", str(config))
         assert done.returncode == 0, done.stdout + done.stderr
         again = demo.run("evaluate", "--config", str(config))

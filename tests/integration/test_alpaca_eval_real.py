@@ -66,11 +66,10 @@ def tokenizer(tmp_path: Path) -> Path:
 
 def make_config(options: dict[str, Any] = OURS, **changes: Any) -> EvaluationConfig:
     given = {
-        "evaluator": "alpaca_eval",
+        "evaluator": {"name": "alpaca_eval", **options},
         "model_path": "checkpoint",
         "base_url": "http://unused/v1",
         "evals": (EvalTaskConfig(name=DEMO),),
-        "alpaca_eval": options,
     }
     return EvaluationConfig(**{**given, **changes})
 

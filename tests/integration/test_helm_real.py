@@ -222,7 +222,9 @@ def write_deployment(folder: Path, engine: FakeEngine, tokenizer: Path) -> None:
 
 async def test_dead_requests_withhold_the_score_and_only_their_runs_are_asked_again(tmp_path: Path, evaluate: Evaluate):
     benchmarks = str(write_questions(tmp_path / "benchmarks"))
-    config = make_config("simple_mcqa", shapes(), benchmarks_path=benchmarks, helm={"request_retries": 0})
+    config = make_config(
+        "simple_mcqa", shapes(), benchmarks_path=benchmarks, evaluator={"name": "helm", "request_retries": 0}
+    )
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         engine.faults.status_count = 2
@@ -236,7 +238,9 @@ async def test_dead_requests_withhold_the_score_and_only_their_runs_are_asked_ag
         resumed = await evaluate(model, config, tmp_path / "attempt-2")
         assert engine.stats.requests == 8 + 5
         verify_counts(resumed)
-        unshared = config.model_copy(update={"helm": config.helm.model_copy(update={"skip_completed_runs": False})})
+        unshared = config.model_copy(
+            update={"evaluator": config.evaluator.model_copy(update={"skip_completed_runs": False})}
+        )
         assert (await evaluate(model, unshared, tmp_path / "attempt-3")).metrics == resumed.metrics
         assert engine.stats.requests == 8 + 5 + 8
     both = [list(read_samples(str(tmp_path / attempt / SAMPLES_NAME))) for attempt in ("attempt-2", "attempt-3")]
@@ -265,9 +269,9 @@ async def test_first_dead_request_ends_it_where_exit_on_error_is_set(tmp_path: P
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.status_count = 1_000_000
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), capacity=1)
-        options = {"exit_on_error": True, "request_retries": 0}
+        options = {"name": "helm", "exit_on_error": True, "request_retries": 0}
         with pytest.raises(HarnessFailed, match="simple_mcqa"):
-            await evaluate(model, make_config("simple_mcqa", helm=options), tmp_path / "output")
+            await evaluate(model, make_config("simple_mcqa", evaluator=options), tmp_path / "output")
         assert engine.stats.requests == 1
 
 
@@ -309,13 +313,17 @@ async def test_file_of_run_entries_is_filtered_and_its_models_are_replaced(
         ]
         """
     )
-    options = {"run_specs_path": str(entries), "priority": 2}
-    given = {"helm": options, "max_eval_instances": 2, "benchmarks_path": str(write_questions(tmp_path / "benchmarks"))}
+    options = {"name": "helm", "run_specs_path": str(entries), "priority": 2}
+    given = {
+        "evaluator": options,
+        "max_eval_instances": 2,
+        "benchmarks_path": str(write_questions(tmp_path / "benchmarks")),
+    }
     joint = {"method": "multiple_choice_joint"}
     config = make_config("simple_mcqa", shapes(task_kwargs={}), shapes(task_kwargs=joint, task_alias="joint"), **given)
     Helm().check(config, python=python)
     with pytest.raises(UnknownBenchmark, match="simple_mcqa"):
-        Helm().check(make_config("simple_mcq", helm=options), python=python)
+        Helm().check(make_config("simple_mcq", evaluator=options), python=python)
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         parsed = await evaluate(model, config, tmp_path / "output")

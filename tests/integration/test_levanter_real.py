@@ -279,7 +279,14 @@ def test_levanter_bfloat16_is_close_but_not_the_same(exported: Path, exact: tupl
     def first(output: Path) -> float:
         return float(raw_samples(output, "demo_facts")[0]["resps"][0][0][0])
 
-    run(exported, make_config("demo_facts", max_eval_instances=1, levanter={"precision": "p=f32,c=bfloat16"}))
+    run(
+        exported,
+        make_config(
+            "demo_facts",
+            max_eval_instances=1,
+            evaluator={"name": "levanter_lm_evaluation_harness", "precision": "p=f32,c=bfloat16"},
+        ),
+    )
     assert first(run.output) == pytest.approx(first(exact[0].output), rel=0.05)
     assert first(run.output) != first(exact[0].output)
 

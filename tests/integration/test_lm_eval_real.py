@@ -22,10 +22,10 @@ from resources.settings import process_environment
 from tasks.evaluators.harness import Progress, verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.index import listed_benchmarks
+from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.records.record import Counts
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 from tasks.spec.evaluation import EvalTaskConfig
-from tasks.spec.options_lm_eval import LmEvalOptions
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
@@ -212,7 +212,7 @@ async def test_endpoint_that_has_only_chat_is_asked_with_messages(tmp_path: Path
     config = make_config(
         EvalTaskConfig(name="kind_words", task_kwargs={"generation_kwargs": {"until": stops}}),
         benchmarks_path=str(KINDS),
-        lm_eval=LmEvalOptions(endpoint="chat_completions"),
+        evaluator=LmEvalOptions(endpoint="chat_completions"),
     )
     output = tmp_path / "output"
     async with FakeEngine(models=("m",)) as engine:
@@ -237,7 +237,7 @@ async def test_length_of_answers_is_the_options_where_a_benchmark_sets_none(
         *free.evals,
         EvalTaskConfig(name="free", task_alias="set", task_kwargs={"generation_kwargs": {"max_gen_toks": 7}}),
     )
-    config = make_config(*evals, benchmarks_path=free.benchmarks_path, lm_eval=LmEvalOptions(max_gen_toks=asked))
+    config = make_config(*evals, benchmarks_path=free.benchmarks_path, evaluator=LmEvalOptions(max_gen_toks=asked))
     async with FakeEngine(models=("m",)) as engine:
         verify_counts(await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path / "output"))
         assert {json.loads(body)["max_tokens"] for body in engine.bodies} == {sent, 7}
@@ -285,7 +285,7 @@ async def test_endpoint_that_answers_with_no_text_is_withheld_not_scored_as_wron
     app.add_routes([web.post("/v1/completions", no_text), web.post("/v1/chat/completions", no_text)])
     async with TestServer(app) as server:
         model = make_model(FakeEngine(port=server.port or 0), tokenizer)
-        config = make_config(DEMO[1], lm_eval=LmEvalOptions(endpoint=endpoint))
+        config = make_config(DEMO[1], evaluator=LmEvalOptions(endpoint=endpoint))
         parsed = await lm_eval.evaluate(model, config, tmp_path / "output")
     assert parsed.counts == Counts(requested=10, answered=0, scored=0)
 

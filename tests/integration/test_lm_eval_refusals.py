@@ -17,10 +17,10 @@ from fakes.tokenizers import write_byte_tokenizer
 from resources.errors import AssayError, BadInput, EndpointUnusable, EnvironmentBuildFailed
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.records.record import Counts
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
-from tasks.spec.options_lm_eval import LmEvalOptions
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
@@ -64,7 +64,7 @@ def long_and_short(folder: Path, **content: Any) -> EvaluationConfig:
 
 
 def with_policy(config: EvaluationConfig, policy: Any) -> EvaluationConfig:
-    return config.model_copy(update={"lm_eval": LmEvalOptions(long_prompts=policy)})
+    return config.model_copy(update={"evaluator": LmEvalOptions(long_prompts=policy)})
 
 
 async def test_long_prompts_are_cut_on_the_left_and_counted_unless_told_otherwise(
@@ -155,7 +155,7 @@ async def test_endpoint_known_to_have_no_prompt_logprobs_is_refused_before_any_r
 async def test_log_likelihoods_of_an_endpoint_that_has_only_chat_are_refused(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path
 ):
-    config = make_config(*DEMO, lm_eval=LmEvalOptions(endpoint="chat_completions"))
+    config = make_config(*DEMO, evaluator=LmEvalOptions(endpoint="chat_completions"))
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer, kind=EndpointUnusable)
     assert "demo_facts" in error.expected and "chat_completions" in error.found
 
@@ -226,9 +226,9 @@ async def test_benchmark_that_runs_code_is_refused_before_it_is_even_imported(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path, code: Path, name: str, allowed: tuple[str, ...]
 ):
     options = LmEvalOptions(allow_code_execution=allowed)
-    config = make_config(name, benchmarks_path=str(code), lm_eval=options)
+    config = make_config(name, benchmarks_path=str(code), evaluator=options)
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
-    assert f"lm_eval.allow_code_execution to name {name}" in error.expected
+    assert f"evaluator.allow_code_execution to name {name}" in error.expected
     assert not (code / "imported").exists()
 
 
@@ -237,7 +237,7 @@ async def test_benchmark_that_is_allowed_by_name_runs_code(
     tmp_path: Path, lm_eval: Harness, tokenizer: Path, code: Path, name: str, allowed: str
 ):
     config = make_config(
-        name, benchmarks_path=str(code), lm_eval=LmEvalOptions(allow_code_execution=(allowed,)), max_eval_instances=2
+        name, benchmarks_path=str(code), evaluator=LmEvalOptions(allow_code_execution=(allowed,)), max_eval_instances=2
     )
     async with FakeEngine(models=("m",)) as engine:
         parsed = await lm_eval.evaluate(make_model(engine, tokenizer), config, tmp_path / "output")
@@ -250,7 +250,7 @@ def test_check_knows_which_benchmarks_of_lm_eval_run_code(lm_eval: Harness):
         with pytest.raises(BadInput, match=f"allow_code_execution to name {name}"):
             LmEval().check(make_config(name), python=lm_eval.python)
     LmEval().check(
-        make_config("humaneval", lm_eval=LmEvalOptions(allow_code_execution=("humaneval",))), python=lm_eval.python
+        make_config("humaneval", evaluator=LmEvalOptions(allow_code_execution=("humaneval",))), python=lm_eval.python
     )
 
 

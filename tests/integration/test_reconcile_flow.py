@@ -31,7 +31,6 @@ from resources.errors import EvaluationIncomplete, EvaluationInterrupted
 from resources.settings import process_environment
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.levanter.evaluator import Levanter
-from tasks.evaluators.registry import EVALUATORS
 from tasks.gates.gate import Gate
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
@@ -250,7 +249,7 @@ def test_cell_that_our_own_code_breaks_is_given_up_after_the_retries_of_the_poli
     tmp_path: Path, prefect_api: str, monkeypatch: pytest.MonkeyPatch
 ):
     levanter = "levanter_lm_evaluation_harness"
-    monkeypatch.setitem(EVALUATORS, levanter, Unreadable(program=None))
+    monkeypatch.setattr("tasks.evaluators.levanter.evaluator.EVALUATOR", Unreadable(program=None))
     with watched(tmp_path, prefect_api) as run:
         run.write_checkpoint(1)
         evaluation = {"label": "facts", "evaluator": levanter, "evals": ["demo_facts"]}

@@ -23,8 +23,8 @@ from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import StagingIncomplete
 from resources.settings import process_environment, settings
+from tasks.evaluators.evaluator import evaluator_of
 from tasks.evaluators.harness import run_harness, verify_counts
-from tasks.evaluators.registry import EVALUATORS
 from tasks.offline.stage import fill_from, share_staged, stage
 from tasks.offline.wanted import Wanted
 from tasks.spec.evaluation import EvaluationConfig
@@ -195,20 +195,19 @@ BABI = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
 """Where HELM looks for it; the stand-in answers in the place of the network's proxy."""
 REVIEWS = "maritaca-ai/imdb_pt"
 HELM_EVALUATIONS = [
-    {"label": "reviews", "evaluator": "helm", "evals": ["imdb_ptbr"], "helm": {"site": False}},
+    {"label": "reviews", "evaluator": {"name": "helm", "site": False}, "evals": ["imdb_ptbr"]},
     {
         "label": "stories",
-        "evaluator": "helm",
+        "evaluator": {"name": "helm", "site": False},
         "evals": [{"name": "babi_qa", "num_fewshot": 1, "task_kwargs": {"task": 1}}],
-        "helm": {"site": False},
     },
 ]
 ALPACA_EVALUATION = {
     "label": "alpaca",
-    "evaluator": "alpaca_eval",
     "evals": ["alpaca_eval"],
     "apply_chat_template": True,
-    "alpaca_eval": {
+    "evaluator": {
+        "name": "alpaca_eval",
         "judge": {"annotator": "demo_verdict", "constrained": True},
         "generation_params": {"temperature": 0, "max_new_tokens": 8},
     },
@@ -263,7 +262,7 @@ def write_suite(folder: Path, *evaluations: dict[str, Any], **content: Any) -> s
 
 def scored(config: EvaluationConfig, base_url: str, folder: Path, client: LocalClient) -> dict[str, int | None]:
     """Questions behind each metric, after the harness itself has evaluated."""
-    evaluator = EVALUATORS[config.evaluator]
+    evaluator = evaluator_of(config)
     python = ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python
     model = RunningModel(
         base_url=base_url,

@@ -27,12 +27,13 @@ from flows.cli.app import app
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import UnknownBenchmark
 from resources.settings import deployment_data, process_environment, settings
+from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.index import listed_benchmarks
 from tasks.offline.texts import stage_texts, text_source
 from tasks.records.record import Record
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of
 from tasks.spec.evaluation import EvalTaskConfig
-from tasks.spec.options_alpaca_eval import Judge
+from tasks.spec.evaluators import Judge, options_as
 from tasks.spec.suites import SuiteRequest, load_suite
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
@@ -218,7 +219,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.usefixtures("prefect_api")
 def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_path: Path, served: Served, machine: Path):
-    entries = load_suite("helm").evaluations[0].helm.run_specs_path
+    entries = options_as(HelmOptions, load_suite("helm").evaluations[0].evaluator).run_specs_path
     subjects = re.findall("subject=([a-z_]+)", Path(str(entries)).read_text())
     for split in ("dev", "val", "test"):  # as `assay stage` leaves them
         folder = machine / "helm" / "scenarios" / "mmlu" / "data" / split

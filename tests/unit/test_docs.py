@@ -40,17 +40,18 @@ from resources.regions.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoints.rules import CheckpointRule
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
+from tasks.evaluators.helm.options import HelmOptions
+from tasks.evaluators.levanter.options import LevanterComputation, LevanterOptions
+from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
 from tasks.sinks.backlog import sinks_in
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
+from tasks.spec.evaluators import Judge
 from tasks.spec.loading import load_config
-from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
-from tasks.spec.options_helm import HelmOptions
-from tasks.spec.options_levanter import LevanterOptions
-from tasks.spec.options_lm_eval import LmEvalOptions
 from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
@@ -84,7 +85,7 @@ GENERATED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(
 
 MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
-    *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterOptions),
+    *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterOptions, LevanterComputation),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
     *(Policy, PolicySuite, CheckpointRule, RetryBudget),
     *(Gate, BoundRule, BaselineRule),

@@ -17,6 +17,7 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS, check_instructions, instruction_sets
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.alpaca_eval.results import folder_of, read_results, read_samples
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records.samples import Sample
@@ -59,7 +60,7 @@ class AlpacaEval:
     ) -> HarnessCommand:
         """Our program with a job file that holds all but the keys; the model judges itself where there is no judge."""
         assert isinstance(model, RunningModel), "AlpacaEval asks an endpoint"
-        options = config.alpaca_eval
+        options = config.options(AlpacaEvalOptions)
         remote = bool(copied_benchmarks(config))
         judged_by = judge or model
         same_endpoint = (judged_by.base_url, judged_by.api_key) == (model.base_url, model.api_key)
@@ -154,7 +155,7 @@ def _sampling(config: EvaluationConfig, model: RunningModel, *, model_params: di
     room = model.max_model_len // 2 if model.max_model_len else _DEFAULT_NEW_TOKENS
     return {
         "max_new_tokens": max(1, min(_DEFAULT_NEW_TOKENS, room)),
-        **config.alpaca_eval.sampling(model_params),
+        **config.options(AlpacaEvalOptions).sampling(model_params),
     }
 
 
@@ -164,7 +165,7 @@ def _absolute(path: str | None) -> str | None:
 
 def _path_here(uri: str | None, config: EvaluationConfig, *, remote: bool) -> str | None:
     """Where the program finds a set; a benchmarks folder in a store is copied into its working folder."""
-    if remote and uri is not None and config.alpaca_eval.instructions_path is None:
+    if remote and uri is not None and config.options(AlpacaEvalOptions).instructions_path is None:
         return f"{COPIED}/{storage.basename(uri)}"
     return _absolute(uri)
 
@@ -178,7 +179,7 @@ def _annotator_folders(config: EvaluationConfig) -> list[str]:
 
 def _check_annotator(config: EvaluationConfig, python: Path) -> None:
     """Only where the environment is built already: else the program finds out."""
-    wanted = config.alpaca_eval.judge.annotator
+    wanted = config.options(AlpacaEvalOptions).judge.annotator
     own = [config.benchmarks_path] if config.benchmarks_path else []
     if any(storage.exists(storage.join(place, wanted, "configs.yaml")) for place in (*own, str(_BUNDLED_ANNOTATORS))):
         return
@@ -190,5 +191,8 @@ def _check_annotator(config: EvaluationConfig, python: Path) -> None:
     raise BadInput(
         expected=f"a configuration of a judge: {', '.join(sorted(names))}; or a folder in benchmarks_path",
         found=f"{wanted!r}" + (f"; did you mean {' or '.join(close)}?" if close else ""),
-        remedy="Correct alpaca_eval.judge.annotator",
+        remedy="Correct evaluator.judge.annotator",
     )
+
+
+EVALUATOR = AlpacaEval()

@@ -12,6 +12,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from resources.errors import BadInput, UnknownBenchmark
 from resources.storage import storage
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
@@ -42,7 +43,7 @@ _INSTRUCTIONS: TypeAdapter[list[Instruction]] = TypeAdapter(list[Instruction])
 
 def instruction_sets(config: EvaluationConfig) -> tuple[InstructionSet, ...]:
     """The sets of an evaluation, by the names in `evals`; looks nothing up."""
-    options = config.alpaca_eval
+    options = config.options(AlpacaEvalOptions)
     return tuple(
         InstructionSet(task.metric_key, options.instructions_path or _uri(task, config), options.reference_outputs_path)
         for task in config.evals
@@ -63,7 +64,7 @@ def check_instructions(config: EvaluationConfig) -> None:
         BadInput: a file is no list of instructions, or outputs to compare with are missing.
         StorageError: a file cannot be read.
     """
-    options = config.alpaca_eval
+    options = config.options(AlpacaEvalOptions)
     given = (options.instructions_path, options.reference_outputs_path, options.length_control_path)
     remote = [path for path in given if path is not None and not storage.is_local(path)]
     if remote:
@@ -90,7 +91,7 @@ def check_instructions(config: EvaluationConfig) -> None:
             raise BadInput(
                 expected=f"neither num_fewshot nor task_kwargs for {task.name}: AlpacaEval has no use for them",
                 found="at least one of them",
-                remedy="Leave them out; how outputs are sampled stands in alpaca_eval.generation_params",
+                remedy="Leave them out; how outputs are sampled stands in evaluator.generation_params",
             )
         references = _read(chosen.references, what="outputs to compare with") if chosen.references else None
         if chosen.uri is None:
@@ -108,7 +109,7 @@ def _check_references(chosen: InstructionSet, instructions: list[Instruction], g
         raise BadInput(
             expected=f"an output to compare with for each instruction of {chosen.key}",
             found=f"none for {len(missing)} of {len(instructions)} in {chosen.references or chosen.uri}",
-            remedy="Add them as `output`, or name a file that has them as alpaca_eval.reference_outputs_path",
+            remedy="Add them as `output`, or name a file that has them as evaluator.reference_outputs_path",
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.reading import invalid_results, read_result
 from tasks.records.record import Counts, Metric
@@ -80,7 +81,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         requested, answered, scored = requested + questions, answered + answers, scored + usable
         without = answers - usable if numbers else 0
         errors += without
-        if answers == questions and 0 < without <= config.alpaca_eval.max_judge_errors * questions:
+        if answers == questions and 0 < without <= config.options(AlpacaEvalOptions).max_judge_errors * questions:
             left_out += without
         metrics += _metrics(key, numbers, judged=usable, answered=answers)
     if requested == answered and scored + left_out == requested and not _has_win_rates(plan, metrics):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from tasks.evaluators.helm.options import HelmOptions
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
@@ -54,7 +55,7 @@ def check_entries(config: EvaluationConfig, *, python: Path) -> None:
         HarnessFailed: HELM cannot list its run entries.
     """
     _check_folder(config)
-    path = config.helm.run_specs_path
+    path = config.options(HelmOptions).run_specs_path
     own = _own_names(config) if path is None else set()
     foreign = [task for task in config.evals if task.name not in own]
     if not foreign:

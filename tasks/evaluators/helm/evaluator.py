@@ -13,6 +13,7 @@ from pools.endpoint import RunningModel
 from resources.settings import process_environment, settings
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.helm.entries import check_entries, read_entries_file
+from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.helm.results import RESULTS_FOLDER, read_results, read_samples
 from tasks.records.record import SCOPE_NAME
 from tasks.records.samples import Sample
@@ -55,7 +56,7 @@ class Helm:
     ) -> HarnessCommand:
         """Our program with a job file that holds all but the key."""
         assert isinstance(model, RunningModel), "HELM asks an endpoint"
-        options = config.helm
+        options = config.options(HelmOptions)
         files = {}
         if options.run_specs_path is not None:
             files[_ENTRIES_FILE] = read_entries_file(options.run_specs_path).decode()
@@ -142,3 +143,6 @@ def _without_proxy(base_url: str) -> dict[str, str]:
         return {}
     present = process_environment()
     return {name: ",".join(filter(None, (present.get(name), host))) for name in ("NO_PROXY", "no_proxy")}
+
+
+EVALUATOR = Helm()

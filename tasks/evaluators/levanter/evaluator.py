@@ -19,6 +19,7 @@ from resources.errors import BadInput, HarnessOutputInvalid
 from resources.settings import settings
 from resources.storage import storage
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.index import local_benchmarks
 from tasks.evaluators.lm_eval.results import RESULTS_FOLDER, read_results
@@ -69,7 +70,7 @@ class Levanter:
     ) -> HarnessCommand:
         """Our program with a job file."""
         assert isinstance(model, LocalCheckpoint), "Levanter is given a checkpoint"
-        options = config.levanter
+        options = config.options(LevanterOptions)
         resources = config.resource_config or ResourceConfig()
         job = {
             "benchmarks": [
@@ -86,8 +87,8 @@ class Levanter:
             "apply_chat_template": config.asks_in_chat,
             "prompt_logprobs": True,
             "conversations": False,
-            "long_prompts": config.lm_eval.long_prompts,
-            "allow_code_execution": list(config.lm_eval.allow_code_execution),
+            "long_prompts": options.long_prompts,
+            "allow_code_execution": list(options.allow_code_execution),
             "device": resources.device.kind,
             "max_length": options.max_length,
             "precision": options.precision,
@@ -176,3 +177,6 @@ def _known_to_generate(config: EvaluationConfig) -> set[str]:
         if named and re.search(r"^output_type:\s*['\"]?generate_until\b", text, re.MULTILINE):
             names.add(named[1])
     return names
+
+
+EVALUATOR = Levanter()

@@ -13,11 +13,13 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput, UnknownBenchmark
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.lm_eval.index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
+from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.lm_eval.results import NO_ANSWER, RESULTS_FOLDER, read_results
 from tasks.evaluators.lm_eval.samples import read_samples
 from tasks.records.samples import Sample
 from tasks.spec.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks
 from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.evaluators import LmEvalBenchmarkOptions
 
 _JOB_FILE = "job.json"
 _PROMPTS_PER_REQUEST = 8
@@ -63,7 +65,7 @@ class LmEval:
     ) -> HarnessCommand:
         """Our program with a job file that holds all but the key."""
         assert isinstance(model, RunningModel), "lm-eval asks an endpoint"
-        options = config.lm_eval
+        options = config.options(LmEvalOptions)
         job = {
             "benchmarks": [
                 {
@@ -159,15 +161,15 @@ class LmEval:
 
 def _check_code(config: EvaluationConfig, run_code: set[str]) -> None:
     """An early look; the program looks again, into the parts of groups too, before anything is loaded."""
-    allowed = config.lm_eval.allow_code_execution
+    allowed = config.options(LmEvalBenchmarkOptions).allow_code_execution
     for task in config.evals:
         if task.name in run_code and not allowed:
             raise BadInput(
-                expected=f"lm_eval.allow_code_execution to name {task.name}, which runs code that the model writes on "
-                "this machine",
+                expected=f"evaluator.allow_code_execution to name {task.name}, which runs code that the model writes "
+                "on this machine",
                 found="an empty list",
-                remedy=f"Add {task.name} to lm_eval.allow_code_execution (--allow-code {task.name}) if the machine may "
-                "be put at risk, or leave it out",
+                remedy=f"Add {task.name} to evaluator.allow_code_execution (--allow-code {task.name}) if the machine "
+                "may be put at risk, or leave it out",
             )
 
 
@@ -180,3 +182,6 @@ def _unknown(name: str, *, own: OwnBenchmarks, known: list[str], place: str) -> 
         found=f"{name!r}; {hint}",
         remedy="Correct its name in evals, or set benchmarks_path to the folder with its YAML file",
     )
+
+
+EVALUATOR = LmEval()

@@ -14,10 +14,11 @@ from pools.endpoint import RunningModel
 from pools.engine.engines import engine_kwargs
 from resources.errors import BadInput, CountsDisagree, HarnessOutputInvalid, UnknownBenchmark
 from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.records.record import Counts
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
-from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, GenerationParams, Judge
+from tasks.spec.evaluators import Judge
 
 PYTHON = Path("/environment/bin/python")
 KEY, JUDGE_KEY = "sk-a-key-that-nobody-may-see", "sk-the-judges-key-that-nobody-may-see"
@@ -34,10 +35,9 @@ REFERENCE_SAMPLING = {
 
 def make_config(*evals: EvalTaskConfig, options: dict[str, Any] | None = None, **changes: Any) -> EvaluationConfig:
     given: dict[str, Any] = {
-        "evaluator": "alpaca_eval",
+        "evaluator": {"name": "alpaca_eval", **(options or {})},
         "model_path": "checkpoint",
         "evals": evals or (DEMO,),
-        "alpaca_eval": options or {},
     }
     return EvaluationConfig.model_validate({**given, **changes})
 
@@ -132,9 +132,9 @@ def test_judge_elsewhere_has_a_key_of_its_own_and_a_judge_in_the_same_pool_has_n
     assert variables(elsewhere) == {"OPENAI_API_KEY": KEY, "ASSAY_JUDGE_API_KEY": JUDGE_KEY}
 
 
-def test_what_is_measured_follows_content_and_judge_and_not_paths(tmp_path: Path) -> None:
+def test_score_inputs_follow_content_and_judge_and_not_paths(tmp_path: Path) -> None:
     def measured(**options: Any) -> dict[str, Any]:
-        return AlpacaEvalOptions(**options).what_is_measured()
+        return AlpacaEvalOptions(**options).score_inputs()
 
     row = {"instruction": "Say a.", "output": "a"}
     first, second = (write_set(tmp_path / name, row) for name in ("first.json", "second.json"))
@@ -147,7 +147,7 @@ def test_what_is_measured_follows_content_and_judge_and_not_paths(tmp_path: Path
 @pytest.mark.parametrize("name", ["instructions_path", "reference_outputs_path", "length_control_path"])
 def test_file_that_is_not_there_is_refused_with_its_path_and_breaks_no_hash(name: str, tmp_path: Path) -> None:
     config = make_config(options={name: str(tmp_path / "nowhere.json")})
-    assert config.what_is_measured() != make_config().what_is_measured()
+    assert config.score_inputs() != make_config().score_inputs()
     with pytest.raises(BadInput, match=r"nowhere\.json"):
         AlpacaEval().check(config, python=PYTHON)
 

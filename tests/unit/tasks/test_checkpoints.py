@@ -202,8 +202,8 @@ def test_native_checkpoint_that_is_not_whole_says_what_it_lacks(tmp_path: Path) 
     lacking = {step: " ".join(one.problems) for step, one in natives(run).items()}
     for step, problem in {1: "metadata.json is missing", 2: "names no step", 3: "no arrays"}.items():
         assert problem in lacking[step]
-        assert "levanter.reference" in lacking[step]
-    assert "levanter.reference" in lacking[4]
+        assert "evaluator.reference" in lacking[step]
+    assert "evaluator.reference" in lacking[4]
     assert not natives(run, reference=str(reference))[4].problems
     (reference / "tokenizer.json").unlink()
     assert "no tokenizer" in natives(run, reference=str(reference))[4].problems[0]

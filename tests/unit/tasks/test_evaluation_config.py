@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,9 +13,12 @@ from pydantic import ValidationError
 from pools.config import InferencePoolConfig, ModelConfig
 from resources.config import ResourceConfig
 from resources.errors import BadInput
+from tasks.evaluators.helm.options import HelmOptions
+from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.spec.benchmarks import benchmarks_digest
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.loading import load_config
+from tasks.spec.suites import load_suite
 
 MINIMAL = {"model_path": "/runs/run-a", "evals": [{"name": "demo_facts"}]}
 
@@ -114,7 +119,7 @@ def test_generation_params_that_nobody_knows_are_refused() -> None:
 
 def test_evaluation_hash_changes_with_what_can_change_a_score_only() -> None:
     def hash_of(**changes: object) -> str:
-        return digest_of(EvaluationConfig.model_validate({**MINIMAL, **changes}).what_is_measured())
+        return digest_of(EvaluationConfig.model_validate({**MINIMAL, **changes}).score_inputs())
 
     base = hash_of()
     assert base == hash_of(evaluation_path="/elsewhere", timeout_seconds=5, wandb_tags=["x"])
@@ -149,8 +154,11 @@ def write_yaml(folder: Path, content: object) -> str:
             {"pool_config": {"model": {"name": "m"}, "resource_config": {"device": {"kind": "gpu", "cout": 2}}}},
             "did you mean count?",
         ),
-        ({"zzz": 1}, "zzz: unknown key; known keys: alpaca_eval"),
+        ({"zzz": 1}, "zzz: unknown key; known keys: apply_chat_template"),
         ({"evals": []}, "at least 1 item"),
+        ({"evaluator": "helmet"}, "Input tag 'helmet' found using 'name' does not match any of the expected tags"),
+        ({"evaluator": {"name": "helm", "run_spec_path": "x"}}, "unknown key; did you mean run_specs_path?"),
+        ({"evaluator": {"name": "helm", "max_gen_toks": 9}}, "evaluator.helm.max_gen_toks: unknown key"),
         (
             {
                 "pool_config": {
@@ -193,3 +201,64 @@ def test_benchmarks_digest_follows_named_files_and_not_how_the_folder_is_written
     assert digest(f"{folder}/") == digest(f"file://{folder}") == first
     elsewhere.write_text("{} ")
     assert digest() != first
+
+
+def test_evaluator_is_written_as_its_name_or_as_its_options() -> None:
+    bare, whole = (
+        EvaluationConfig.model_validate({**MINIMAL, "evaluator": evaluator}) for evaluator in ("helm", {"name": "helm"})
+    )
+    assert bare == whole
+    assert bare.options(HelmOptions) == HelmOptions()
+    default = EvaluationConfig.model_validate(MINIMAL)
+    assert default == EvaluationConfig.model_validate({**MINIMAL, "evaluator": "lm_evaluation_harness"})
+    unnamed = EvaluationConfig.model_validate({**MINIMAL, "evaluator": {"max_gen_toks": 9}})
+    assert unnamed.options(LmEvalOptions).max_gen_toks == 9
+    for config in (default, unnamed, whole):
+        assert EvaluationConfig.model_validate_json(config.model_dump_json()) == config
+
+
+EARLIER = [
+    ({"lm_eval": {"max_gen_toks": 9}}, "{name: lm_evaluation_harness, max_gen_toks: 9}"),
+    ({"evaluator": "helm", "helm": {"priority": 2}}, "{name: helm, priority: 2}"),
+    (
+        {"evaluator": "alpaca_eval", "alpaca_eval": {"judge": {"model": "m", "pool_name": "j"}}},
+        "{name: alpaca_eval, judge: {model: m, pool_name: j}}",
+    ),
+    (
+        {
+            "evaluator": "levanter_lm_evaluation_harness",
+            "levanter": {"max_length": 9},
+            "lm_eval": {"long_prompts": "skip"},
+        },
+        "{name: levanter_lm_evaluation_harness, long_prompts: skip, max_length: 9}",
+    ),
+    ({"without_prompt_logprobs": "levanter"}, "{name: lm_evaluation_harness, without_prompt_logprobs: levanter}"),
+    (
+        {"without_prompt_logprobs": "levanter", "levanter": {"max_length": 9}},
+        "{name: lm_evaluation_harness, levanter: {max_length: 9}, without_prompt_logprobs: levanter}",
+    ),
+    ({"evaluator": "helm", "without_prompt_logprobs": "refuse"}, "helm"),
+    (
+        {"helm": {"priority": 2}},
+        "lm_evaluation_harness`, and leave out helm, which",
+    ),
+]
+
+
+@pytest.mark.parametrize(("earlier", "now"), EARLIER)
+def test_options_beside_the_evaluator_are_refused_with_how_to_write_them_now(
+    tmp_path: Path, earlier: dict[str, Any], now: str
+) -> None:
+    words = f"write instead `evaluator: {now}"
+    with pytest.raises(ValidationError, match=re.escape(words)):
+        EvaluationConfig.model_validate({**MINIMAL, **earlier})
+    with pytest.raises(BadInput) as caught:
+        load_config(write_yaml(tmp_path, {**MINIMAL, **earlier}), EvaluationConfig)
+    assert words in caught.value.found
+    suite = {"name": "mine", "description": "Mine.", "evaluations": [{"label": "a", "evals": ["x"], **earlier}]}
+    with pytest.raises(BadInput) as caught:
+        load_suite(write_yaml(tmp_path, suite))
+    assert words in caught.value.found
+    if " and leave out" not in now:
+        advised = yaml.safe_load(f"evaluator: {now}")
+        EvaluationConfig.model_validate({**MINIMAL, **advised})

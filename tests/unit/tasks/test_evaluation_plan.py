@@ -18,11 +18,13 @@ from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
 from tasks.checkpoints.discovery import find_checkpoints, select
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
+from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.running.cells import plan_cells
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import EndpointServing
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
-from tasks.spec.options_alpaca_eval import AlpacaEvalOptions, Judge
+from tasks.spec.evaluators import Judge
 
 
 def config(path: Path | str, output: Path | str, **changes: Any) -> EvaluationConfig:
@@ -85,13 +87,13 @@ def test_judge_is_the_models_own_pool_unless_another_one_is_named(tmp_path: Path
     judged = config(tmp_path, tmp_path, evaluator="alpaca_eval", base_url="http://127.0.0.1:1/v1")
     assert judge_of(judged, own) is own
     assert judge_of(config(tmp_path, tmp_path, base_url="http://127.0.0.1:1/v1"), own) is None
-    earlier = judged.model_copy(update={"alpaca_eval": AlpacaEvalOptions(judge=Judge(model="run-0"))})
+    earlier = judged.model_copy(update={"evaluator": AlpacaEvalOptions(judge=Judge(model="run-0"))})
     assert judge_of(earlier, own) == replace(own, model="run-0")
 
     async def judge_at(model: str) -> RunningModel | None:
         async with FakeEngine(models=("big-judge",)) as engine:
             options = AlpacaEvalOptions(judge=Judge(base_url=f"{engine.url}/v1", model=model))
-            elsewhere = judged.model_copy(update={"alpaca_eval": options})
+            elsewhere = judged.model_copy(update={"evaluator": options})
             found = await asyncio.to_thread(judge_of, elsewhere, own)
             assert found is not None
             assert found.base_url == f"{engine.url}/v1"
@@ -104,7 +106,7 @@ def test_judge_is_the_models_own_pool_unless_another_one_is_named(tmp_path: Path
         asyncio.run(judge_at("bigger-judge"))
     gone = AlpacaEvalOptions(judge=Judge(base_url="http://127.0.0.1:9/v1", model="m"))
     with pytest.raises(EndpointUnusable):
-        judge_of(judged.model_copy(update={"alpaca_eval": gone}), own)
+        judge_of(judged.model_copy(update={"evaluator": gone}), own)
 
 
 def test_judge_without_a_place_or_with_two_is_refused() -> None:
@@ -119,16 +121,19 @@ def test_native_evaluation_of_a_cell_keeps_run_benchmarks_and_resources(tmp_path
         tmp_path / "run-a",
         tmp_path / "out",
         model_name="run-a",
-        without_prompt_logprobs="levanter",
+        evaluator={"without_prompt_logprobs": "levanter", "levanter": {"max_length": 99}, "long_prompts": "skip"},
         pool_config={"resource_config": {"cpu": 3}, "model": {"name": "run-a"}},
     )
-    native = served.natively()
+    native = served.levanter_fallback()
+    assert native is not None and config(tmp_path / "run-a", tmp_path / "out").levanter_fallback() is None
+    options = native.options(LevanterOptions)
+    assert (options.max_length, options.long_prompts) == (99, "skip")
     assert native.native
     assert native.pool_config is None
     assert (native.run_name, native.evals, native.evaluation_path) == ("run-a", served.evals, served.evaluation_path)
     assert native.resource_config is not None
     assert native.resource_config.cpu == 3
-    assert native.what_is_measured() != served.what_is_measured()
+    assert native.score_inputs() != served.score_inputs()
 
 
 def test_steps_that_are_not_there_are_named(tmp_path: Path) -> None:

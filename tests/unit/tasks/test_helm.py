@@ -15,10 +15,10 @@ from pools.endpoint import RunningModel
 from resources.errors import BadInput, HarnessOutputInvalid
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.helm.evaluator import Helm
+from tasks.evaluators.helm.options import HelmOptions
 from tasks.records.record import Counts
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
-from tasks.spec.options_helm import HelmOptions
 
 RECORDED = Path(__file__).parents[2] / "data" / "helm"
 CHOICES = "custom_mcqa,path=helm_demo_mcqa.jsonl,method=multiple_choice_separate_original:model=assay_m"
@@ -200,7 +200,7 @@ def test_sample_of_a_choice_tells_the_one_that_was_scored(output: Path):
 def test_command_asks_as_many_as_the_endpoint_takes_at_once_within_reason():
     assert job_of(make_config())["num_threads"] == 7
     assert job_of(make_config(), capacity=1000)["num_threads"] == 64
-    assert job_of(make_config(helm={"num_threads": 3}))["num_threads"] == 3
+    assert job_of(make_config(evaluator={"name": "helm", "num_threads": 3}))["num_threads"] == 3
 
 
 def test_requests_to_this_machine_go_past_the_networks_proxy(monkeypatch: pytest.MonkeyPatch):
@@ -215,7 +215,9 @@ def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
     entries = tmp_path / "mine.conf"
     entries.write_text("entries: []")
     benchmark = EvalTaskConfig(name="mmlu", task_kwargs={"subject": "anatomy"}, num_fewshot=2, task_alias="anatomy")
-    config = make_config(evals=(benchmark,), helm={"run_specs_path": str(entries)}, max_eval_instances=9)
+    config = make_config(
+        evals=(benchmark,), evaluator={"name": "helm", "run_specs_path": str(entries)}, max_eval_instances=9
+    )
     command = Helm().command(make_model(), config, Path("/out"), python=PYTHON)
     job = json.loads(command.files["job.json"])
     arguments = {"subject": "anatomy"}
@@ -230,12 +232,12 @@ def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
 def test_options_measure_what_is_asked_not_how_patiently(tmp_path: Path):
     entries = tmp_path / "mine.conf"
     entries.write_text("entries: []")
-    first = HelmOptions(run_specs_path=str(entries)).what_is_measured()
+    first = HelmOptions(run_specs_path=str(entries)).score_inputs()
     patient = HelmOptions(run_specs_path=str(entries), request_retries=9, num_threads=1, site=False)
-    assert patient.what_is_measured() == first
-    assert HelmOptions(run_specs_path=str(entries), priority=1).what_is_measured() != first
+    assert patient.score_inputs() == first
+    assert HelmOptions(run_specs_path=str(entries), priority=1).score_inputs() != first
     entries.write_text("entries: [{description: simple_mcqa}]")
-    assert HelmOptions(run_specs_path=str(entries)).what_is_measured() != first
+    assert HelmOptions(run_specs_path=str(entries)).score_inputs() != first
 
 
 def test_progress_is_that_of_the_last_line_about_it():

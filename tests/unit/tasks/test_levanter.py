@@ -15,6 +15,7 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput, HarnessOutputInvalid
 from tasks.evaluators.harness import Progress
 from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 RECORDED = Path(__file__).parents[2] / "data" / "lm_eval" / "recorded"
@@ -27,6 +28,10 @@ def make_config(*names: str, **changes: Any) -> EvaluationConfig:
     return EvaluationConfig.model_validate({**given, **changes})
 
 
+def levanter(**options: Any) -> dict[str, Any]:
+    return {"name": "levanter_lm_evaluation_harness", **options}
+
+
 def job(config: EvaluationConfig, checkpoint: LocalCheckpoint) -> dict[str, Any]:
     command = Levanter().command(checkpoint, config, Path("/output"), python=PYTHON)
     return json.loads(command.files["job.json"])
@@ -34,7 +39,7 @@ def job(config: EvaluationConfig, checkpoint: LocalCheckpoint) -> dict[str, Any]
 
 def test_levanter_command_names_device_checkpoint_and_reference() -> None:
     native = LocalCheckpoint("a-7", "gs://runs/a/checkpoints/step-7", "levanter", "/runs/a/hf/step-5")
-    config = make_config(resource_config=ResourceConfig.with_tpu("v5litepod-8"), levanter={"max_length": 100})
+    config = make_config(resource_config=ResourceConfig.with_tpu("v5litepod-8"), evaluator=levanter(max_length=100))
     asked = job(config, native)
     assert asked["checkpoint"] == {
         "name": "a-7",
@@ -57,7 +62,7 @@ def test_levanter_takes_its_own_copy_of_benchmarks_in_a_store() -> None:
 
 def test_levanter_options_that_change_numbers_are_measured_and_others_are_not() -> None:
     def measured(**options: Any) -> dict[str, Any]:
-        return make_config(levanter=options).what_is_measured()
+        return make_config(evaluator=levanter(**options)).score_inputs()
 
     assert measured(max_length=100) != measured()
     assert measured(precision="p=f32,c=bfloat16") != measured()
@@ -66,9 +71,12 @@ def test_levanter_options_that_change_numbers_are_measured_and_others_are_not() 
 
 @pytest.mark.parametrize("policy", ["f32", "p=f32,c=bfloat17", "p=f32;c=f32", "p=f32,,c=f32", ""])
 def test_levanter_precision_that_is_no_policy_is_refused(policy: str) -> None:
-    assert make_config(levanter={"precision": "p=f32,c=bfloat16"}).levanter.precision == "p=f32,c=bfloat16"
+    assert (
+        make_config(evaluator=levanter(precision="p=f32,c=bfloat16")).options(LevanterOptions).precision
+        == "p=f32,c=bfloat16"
+    )
     with pytest.raises(ValidationError, match="such as p=f32,c=bfloat16"):
-        make_config(levanter={"precision": policy})
+        make_config(evaluator=levanter(precision=policy))
 
 
 def test_levanter_progress_is_that_of_the_last_line() -> None:

@@ -29,9 +29,9 @@ from resources.errors import (
 from resources.settings import settings
 from tasks.evaluators.harness import Parsed, Progress, verify_counts
 from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.lm_eval.results import NO_ANSWER
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
-from tasks.spec.options_lm_eval import LmEvalOptions
 
 DATA = Path(__file__).parents[2] / "data" / "lm_eval"
 PYTHON = Path("/environment/bin/python")
@@ -137,17 +137,17 @@ def test_command_holds_the_options_and_asks_chat_where_that_is_the_endpoint():
     options = LmEvalOptions(
         endpoint="chat_completions", max_gen_toks=9, long_prompts="skip", allow_code_execution=("shape_words",)
     )
-    job = job_of(make_config(base_url=None, lm_eval=options), make_model())
+    job = job_of(make_config(base_url=None, evaluator=options), make_model())
     assert job["model_args"]["base_url"] == "http://127.0.0.1:9/v1/chat/completions" and job["conversations"]
     assert (job["max_gen_toks"], job["long_prompts"], job["allow_code_execution"]) == (9, "skip", ["shape_words"])
     assert not job["prove_tokenizer"]  # a pool serves the checkpoint that the tokenizer lies in
 
 
-def test_options_that_change_scores_change_what_is_measured_and_permissions_do_not():
-    plain = make_config().what_is_measured()
+def test_options_that_change_scores_change_score_inputs_and_permissions_do_not():
+    plain = make_config().score_inputs()
     for changed in ({"long_prompts": "skip"}, {"max_gen_toks": 9}, {"endpoint": "chat_completions"}):
-        assert make_config(lm_eval=LmEvalOptions.model_validate(changed)).what_is_measured() != plain
-    assert make_config(lm_eval=LmEvalOptions(allow_code_execution=("humaneval",))).what_is_measured() == plain
+        assert make_config(evaluator=LmEvalOptions.model_validate(changed)).score_inputs() != plain
+    assert make_config(evaluator=LmEvalOptions(allow_code_execution=("humaneval",))).score_inputs() == plain
 
 
 def test_command_argv_is_our_program_run_by_the_environment():
@@ -481,7 +481,7 @@ def test_check_benchmark_that_runs_code_needs_permission(cache_dir: Path, enviro
         with pytest.raises(BadInput, match=f"allow_code_execution to name {name}"):
             LmEval().check(make_config(EvalTaskConfig(name=name), **own), python=environment_python)
         allowed = LmEvalOptions(allow_code_execution=(name,))
-        LmEval().check(make_config(EvalTaskConfig(name=name), lm_eval=allowed, **own), python=environment_python)
+        LmEval().check(make_config(EvalTaskConfig(name=name), evaluator=allowed, **own), python=environment_python)
 
 
 def test_check_interpreter_that_is_gone_says_which_folder_to_delete(cache_dir: Path):

@@ -12,6 +12,8 @@ from typer.testing import CliRunner
 from flows.cli.app import app
 from resources.config import GpuConfig
 from resources.errors import BadInput
+from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
+from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of, split_by_kind
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.suites import Suite, SuiteRequest, built_in_suites, load_suite
@@ -48,11 +50,12 @@ def test_built_in_suite_becomes_evaluations_that_can_be_made_together(name: str)
     assert {key for config in configs for key in keys(config)} == {
         task.metric_key for one in suite.evaluations for task in one.evals
     }
-    assert len({json.dumps(config.what_is_measured(), sort_keys=True) for config in configs}) == len(configs)
+    assert len({json.dumps(config.score_inputs(), sort_keys=True) for config in configs}) == len(configs)
     for config in configs:
         assert config.pool_config is not None and config.pool_config == configs[0].pool_config
         assert config.pool_config.model.engine_kwargs == suite.engine_kwargs
-        assert config.lm_eval.max_gen_toks == 4096
+        if isinstance(config.evaluator, LmEvalOptions):
+            assert config.evaluator.max_gen_toks == 4096
         assert config.max_eval_instances == 7
         assert config.wandb_tags == ("mine", f"suite={name}")
 
@@ -69,11 +72,11 @@ def test_mmlu_and_mmlu_pro_are_published_under_names_of_their_own():
 
 def test_what_levanter_cannot_ask_stays_on_the_engine_in_an_evaluation_of_its_own():
     configs = load_suite("lm_eval_harness").evaluations_of(asked(only=["language"]))
-    assert [config.without_prompt_logprobs for config in configs] == ["levanter", "refuse"]
+    assert [config.options(LmEvalOptions).without_prompt_logprobs for config in configs] == ["levanter", "refuse"]
     choices, others = split_by_kind(task for config in configs for task in config.evals)
     assert configs[0].evals == choices and configs[1].evals == others
     assert {"wikitext_0shot", "squadv2_0shot", "coqa_0shot"} <= set(keys(configs[1]))
-    assert load_suite("on_gpu").evaluations_of(asked())[1].without_prompt_logprobs == "refuse"
+    assert load_suite("on_gpu").evaluations_of(asked())[1].levanter_fallback() is None
 
 
 def test_request_wins_over_the_suite_and_engine_arguments_are_merged():
@@ -89,10 +92,10 @@ def test_request_wins_over_the_suite_and_engine_arguments_are_merged():
         assert on_gpu is not None and isinstance(on_gpu.resource_config.device, GpuConfig)
     judge = {"pool_name": "judges", "model": "j"}
     [judged] = load_suite("alpaca_eval").evaluations_of(asked(judge=judge, apply_chat_template=False))
-    assert judged.alpaca_eval.judge.pool_name == "judges"
+    assert judged.options(AlpacaEvalOptions).judge.pool_name == "judges"
     assert judged.asks_in_chat is False
     generation = load_suite("key_evals").evaluations_of(asked(allow_code_execution=["humaneval"]))[0]
-    assert generation.lm_eval.allow_code_execution == ("humaneval",)
+    assert generation.options(LmEvalOptions).allow_code_execution == ("humaneval",)
 
 
 def test_suite_of_ones_own_extends_a_built_in_one(tmp_path: Path):

@@ -36,7 +36,7 @@ def load_annotator(judge: dict[str, Any], output: Path) -> tuple[str, dict[str, 
         kind="BadInput",
         expected="a configuration of a judge that comes with AlpacaEval or Assay, or a folder in benchmarks_path",
         found=repr(wanted),
-        remedy="Correct alpaca_eval.judge.annotator",
+        remedy="Correct evaluator.judge.annotator",
     )
 
 
@@ -50,7 +50,7 @@ def complete_annotator(
             kind="BadInput",
             expected="a configuration that asks an OpenAI-compatible endpoint for one verdict at a time",
             found=f"{name}, which uses {config.get('fn_completions')} with batches of {config.get('batch_size', 1)}",
-            remedy="Choose another alpaca_eval.judge.annotator",
+            remedy="Choose another evaluator.judge.annotator",
         )
     in_chat = "<|im_start|>" in prompt
     options = {
@@ -89,8 +89,8 @@ def verdicts(name: str, config: dict[str, Any], output: Path) -> list[str]:
         refuse(
             output,
             kind="BadInput",
-            expected="a configuration with fixed verdicts, since alpaca_eval.judge.constrained is set",
+            expected="a configuration with fixed verdicts, since evaluator.judge.constrained is set",
             found=f"{name}, whose verdicts are free text",
-            remedy="Set constrained to false, or choose another alpaca_eval.judge.annotator",
+            remedy="Set constrained to false, or choose another evaluator.judge.annotator",
         )
     return texts

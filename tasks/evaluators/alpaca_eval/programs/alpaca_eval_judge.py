@@ -81,7 +81,7 @@ class Judge:
             kind="EndpointUnusable",
             expected=f"{self._judge['model']} at {self._judge['base_url']} to judge as {self._name} asks",
             found=found,
-            remedy="Correct alpaca_eval.judge, or start the judge; its key is read from ASSAY_JUDGE_API_KEY",
+            remedy="Correct evaluator.judge, or start the judge; its key is read from ASSAY_JUDGE_API_KEY",
         )
 
     def compare(self, one: dict[str, Any]) -> dict[str, float | None]:

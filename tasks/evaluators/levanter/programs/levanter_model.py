@@ -134,7 +134,7 @@ def read_config(folder: str) -> dict[str, Any]:
         raise UnusableCheckpointError(
             expected=f"config.json in {folder}",
             found="none that can be read",
-            remedy="Set levanter.reference to a Hugging Face folder of the same model",
+            remedy="Set evaluator.reference to a Hugging Face folder of the same model",
         )
     if described.get("model_type") not in ARCHITECTURES:
         raise UnusableCheckpointError(
@@ -181,7 +181,7 @@ def read_tokenizer(folder: str) -> Any:
         raise UnusableCheckpointError(
             expected=f"a tokenizer in {folder}",
             found="no tokenizer_config.json",
-            remedy="Copy the tokenizer there, or set levanter.reference to a Hugging Face folder that has it",
+            remedy="Copy the tokenizer there, or set evaluator.reference to a Hugging Face folder that has it",
         )
     try:
         place = fetched_tokenizer(folder)
@@ -192,7 +192,7 @@ def read_tokenizer(folder: str) -> Any:
         raise UnusableCheckpointError(
             expected=f"a tokenizer in {folder} that loads",
             found=f"{type(error).__name__}: {error}"[:LONGEST_REASON],
-            remedy="Put the tokenizer of the training run there, whole, or set levanter.reference to a folder with it",
+            remedy="Put the tokenizer of the training run there, whole, or set evaluator.reference to a folder with it",
         ) from error
 
 
@@ -256,7 +256,7 @@ def load_native(uri: str, config: Any, vocabulary: int, trainer: TrainerConfig) 
         raise UnusableCheckpointError(
             expected=f"in {uri} the parameters that its reference's config.json describes",
             found=str(error).splitlines()[0][:LONGEST_REASON],
-            remedy="Set levanter.reference to a Hugging Face folder of the very same model",
+            remedy="Set evaluator.reference to a Hugging Face folder of the very same model",
         ) from error
     return trainer.mp.cast_to_compute(network)
 
@@ -289,5 +289,5 @@ def stored_shape(uri: str, path: str) -> tuple[int, ...]:
         raise UnusableCheckpointError(
             expected=f"the array {path} in {uri}",
             found=str(error).splitlines()[0][:LONGEST_REASON],
-            remedy="Set levanter.reference to a Hugging Face folder of the very same model",
+            remedy="Set evaluator.reference to a Hugging Face folder of the very same model",
         ) from error

@@ -35,7 +35,7 @@ NOT_FOR_OVERRIDES = {
     "tag": "name",
     "task": "name",
     "task_alias": "task_alias",
-    "unsafe_code": "lm_eval.allow_code_execution",
+    "unsafe_code": "evaluator.allow_code_execution",
 }
 """Keys of a benchmark's file that other fields of the configuration are for."""
 HUB_ERRORS = ("ConnectionError", "LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectError", "ConnectTimeout")
@@ -130,9 +130,9 @@ def check_code(job: dict[str, Any], name: str, runners: set[str], output: Path) 
     refuse(
         output,
         kind="BadInput",
-        expected=f"lm_eval.allow_code_execution to name {name}, which runs code that the model writes on this machine",
+        expected=f"evaluator.allow_code_execution to name {name}, which runs code the model writes on this machine",
         found=", ".join(sorted(allowed)) or "an empty list",
-        remedy=f"Add {name} to lm_eval.allow_code_execution if the machine may be put at risk, or leave it out",
+        remedy=f"Add {name} to evaluator.allow_code_execution if the machine may be put at risk, or leave it out",
     )
 
 

@@ -1,41 +1,17 @@
-"""What AlpacaEval can be told beyond the instructions: sampling, and who judges."""
+"""Options of AlpacaEval, beyond the instructions: sampling, and who judges."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
 from resources.config import Config
 from resources.storage.storage import content_digest
+from tasks.spec.evaluators import JudgedOptions
 
 DEFAULT_PROMPT = "### Instruction:\n{instruction}\n\n### Response:\n"
 _FILES = ("instructions_path", "reference_outputs_path", "length_control_path")
-
-
-class Judge(Config):
-    """Who compares two outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
-
-    base_url: str | None = None
-    """An OpenAI-compatible endpoint, ending in /v1; its key is read from ASSAY_JUDGE_API_KEY."""
-    pool_name: str | None = None
-    """A pool on this machine that is kept up."""
-    model: str | None = None
-    """The judge's name there; in a pool, a checkpoint. The evaluated checkpoint itself where its own pool judges."""
-    annotator: str = "weighted_alpaca_eval_gpt4_turbo"
-    """How it is asked: a configuration of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
-    constrained: bool = False
-    """Let the judge say nothing but one of the verdicts; needs vLLM, and a configuration with fixed verdicts."""
-
-    @model_validator(mode="after")
-    def _one_judge(self) -> Judge:
-        if self.base_url is not None and self.pool_name is not None:
-            raise ValueError("expected one of base_url and pool_name, found both: keep one")
-        if self.model is None and (self.base_url is not None or self.pool_name is not None):
-            raise ValueError("a judge at base_url or pool_name needs model, its name there")
-        if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
-            raise ValueError(f"expected a judge's base_url that ends in /v1, found {self.base_url!r}")
-        return self
 
 
 class GenerationParams(Config):
@@ -66,11 +42,13 @@ _DEFAULTS = GenerationParams(
 )
 
 
-class AlpacaEvalOptions(Config):
+class AlpacaEvalOptions(JudgedOptions):
     """How AlpacaEval asks and judges."""
 
-    judge: Judge = Judge()
-    """Who compares the model's outputs with the reference's."""
+    title: ClassVar = "AlpacaEval"
+
+    name: Literal["alpaca_eval"] = "alpaca_eval"
+    """Says that this evaluator is AlpacaEval."""
     generation_params: GenerationParams = GenerationParams()
     """Sampling of the outputs, over the generation_params of the model."""
     engine_parameters: bool = True
@@ -111,8 +89,11 @@ class AlpacaEvalOptions(Config):
         layers = (_DEFAULTS.model_dump(), model_params or {}, self.generation_params.model_dump(mode="json"))
         return {name: value for layer in layers for name, value in layer.items() if value is not None}
 
-    def what_is_measured(self) -> dict[str, Any]:
-        """What of this can change a score: files by their content, wherever they lie."""
+    def score_inputs(self) -> dict[str, Any]:
+        """Return the options that can change a score: files by their content, wherever they lie."""
         paths = {name: path for name in _FILES if (path := getattr(self, name)) is not None}
         contents = {name: content_digest(path) for name, path in paths.items()}
-        return {**self.model_dump(mode="json", exclude=set(_FILES)), **contents}
+        return {**self.model_dump(mode="json", exclude={"name", *_FILES}), **contents}
+
+
+OPTIONS = AlpacaEvalOptions

@@ -1,18 +1,22 @@
-"""What HELM can be told beyond the run entries."""
+"""Options of HELM, beyond the run entries."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from resources.config import Config
 from resources.storage.storage import content_digest
+from tasks.spec.evaluators import EvaluatorOptions
 
 
-class HelmOptions(Config):
+class HelmOptions(EvaluatorOptions):
     """How HELM runs."""
 
+    title: ClassVar = "HELM"
+
+    name: Literal["helm"] = "helm"
+    """Says that this evaluator is HELM."""
     run_specs_path: str | None = None
     """File of run entries (HOCON), local, gs:// or s3://. Benchmarks are then entries of it: a name stands for all
     entries of that name that agree with task_kwargs, the name all for every entry. Models in it are not looked at."""
@@ -33,11 +37,14 @@ class HelmOptions(Config):
     site: bool = True
     """Leave HELM's web site of the results, 2 MB, in the attempt's folder."""
 
-    def what_is_measured(self) -> dict[str, Any]:
-        """What of this can change a score: not how fast, how often or how patiently it is asked."""
+    def score_inputs(self) -> dict[str, Any]:
+        """Return the options that can change a score: not how fast, how often or how patiently it is asked."""
         return {
             "run_specs": content_digest(self.run_specs_path, length=16) if self.run_specs_path is not None else None,
             "priority": self.priority,
             "groups": list(self.groups),
             "num_train_trials": self.num_train_trials,
         }
+
+
+OPTIONS = HelmOptions

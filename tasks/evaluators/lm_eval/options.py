@@ -1,0 +1,47 @@
+"""Options of lm-eval, beyond the benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from tasks.evaluators.levanter.options import LevanterComputation, LevanterOptions
+from tasks.spec.evaluators import LmEvalBenchmarkOptions
+
+
+class LmEvalOptions(LmEvalBenchmarkOptions):
+    """How lm-eval asks."""
+
+    title: ClassVar = "lm-eval"
+    in_suites: ClassVar = {"max_gen_toks": 4096}
+
+    name: Literal["lm_evaluation_harness"] = "lm_evaluation_harness"
+    """Says that this evaluator is lm-eval."""
+    endpoint: Literal["completions", "chat_completions"] = "completions"
+    """Where prompts go: token ids to /completions, or messages to /chat/completions, which can only generate."""
+    max_gen_toks: int | None = Field(default=None, ge=1)
+    """Most tokens of an answer where a benchmark sets none; 256 when unset, and never over half of the context."""
+    without_prompt_logprobs: Literal["refuse", "levanter"] = "refuse"
+    """Where the engine returns no log-probabilities of prompts: refuse, or let Levanter evaluate the checkpoint."""
+    levanter: LevanterComputation = LevanterComputation()
+    """How Levanter computes then."""
+
+    def score_inputs(self) -> dict[str, Any]:
+        """Return the options that can change a score; where Levanter evaluates, its own are looked at."""
+        return self.model_dump(mode="json", include={"endpoint", "max_gen_toks", "long_prompts"})
+
+    @property
+    def levanter_fallback(self) -> LevanterOptions | None:
+        """Options of Levanter where it is to evaluate if the engine gives no log-probabilities of prompts."""
+        if self.without_prompt_logprobs == "refuse":
+            return None
+        shared = {"long_prompts": self.long_prompts, "allow_code_execution": self.allow_code_execution}
+        return LevanterOptions.model_validate({**self.levanter.model_dump(), **shared})
+
+    def without_fallback(self) -> LmEvalOptions:
+        """Return the options of benchmarks that Levanter cannot evaluate."""
+        return self.model_copy(update={"without_prompt_logprobs": "refuse"})
+
+
+OPTIONS = LmEvalOptions

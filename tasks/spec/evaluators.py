@@ -1,0 +1,184 @@
+"""The evaluators there are, and the options of the one that an evaluation names.
+
+An evaluator is a folder with `options.py`, whose `OPTIONS` is its kind of options, and `evaluator.py`, whose
+`EVALUATOR` drives the harness. Both are imported when a configuration is first read, so this module knows no harness.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union
+
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from resources.config import AnyOfInForms, Config
+
+EVALUATORS: dict[str, str] = {
+    "lm_evaluation_harness": "tasks.evaluators.lm_eval",
+    "helm": "tasks.evaluators.helm",
+    "alpaca_eval": "tasks.evaluators.alpaca_eval",
+    "levanter_lm_evaluation_harness": "tasks.evaluators.levanter",
+}
+"""The folder of each evaluator, by its name in configurations and records, in the order of reports."""
+DEFAULT_EVALUATOR = "lm_evaluation_harness"
+
+
+class EvaluatorOptions(Config):
+    """Options of one evaluator. A kind of options adds `name: Literal[...]`, its tag, and what its harness is told."""
+
+    title: ClassVar[str]
+    """The evaluator's name in what people read."""
+    in_suites: ClassVar[Mapping[str, Any]] = {}
+    """Options that have another value in suites, where these do not say."""
+
+    name: Any
+    """The evaluator's name in configurations, records and paths; each kind of options has a Literal of its own."""
+
+    def score_inputs(self) -> dict[str, Any]:
+        """Return the options that can change a score; the evaluation hash is taken over them."""
+        return self.model_dump(mode="json", exclude={"name"})
+
+    @property
+    def levanter_fallback(self) -> EvaluatorOptions | None:
+        """Options of Levanter where it is to evaluate if the engine gives no log-probabilities of prompts."""
+        return None
+
+    def without_fallback(self) -> Self:
+        """Return the options of benchmarks that Levanter cannot evaluate."""
+        return self
+
+
+class LmEvalBenchmarkOptions(EvaluatorOptions):
+    """Options of an evaluator that asks lm-eval's benchmarks."""
+
+    long_prompts: Literal["truncate_left", "skip", "fail"] = "truncate_left"
+    """Prompts too long for the model: cut on the left as lm-eval does, leave the question out, or refuse to begin."""
+    allow_code_execution: tuple[str, ...] = ()
+    """Benchmarks that may run code written by the model, on this machine, each by its name, such as humaneval."""
+
+
+class NativeOptions(EvaluatorOptions):
+    """Options of an evaluator that loads the checkpoint itself, so that nothing has to serve it."""
+
+    reference: str | None = None
+    """For Levanter's own checkpoints, a Hugging Face folder of the model; an export beside them when unset."""
+
+
+class Judge(Config):
+    """Who compares two outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
+
+    base_url: str | None = None
+    """An OpenAI-compatible endpoint, ending in /v1; its key is read from ASSAY_JUDGE_API_KEY."""
+    pool_name: str | None = None
+    """A pool on this machine that is kept up."""
+    model: str | None = None
+    """The judge's name there; in a pool, a checkpoint. The evaluated checkpoint itself where its own pool judges."""
+    annotator: str = "weighted_alpaca_eval_gpt4_turbo"
+    """How it is asked: a configuration of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
+    constrained: bool = False
+    """Let the judge say nothing but one of the verdicts; needs vLLM, and a configuration with fixed verdicts."""
+
+    @model_validator(mode="after")
+    def _one_judge(self) -> Judge:
+        if self.base_url is not None and self.pool_name is not None:
+            raise ValueError("expected one of base_url and pool_name, found both: keep one")
+        if self.model is None and (self.base_url is not None or self.pool_name is not None):
+            raise ValueError("a judge at base_url or pool_name needs model, its name there")
+        if self.base_url is not None and not self.base_url.rstrip("/").endswith("/v1"):
+            raise ValueError(f"expected a judge's base_url that ends in /v1, found {self.base_url!r}")
+        return self
+
+
+class JudgedOptions(EvaluatorOptions):
+    """Options of an evaluator whose scores are a judge's verdicts."""
+
+    judge: Judge = Judge()
+    """Who compares the model's outputs with the reference's."""
+
+
+def options_kind(name: str) -> type[EvaluatorOptions]:
+    """Return the kind of options of a registered evaluator."""
+    return import_module(f"{EVALUATORS[name]}.options").OPTIONS
+
+
+def evaluator_title(name: str) -> str:
+    """Return how people call an evaluator; its name where a record has one that is not registered here."""
+    return options_kind(name).title if name in EVALUATORS else name
+
+
+def evaluator_titles() -> dict[str, str]:
+    """Return the title of each evaluator by its name."""
+    return {name: evaluator_title(name) for name in EVALUATORS}
+
+
+def short_evaluator_names() -> dict[str, str]:
+    """Return the name of each evaluator by the one that the command takes too, which is that of its folder."""
+    return {package.rpartition(".")[2].replace("_", "-"): name for name, package in EVALUATORS.items()}
+
+
+def spelled_out(evaluator: Any) -> Any:
+    """Return what stands under `evaluator` with its name in it: a bare name, or options without one, become options."""
+    if isinstance(evaluator, str):
+        return {"name": evaluator}
+    return {"name": DEFAULT_EVALUATOR, **evaluator} if isinstance(evaluator, dict) else evaluator
+
+
+@cache
+def _union(names: tuple[str, ...]) -> TypeAdapter[Any]:
+    kinds = Union[tuple(options_kind(name) for name in names)]  # noqa: UP007  built from a table
+    return TypeAdapter(Annotated[kinds, Field(discriminator="name")])
+
+
+class _OneOfTheRegistered:
+    """Validates options of any registered evaluator as a union told apart by `name`, built when first needed."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(_options)
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(_union(tuple(EVALUATORS)).core_schema)
+
+
+def _options(value: Any) -> EvaluatorOptions:
+    return _union(tuple(EVALUATORS)).validate_python(spelled_out(value))
+
+
+class _RegisteredNames:
+    """Emits the names of evaluators as choices, for forms."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "enum": list(EVALUATORS)}
+
+
+def _registered(name: str) -> str:
+    if name not in EVALUATORS:
+        raise ValueError(f"expected one of {', '.join(EVALUATORS)}, found {name!r}")
+    return name
+
+
+AnyEvaluator = Annotated[EvaluatorOptions, _OneOfTheRegistered(), AnyOfInForms()]
+"""The options of one evaluator, told apart by `name`; a bare name stands for that evaluator's defaults."""
+EvaluatorName = Annotated[str, AfterValidator(_registered), _RegisteredNames()]
+"""Name of a registered evaluator."""
+
+
+OptionsKind = TypeVar("OptionsKind", bound=EvaluatorOptions)
+
+
+def options_as(kind: type[OptionsKind], options: EvaluatorOptions) -> OptionsKind:
+    """Return options as the kind that an evaluator's own code knows them to be."""
+    assert isinstance(options, kind), f"{kind.__name__} expected, found {type(options).__name__}"
+    return options
+
+
+def is_native(evaluator: Any) -> bool:
+    """Tell whether what stands under `evaluator` names one that loads the checkpoint itself."""
+    if isinstance(evaluator, EvaluatorOptions):
+        return isinstance(evaluator, NativeOptions)
+    content = spelled_out(evaluator)
+    name = content.get("name") if isinstance(content, dict) else None
+    return name in EVALUATORS and issubclass(options_kind(name), NativeOptions)
