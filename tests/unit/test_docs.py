@@ -85,7 +85,7 @@ GENERATED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(
 
 MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
-    *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterOptions, LevanterComputation),
+    *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterComputation, LevanterOptions),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
     *(Policy, PolicySuite, CheckpointRule, RetryBudget),
     *(Gate, BoundRule, BaselineRule),
