@@ -6,12 +6,21 @@ An evaluator is a folder with `options.py`, whose `OPTIONS` is its kind of optio
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union
 
-from pydantic import AfterValidator, Field, GetCoreSchemaHandler, GetJsonSchemaHandler, TypeAdapter, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    TypeAdapter,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
@@ -25,6 +34,7 @@ EVALUATORS: dict[str, str] = {
 }
 """The folder of each evaluator, by its name in configurations and records, in the order of reports."""
 DEFAULT_EVALUATOR = "lm_evaluation_harness"
+_POLICY = re.compile(r"(?:(?:[pco]|params|compute|output)=(?:f32|float32|bf16|bfloat16)(?:,|$))+")
 
 
 class EvaluatorOptions(Config):
@@ -66,6 +76,24 @@ class NativeOptions(EvaluatorOptions):
 
     reference: str | None = None
     """For Levanter's own checkpoints, a Hugging Face folder of the model; an export beside them when unset."""
+
+
+class LevanterComputation(Config):
+    """How Levanter computes log-probabilities."""
+
+    max_length: int = Field(default=4096, ge=2)
+    """Most tokens of a request, as far as the model holds as many; longer ones are cut on the left."""
+    precision: str | None = None
+    """A policy such as p=f32,c=bfloat16 (parameters, computation); float32 on a CPU, this one elsewhere when unset."""
+    rows_per_device: int = Field(default=4, ge=1)
+    """Rows computed at once on each device; a row holds many short requests."""
+
+    @field_validator("precision")
+    @classmethod
+    def _policy_is_readable(cls, policy: str | None) -> str | None:
+        if policy is not None and not _POLICY.fullmatch(policy):
+            raise ValueError(f"expected a precision such as p=f32,c=bfloat16, found {policy!r}")
+        return policy
 
 
 class Judge(Config):

@@ -42,7 +42,7 @@ from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
 from tasks.evaluators.helm.options import HelmOptions
-from tasks.evaluators.levanter.options import LevanterComputation, LevanterOptions
+from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
@@ -50,7 +50,7 @@ from tasks.records.record import CheckpointReference, Counts, Metric, Record, Si
 from tasks.records.samples import Sample
 from tasks.sinks.backlog import sinks_in
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
-from tasks.spec.evaluators import Judge
+from tasks.spec.evaluators import Judge, LevanterComputation
 from tasks.spec.loading import load_config
 from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite

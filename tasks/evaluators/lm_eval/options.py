@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from tasks.evaluators.levanter.options import LevanterComputation, LevanterOptions
-from tasks.spec.evaluators import LmEvalBenchmarkOptions
+from tasks.spec.evaluators import EvaluatorOptions, LevanterComputation, LmEvalBenchmarkOptions, options_kind
 
 
 class LmEvalOptions(LmEvalBenchmarkOptions):
@@ -32,12 +31,12 @@ class LmEvalOptions(LmEvalBenchmarkOptions):
         return self.model_dump(mode="json", include={"endpoint", "max_gen_toks", "long_prompts"})
 
     @property
-    def levanter_fallback(self) -> LevanterOptions | None:
+    def levanter_fallback(self) -> EvaluatorOptions | None:
         """Options of Levanter where it is to evaluate if the engine gives no log-probabilities of prompts."""
         if self.without_prompt_logprobs == "refuse":
             return None
         shared = {"long_prompts": self.long_prompts, "allow_code_execution": self.allow_code_execution}
-        return LevanterOptions.model_validate({**self.levanter.model_dump(), **shared})
+        return options_kind("levanter_lm_evaluation_harness").model_validate({**self.levanter.model_dump(), **shared})
 
     def without_fallback(self) -> LmEvalOptions:
         """Return the options of benchmarks that Levanter cannot evaluate."""
