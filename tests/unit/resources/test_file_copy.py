@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -150,17 +149,22 @@ def test_copy_of_a_file_cut_short_meanwhile_says_so(store: type[FolderStore], tm
 def test_copy_of_many_files_stops_the_others_at_the_first_error(store: type[FolderStore], tmp_path: Path) -> None:
     for name in "abcdefgh":
         (tmp_path / "remote" / name).write_bytes(CONTENT)
-    failed = threading.Event()
+    other_begun, failed = threading.Event(), threading.Event()
+    failing: list[threading.Thread] = []
 
-    def fail_one_and_slow_the_rest(file: Path, start: int) -> None:
+    def fail_one_once_the_other_has_begun(file: Path, start: int) -> None:
         if file.name == "a" and start:
+            other_begun.wait(30)
+            failing.append(threading.current_thread())
             failed.set()
             raise ConnectionResetError("the store is gone")
-        if start:
-            failed.wait(30)
-            time.sleep(0.02)
+        if file.name != "a":
+            other_begun.set()
+            if start:
+                failed.wait(30)
+                failing[0].join(30)
 
-    store.before_read = fail_one_and_slow_the_rest
+    store.before_read = fail_one_once_the_other_has_begun
     with pytest.raises(StorageError, match="the store is gone"):
         copy_files(
             [file for file in storage.list_files(f"store:/{tmp_path}/remote") if not file.uri.endswith("weights")],
