@@ -50,7 +50,7 @@ from tasks.records.record import CheckpointReference, Counts, Metric, Record, Si
 from tasks.records.samples import Sample
 from tasks.sinks.backlog import sinks_in
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
-from tasks.spec.evaluators import Judge, LevanterComputation
+from tasks.spec.evaluators import EVALUATORS, EvaluatorOptions, Judge, LevanterComputation, options_kind
 from tasks.spec.loading import load_config
 from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
@@ -203,6 +203,9 @@ def type_in_words(annotation: Any) -> str:
         return f"list of {type_in_words(arguments[0])}"
     if origin is dict:
         return f"mapping to {type_in_words(arguments[1])}"
+    if annotation is EvaluatorOptions:
+        kinds = [options_kind(name).__name__ for name in EVALUATORS]
+        return f"a name, or {' or '.join(f'[{kind}](#{kind.lower()})' for kind in kinds)}"
     if annotation in MODELS:
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
     return {NoneType: "none", Any: "anything", SecretStr: "secret", str: "text", Path: "path"}.get(
