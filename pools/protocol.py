@@ -55,7 +55,7 @@ class ServedModel(Config):
 
 
 class Failure(Config):
-    """Why something cannot be had: the parts of an error of ours, to be raised again elsewhere."""
+    """The reason that something cannot be had: the parts of an error of ours, to be raised again elsewhere."""
 
     kind: str
     """Class of the error."""
@@ -83,9 +83,9 @@ class LoadReport(Config):
     phases: dict[str, float] = {}
     """Seconds by phase: stage, drain, reload, canary, start."""
     reason: str | None = None
-    """Why it could not be reloaded in place."""
+    """The reason that it could not be reloaded in place."""
     failure: Failure | None = None
-    """Why it cannot be served at all."""
+    """The reason that it cannot be served at all."""
 
 
 class Announcement(Config):
@@ -116,7 +116,7 @@ class Announcement(Config):
     restarts: int = 0
     """Engines started again because one died, since this replica exists."""
     failure: Failure | None = None
-    """Why it is dead."""
+    """The reason that it is dead."""
     loads: tuple[LoadReport, ...] = ()
     """The last few loads."""
     seen: int = -1
@@ -160,7 +160,7 @@ class DesiredState(Config):
     unusable: dict[str, Failure] = {}
     """Model names whose checkpoint cannot be served: requests for them are answered 503 with the reason."""
     failed: str | None = None
-    """Why the pool has given up: every request is answered 503 with it."""
+    """The reason that the pool has given up: every request is answered 503 with it."""
 
 
 class Lease(Config):
@@ -300,7 +300,7 @@ class ProxyStatus(Config):
     unusable: dict[str, Failure]
     """Models that cannot be served."""
     failed: str | None
-    """Why the pool has given up."""
+    """The reason that the pool has given up."""
     replica_seconds: dict[str, float]
     """Time that replicas were ordered to hold each model, added up."""
     leases: dict[str, LeaseStatus]

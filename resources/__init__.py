@@ -1,1 +1,1 @@
-"""What compute is asked for, and the clients that get it. Plain Python, no Prefect."""
+"""Requests for compute, and the clients that get it. Plain Python, no Prefect."""

@@ -118,14 +118,14 @@ class AnyOfInForms:
 
 
 Device = Annotated[CpuConfig | GpuConfig | TpuConfig, Field(discriminator="kind"), AnyOfInForms()]
-"""What does the arithmetic: told apart by `kind`."""
+"""The device that does the arithmetic: told apart by `kind`."""
 
 _SIZE = re.compile(r"^\d+(\.\d+)?\s*(k|m|g|t)(i?b?)?$", re.IGNORECASE)
 _SIZE_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
 class ResourceConfig(Config):
-    """What one replica gets, how many of them, and where."""
+    """Resources of one replica, the number of replicas, and their place."""
 
     cpu: int = Field(default=1, ge=1)
     """CPU cores per replica."""
@@ -136,13 +136,13 @@ class ResourceConfig(Config):
     device: Device = CpuConfig()
     """The accelerator of one replica, or none."""
     replicas: int = Field(default=1, ge=1)
-    """How many replicas; for a pool, engine servers behind its proxy."""
+    """Number of replicas; for a pool, engine servers behind its proxy."""
     regions: tuple[str, ...] | None = None
     """Regions allowed, best first; any when unset."""
     zone: str | None = None
     """One zone inside the region, where it matters."""
     preemptible: bool = True
-    """Whether a cheaper machine that can be taken away at any time will do."""
+    """Takes a cheaper machine that can be taken away at any time."""
     image: str | None = None
     """Container image, on backends that run containers."""
 

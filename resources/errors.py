@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
-"""How an evaluation of a cell ended; `failed` is the model's or benchmark's doing, `infra_failed` is ours."""
+"""Outcome of an evaluation of a cell; `failed` is the model's or benchmark's doing, `infra_failed` is ours."""
 _PACKAGES = ("flows", "tasks", "pools", "resources")
 
 

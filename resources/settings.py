@@ -28,7 +28,7 @@ def _user_cache() -> Path:
 
 
 class Settings(BaseSettings):
-    """What a machine's owner may set, each as `ASSAY_<FIELD>`."""
+    """Settings of a machine's owner, each read from `ASSAY_<FIELD>`."""
 
     model_config = SettingsConfigDict(env_prefix="ASSAY_", frozen=True, extra="ignore")
 
@@ -39,20 +39,20 @@ class Settings(BaseSettings):
     """Interpreter that engine and evaluator environments are built on; the running one when unset."""
 
     jobs: str | None = None
-    """Where jobs run: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`, `kubernetes://context/namespace`.
+    """Place of jobs: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`, `kubernetes://context/namespace`.
     Set in every job, so that jobs submitted inside it go to the same backend."""
 
     job_image: str | None = None
     """Container image of jobs on Kubernetes that name none themselves."""
 
     job_lease_seconds: float = Field(default=300.0, gt=0)
-    """How long pods on Kubernetes go on without a sign of the process that submitted their job; 180 or more."""
+    """Time that pods on Kubernetes go on without a sign of the process that submitted their job; 180 or more."""
 
     regions: Path | None = None
     """File that describes regions, buckets and prices, in place of `deployments/regions.yaml`."""
 
     prefix: str | None = None
-    """Where this machine keeps its data, such as `gs://marin-us-central2`: says its region where nothing else does.
+    """Place of this machine's data, such as `gs://marin-us-central2`: says its region where nothing else does.
     `MARIN_PREFIX` is read where it is unset."""
 
     endpoint_api_key: SecretStr | None = None
@@ -178,11 +178,11 @@ class ProxyKeys(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     client: SecretStr
-    """What evaluators send."""
+    """Key that evaluators send."""
     admin: SecretStr
-    """What the pool sends, and its users where they ask for checkpoints."""
+    """Key that the pool sends, and its users when they ask for checkpoints."""
     join: SecretStr
-    """What replicas send."""
+    """Key that replicas send."""
 
     @classmethod
     def new(cls) -> ProxyKeys:

@@ -110,7 +110,7 @@ def staging() -> Staging:
 
 
 def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
-    """Why `wanted` cannot be loaded into an engine that runs `running`; None if it can.
+    """Returns the reason that `wanted` cannot be loaded into an engine that runs `running`; None if it can be.
 
     An engine dies on parameters it does not expect, and keeps tokenizer, template and generation defaults of the
     checkpoint it was started with.

@@ -84,7 +84,7 @@ class DirectorLoop:
 
     @property
     def failure(self) -> str | None:
-        """Why nothing is directed any more, None while it is."""
+        """The reason that nothing is directed any more, None while it is."""
         return None if self._thread.is_alive() else self._failed
 
     def _run(self) -> None:

@@ -42,7 +42,7 @@ class KeptPool(Config):
     job_id: str
     """The job that keeps it up."""
     created: datetime
-    """When it was started, UTC."""
+    """Start of the pool, UTC."""
     idle_seconds: float
     """Time that it stays up without a user."""
 

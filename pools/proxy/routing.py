@@ -53,7 +53,7 @@ class RoutedReplica:
     name: str
     announcement: Announcement
     announced: float
-    """When it said so, on the table's clock."""
+    """Time at which it said so, on the table's clock."""
     wanted: bool = True
     """True if it belongs to the pool."""
     ordered: str | None = None

@@ -87,7 +87,7 @@ class AgentJobs:
 
     @property
     def given_up(self) -> str:
-        """Why the others are."""
+        """The reason that the others are."""
         return "; ".join(f"{name}: {agent.given_up}" for name, agent in self._agents.items() if agent.given_up)
 
     def give_up(self, name: str, why: str) -> None:

@@ -31,7 +31,7 @@ class ActorFuture:
         self._what = what
 
     def done(self) -> bool:
-        """Returns whether the answer, or the reason why there is none, is here."""
+        """Returns True if the answer, or the reason why there is none, is here."""
         return self._answer.done()
 
     def result(self, timeout: float | None = None) -> Any:

@@ -28,7 +28,7 @@ _SHOWN_LINES = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a line waits before it gives an actor up."""
+    """Time that a line waits before it gives an actor up."""
 
     unreachable_seconds: float = 30.0
     """For an announced address to answer; a stale one changes long before, as a job's end is seen in a second."""
@@ -63,7 +63,7 @@ class ActorLine:
 
     @property
     def is_dead(self) -> bool:
-        """Returns whether no call will ever be answered."""
+        """Returns True if no call will ever be answered."""
         return self._death is not None
 
     def call(self, method: str, body: bytes) -> Future[Frame]:
@@ -180,7 +180,7 @@ class ActorLine:
         return False
 
     def _judge(self) -> AssayError:
-        """Why the connection broke, as the job tells within a few seconds."""
+        """Returns the reason that the connection broke, as the job tells within a few seconds."""
         deadline = time.monotonic() + self._patience.unexplained_seconds
         poll_seconds = _FIRST_POLL_SECONDS
         while True:

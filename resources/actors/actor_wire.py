@@ -1,4 +1,4 @@
-"""What an actor's process and the holders of its handle say to each other over TCP.
+"""Messages between an actor's process and the holders of its handle, over TCP.
 
 Both sides first prove that they know the key, without sending it, so that neither reads a pickle of a stranger. Then
 frames follow: a head (call, kind, length of the method's name, length of the body), the name, the body. Nothing here
@@ -25,7 +25,7 @@ _UNANSWERED_MILLISECONDS = 20_000  # a host that vanished answers nothing, and n
 
 
 class Kind(IntEnum):
-    """What the body of a frame is."""
+    """Kind of content in the body of a frame."""
 
     CALL = 0
     """A pickle of positional and named arguments."""
@@ -47,7 +47,7 @@ class Frame(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """What a method raised; travels as a plain tuple, so that its reader needs none of the exception's modules."""
+    """An exception of a method; travels as a plain tuple, so that its reader needs none of the exception's modules."""
 
     pickled: bytes | None
     """The exception; None where it could not be pickled."""

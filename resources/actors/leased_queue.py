@@ -31,7 +31,7 @@ class Lease:
     item: Any
     lease_id: str
     deliveries: int
-    """How often the item was lent by now, this time included."""
+    """Number of times that the item was lent by now, this time included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class DeadLetter:
     item: Any
     deliveries: int
     reason: str
-    """How the last delivery ended."""
+    """End of the last delivery, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class QueueCounts:
-    """How many items are where."""
+    """Numbers of items by their state."""
 
     waiting: int
     leased: int

@@ -22,7 +22,7 @@ class Backend(NamedTuple):
     entry: str
     """Module with `client_from_address(host: str, path: str) -> Client`, imported when an address of it is used."""
     forms: str
-    """How its addresses are written."""
+    """Spelling of its addresses."""
     package: str | None = None
     """The package that it needs, and the extra that brings it."""
 

@@ -1,4 +1,4 @@
-"""What a process of a job is started with, on this machine or on a node: interpreter, arguments, variables, folder."""
+"""Start of a job's process, on this machine or on a node: interpreter, arguments, variables, folder."""
 
 from __future__ import annotations
 

@@ -49,17 +49,17 @@ class AliasDistribution:
 
 @dataclass(frozen=True)
 class EnvironmentSpec:
-    """What is in an environment, and how to tell that it works."""
+    """Packages of an environment, and the proof that they work."""
 
     name: str
     requirements: Path
     smoke_import: str | None
-    """What `import` is followed by to prove that the packages fit each other; nothing is imported when None."""
+    """Text after `import` that proves that the packages fit each other; nothing is imported when None."""
     overrides: Path | None = None
     python: str | None = None
     """Version or interpreter for uv; the one named in the settings, else the running one, when None."""
     torch: bool = False
-    """Whether torch must be a CPU build, which lies elsewhere on every network."""
+    """True if torch must be a CPU build, which lies elsewhere on every network."""
     alias_distribution: AliasDistribution | None = None
 
 
@@ -173,7 +173,7 @@ def ensure_environment(
 
 
 def is_built(spec: EnvironmentSpec) -> bool:
-    """Returns whether this machine has the environment of `spec` already."""
+    """Returns True if this machine has the environment of `spec` already."""
     return _is_complete(_planned(spec, _interpreter(spec), settings().environments_dir))
 
 

@@ -24,7 +24,7 @@ def own_address(towards: tuple[str, int] = _ANYWHERE) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether only processes of the same machine can reach an address."""
+    """Returns True if only processes of the same machine can reach an address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

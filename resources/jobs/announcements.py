@@ -1,4 +1,4 @@
-"""What a process of a job tells whoever holds the job's handle: one short text, such as the address it listens on."""
+"""Announcements: one short text of a job's process to the holders of the job's handle, such as its address."""
 
 from __future__ import annotations
 

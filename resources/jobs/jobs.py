@@ -37,7 +37,7 @@ class JobAlreadyExists(AssayError):
 
 
 class JobStatus(StrEnum):
-    """Where a job stands, over all its replicas and attempts."""
+    """State of a job, over all its replicas and attempts."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -47,7 +47,7 @@ class JobStatus(StrEnum):
 
     @property
     def finished(self) -> bool:
-        """Returns whether the job has ended, in whatever way, and nothing of it is left."""
+        """Returns True if the job has ended, in whatever way, and nothing of it is left."""
         return self in {JobStatus.SUCCEEDED, JobStatus.FAILED, JobStatus.STOPPED}
 
 
@@ -69,7 +69,7 @@ class Call:
 
 
 class Entrypoint:
-    """What a replica executes: makes a `Command` or a `Call`."""
+    """The program of a replica: makes a `Command` or a `Call`."""
 
     @staticmethod
     def from_binary(command: str, args: Sequence[str] = ()) -> Command:
@@ -86,7 +86,7 @@ class Entrypoint:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Where a job finds its code and packages: in a folder of this machine, or in a container image."""
+    """Source of a job's code and packages: a folder of this machine, or a container image."""
 
     workspace: Path | None = None
     docker_image: str | None = None
@@ -160,13 +160,13 @@ class JobRequest:
     replicas: int | None = None
     """`resources.replicas` when None."""
     max_retries_failure: int = 0
-    """How many failed attempts are tried again."""
+    """Number of failed attempts that are tried again."""
     max_retries_preemption: int = 100
-    """How many attempts that were ended from outside are tried again; a budget of its own."""
+    """Number of attempts ended from outside that are tried again; a budget of its own."""
     outlives_parent: bool = False
-    """Whether the job goes on when the process that submitted it ends."""
+    """Lets the job go on when the process that submitted it ends."""
     working_directory: Path | None = None
-    """Where replicas start; the workspace when None."""
+    """Folder that replicas start in; the workspace when None."""
 
     def __post_init__(self) -> None:
         """Refuses names that could not become a path, and counts that mean nothing."""
@@ -192,19 +192,19 @@ class JobRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class JobDetails:
-    """What a backend knows of one job."""
+    """Everything that a backend knows of one job."""
 
     job_id: str
     name: str
     status: JobStatus
     reason: str | None = None
-    """Why it ended as it did or, while it is pending, what it waits for."""
+    """The reason that it ended as it did or, while it is pending, what it waits for."""
     attempts: int = 0
-    """How often all replicas were started, the present time included."""
+    """Number of times that all replicas were started, the present one included."""
     failures: int = 0
-    """How many attempts ended by the job's own doing."""
+    """Number of attempts that ended by the job's own doing."""
     preemptions: int = 0
-    """How many attempts were ended from outside."""
+    """Number of attempts that were ended from outside."""
     submitted_at: float | None = None
     """Seconds since the epoch."""
 
@@ -243,7 +243,7 @@ class JobHandle(Protocol):
         ...
 
     def announced(self, replica: int = 0) -> str | None:
-        """What a process of this replica said last in its present attempt by `announce`; None if nothing yet."""
+        """Returns the last announcement of this replica's process in its present attempt; None if there is none."""
         ...
 
     def terminate(self) -> None:
@@ -266,7 +266,7 @@ class Client(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Returns whether its jobs run on this machine alone, where they reach each other over loopback."""
+        """Returns True if its jobs run on this machine alone, where they reach each other over loopback."""
         ...
 
     def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> JobHandle:

@@ -1,4 +1,4 @@
-"""Whether Google Cloud is about to take this machine away, which programs notice before the machine ends."""
+"""Notice that Google Cloud is about to take this machine away, for programs to see before the machine ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _NOTICE_URL = "http://169.254.169.254/computeMetadata/v1/instance/preempted"
 
 
 def preemption_announced(*, url: str = _NOTICE_URL, timeout_seconds: float = 2.0) -> bool:
-    """Returns whether this machine was told that it is being preempted; False on machines of anybody else.
+    """Returns True if this machine was told that it is being preempted; False on machines of anybody else.
 
     A program on a TPU fails with an error of its own when its chips, or those of another host of its slice, go away,
     up to half a minute before the machine does. Its exit code says nothing of that.

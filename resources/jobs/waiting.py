@@ -1,4 +1,4 @@
-"""What handles of all backends share: waiting, the error that says how a job ended, logs by replica."""
+"""Parts that handles of all backends share: waiting, the error that says how a job ended, logs by replica."""
 
 from __future__ import annotations
 

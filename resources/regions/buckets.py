@@ -1,4 +1,4 @@
-"""What Google Cloud Storage says of a bucket: where it is, and how large a folder of it is."""
+"""Answers of Google Cloud Storage about a bucket: its location, and the size of a folder in it."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class LocalCluster(Config):
     job_id: str
     """The job that it is, on the local backend."""
     address: str
-    """Where jobs are submitted, as `ASSAY_JOBS` names it."""
+    """Address for submitting jobs, as `ASSAY_JOBS` names it."""
     dashboard: str
     """Its pages."""
     folder: Path

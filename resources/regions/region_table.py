@@ -1,4 +1,4 @@
-"""What a regions file says: which devices and buckets each region has, where its jobs run, and what things cost."""
+"""Content of a regions file: devices and buckets of each region, the place of its jobs, and prices."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class EgressPrice(Config):
 
 
 class Prices(Config):
-    """What things cost where a region says nothing else, in USD."""
+    """Prices where a region says nothing else, in USD."""
 
     as_of: date
-    """When the prices were true."""
+    """Date at which the prices were true."""
     note: str = ""
-    """Where they come from."""
+    """Source of the prices."""
     chip_hour: dict[str, Price] = {}
     """By TPU generation or GPU model; a TPU's price includes its VM."""
     vcpu_hour: Price
@@ -75,7 +75,7 @@ class Region(Config):
     cloud: str = "gcp"
     """Whose it is."""
     continent: str
-    """What decides the price of reading from elsewhere."""
+    """Continent, which decides the price of reading from elsewhere."""
     zones: tuple[str, ...] = ()
     """Its zones; machines without accelerators are in any of them."""
     tpus: dict[str, tuple[str, ...]] = {}
@@ -87,15 +87,15 @@ class Region(Config):
     work_pool: str | None = None
     """The Prefect work pool whose workers are here."""
     work_pool_type: WorkPoolType = "kubernetes"
-    """Where that work pool runs flow runs."""
+    """Place where that work pool runs flow runs."""
     work_pool_variables: dict[str, Any] = {}
     """Defaults of its job variables, such as image, namespace and service_account_name."""
     ray_address: str | None = None
-    """Where its Ray listens, such as ray://10.0.0.2:10001."""
+    """Address of its Ray, such as ray://10.0.0.2:10001."""
     ray_cluster: RayCluster | None = None
     """The Ray cluster that `assay cluster up` starts."""
     iris_address: str | None = None
-    """Where its Iris controller listens, such as iris://10.0.0.2:10000."""
+    """Address of its Iris controller, such as iris://10.0.0.2:10000."""
     chip_hour: dict[str, Price] = {}
     """Prices that differ here, by TPU generation or GPU model; once read, those of all."""
     vcpu_hour: Price | None = None
@@ -125,7 +125,7 @@ class Regions(Config):
     """Every region, and the prices that hold where one names no other."""
 
     prices: Prices
-    """What things cost."""
+    """Prices of everything."""
     regions: tuple[Region, ...] = Field(min_length=1)
     """In the order in which they are tried."""
 

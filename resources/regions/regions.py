@@ -1,4 +1,4 @@
-"""Which region to use: where a device is offered, and what an hour of it costs there.
+"""Choice of a region: the places that offer a device, and the price of an hour of it there.
 
 Read from `deployments/regions.yaml`, or from the file that `ASSAY_REGIONS` names. All decisions are pure functions of
 its content.

@@ -1,4 +1,4 @@
-"""What a `ResourceConfig` is called in the job variables of each type of work pool."""
+"""Names for the parts of a `ResourceConfig` in the job variables of each type of work pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which Prefect work pool gives what a `ResourceConfig` asks for. Pure: what is known of work pools is an argument."""
+"""Choice of the Prefect work pool that gives what a `ResourceConfig` asks for. Pure: all it knows is an argument."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _GB = 10**9
 
 @dataclass(frozen=True)
 class WorkPoolState:
-    """What the Prefect server says of a work pool."""
+    """State of a work pool, as the Prefect server tells it."""
 
     exists: bool = True
     paused: bool = False
     live_workers: int = 1
     limit: int | None = None
-    """How many flow runs it lets run at once; no limit when None."""
+    """Number of flow runs that it lets run at once; no limit when None."""
     active: int = 0
-    """How many take part of that limit now."""
+    """Number of flow runs that take part of that limit now."""
 
     @property
     def obstacle(self) -> str | None:
-        """Why a flow run would not start there now; None if it would."""
+        """Returns the reason that a flow run would not start there now; None if it would."""
         if not self.exists:
             return "does not exist"
         if self.paused:
@@ -44,11 +44,11 @@ class WorkPoolState:
 
 @dataclass(frozen=True)
 class Source:
-    """Where the checkpoints of a run lie."""
+    """Place of the checkpoints of a run."""
 
     region: str
     size_bytes: int
-    """What has to be read, over all checkpoints of the flow run."""
+    """Size of all that is read, over all checkpoints of the flow run."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class WorkPoolChoice:
     region: Region
     job_variables: dict[str, Any]
     egress_usd: Decimal = Decimal(0)
-    """What reading the checkpoints from another region costs."""
+    """Cost of reading the checkpoints from another region."""
     price_per_hour: Decimal | None = None
     """USD for an hour of what is asked for; None where no price is known."""
     passed_over: Mapping[str, str] = field(default_factory=dict)
-    """Why better regions were not taken, by their names."""
+    """Reasons that better regions were not taken, by their names."""
 
     def described(self) -> str:
         """One line: the work pool, what it costs, and why it is not a better one."""

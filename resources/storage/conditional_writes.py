@@ -31,7 +31,7 @@ _PRECONDITION = "At least one of the pre-conditions"
 
 @dataclass(frozen=True)
 class Version:
-    """What a file held when it was read. `tag` names that version where the store has names for them."""
+    """Content of a file when it was read. `tag` names that version where the store has names for them."""
 
     content: bytes
     tag: str | None
@@ -74,7 +74,7 @@ def replace_bytes(uri: str, content: bytes, *, standing: Version) -> bool:
 
 @cache
 def creates_exclusively(folder: str) -> bool:
-    """Returns whether only one of several writers can create a file in a folder; stores are tried, once in a process.
+    """Returns True if only one of several writers can create a file in a folder; stores are tried, once in a process.
 
     Some stores that speak the language of `gs://` or `s3://` ignore the condition: the second of two writers replaces
     what the first one wrote, and both believe that they were first.

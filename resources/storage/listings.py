@@ -1,4 +1,4 @@
-"""What stands below a place, in the few calls that a place allows: the raw rows behind listings and tree signatures.
+"""Files below a place, in the few calls that a place allows: the raw rows behind listings and tree signatures.
 
 A local folder is walked once. Google's store is asked for pages of a thousand objects, of which it sends only what is
 used: a fifth of what it says otherwise. Where some names are known from before, pages are fetched side by side.
@@ -40,7 +40,7 @@ class ContentHash:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """What a store tells about one file without reading it.
+    """Facts that a store tells about one file without reading it.
 
     `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
     all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
@@ -162,7 +162,7 @@ def _page(filesystem: fsspec.AbstractFileSystem, bucket: str, **asked: Any) -> d
 
 
 def is_marker(name: str) -> bool:
-    """Returns whether an object only stands for a folder, as the store's own console and mounted buckets make them."""
+    """Returns True if an object only stands for a folder, as the store's own console and mounted buckets make them."""
     return name.endswith("/")
 
 

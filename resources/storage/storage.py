@@ -32,12 +32,12 @@ _OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
 
 
 def is_local(uri: str) -> bool:
-    """Returns whether a location is a path on this machine."""
+    """Returns True if a location is a path on this machine."""
     return "://" not in uri or uri.startswith("file://")
 
 
 def has_whole_files(uri: str) -> bool:
-    """Returns whether a location is in an object store, where a file is not seen before it is whole."""
+    """Returns True if a location is in an object store, where a file is not seen before it is whole."""
     return uri.partition("://")[0] in _OBJECT_STORES and not is_local(uri)
 
 
@@ -47,7 +47,7 @@ def local_path(uri: str) -> Path:
 
 
 def absolute(uri: str) -> str:
-    """The same location, for a process that works in another folder."""
+    """Returns the location in a form for a process that works in another folder."""
     return str(local_path(uri).absolute()) if is_local(uri) else uri
 
 
@@ -94,7 +94,7 @@ def reported(uri: str, doing: str) -> Iterator[None]:
 
 
 def exists(uri: str) -> bool:
-    """Returns whether a file or folder is there."""
+    """Returns True if a file or folder is there."""
     filesystem, path = _open(uri)
     filesystem.invalidate_cache()
     return filesystem.exists(path)
@@ -259,7 +259,7 @@ def list_files(uri: str) -> list[FileInfo]:
 
 
 def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, Any]] | None:
-    """What Google's store says of each object below a location, as `listings.bucket_objects`; None for other stores.
+    """Returns the answer of Google's store about each object below a location; None for other stores.
 
     Raises:
         StorageError: it cannot be listed.
@@ -274,7 +274,7 @@ def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, A
 
 
 def etag_is_md5(uri: str) -> bool:
-    """Returns whether the ETag of a file in `s3://` is the MD5 of its content, which a listing does not tell.
+    """Returns True if the ETag of a file in `s3://` is the MD5 of its content, which a listing does not tell.
 
     It is not where the store encrypts with a key of the customer's, nor in directory buckets. One request.
     """
@@ -290,7 +290,7 @@ def etag_is_md5(uri: str) -> bool:
 
 
 def is_folder(uri: str) -> bool:
-    """Returns whether a location is a folder (in an object store: a prefix with something below it)."""
+    """Returns True if a location is a folder (in an object store: a prefix with something below it)."""
     filesystem, path = _open(uri)
     filesystem.invalidate_cache()
     return filesystem.isdir(path)

@@ -1,4 +1,4 @@
-"""What the Iris backend needs of a controller; `iris.py` gives it with Iris' own package."""
+"""The part of a controller that the Iris backend needs; `connection.py` gives it with Iris' own package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Launch:
     extras: Sequence[str]
     image: str | None
     installs: bool
-    """Whether a container installs the workspace's project and the packages before it starts."""
+    """True if a container installs the workspace's project and the packages before it starts."""
     max_retries_failure: int
     max_retries_preemption: int
 

@@ -146,7 +146,7 @@ class IrisJob:
         return stopped
 
     def _has_stopped(self, job_id: str) -> bool:
-        """Returns whether every replica has said that it ended all it had started, or has never begun."""
+        """Returns True if every replica has said that it ended all it had started, or has never begun."""
         states = self._controller.job_states([job_id])
         if job_id not in states or job_status(states[job_id]).finished:
             return True
@@ -158,7 +158,7 @@ class IrisJob:
         return True
 
     def _is_confirmed(self, job_id: str) -> bool:
-        """Returns whether workers have said that no task is left on them; those that are lost cannot."""
+        """Returns True if workers have said that no task is left on them; those that are lost cannot."""
         tasks = self._controller.tasks(job_id)
         return all(task.is_over and all(attempt.ended for attempt in task.attempts) for task in tasks)
 
@@ -198,7 +198,7 @@ class IrisJob:
 
 
 def _is_last(line: str) -> bool:
-    """Returns whether a replica's program says with this line how it ended."""
+    """Returns True if a replica's program says with this line how it ended."""
     return line.startswith(MARK) and line != _AGAIN
 
 

@@ -1,4 +1,4 @@
-"""What a job asks for, as Iris counts it, and whether any group of its machines can ever give that."""
+"""Resources of a job as Iris counts them, and a check that some group of its machines can ever give them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Iris says of a job and its tasks, in our words; pure, so that every row can be tested.
+"""States of a job and its tasks on Iris, translated into our words; pure, so that every row can be tested.
 
 Names are those of Iris' states, such as `JOB_STATE_RUNNING`.
 """
@@ -16,7 +16,7 @@ from resources.jobs.jobs import JobStatus
 Ending = Outcome | Literal["stopped", "unsatisfiable"]
 
 MARK = "[assay] "
-"""How a line begins by which `iris_replica.py` says how it ended; Iris keeps it with the attempt, too."""
+"""Start of the line by which `iris_replica.py` says how it ended; Iris keeps it with the attempt, too."""
 UNSATISFIABLE = "JOB_STATE_UNSCHEDULABLE"
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$")
 _SAID = re.compile(re.escape(MARK) + r"(?P<reason>.*?)(?:; restarted here: (?P<restarts>\d+))?\s*$", re.DOTALL)
@@ -52,7 +52,7 @@ class Attempt:
     state: str
     error: str = ""
     ended: bool = False
-    """Whether its worker has confirmed that nothing of it runs."""
+    """True once its worker has confirmed that nothing of it runs."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class Task:
 
     @property
     def is_on_a_worker(self) -> bool:
-        """Returns whether something of it may be running."""
+        """Returns True if something of it may be running."""
         return self.state in _ON_A_WORKER
 
     @property
     def is_over(self) -> bool:
-        """Returns whether Iris will not start it again."""
+        """Returns True if Iris will not start it again."""
         return self.state in _ATTEMPTS
 
 
@@ -162,7 +162,7 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Iterable[i
 
 
 def reason(seen: Seen, tasks: Sequence[Task]) -> str | None:
-    """Why a job ended as it did, or what it waits for."""
+    """Returns the reason that a job ended as it did, or the thing that it waits for."""
     match job_status(seen.state):
         case JobStatus.PENDING:
             return " ".join(seen.pending_reason.split()) or "waits for a worker"

@@ -30,7 +30,7 @@ TERMINATED = "terminated"
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """How long an attempt may take to start."""
+    """Times that an attempt may take to start."""
 
     stuck_seconds: float = 300.0
     """An image that cannot be pulled, a container that cannot be made: a failure after this long."""
@@ -168,7 +168,7 @@ class OwnedJob:
             self._write(**counts, status=JobStatus.PENDING, reason=f"to be tried again after: {outcome.reason}")
 
     def _all_ended(self) -> bool:
-        """Returns whether no pod of the attempt runs any more; then its Job stays for a day, and its logs with it."""
+        """Returns True if no pod of the attempt runs any more; then its Job stays for a day, and its logs with it."""
         pods = self._cluster.list("pods", selector(job=self._record.job_id, attempt=self._record.attempts))
         return len(pods) == self._record.pods and all(
             pod.get("status", {}).get("phase") in {"Succeeded", "Failed"} for pod in pods

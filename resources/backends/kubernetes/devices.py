@@ -1,4 +1,4 @@
-"""Where a replica may run: what `ResourceConfig` means in the words of Kubernetes and of GKE's node labels.
+"""Placement of a replica: `ResourceConfig` in the words of Kubernetes and of GKE's node labels.
 
 Source of the labels: GKE's documentation of GPUs, TPUs and Spot VMs.
 """
@@ -59,7 +59,7 @@ _LARGEST_CUBE = {6144: "16x16x24"}  # the one size that is no power of two
 
 @dataclass(frozen=True)
 class Placement:
-    """What the pods of one replica ask for, and which nodes will do."""
+    """Requests of the pods of one replica, and the nodes that will do."""
 
     limits: dict[str, str]
     """Requested and limited to the same amount, per pod."""

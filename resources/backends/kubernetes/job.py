@@ -55,7 +55,7 @@ class KubernetesJob:
 
     @property
     def outlives_parent(self) -> bool:
-        """Returns whether it goes on when the process that submitted it ends."""
+        """Returns True if it goes on when the process that submitted it ends."""
         return self._record.outlives_parent
 
     def details(self) -> JobDetails:
@@ -121,7 +121,7 @@ class KubernetesJob:
             time.sleep(min(_POLL_SECONDS, self._poll_seconds))
 
     def _keeper_runs(self) -> bool:
-        """Returns whether a keeper's pod has started: one whose image is never found would not end its job either."""
+        """Returns True if a keeper's pod has started: one whose image is never found would not end its job either."""
         keepers = self._cluster.list("pods", selector(job=self.job_id, part="keeper"))
         return any(pod.get("status", {}).get("phase") == "Running" for pod in keepers)
 

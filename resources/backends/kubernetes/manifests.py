@@ -1,7 +1,7 @@
-"""What a job consists of in a cluster, as data: pure functions from a request to manifests.
+"""Objects of a job in a cluster, as data: pure functions from a request to manifests.
 
 An attempt is one Indexed `batch/v1` Job that never restarts a pod by itself (`backoffLimitPerIndex: 0`), so that each
-ending can be told apart and counted by `kubernetes_attempts.py`. Variables, callable and programs travel in a Secret
+ending can be told apart and counted by `attempts.py`. Variables, callable and programs travel in a Secret
 that the Job owns. The record of the job and its owner's heartbeat are ConfigMaps without anything secret.
 """
 
@@ -23,9 +23,9 @@ from resources.jobs.jobs import Call, EnvironmentConfig, JobRequest
 MAIN, ANNOUNCER = "replica", "announcer"
 """The two containers of a pod; the log of the second holds nothing but announcements."""
 LARGEST_SECRET_BYTES = 1_000_000
-"""What etcd and the API server take for one object is 1 MiB, names and labels included."""
+"""Below the limit of etcd and the API server for one object, which is 1 MiB with names and labels."""
 KEPT_SECONDS = 24 * 3600
-"""How long a finished Job stays, with its pods and their logs."""
+"""Time that a finished Job stays, with its pods and their logs."""
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 _JOB, _RUN, _HEARTBEAT = "/assay/job", "/assay/run", "/assay/heartbeat"
 _MESSAGE = "/dev/termination-log"
@@ -34,18 +34,18 @@ _ANNOUNCER_LIMITS = {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"
 
 @dataclass(frozen=True, kw_only=True)
 class Owner:
-    """Who looks after a job, and on what terms its pods live."""
+    """The process that looks after a job, and the terms on which the job's pods live."""
 
     name: str
     """Names the heartbeat that the pods watch."""
     jobs_url: str
-    """What `ASSAY_JOBS` is in the job."""
+    """Value of `ASSAY_JOBS` in the job."""
     image: str | None
     """Image of jobs that name none."""
     grace_seconds: float
     """Between SIGTERM and SIGKILL."""
     lease_seconds: float
-    """How long pods go on without a heartbeat."""
+    """Time that pods go on without a heartbeat."""
 
 
 def image_of(request: JobRequest, environment: EnvironmentConfig, *, default: str | None) -> str:
@@ -102,7 +102,7 @@ def secret_content(
 
 
 def bounded(files: dict[str, bytes]) -> dict[str, bytes]:
-    """The same files.
+    """Returns the files unchanged if they fit into one Secret.
 
     Raises:
         BadInput: they are more than a Secret can hold.

@@ -14,7 +14,7 @@ MANAGED_BY = {"app.kubernetes.io/managed-by": PREFIX}
 JOB_LABEL = f"{PREFIX}/job"
 ATTEMPT_LABEL = f"{PREFIX}/attempt"
 PART_LABEL = f"{PREFIX}/part"
-"""What an object is to the job: its record, an attempt, kept logs, its keeper; or the heartbeat of an owner."""
+"""Role of an object in the job: its record, an attempt, kept logs, its keeper pod; or the heartbeat of an owner."""
 NAME_ANNOTATION = f"{PREFIX}/name"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
 _LONGEST_STEM = 38

@@ -1,4 +1,4 @@
-"""What a pod's state says: one table for how a replica ended, and the words for what a waiting one waits for."""
+"""States of pods: one table for how a replica ended, and the words for what a waiting one waits for."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ _DISRUPTIONS = {
 
 @dataclass(frozen=True)
 class PodState:
-    """Where one pod stands, and why."""
+    """State of one pod, with the reason."""
 
     standing: PodStanding
     reason: str | None = None
 
     @property
     def ended(self) -> bool:
-        """Returns whether its replica does not run any more."""
+        """Returns True if its replica does not run any more."""
         return self.standing in {"succeeded", "failed", "preempted"}
 
 

@@ -34,7 +34,7 @@ _SILENT_LEASES = 2  # a heartbeat that is older than this many leases, by our ow
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What is known of a job."""
+    """Everything that is known of a job."""
 
     job_id: str
     name: str
@@ -57,7 +57,7 @@ class Record:
 
     @property
     def finished(self) -> bool:
-        """Returns whether the job has ended, and nothing of it is left."""
+        """Returns True if the job has ended, and nothing of it is left."""
         return JobStatus(self.status).finished
 
     @property
@@ -66,7 +66,7 @@ class Record:
         return self.replicas * self.vms
 
     def details(self) -> JobDetails:
-        """The same in the words of every backend."""
+        """Returns the record in the words of every backend."""
         return JobDetails(
             job_id=self.job_id,
             name=self.name,
@@ -121,7 +121,7 @@ def beat(cluster: Cluster, owner: str) -> None:
 
 
 def is_silent(heartbeat: Mapping[str, Any] | None, *, lease_seconds: float) -> bool:
-    """Returns whether an owner is gone, as far as the ConfigMap of its heartbeat tells by our clock."""
+    """Returns True if an owner is gone, as far as the ConfigMap of its heartbeat tells by our clock."""
     if heartbeat is None:
         return True
     return time.time() - float(heartbeat["data"]["beat"]) > _SILENT_LEASES * lease_seconds

@@ -34,7 +34,7 @@ class LocalJob:
 
     @property
     def outlives_parent(self) -> bool:
-        """Returns whether it goes on when the process that submitted it ends."""
+        """Returns True if it goes on when the process that submitted it ends."""
         return self._specification["outlives_parent"]
 
     def details(self) -> JobDetails:
@@ -64,7 +64,7 @@ class LocalJob:
         return JobStatus(self.process_details()["status"])
 
     def has_ended(self) -> bool:
-        """Returns whether it has finished, and its supervisor is gone; looks at files only then."""
+        """Returns True if it has finished, and its supervisor is gone; looks at files only then."""
         return self._supervisor is not None and self._supervisor.poll() is not None and self.status().finished
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:

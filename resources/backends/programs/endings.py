@@ -1,4 +1,4 @@
-"""How a process ended, and which budget that counts against: one table for all backends.
+"""Ends of processes, and the budget that each counts against: one table for all backends.
 
 Needs the standard library only: it runs beside `supervise.py`, also on nodes without Assay.
 """
@@ -110,7 +110,7 @@ class OomWatch:
         self._latest_at = time.monotonic()
 
     def has_struck(self) -> bool:
-        """Returns whether a process was killed so within the last one to two minutes, and since this was made."""
+        """Returns True if a process was killed so within the last one to two minutes, and since this was made."""
         count = kills_counted(self._counters)
         if time.monotonic() - self._latest_at > _OOM_WINDOW_SECONDS:
             self._before, self._latest, self._latest_at = self._latest, count, time.monotonic()

@@ -1,4 +1,4 @@
-"""What the replicas of a job on Iris, and the process that submitted it, tell each other through its controller.
+"""Records that replicas of a job on Iris, and the process that submitted it, pass each other through its controller.
 
 Iris keeps addresses under names; each is a small record here. All records of a job have one name, so that one question
 brings all of them: one per replica, one that the submitting process renews, and one that asks the job to end. Needs
@@ -89,7 +89,7 @@ class Records:
                 self._changed.set()
 
     def all_ready(self) -> bool:
-        """Whether every replica is there and has said that it begins the round that we see; says so ourselves."""
+        """Returns True once every replica has said that it begins the round that we see; says so for this one."""
         if (current := self._current_round()) is None:
             self.say(round="")
             return False
@@ -101,17 +101,17 @@ class Records:
         )
 
     def all_done(self) -> bool:
-        """Returns whether every other replica of our round has succeeded."""
+        """Returns True if every other replica of our round has succeeded."""
         return self._others_say((DONE,), self._mine["round"])
 
     def out_of_step(self) -> bool:
-        """Returns whether another replica is gone, is ending, or has begun again: then all begin again."""
+        """Returns True if another replica is gone, is ending, or has begun again: then all begin again."""
         others = dict(self._others)
         gone = len(others) < self._count - 1
         return gone or self._current_round() != self._mine["round"]
 
     def others_run(self) -> bool:
-        """Returns whether another replica has said that it runs, and not yet that it has stopped running."""
+        """Returns True if another replica has said that it runs, and not yet that it has stopped running."""
         return any(record.get("state") == RUNNING for record in dict(self._others).values())
 
     def _others_say(self, states: tuple[str, ...], current: str) -> bool:

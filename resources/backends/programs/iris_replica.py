@@ -181,7 +181,7 @@ class Replica:
         return ("preempted" if status.get("preemptions") else "failed"), code, reason
 
     def _to_end(self) -> Outcome | None:
-        """Returns whether what runs is to be ended: for good, or to begin again with the other replicas."""
+        """Returns True if what runs is to be ended: for good, or to begin again with the other replicas."""
         if self._terminated or self._records.stop_reason:
             return "stopped"
         return "rejoin" if self._count > 1 and self._records.out_of_step() else None
@@ -201,7 +201,7 @@ class Replica:
         return True
 
     def _all_done(self) -> bool:
-        """Returns whether the others have succeeded too, once that is decided; else it is to begin again."""
+        """Returns True if the others have succeeded too, once that is decided; else it is to begin again."""
         self._records.say(state=DONE)
         while self._count > 1 and not self._records.all_done():
             if self._records.out_of_step() or self._stop_within(_WAIT_SECONDS):

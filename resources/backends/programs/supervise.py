@@ -254,7 +254,7 @@ def _process_table() -> dict[int, tuple[int, int]]:
 
 
 def _supervises_for_itself(pid: int) -> bool:
-    """Whether the process supervises a job that outlives whoever submitted it; such a one ends by its own rules."""
+    """Returns True if the process supervises a job that outlives its submitter; such a one ends by its own rules."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

@@ -66,7 +66,7 @@ class SentFolder:
         return cls(path=path, machine=this_machine(), inode=path.stat().st_ino, digest=digest)
 
     def is_here(self) -> bool:
-        """Returns whether this machine is the one that the folder lies on, and the folder is still the same."""
+        """Returns True if this machine is the one that the folder lies on, and the folder is still the same."""
         return self.machine == this_machine() and self.path.is_dir() and self.path.stat().st_ino == self.inode
 
     def brought_here(self, fetch: Callable[[], bytes]) -> Path:

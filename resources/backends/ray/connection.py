@@ -62,11 +62,11 @@ class RayConnection:
         return self._gcs_address
 
     def is_open(self) -> bool:
-        """Returns whether this process is still connected as it was."""
+        """Returns True if this process is still connected as it was."""
         return self._ray.is_initialized() and self._context_key() == self._key
 
     def is_on(self, addresses: list[str]) -> bool:
-        """Returns whether this process runs on the only machine that has one of these addresses."""
+        """Returns True if this process runs on the only machine that has one of these addresses."""
         return not self._through_client and addresses == [self._ray.util.get_node_ip_address()]
 
     def own_keeper(self) -> Any:

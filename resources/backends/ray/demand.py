@@ -1,4 +1,4 @@
-"""What a job asks of a Ray cluster: on which nodes, how much of them, and why it does not get it, in words."""
+"""Request of a job to a Ray cluster: the nodes, its part of them, and why it does not get it, in words."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas
 
 
 def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> UnsatisfiableResources | None:
-    """Why these nodes can never give what is asked for, however long one waits; None if they can."""
+    """Returns why these nodes can never give what is asked for, however long the job waits; None if they can."""
     allowed = allowed_nodes(nodes, resources)
     if not allowed:
         return _refused_place(nodes, resources)

@@ -142,7 +142,7 @@ class Keeper:
         return job.status
 
     async def until_end(self, *, job_id: str, attempt: int, replica: int, host: int, seconds: float) -> bool:
-        """Returns whether a process is to end now; answers no after that many seconds at the latest."""
+        """Returns True if a process is to end now; answers no after that many seconds at the latest."""
         job = self._jobs.get(job_id)
         return job is None or await job.ends_within(attempt, seconds)
 

@@ -127,7 +127,7 @@ class KeptJob:
             await asyncio.wait_for(self._finished.wait(), seconds)
 
     async def ends_within(self, attempt: int, seconds: float) -> bool:
-        """Returns whether the processes of an attempt are to end, now or within that many seconds."""
+        """Returns True if the processes of an attempt are to end, now or within that many seconds."""
         if attempt == self._attempts and not self._finished.is_set():
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ending.wait(), seconds)

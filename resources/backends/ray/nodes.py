@@ -1,4 +1,4 @@
-"""What the nodes of a Ray cluster have, what of it is free, and how many equal shares fit, as plain values.
+"""Nodes of a Ray cluster as plain values: resources, the free part of them, and the equal shares that fit.
 
 The module `ray` comes as an argument: one module of this floor imports it.
 """
@@ -32,9 +32,9 @@ class RayNode:
     total: Mapping[str, float] = field(default_factory=dict)
     """Resources by Ray's names: CPU, GPU, TPU, memory (bytes), and those of the cluster's own."""
     free: Mapping[str, float] = field(default_factory=dict)
-    """What of them nobody holds at the moment."""
+    """The part of them that nobody holds at the moment."""
     draining: bool = False
-    """Whether it takes nothing new since it is about to go."""
+    """True if it takes nothing new since it is about to go."""
 
     @property
     def region(self) -> str | None:
@@ -43,7 +43,7 @@ class RayNode:
 
     @property
     def stays(self) -> bool:
-        """Returns whether nobody takes it away: the cluster's head, or labelled as bought on demand."""
+        """Returns True if nobody takes it away: the cluster's head, or labelled as bought on demand."""
         return _HEAD_RESOURCE in self.total or self.labels.get(_MARKET_LABEL) == "on-demand"
 
     @property
@@ -74,7 +74,7 @@ def read_nodes(ray: Any) -> list[RayNode]:
 
 
 def has_autoscaler(ray: Any, nodes: Iterable[RayNode]) -> bool:
-    """Whether nodes may come that are not there yet. Ray does not say so: groups of nodes and their types do."""
+    """Returns True if nodes may come that are not there yet. Ray does not say so: groups of nodes and types do."""
     if any(_GROUP_LABEL in node.labels for node in nodes):
         return True
     status = ray.experimental.internal_kv._internal_kv_get(_AUTOSCALER_STATUS)

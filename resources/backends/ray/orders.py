@@ -1,4 +1,4 @@
-"""What the parts of the Ray backend tell each other: client to keeper, keeper to node, and back. Plain values."""
+"""Messages between the parts of the Ray backend: client to keeper, keeper to node, and back. Plain values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from resources.errors import AssayError
 from resources.jobs.jobs import Command, EnvironmentConfig
 
 DETACHED = "keeper-detached"
-"""How names of keepers begin whose jobs outlive their parent."""
+"""Prefix of the names of keepers whose jobs outlive their parent."""
 NAMESPACE = "assay"
 """Of all actors of ours in a Ray cluster."""
 LOG_BYTES = 1 << 20
-"""How much of each process's output is kept."""
+"""Part of each process's output that is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +33,9 @@ class ProcessOrder:
     """A command, or a pickled call."""
     environment: EnvironmentConfig
     device_variables: Mapping[str, str]
-    """What the device wants to know; the environment's own variables win."""
+    """Variables for the device; the environment's own win."""
     given: Mapping[str, str]
-    """What the backend says, whatever the environment's own variables are."""
+    """Variables of the backend; they win over the environment's own."""
     is_tpu: bool
     workspace: SentFolder
     working_directory: str
@@ -70,12 +70,12 @@ class JobOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnd:
-    """How a process of a job ended."""
+    """End of a process of a job."""
 
     outcome: Literal["succeeded", "failed", "preempted", "stopped", "refused"]
     reason: str | None = None
     output: bytes = b""
-    """What of its output was not reported yet."""
+    """The part of its output that was not reported yet."""
     announcement: str | None = None
     refusal: AssayError | None = None
-    """Why it could not be started, and never will."""
+    """The reason that it could not be started, and never will be."""

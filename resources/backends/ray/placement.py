@@ -1,6 +1,6 @@
-"""Where on a Ray cluster the processes of a job go: reserved all at once, or not at all.
+"""Places of a job's processes on a Ray cluster: reserved all at once, or not at all.
 
-A replica is one share of one node, or one whole TPU slice (`ray_tpu.py`). All shares of a job are the bundles of one
+A replica is one share of one node, or one whole TPU slice (`tpu.py`). All shares of a job are the bundles of one
 placement group, which Ray creates only when it has room for all of them, so that two jobs cannot block each other
 with half of what each needs. The module `ray` comes as an argument: one module of this floor imports it.
 """
@@ -25,7 +25,7 @@ _LAST_SLICE_LOOK_SECONDS = 3.0  # a free slice is found by looking
 
 @dataclass(frozen=True, kw_only=True)
 class HostPlace:
-    """Where one process of a job runs: the options of its Ray task."""
+    """Place of one process of a job: the options of its Ray task."""
 
     strategy: Any
     """Scheduling strategy: a bundle of the job's placement group."""
@@ -35,15 +35,15 @@ class HostPlace:
     memory: int | None
     """Bytes."""
     env_vars: Mapping[str, str]
-    """What the device wants to know; the job's own variables win."""
+    """Variables for the device; the job's own win."""
     replica: int
     host: int
-    """Which of the replica's hosts; a replica has several where it is a TPU slice of several VMs."""
+    """Index among the replica's hosts; a replica has several where it is a TPU slice of several VMs."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What a job holds on the cluster."""
+    """Everything that a job holds on the cluster."""
 
     hosts: list[HostPlace]
     _release: Callable[[], None] = field(repr=False)

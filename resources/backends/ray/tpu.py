@@ -27,7 +27,7 @@ _ROUNDING = 1e-6
 
 
 class SliceState(StrEnum):
-    """What keeps a slice from being claimed."""
+    """Obstacle to a claim of a slice, if any."""
 
     FREE = "free"
     TAKEN = "taken"
@@ -41,7 +41,7 @@ class TpuSlice:
 
     name: str
     topology: TpuTopology
-    """What its type has by Google's tables."""
+    """Topology of its type by Google's tables."""
     hosts: tuple[RayNode, ...]
     """Those that are there, in the order of their worker ids."""
 
@@ -57,7 +57,7 @@ class TpuSlice:
 
     @property
     def whole(self) -> bool:
-        """Returns whether every host is there once, and they have the chips that the type has.
+        """Returns True if every host is there once, and they have the chips that the type has.
 
         A host that came back may be listed beside its former self until Ray knows of that one's death.
         """
@@ -71,7 +71,7 @@ class TpuSlice:
         return {"TPU": node.total["TPU"], **{name: 1.0 for name in node.total if _HEAD_RESOURCE.fullmatch(name)}}
 
     def state(self, share: Mapping[str, float]) -> SliceState:
-        """Returns whether it can be claimed now, with this share of CPU and memory on each of its hosts."""
+        """Returns True if it can be claimed now, with this share of CPU and memory on each of its hosts."""
         if not self.whole or any(host.draining for host in self.hosts):
             return SliceState.INCOMPLETE
         for index, host in enumerate(self.hosts):
@@ -141,7 +141,7 @@ def head_resource(variant: str) -> str:
 
 
 def tpu_variables(slices: Sequence[TpuSlice], replica: int, host: int) -> dict[str, str]:
-    """What JAX and libtpu want to know on one host of one of these slices, which work together if they are several."""
+    """Returns the variables for JAX and libtpu on one host of these slices, which work together if they are several."""
     own = slices[replica]
     variables = {"JAX_PLATFORMS": ""}  # the TPU, and no silent fall-back that "tpu,cpu" would be
     if len(own.hosts) > 1:

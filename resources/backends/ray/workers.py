@@ -1,4 +1,4 @@
-"""What Ray's workers run: a shell for the keeper, and one for a process of a job, sent by value.
+"""Code that Ray's workers run: a shell for the keeper, and one for a process of a job, sent by value.
 
 Both unpack the driver's own code before they import any of it, so a cluster needs the packages that we depend on, but
 not us, and never runs another version of us. Arguments and answers are pickled inside, to be read after that.
