@@ -1,4 +1,4 @@
-"""What a sink is told about a record: the same names and numbers for every sink."""
+"""The announcement of a record: the same names and numbers for every sink."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
 
 STEP_METRIC = "training_step"
-"""What curves are drawn over."""
+"""The x axis of all curves."""
 REPORT_NAME = "report.html"
 
 
@@ -38,13 +38,13 @@ class Series(BaseModel):
 
     @property
     def name(self) -> str:
-        """What people see."""
+        """The name that people see."""
         limit = f" limit {self.max_eval_instances}" if self.max_eval_instances else ""
         return f"{self.run} {self.evaluator}{limit}"
 
     @property
     def id(self) -> str:
-        """The same for the same series wherever it is published from, as long as the records stay where they are."""
+        """Identifies the series wherever it is published from, as long as the records stay where they are."""
         content = json.dumps([self.run, self.evaluator, self.evaluation_path, self.max_eval_instances])
         return hashlib.sha256(content.encode()).hexdigest()[:16]
 
@@ -55,7 +55,7 @@ class Announcement(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     series: Series
-    """What it is a part of."""
+    """The series that it belongs to."""
     record: Record | None
     """The record, without what became of it at sinks, so that the same record is the same bytes."""
     cell_uri: str
@@ -94,7 +94,7 @@ class Announcement(BaseModel):
 
     @property
     def place(self) -> str:
-        """Where the cell's folder is inside the folder of the records."""
+        """Path of the cell's folder inside the folder of the records."""
         return self.cell_uri.removeprefix(self.series.evaluation_path).strip("/")
 
     @property

@@ -23,19 +23,19 @@ class SinkList(Config):
     """A file with nothing but sinks."""
 
     sinks: Sinks
-    """Where to publish."""
+    """Places to publish to."""
 
 
 @dataclass(frozen=True)
 class Published:
-    """What became of one record, or of the report over its run, at one sink."""
+    """Outcome of publishing one record, or the report over its run, at one sink."""
 
     what: str
     sink: str
     state: SinkState
 
     def as_row(self) -> dict[str, Any]:
-        """The same for scripts."""
+        """Returns the outcome as JSON has it."""
         return {"what": self.what, "sink": self.sink, **self.state.model_dump(mode="json")}
 
 

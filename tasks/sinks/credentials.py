@@ -1,4 +1,4 @@
-"""Where sinks get their keys: the environment and Prefect blocks, never a configuration."""
+"""Keys of sinks, from the environment and Prefect blocks, never from a configuration."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _DEFAULTS = {
 
 
 class Credentials(BaseModel):
-    """What the process that talks to one sink is given beside the configuration.
+    """Secrets and variables for the process that talks to one sink, beside its configuration.
 
     `variables` is its whole environment. `storage_options` go to the object store's client, and `url` is the place
     that a block named.
@@ -46,7 +46,7 @@ class Credentials(BaseModel):
     storage_options: dict[str, Any] = {}
     url: str | None = None
     secrets: tuple[SecretStr, ...] = ()
-    """What may not be seen in anything the process says."""
+    """Texts that must not show in anything the process writes."""
 
     def scrubbed(self, text: str) -> str:
         """A text with all that is secret replaced."""

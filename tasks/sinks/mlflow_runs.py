@@ -104,7 +104,7 @@ def _add_record(client: MlflowClient, run: str, announcement: Announcement, sink
 
 
 def run_tags(announcement: Announcement) -> dict[str, str]:
-    """What the tags say about the evaluation, the machine and the job; `None` where there is no such thing."""
+    """Returns tags about the evaluation, the machine and the job; `None` where there is no such thing."""
     record = announcement.known
     evaluation = record.evaluation
     pool = evaluation.get("pool_config") or {}
@@ -144,7 +144,7 @@ def _harness_arguments(record: Record) -> dict[str, Any]:
 
 
 def _named(values: dict[str, float]) -> dict[str, float]:
-    """The same numbers under names that MLflow takes."""
+    """Renames the numbers to names that MLflow takes."""
     return {_allowed(name): value for name, value in values.items()}
 
 

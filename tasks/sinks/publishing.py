@@ -76,7 +76,7 @@ class _Sending:
 
     @property
     def over(self) -> bool:
-        """Whether to give up."""
+        """Tells if the time is up, or the publishing was stopped."""
         return self.stop.is_set() or time.monotonic() > self.deadline
 
 

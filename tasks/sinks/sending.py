@@ -20,7 +20,7 @@ from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink,
 
 
 class Job(BaseModel):
-    """What is to be sent where."""
+    """An announcement and the sink that it is to be sent to."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -33,7 +33,7 @@ class Job(BaseModel):
 
 
 class Answer(BaseModel):
-    """What came of it: either where it is to be seen, or what went wrong."""
+    """Outcome of a job: the place where the record can be seen, or the error."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,7 +69,7 @@ def send(job: Job) -> str | None:
 
 
 def answer_to(job: Job) -> Answer:
-    """What came of a job, whatever happened."""
+    """Sends a job and returns its outcome, whatever happens."""
     try:
         return Answer(where=send(job))
     except AssayError as error:

@@ -69,7 +69,7 @@ def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
 
 @contextmanager
 def _folder(announcement: Announcement, sink: WeightsAndBiasesSink) -> Iterator[Path]:
-    """Where W&B writes: a folder that goes away, or for offline files one that is named after what is in it."""
+    """Provides the folder of W&B's files: a temporary one, or for offline files one that is named after its content."""
     if sink.mode == "online":
         with tempfile.TemporaryDirectory(prefix="assay-wandb-") as scratch:
             yield Path(scratch)
@@ -153,7 +153,7 @@ def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBias
 
 
 def _configuration(announcement: Announcement) -> dict[str, Any]:
-    """What the run's page shows: the evaluation, and what it ran with."""
+    """Returns the configuration for the run's page: the evaluation, and what it ran with."""
     record = announcement.known
     return {
         "run": record.checkpoint.run,

@@ -1,1 +1,1 @@
-"""What is to be evaluated, and how: configurations, suites, benchmarks, options and sinks, as data."""
+"""Specifications of evaluations: configurations, suites, benchmarks, options and sinks, as data."""

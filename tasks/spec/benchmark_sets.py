@@ -22,26 +22,26 @@ class BenchmarkSet(Config):
     """Benchmarks that are asked for together, under one name."""
 
     about: str
-    """What it is for."""
+    """Its purpose."""
     evals: tuple[EvalTaskConfig, ...]
     """The benchmarks, in order, those of the sets it uses included."""
     note: str | None = None
-    """What a reader who knows it from elsewhere should know."""
+    """A remark for readers who know it from elsewhere."""
     left_out: Mapping[str, str] = {}
     """Benchmarks that one would expect here, each with the reason why it is not."""
 
 
 class BenchmarkNeeds(Config):
-    """What benchmarks ask for, beyond an endpoint that answers."""
+    """Needs of benchmarks, beyond an endpoint that answers."""
 
     fewshot: int = 0
     """The most worked examples in front of one question."""
     prompt_logprobs: bool | None = False
-    """Whether one asks for log-probabilities of the prompt; None where that is not known."""
+    """True if one of them asks for log-probabilities of the prompt; None where that is not known."""
     generates: bool | None = False
-    """Whether one lets the model write; None where that is not known."""
+    """True if one of them lets the model write; None where that is not known."""
     runs_code: bool = False
-    """Whether programs that the model wrote are run."""
+    """True if programs that the model wrote are run."""
     access: tuple[str, ...] = ()
     """Keys and forms, in words."""
 
@@ -115,7 +115,7 @@ def _expanded_one(one: Any) -> Iterable[Any]:
 
 
 def needs_of(evals: Iterable[EvalTaskConfig]) -> BenchmarkNeeds:
-    """What benchmarks of lm-eval need, as far as it is known: those that are in no set are not."""
+    """Returns the needs of lm-eval's benchmarks, as far as they are known: of those in no set they are not."""
     evals = tuple(evals)
     facts = _data()["facts"]
     names = {task.name for task in evals}

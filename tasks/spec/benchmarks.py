@@ -14,7 +14,7 @@ from tasks.spec.evaluators import EVALUATORS
 BUNDLED = Path(__file__).parent / "bundled"
 """Benchmarks as lm-eval reads them, one YAML and one JSONL file each; other harnesses' in folders of their own."""
 COPIED = "benchmarks"
-"""What a folder from a store is called in a harness's working folder."""
+"""Name that a folder from a store gets in a harness's working folder."""
 
 
 def benchmarks_uri(config: EvaluationConfig) -> str:
@@ -29,7 +29,7 @@ def copied_benchmarks(config: EvaluationConfig) -> dict[str, str]:
 
 
 def benchmarks_here(config: EvaluationConfig) -> str:
-    """Where a harness finds an evaluation's own benchmarks: on this machine, or copied into its working folder."""
+    """Returns the path to an evaluation's own benchmarks: on this machine, or as copied into the working folder."""
     return COPIED if copied_benchmarks(config) else str(storage.local_path(benchmarks_uri(config)).absolute())
 
 

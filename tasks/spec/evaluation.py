@@ -1,4 +1,4 @@
-"""What is to be evaluated, and how: `EvalTaskConfig` and `EvaluationConfig`."""
+"""Configuration of an evaluation: `EvalTaskConfig` and `EvaluationConfig`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class EvalTaskConfig(Config):
 
 
 class CheckpointSelection(Config):
-    """Which of a run's checkpoints are wanted."""
+    """Selection among a run's checkpoints."""
 
     which: Literal["all", "latest", "first"] = "all"
     """Every complete checkpoint, or only the one with the highest or lowest step."""
@@ -50,11 +50,11 @@ class CheckpointSelection(Config):
     every_n_steps: int | None = Field(default=None, ge=1)
     """Keep only steps that are multiples of this, and the last one."""
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
-    """How long to wait for checkpoints that are still being written before they are left out."""
+    """Longest wait for checkpoints that are still being written before they are left out."""
 
     @property
     def words(self) -> str:
-        """What it leaves of a run, to stand behind the run's name; nothing where it leaves all."""
+        """The selection in words, to stand behind the run's name; empty where it selects all."""
         if self.steps:
             return f", {'step' if len(self.steps) == 1 else 'steps'} {in_few_words(map(str, self.steps))}"
         if self.every_n_steps is not None:
@@ -101,9 +101,9 @@ class EvaluationConfig(Config):
     benchmarks_path: str | None = None
     """Folder with benchmarks of one's own, as YAML files of the harness; those bundled with Assay when unset."""
     resource_config: ResourceConfig | None = None
-    """What an evaluator that loads the checkpoint itself runs on; this machine's CPU when unset."""
+    """Resources of an evaluator that loads the checkpoint itself; this machine's CPU when unset."""
     sinks: Sinks = ()
-    """Where results are announced, beside the records."""
+    """Places where results are announced, beside the records."""
     timeout_seconds: float = Field(default=4 * 3600, gt=0)
     """Wall clock of one cell."""
     wandb_tags: tuple[str, ...] = ()
@@ -183,7 +183,7 @@ class EvaluationConfig(Config):
 
     @property
     def asks_in_chat(self) -> bool:
-        """Whether benchmarks are sent as conversations."""
+        """Tells if benchmarks are sent as conversations."""
         if self.apply_chat_template is not None:
             return self.apply_chat_template
         return self.pool_config is not None and self.pool_config.model.apply_chat_template
@@ -222,7 +222,7 @@ class EvaluationConfig(Config):
 
     @property
     def native(self) -> bool:
-        """Whether the evaluator loads the checkpoint itself, so that nothing has to serve it."""
+        """Tells if the evaluator loads the checkpoint itself, so that nothing has to serve it."""
         return isinstance(self.evaluator, NativeOptions)
 
     @property

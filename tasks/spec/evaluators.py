@@ -79,7 +79,7 @@ class NativeOptions(EvaluatorOptions):
 
 
 class LevanterComputation(Config):
-    """How Levanter computes log-probabilities."""
+    """Options for Levanter's computation of log-probabilities."""
 
     max_length: int = Field(default=4096, ge=2)
     """Most tokens of a request, as far as the model holds as many; longer ones are cut on the left."""
@@ -97,7 +97,7 @@ class LevanterComputation(Config):
 
 
 class Judge(Config):
-    """Who compares two outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
+    """The judge of two outputs: an endpoint, a pool that is kept up, or the pool of the model itself."""
 
     base_url: str | None = None
     """An OpenAI-compatible endpoint, ending in /v1; its key is read from ASSAY_JUDGE_API_KEY."""
@@ -106,7 +106,7 @@ class Judge(Config):
     model: str | None = None
     """The judge's name there; in a pool, a checkpoint. The evaluated checkpoint itself where its own pool judges."""
     annotator: str = "weighted_alpaca_eval_gpt4_turbo"
-    """How it is asked: a configuration of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
+    """Configuration of the judge: one of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
     constrained: bool = False
     """Let the judge say nothing but one of the verdicts; needs vLLM, and a configuration with fixed verdicts."""
 
@@ -125,7 +125,7 @@ class JudgedOptions(EvaluatorOptions):
     """Options of an evaluator whose scores are a judge's verdicts."""
 
     judge: Judge = Judge()
-    """Who compares the model's outputs with the reference's."""
+    """The judge that compares the model's outputs with the reference's."""
 
 
 def options_kind(name: str) -> type[EvaluatorOptions]:

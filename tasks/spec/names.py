@@ -46,18 +46,18 @@ def how_many(number: int, noun: str) -> str:
 
 
 def artifact_key(title: str) -> str:
-    """What the keys of Prefect's artifacts about a run begin with."""
+    """Returns the beginning of the keys of Prefect's artifacts about a run."""
     cleaned = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in title.lower())
     return "-".join(part for part in cleaned.split("-") if part)[:60] or "evaluation"
 
 
 def job_label(flow_run: str | None) -> str | None:
-    """What names of a flow run's jobs contain, so that they are found without it; None outside of flow runs."""
+    """Returns a label in the names of a flow run's jobs, by which they are found later; None outside of flow runs."""
     return f"run{flow_run.replace('-', '')[:12]}" if flow_run else None
 
 
 def pool_label(run: str, flow_run: str | None) -> str:
-    """What names of a pool's jobs contain: the run that it serves, and the flow run where there is one."""
+    """Returns a label in the names of a pool's jobs: the run that it serves, and the flow run where there is one."""
     return "-".join(part for part in (_in_job_names(run)[:50], job_label(flow_run)) if part)
 
 

@@ -1,4 +1,4 @@
-"""Which sinks there are, and what each is told. Keys and passwords are never told here."""
+"""The sinks and their options. Keys and passwords never stand here."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _web_address(address: str) -> str:
 Sink = Annotated[
     ObjectStoreSink | WeightsAndBiasesSink | MlflowSink | HuggingFaceSink, Field(discriminator="kind"), AnyOfInForms()
 ]
-"""Where results are announced: told apart by `kind`."""
+"""A place where results are announced; `kind` tells them apart."""
 
 
 def _distinct(sinks: tuple[Sink, ...]) -> tuple[Sink, ...]:

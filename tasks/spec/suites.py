@@ -47,7 +47,7 @@ class SuiteEvaluation(Config):
     """One evaluation of a suite: benchmarks that one evaluator asks together."""
 
     label: str
-    """What it is called within the suite."""
+    """Its name within the suite."""
     evaluator: AnyEvaluator = Field(default=DEFAULT_EVALUATOR, validate_default=True)
     """The harness that asks the questions and scores the answers: its name, or its options with its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
@@ -81,7 +81,7 @@ class SuiteEvaluation(Config):
 
     @property
     def needs(self) -> BenchmarkNeeds:
-        """What its benchmarks need; for other harnesses than lm-eval's only the examples are known."""
+        """Needs of its benchmarks; for harnesses other than lm-eval only the examples are known."""
         if isinstance(self.evaluator, LmEvalBenchmarkOptions):
             return needs_of(self.evals)
         fewshot = max(task.num_fewshot or 0 for task in self.evals)
@@ -100,18 +100,18 @@ class Suite(Config):
     """Evaluations that belong together, and how the engine is started for them."""
 
     name: str
-    """What `--suite` calls it."""
+    """Its name for `--suite`."""
     description: str
-    """What it is for, in a sentence."""
+    """Its purpose, in a sentence."""
     extends: str | None = None
     """Another suite, whose evaluations come first, and whose engine arguments hold where this one has none; unset
     once that is done."""
     evaluations: tuple[SuiteEvaluation, ...] = Field(min_length=1)
-    """What is asked, in order."""
+    """The evaluations, in order."""
     engine_kwargs: dict[str, Any] = _ENGINE_KWARGS
     """Engine arguments where the request has none of that name."""
     resources: ResourceConfig | None = None
-    """What engines run on where the request does not say; its device, where the request names no accelerator."""
+    """Resources of engines where the request names none; their device, where the request names no accelerator."""
     revisions: dict[str, str] = {}
     """Branch, tag or commit by data set, SHA-256 by address, for `assay stage`; the newest where it does not say."""
 
@@ -166,7 +166,7 @@ class Suite(Config):
 
 
 class SuiteRequest(Config):
-    """Which model a suite is asked of, and where its records go."""
+    """A model that a suite is asked of, and the place for its records."""
 
     model_path: str
     """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""
@@ -183,7 +183,7 @@ class SuiteRequest(Config):
     served_model_name: str | None = None
     """Name under which base_url serves it, where it is neither the checkpoint's nor its path."""
     resource_config: ResourceConfig | None = None
-    """What engines, and evaluators that load the checkpoint themselves, run on."""
+    """Resources of engines, and of evaluators that load the checkpoint themselves."""
     max_eval_instances: int | None = Field(default=None, ge=1)
     """Questions per benchmark, for a quick look; as the suite says when unset."""
     apply_chat_template: bool | None = None
@@ -195,9 +195,9 @@ class SuiteRequest(Config):
     allow_code_execution: tuple[str, ...] = ()
     """Benchmarks that may run code written by the model, on this machine, each by its name, such as humaneval."""
     judge: Judge | None = None
-    """Who compares outputs, for evaluations that need a judge; as the suite says when unset."""
+    """The judge of evaluations that need one; as the suite says when unset."""
     sinks: Sinks = ()
-    """Where results are announced, beside the records."""
+    """Places where results are announced, beside the records."""
     timeout_seconds: float | None = Field(default=None, gt=0)
     """Wall clock of one cell."""
     wandb_tags: tuple[str, ...] = ()
@@ -268,7 +268,7 @@ def _contents() -> dict[str, Any]:
 
 
 def texts_folder(name: str) -> str:
-    """Where the benchmarks with staged texts of that name lie on this machine."""
+    """Returns the folder on this machine with the benchmarks whose staged texts have that name."""
     return str(settings().cache_dir / "benchmarks" / name)
 
 

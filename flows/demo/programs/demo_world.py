@@ -63,7 +63,7 @@ SHARE_AGAINST_HEDGES = 0.65
 """Of the outputs to judge, the share in which the better one is an answer; in the others it is a hedge."""
 
 JUDGED = "{question}\n1 {first}\n2 {second}"
-"""What a judge is asked; AlpacaEval's configuration `demo_verdict` writes it the same way."""
+"""The judge's prompt; AlpacaEval's configuration `demo_verdict` writes it the same way."""
 VERDICTS = ("1", "2")
 HEDGE = "Perhaps {answer}."
 NONSENSE_LENGTHS = (0, 2, 4, 8, 16, 24)
@@ -160,7 +160,7 @@ def invented_word(source: random.Random) -> str:
 
 
 def is_held_out(word: str) -> bool:
-    """Whether a word is kept for the benchmark."""
+    """Tells if a word is kept for the benchmark."""
     return rank("word", word) % HELD_OUT_WORDS_ONE_IN == 0
 
 
@@ -188,7 +188,7 @@ def practised_word(source: random.Random) -> str:
 
 
 def nonsense(source: random.Random) -> str:
-    """What a model says that has hardly learnt anything: a few letters, in some order or over and over."""
+    """Returns an answer of a model that has hardly learnt anything: a few letters, in some order or over and over."""
     length = source.choice(NONSENSE_LENGTHS)
     letters = source.choices(CONSONANTS + VOWELS + "   ", k=source.choice((1, 2, max(1, length))))
     return "".join(letters[place % len(letters)] for place in range(length)).strip()
@@ -213,7 +213,7 @@ class TrainingText:
 
     @property
     def is_judged(self) -> bool:
-        """Whether all that is learnt is a verdict."""
+        """Tells if all that is learnt is a verdict."""
         return self.learnt_from > 0
 
 

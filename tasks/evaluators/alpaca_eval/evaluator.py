@@ -42,7 +42,7 @@ class AlpacaEval:
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
     def environment(self, config: EvaluationConfig) -> str:
-        """The same for every evaluation."""
+        """Returns the harness's environment: all evaluations share it."""
         return "alpaca-eval"
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
@@ -164,14 +164,14 @@ def _absolute(path: str | None) -> str | None:
 
 
 def _path_here(uri: str | None, config: EvaluationConfig, *, remote: bool) -> str | None:
-    """Where the program finds a set; a benchmarks folder in a store is copied into its working folder."""
+    """Returns the program's path to a set; a benchmarks folder in a store is copied into its working folder."""
     if remote and uri is not None and config.options(AlpacaEvalOptions).instructions_path is None:
         return f"{COPIED}/{storage.basename(uri)}"
     return _absolute(uri)
 
 
 def _annotator_folders(config: EvaluationConfig) -> list[str]:
-    """Where configurations of judges are looked for, before those that come with AlpacaEval."""
+    """Returns the folders that are searched for a judge's configuration, before those that come with AlpacaEval."""
     if config.benchmarks_path is None:
         return [str(_BUNDLED_ANNOTATORS)]
     return [benchmarks_here(config), str(_BUNDLED_ANNOTATORS)]

@@ -23,7 +23,7 @@ BUNDLED_SETS = BUNDLED / "alpaca_eval"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """Where the files of one set lie; no `uri` means that it is the official one."""
+    """The files of one set; no `uri` means that it is the official one."""
 
     key: str
     uri: str | None

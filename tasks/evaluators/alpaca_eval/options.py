@@ -15,7 +15,7 @@ _FILES = ("instructions_path", "reference_outputs_path", "length_control_path")
 
 
 class GenerationParams(Config):
-    """How outputs are sampled; what is unset here is as in the model's generation_params, or else as stated."""
+    """Sampling of outputs; a field that is unset is as in the model's generation_params, or else as stated."""
 
     temperature: float | None = Field(default=None, ge=0)
     """0.7 when unset there too."""
@@ -43,7 +43,7 @@ _DEFAULTS = GenerationParams(
 
 
 class AlpacaEvalOptions(JudgedOptions):
-    """How AlpacaEval asks and judges."""
+    """Options of AlpacaEval."""
 
     title: ClassVar = "AlpacaEval"
 
@@ -54,7 +54,7 @@ class AlpacaEvalOptions(JudgedOptions):
     engine_parameters: bool = True
     """Send top_k, min_p, repetition_penalty and stop_token_ids, which vLLM knows and OpenAI's own service refuses."""
     prompt_template: str = DEFAULT_PROMPT
-    """What is asked of a model whose chat template is not applied; {instruction} stands for the instruction."""
+    """The prompt where no chat template is applied; {instruction} stands for the instruction."""
     prompt_stops: tuple[str, ...] = ("### Instruction:",)
     """Texts that end an output there; up to four."""
     instructions_path: str | None = None

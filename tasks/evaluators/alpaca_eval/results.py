@@ -42,7 +42,7 @@ class _Plan(BaseModel):
 
 
 class _Results(BaseModel):
-    """What the program worked out of the annotations, by set; none for one that was not judged."""
+    """Metrics that the program computed from the annotations, by set; none for one that was not judged."""
 
     metrics: dict[str, dict[str, float | None]]
     versions: dict[str, str] = {}
@@ -60,12 +60,12 @@ class _Judged:
 
 
 def folder_of(output: Path, key: str, config: EvaluationConfig) -> Path:
-    """Where the files of one set lie: in the attempt's folder itself, unless there are several sets."""
+    """Returns the folder with one set's files: the attempt's folder itself, unless there are several sets."""
     return output if len(config.evals) == 1 else output / key
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """What the run in `output` found out.
+    """Reads the metrics and counts of the run in `output`.
 
     Raises:
         HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.

@@ -21,14 +21,14 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 ALL_ENTRIES = "all"
 """The benchmark that stands for every entry of a file."""
 OWN_FOLDER = "helm"
-"""Where run entries of one's own lie in the benchmarks folder."""
+"""Folder of a user's own run entries inside the benchmarks folder."""
 _PROGRAM = Path(__file__).parent / "programs" / "list_helm.py"
 _LIST_SECONDS = 600  # 3 s on 2 cores; a network disk takes longer
 _FEW = 20
 
 
 class _Arguments(BaseModel):
-    """What a run entry is called with."""
+    """Arguments of the function behind a run entry."""
 
     needed: list[str]
     optional: list[str]

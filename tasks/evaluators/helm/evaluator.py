@@ -38,7 +38,7 @@ class Helm:
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
     def environment(self, config: EvaluationConfig) -> str:
-        """The same for every evaluation."""
+        """Returns the harness's environment: all evaluations share it."""
         return "helm"
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:

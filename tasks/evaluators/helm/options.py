@@ -11,7 +11,7 @@ from tasks.spec.evaluators import EvaluatorOptions
 
 
 class HelmOptions(EvaluatorOptions):
-    """How HELM runs."""
+    """Options of HELM."""
 
     title: ClassVar = "HELM"
 

@@ -123,7 +123,7 @@ class _ScenarioState(BaseModel):
 
 
 class _Key(NamedTuple):
-    """What makes a question of a run one: the same as in the plan."""
+    """Identifies a question of a run, as the plan does."""
 
     instance: str
     trial: int
@@ -173,7 +173,7 @@ class _Run:
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """What the runs in `output` found out.
+    """Reads the metrics and counts of the runs in `output`.
 
     Raises:
         HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
@@ -318,7 +318,7 @@ def _together(key: str, runs: list[list[Metric]]) -> Iterator[Metric]:
 
 
 def _prompt(states: list[_RequestState]) -> str:
-    """What was sent; where each choice was sent by itself, what they have in common."""
+    """Returns the prompt that was sent; where each choice was sent by itself, the part they have in common."""
     if len(states) > 1:
         return states[0].instance.input.text
     messages = states[0].request.messages

@@ -8,7 +8,7 @@ from tasks.spec.evaluators import LevanterComputation, LmEvalBenchmarkOptions, N
 
 
 class LevanterOptions(LmEvalBenchmarkOptions, NativeOptions, LevanterComputation):
-    """How Levanter evaluates a checkpoint itself."""
+    """Options of Levanter, which evaluates a checkpoint itself."""
 
     title: ClassVar = "Levanter"
 

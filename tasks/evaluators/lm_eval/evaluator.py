@@ -46,7 +46,7 @@ class LmEval:
     )
 
     def environment(self, config: EvaluationConfig) -> str:
-        """The same for every evaluation."""
+        """Returns the harness's environment: all evaluations share it."""
         return "lm-eval"
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:

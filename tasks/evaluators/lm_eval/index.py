@@ -1,4 +1,4 @@
-"""Which benchmarks there are for lm-eval: in a folder of one's own, and among those that come with it."""
+"""Benchmarks that lm-eval can ask: those in a user's own folder, and those that come with it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LIST_SECONDS = 600  # 13 s to read fifteen thousand benchmark files on 2 cores;
 
 @dataclass
 class OwnBenchmarks:
-    """What a folder of one's own holds."""
+    """Benchmarks in a user's own folder."""
 
     names: set[str] = field(default_factory=set)
     """Benchmarks, groups and tags."""
@@ -35,7 +35,7 @@ class OwnBenchmarks:
 
 
 class Listing(BaseModel):
-    """What comes with lm-eval."""
+    """Benchmarks that come with lm-eval."""
 
     benchmarks: list[str]
     """Benchmarks, groups and tags."""
@@ -54,7 +54,7 @@ def listed_benchmarks(python: Path) -> list[str]:
 
 
 def listing(python: Path) -> Listing:
-    """What comes with the lm-eval of an environment, see `listed_benchmarks`."""
+    """Lists the benchmarks that come with the lm-eval of an environment, see `listed_benchmarks`."""
     environment = python.absolute().parent.parent
     remembered = settings().environments_dir / f"{environment.name}.index.json"
     try:
@@ -91,7 +91,7 @@ def local_benchmarks(config: EvaluationConfig) -> Path:
 
 
 def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
-    """What is in the folder of one's own, wherever it lies.
+    """Reads the user's own folder of benchmarks, here or in a store.
 
     Raises:
         BadInput: there is no such folder.

@@ -10,7 +10,7 @@ from tasks.spec.evaluators import EvaluatorOptions, LevanterComputation, LmEvalB
 
 
 class LmEvalOptions(LmEvalBenchmarkOptions):
-    """How lm-eval asks."""
+    """Options of lm-eval."""
 
     title: ClassVar = "lm-eval"
     in_suites: ClassVar = {"max_gen_toks": 4096}
@@ -18,13 +18,13 @@ class LmEvalOptions(LmEvalBenchmarkOptions):
     name: Literal["lm_evaluation_harness"] = "lm_evaluation_harness"
     """Says that this evaluator is lm-eval."""
     endpoint: Literal["completions", "chat_completions"] = "completions"
-    """Where prompts go: token ids to /completions, or messages to /chat/completions, which can only generate."""
+    """Route for prompts: token ids to /completions, or messages to /chat/completions, which can only generate."""
     max_gen_toks: int | None = Field(default=None, ge=1)
     """Most tokens of an answer where a benchmark sets none; 256 when unset, and never over half of the context."""
     without_prompt_logprobs: Literal["refuse", "levanter"] = "refuse"
-    """Where the engine returns no log-probabilities of prompts: refuse, or let Levanter evaluate the checkpoint."""
+    """For engines that return no log-probabilities of prompts: refuse, or let Levanter evaluate the checkpoint."""
     levanter: LevanterComputation = LevanterComputation()
-    """How Levanter computes then."""
+    """Levanter's options in that case."""
 
     def score_inputs(self) -> dict[str, Any]:
         """Return the options that can change a score; where Levanter evaluates, its own are looked at."""

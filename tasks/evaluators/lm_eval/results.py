@@ -25,11 +25,11 @@ _HARNESS = "lm-eval"
 PLAN_NAME = "plan.json"
 RESULTS_FOLDER = "lm_eval"
 NO_ANSWER = "[[no answer came back]]"
-"""What the harness is told to put where an endpoint answered with no text at all; its default scores as empty."""
+"""Text that stands for an answer without any text; the harness's own default would be scored as an empty one."""
 
 
 class PlannedTask(BaseModel):
-    """What a task of the harness is to be asked, and what became of prompts too long for the model."""
+    """Plan of one task of the harness, and counts of the prompts that were too long for the model."""
 
     questions: int
     output_type: str
@@ -69,7 +69,7 @@ class _Counted:
 
 
 def read_results(output: Path, config: EvaluationConfig) -> Parsed:
-    """What the run in `output` found out.
+    """Reads the metrics and counts of the run in `output`.
 
     Raises:
         HarnessOutputInvalid: plan or results are missing or cannot be read, or hold no usable number.
@@ -146,12 +146,12 @@ def split(key: str) -> tuple[str, str]:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a number, and no truth value."""
+    """Tells if it is a number, and no truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_finite(number: float) -> bool:
-    """Whether a float can say it, and it is neither infinite nor NaN."""
+    """Tells if it fits into a float, and is neither infinite nor NaN."""
     try:
         return math.isfinite(number)
     except OverflowError:  # an integer beyond all floats, which JSON allows
@@ -191,7 +191,7 @@ def sample_lines(path: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _is_answered(sample: Mapping[str, Any], output_type: str) -> bool:
-    """Whether every request of a question has all its responses; the harness writes each part of them as text."""
+    """Tells if every request of a question has all its responses; the harness writes each part of them as text."""
     responses, arguments = sample.get("resps"), sample.get("arguments")
     if not isinstance(responses, list) or not responses or not isinstance(arguments, dict | list):
         return False

@@ -1,4 +1,4 @@
-"""What lm-eval asked, got and scored, question by question, from the samples it left behind."""
+"""Reads the samples that lm-eval wrote: prompt, answer and scores of each question."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _answers(line: Mapping[str, Any]) -> list[Any]:
 
 
 def _choices(arguments: _Arguments) -> list[str]:
-    """What the model chose among: continuations of one context, or contexts of one continuation.
+    """Returns the choices the model had: continuations of one context, or contexts of one continuation.
 
     Where answers are weighed without a context too, those requests come last and are no choices.
     """

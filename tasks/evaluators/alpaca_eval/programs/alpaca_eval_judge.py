@@ -36,7 +36,7 @@ class JudgeGoneError(Exception):
 
 
 class Judge:
-    """Who compares outputs, and how it is asked."""
+    """The judge that compares outputs."""
 
     def __init__(self, job: dict[str, Any], output: Path) -> None:
         self._job, self._judge, self._output = job, job["judge"], output

@@ -1,4 +1,4 @@
-"""What both phases of `run_alpaca_eval.py` need: how to refuse, and what is said of errors."""
+"""Constants, refusals and error texts that both phases of `run_alpaca_eval.py` use."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RETRIES = 2  # three attempts in all, as lm-eval makes
 CONNECT_SECONDS = 10.0
 SHOWN_CHARACTERS = 200
 NO_ANSWER = (openai.OpenAIError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
-"""What a request raises that fails, or is answered with something that is no answer."""
+"""Exceptions of a request that fails, or whose reply is no answer."""
 
 
 def said(error: BaseException) -> str:

@@ -130,7 +130,7 @@ def official_set(output: Path) -> Path:
 
 
 def has_chat_template(tokenizer: Path) -> bool:
-    """Whether a tokenizer's folder holds a chat template, in any of the places where one may lie."""
+    """Tells if a tokenizer's folder holds a chat template, in any of the places where one may lie."""
     try:
         described = json.loads((tokenizer / "tokenizer_config.json").read_text())
     except (OSError, ValueError):

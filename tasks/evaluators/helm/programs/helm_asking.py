@@ -1,4 +1,4 @@
-"""How HELM's requests are made: `helm_runs.py` imports this. Needs the HELM environment.
+"""HELM's requests: `helm_runs.py` imports this. Needs the HELM environment.
 
 HELM's executor gives up a run for one dead request, and takes some errors for empty answers. Ours takes a dead request
 for what it is, a question without an answer, and goes on; whoever counts answers withholds the score.
@@ -27,7 +27,7 @@ PROGRESS_SECONDS = 0.5
 NO_DATA = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "URLError", "gaierror")
 """Errors of libraries that could not download something."""
 BLOCKED = "The prompt violates"
-"""How HELM explains an empty answer that it made up itself."""
+"""Beginning of the reason that HELM gives for an empty answer that it made up itself."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Run:
 
 
 class Refused(Exception):
-    """What was asked for cannot be done; `reason` holds kind, expected, found and remedy."""
+    """A job that cannot be done; `reason` holds kind, expected, found and remedy."""
 
     def __init__(self, *, kind: str, expected: str, found: str, remedy: str) -> None:
         super().__init__(found)
@@ -63,7 +63,7 @@ class Asking(Executor):
         self._shown = 0.0
 
     def now(self, run: Run, stage: str) -> None:
-        """What the next requests belong to."""
+        """Notes the run and the stage that the next requests belong to."""
         self._run, self._stage = run, stage
 
     def execute(self, scenario_state: ScenarioState) -> ScenarioState:
@@ -104,7 +104,7 @@ class Asking(Executor):
 
 
 def question(state: RequestState) -> tuple[Any, ...]:
-    """What makes two requests belong to the same question."""
+    """Returns a key that requests of the same question share."""
     return state.instance.id, state.train_trial_index, repr(state.instance.perturbation), state.request.random
 
 
@@ -129,14 +129,14 @@ def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) ->
 
 
 def dead(error: str) -> RequestResult:
-    """What HELM makes of errors that it does not die of: an empty answer; ours says that it is none."""
+    """Returns a failed result, where HELM would take an error that it survives for an empty answer."""
     return RequestResult(
         success=False, cached=False, error=error, completions=[GeneratedOutput("", 0, [])], embedding=[]
     )
 
 
 def is_blocked(completion: GeneratedOutput) -> bool:
-    """Whether HELM put an empty answer in the place of an error about policies."""
+    """Tells if HELM put an empty answer in the place of an error about policies."""
     return str((completion.finish_reason or {}).get("reason", "")).startswith(BLOCKED)
 
 
@@ -166,7 +166,7 @@ def leave_prompts_out_of_the_log() -> None:
 
 
 def missing_data(error: BaseException, run: Run) -> dict[str, str] | None:
-    """Why a run failed, if that is a file that is not there."""
+    """Returns the refusal for a run that failed for a missing file; None if it failed for another reason."""
     for cause in causes(error):
         found = None
         if isinstance(cause, FileNotFoundError) and cause.filename:
@@ -193,7 +193,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def log_failure(run: Run, error: BaseException) -> None:
-    """What happened, and where in HELM; prompts that HELM puts into messages are cut off."""
+    """Logs an error with its place in HELM; prompts that HELM puts into messages are cut off."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in frames]
     message = str(error).partition(" Request: ")[0]

@@ -1,4 +1,4 @@
-"""How HELM's runs are evaluated one by one and summarised: `run_helm.py` imports this. Needs the HELM environment."""
+"""Evaluates HELM's runs one by one and summarises them: `run_helm.py` imports this. Needs the HELM environment."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class Harness:
 
 
 def modified(path: Path) -> int:
-    """When a file was written, in nanoseconds; 0 where there is none."""
+    """Returns the time at which a file was written, in nanoseconds; 0 where there is none."""
     try:
         return path.stat().st_mtime_ns
     except OSError:
@@ -157,7 +157,7 @@ class PlannedSummarizer(Summarizer):
     planned: dict[str, dict[str, Any]]
 
     def get_scenario_metadata(self) -> list[ScenarioMetadata]:
-        """What scenarios say of themselves, and for the others what was planned."""
+        """Returns the scenarios' own metadata, and for those without it what was planned."""
         known = super().get_scenario_metadata()
         names = {item.name for item in known}
         for run in self.runs:
@@ -171,7 +171,7 @@ class PlannedSummarizer(Summarizer):
 
 
 def planned(run: Run) -> dict[str, Any]:
-    """What is known of a run before it asks: the metrics that count, the first one most."""
+    """Returns the plan of a run, made before it asks: the metrics that count, the first one most."""
     names: list[str] = []
     split = None
     try:

@@ -47,7 +47,7 @@ COMPLETIONS_CLIENT = "helm.clients.openai_client.OpenAILegacyCompletionsClient"
 CHAT_CLIENT = "helm.clients.openai_client.OpenAIClient"
 ALL_ENTRIES = "all"
 OWN_FOLDER = "helm"
-"""Where run entries of one's own lie in the benchmarks folder, a JSON file each."""
+"""Folder of a user's own run entries inside the benchmarks folder, a JSON file each."""
 WORDS = "punkt_tab"
 WORDS_SECONDS = 60
 DEFAULT_CONTEXT = 2048
@@ -63,7 +63,7 @@ LATE_MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_fast",
 )
-"""What HELM imports when it is about to evaluate."""
+"""Modules that HELM imports when it is about to evaluate."""
 
 
 def preload(arguments: list[str]) -> None:
@@ -215,7 +215,7 @@ def write_deployment(job: dict[str, Any], output: Path) -> None:
 
 
 def model_name(job: dict[str, Any]) -> str:
-    """How HELM calls the checkpoint: an organisation, and a name without slashes."""
+    """Returns HELM's name for the checkpoint: an organisation, and a name without slashes."""
     return f"assay/{re.sub(r'[^A-Za-z0-9._+@-]', '_', job['model'])}"
 
 
@@ -274,7 +274,7 @@ def wanted(item: dict[str, Any], conf: list[RunEntry], job: dict[str, Any]) -> l
 
 
 def matches(entry: ObjectSpec, item: dict[str, Any]) -> bool:
-    """Whether a benchmark stands for an entry of the file."""
+    """Tells if a benchmark stands for an entry of the file."""
     if item["name"] not in (ALL_ENTRIES, entry.class_name):
         return False
     return all(str(entry.args.get(name, value)) == str(value) for name, value in item["arguments"].items())
@@ -323,7 +323,7 @@ def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
 
 
 def labels(names: list[str]) -> list[str]:
-    """What tells the runs of one benchmark apart: the parts of their names that not all of them have."""
+    """Returns labels that tell the runs of one benchmark apart: the parts of their names that not all of them have."""
     parts = [re.split("[:,]", name) for name in names]
     common = set.intersection(*map(set, parts))
     found = [".".join(part for part in own if part not in common) for own in parts]

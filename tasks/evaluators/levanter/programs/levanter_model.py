@@ -84,7 +84,7 @@ class Model:
 
     @property
     def parameters(self) -> int:
-        """How many there are."""
+        """Number of the model's parameters."""
         return parameter_count(self.network)
 
     def mesh(self) -> AbstractContextManager[None]:

@@ -43,7 +43,7 @@ class LevanterLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """What stands before a text that has no context."""
+        """Token that stands before a text without context."""
         return self.tokenizer.eos_token_id
 
     @property

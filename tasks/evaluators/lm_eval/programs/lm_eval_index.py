@@ -1,4 +1,4 @@
-"""Which benchmarks there are for lm-eval, and which of them run code that the model wrote. Runs in its environment."""
+"""Lists lm-eval's benchmarks, and those that run code that the model wrote. Runs in its environment."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def listing() -> dict[str, list[str]]:
 
 
 def is_complete(name: str, index: dict[str, Entry]) -> bool:
-    """Whether a benchmark is there, and if it is a group, all its parts too."""
+    """Tells if a benchmark is there, and if it is a group, all its parts too."""
     entry = index.get(name)
     if entry is None:
         return False

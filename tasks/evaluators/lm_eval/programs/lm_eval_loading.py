@@ -238,7 +238,7 @@ def contents_of(name: str, manager: TaskManager) -> Iterator[tuple[Path, dict[st
 
 
 def damaged_data(content: dict[str, Any], path: Path) -> str | None:
-    """What is wrong with the first local data file of a benchmark that is missing, or no lines of JSON."""
+    """Describes the first local data file of a benchmark that is missing, or no lines of JSON; None if all are good."""
     named = (content.get("dataset_kwargs") or {}).get("data_files")
     groups = named.values() if isinstance(named, dict) else [named]
     files = [file for group in groups for file in (group if isinstance(group, list) else [group])]
@@ -257,7 +257,7 @@ def damaged_data(content: dict[str, Any], path: Path) -> str | None:
 
 
 def folder_of(name: str, manager: TaskManager) -> Path:
-    """Where the file of a benchmark lies; for a tag, that of one of its benchmarks."""
+    """Returns the folder of a benchmark's file; for a tag, that of one of its benchmarks."""
     entry = manager.task_index[name]
     if entry.yaml_path is None and entry.tags:
         return folder_of(min(entry.tags), manager)

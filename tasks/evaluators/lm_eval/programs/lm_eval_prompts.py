@@ -32,7 +32,7 @@ _log = logging.getLogger("lm_eval")
 
 @dataclass(frozen=True)
 class Text:
-    """What one request holds: the text that counts, tokens it must leave free, and tokens that may not be cut."""
+    """Parts of one request: the text that counts, tokens it must leave free, and tokens that may not be cut."""
 
     instance: Instance
     prompt: str
@@ -150,7 +150,7 @@ class Questions:
 
 
 def plan(tasks: list[Task], limit: int | None) -> dict[str, dict[str, Any]]:
-    """How many questions each task has that are to be asked."""
+    """Counts the questions that each task is to ask."""
     there = {name_of(task): len(task.eval_docs) for task in tasks}
     return {
         name_of(task): {
@@ -261,7 +261,7 @@ def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request
 
 
 def request_type(task: Task) -> str:
-    """What a task asks of a model."""
+    """Returns the kind of requests that a task makes."""
     return REQUEST_TYPES.get(task.OUTPUT_TYPE, task.OUTPUT_TYPE)
 
 

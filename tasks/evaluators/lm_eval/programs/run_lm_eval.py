@@ -29,7 +29,7 @@ LATE_MODULES = (
     "transformers.models.auto.tokenization_auto",
     "transformers.tokenization_utils_fast",
 )
-"""What lm-eval imports when it is about to evaluate."""
+"""Modules that lm-eval imports when it is about to evaluate."""
 try:
     from lm_eval import simple_evaluate
     from lm_eval.loggers import EvaluationTracker
@@ -60,7 +60,7 @@ __all__ = [
     "task_manager",
     "write_json",
 ]
-"""What other programs that drive lm-eval take from here."""
+"""Names that other programs that drive lm-eval take from here."""
 SAME_WARNINGS = 20
 READ_AT_IMPORT = (
     "DISABLE_MULTIPROC",
