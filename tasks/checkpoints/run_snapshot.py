@@ -128,23 +128,29 @@ def snapshot_run(
     files = tree.files()
     found = _judged(files, known, reference=reference, evaluated=evaluated)
     unsettled = _unsettled(found, files, since=began - _SETTLED_SECONDS)
-    _remember(uri, "" if unsettled else signature, [one for one in found if one.uri not in unsettled])
+    _remember(
+        uri, "" if unsettled else signature, [checkpoint for checkpoint in found if checkpoint.uri not in unsettled]
+    )
     return found
 
 
 def _unsettled(found: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, since: float) -> set[str]:
     """Incomplete checkpoints that may be completed without a change in what a listing shows: written just now."""
-    if not any(one.problems for one in found):
+    if not any(checkpoint.problems for checkpoint in found):
         return set()
     new = [file.uri for file in files if file.checksum is None and file.modified > since]
-    return {one.uri for one in found if one.problems and any(uri.startswith(f"{one.uri}/") for uri in new)}
+    return {
+        checkpoint.uri
+        for checkpoint in found
+        if checkpoint.problems and any(uri.startswith(f"{checkpoint.uri}/") for uri in new)
+    }
 
 
 def _marks(rows: Sequence[Sequence[Any]]) -> list[str]:
     """A few checkpoints that part the run into ranges of names, so that a large one is listed in parallel."""
     ranges = min(_RANGES, len(rows) * _FILES_OF_A_CHECKPOINT // PAGE)
     names = sorted(row[0] for row in rows) if ranges > 1 else []
-    return [names[len(names) * one // ranges] for one in range(1, ranges)]
+    return [names[len(names) * number // ranges] for number in range(1, ranges)]
 
 
 def _judged(
@@ -164,13 +170,13 @@ def _judged(
         if looks_like_checkpoint(folder, held) and not (native and within(folder, native))
     ]
     verdicts = dict(known)
-    for one in listed:
-        if evaluated(one.name, one.listing):
-            verdicts.setdefault((one.folder, one.listing), ())
+    for checkpoint in listed:
+        if evaluated(checkpoint.name, checkpoint.listing):
+            verdicts.setdefault(checkpoint.state, ())
     verdicts |= _verdicts(listed, verdicts)
     found = [
-        SeenCheckpoint(one.folder, one.name, one.step, "huggingface", one.listing, verdicts[one.folder, one.listing])
-        for one in listed
+        SeenCheckpoint(folder, name, step, "huggingface", listing, verdicts[folder, listing])
+        for folder, _, name, step, listing in listed
     ]
     exported = {checkpoint.step for checkpoint in found if checkpoint.complete}
     exports = Exports()
@@ -182,7 +188,7 @@ def _judged(
         if step not in exported:
             listing, problems = listing_digest(folder, held), whole.folder.problems
             found.append(SeenCheckpoint(folder, name, step, "levanter", listing, problems))
-    return sorted(found, key=lambda one: (one.step, one.uri))
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
 
 
 class _Listed(NamedTuple):
@@ -193,6 +199,15 @@ class _Listed(NamedTuple):
     name: str
     step: int
     listing: str
+
+    @property
+    def state(self) -> tuple[str, str]:
+        """The folder as it is listed now."""
+        return self.folder, self.listing
+
+    def problems(self) -> tuple[str, ...]:
+        """Looks into the files for what is missing or broken."""
+        return inspect_model_folder(self.folder, self.files).problems
 
     def shape(self) -> frozenset[tuple[str, int | str]]:
         """Returns what makes a checkpoint whole: files by size, some by checksum, or only by name."""
@@ -217,23 +232,23 @@ def _verdicts(
     Object stores have whole files only. There a checkpoint with just the files of one that is whole is whole too: of
     ten thousand alike, one is looked into.
     """
-    unknown = [one for one in listed if (one.folder, one.listing) not in known]
+    unknown = [checkpoint for checkpoint in listed if checkpoint.state not in known]
     if not unknown or not storage.has_whole_files(unknown[0].folder):
-        return {(one.folder, one.listing): inspect_model_folder(one.folder, one.files).problems for one in unknown}
-    whole = {one.shape() for one in listed if known.get((one.folder, one.listing)) == ()}
-    first = {shape: one for one in unknown if (shape := one.shape()) not in whole}
+        return {checkpoint.state: checkpoint.problems() for checkpoint in unknown}
+    whole = {checkpoint.shape() for checkpoint in listed if known.get(checkpoint.state) == ()}
+    first = {shape: checkpoint for checkpoint in unknown if (shape := checkpoint.shape()) not in whole}
     found: dict[tuple[str, str], tuple[str, ...]] = {}
     with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
 
-        def look_into(some: Sequence[_Listed]) -> None:
-            looks = threads.map(lambda one: inspect_model_folder(one.folder, one.files).problems, some)
-            found.update(zip(((one.folder, one.listing) for one in some), looks, strict=True))
+        def look_into(checkpoints: Sequence[_Listed]) -> None:
+            looks = threads.map(_Listed.problems, checkpoints)
+            found.update(zip((checkpoint.state for checkpoint in checkpoints), looks, strict=True))
 
         look_into(list(first.values()))
-        whole |= {shape for shape, one in first.items() if not found[one.folder, one.listing]}
-        rest = [one for one in unknown if (one.folder, one.listing) not in found]
-        found.update(((one.folder, one.listing), ()) for one in rest if one.shape() in whole)
-        look_into([one for one in rest if one.shape() not in whole])
+        whole |= {shape for shape, checkpoint in first.items() if not found[checkpoint.state]}
+        rest = [checkpoint for checkpoint in unknown if checkpoint.state not in found]
+        found.update((checkpoint.state, ()) for checkpoint in rest if checkpoint.shape() in whole)
+        look_into([checkpoint for checkpoint in rest if checkpoint.shape() not in whole])
     return found
 
 
@@ -245,55 +260,62 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
     """
     remembered = _read_memory(run, "digests")
     known: dict[str, str] = remembered.get("digests", {})
-    missing = [one for one in checkpoints if _key(one) not in known]
+    missing = [checkpoint for checkpoint in checkpoints if _key(checkpoint) not in known]
     with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
-        found = {_key(one): digest for one, digest in zip(
-            missing, threads.map(lambda one: _digest(one, reference=reference), missing), strict=True
-        )}  # fmt: skip
-    kept = {_key(one): digest for one in missing if one.kind == "huggingface" and (digest := found[_key(one)])}
+        digests = threads.map(lambda checkpoint: _digest(checkpoint, reference=reference), missing)
+        found = dict(zip(map(_key, missing), digests, strict=True))
+    exports = [_key(checkpoint) for checkpoint in missing if checkpoint.kind == "huggingface"]
+    kept = {key: digest for key in exports if (digest := found[key])}
     if kept:
         _write_memory(run, "digests", {"digests": known | kept})
-    return [replace(one, digest=known.get(_key(one)) or found.get(_key(one))) for one in checkpoints]
+    keys = map(_key, checkpoints)
+    return [
+        replace(checkpoint, digest=known.get(key) or found.get(key))
+        for checkpoint, key in zip(checkpoints, keys, strict=True)
+    ]
 
 
-def _key(one: SeenCheckpoint) -> str:
-    return f"{one.listing} {storage.absolute(one.uri)}"
+def _key(checkpoint: SeenCheckpoint) -> str:
+    return f"{checkpoint.listing} {storage.absolute(checkpoint.uri)}"
 
 
-def _digest(one: SeenCheckpoint, *, reference: str | None) -> str | None:
+def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:
     try:
-        files = storage.list_files(one.uri)
-        if one.kind == "levanter":
-            beside = reference or Exports().beside(one.uri)
-            return digest_model_folder(inspect_native_folder(one.uri, files, reference=beside).folder).checkpoint
-        folder = inspect_model_folder(one.uri, files)
+        files = storage.list_files(checkpoint.uri)
+        if checkpoint.kind == "levanter":
+            beside = reference or Exports().beside(checkpoint.uri)
+            return digest_model_folder(inspect_native_folder(checkpoint.uri, files, reference=beside).folder).checkpoint
+        folder = inspect_model_folder(checkpoint.uri, files)
         digest = digest_model_folder(folder).checkpoint
-        return digest if listing_digest(one.uri, folder.files.values()) == one.listing else None
+        return digest if listing_digest(checkpoint.uri, folder.files.values()) == checkpoint.listing else None
     except AssayError:
         return None
 
 
 def _remember(uri: str, signature: str, found: Sequence[SeenCheckpoint]) -> None:
-    rows = [(one.uri, one.name, one.step, one.kind, one.listing, one.problems) for one in found]
+    rows = [
+        (checkpoint.uri, checkpoint.name, checkpoint.step, checkpoint.kind, checkpoint.listing, checkpoint.problems)
+        for checkpoint in found
+    ]
     _write_memory(uri, "checkpoints", {"signature": signature, "checkpoints": rows})
 
 
-def _memory(uri: str, what: str) -> str:
+def _memory(uri: str, kind: str) -> str:
     name = hashlib.blake2b(storage.absolute(uri).encode(), digest_size=16).hexdigest()
-    return str(settings().cache_dir / "listings" / f"{name}.{what}.json")
+    return str(settings().cache_dir / "listings" / f"{name}.{kind}.json")
 
 
-def _read_memory(uri: str, what: str) -> dict[str, Any]:
+def _read_memory(uri: str, kind: str) -> dict[str, Any]:
     try:
-        content = orjson.loads(storage.read_bytes(_memory(uri, what)))
+        content = orjson.loads(storage.read_bytes(_memory(uri, kind)))
     except (FileNotFoundError, StorageError, ValueError):
         return {}
     return content if isinstance(content, dict) and content.get("format") == _FORMAT else {}
 
 
-def _write_memory(uri: str, what: str, content: Mapping[str, Any]) -> None:
+def _write_memory(uri: str, kind: str, content: Mapping[str, Any]) -> None:
     with suppress(StorageError, orjson.JSONEncodeError):  # a full disk; a name that is not UTF-8
-        storage.write_bytes(_memory(uri, what), orjson.dumps({"format": _FORMAT, **content}))
+        storage.write_bytes(_memory(uri, kind), orjson.dumps({"format": _FORMAT, **content}))
 
 
 def _from_row(row: Sequence[Any]) -> SeenCheckpoint:

@@ -64,7 +64,9 @@ class Verdict:
         """
         if self.go:
             return
-        lines = [f"{one.checkpoint}: {one.rule}: {one.found}" for one in self.refusals] or ["no record to look at"]
+        lines = [f"{refusal.checkpoint}: {refusal.rule}: {refusal.found}" for refusal in self.refusals] or [
+            "no record to look at"
+        ]
         raise GateRefused(
             expected=f"the gate {self.gate} to say GO",
             found=f"NO-GO, for {len(lines)} of {max(1, len(self.reasons))} reasons:\n" + "\n".join(lines),
@@ -93,20 +95,20 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
     Raises:
         StorageError: records or samples cannot be read.
     """
-    ordered = sorted(checkpoints, key=lambda one: one.step)
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     judged = ordered if gate.checkpoints == "every" else ordered[-1:]
-    reasons = (reason for one in judged for reason in _reasons(gate, one, evaluation_path))
+    reasons = (reason for checkpoint in judged for reason in _reasons(gate, checkpoint, evaluation_path))
     return Verdict(gate.name, tuple(reasons))
 
 
 def judged_checkpoints(found: Sequence[FoundRecord]) -> list[JudgedCheckpoint]:
     """Checkpoints by the newest records of their cells; a quick look hides no full evaluation."""
-    newest = {id(record) for record in current_records([one.record for one in found])}
+    newest = {id(record) for record in current_records([item.record for item in found])}
     by_name: dict[str, list[FoundRecord]] = {}
-    for one in found:
-        if id(one.record) in newest:
-            by_name.setdefault(one.record.checkpoint.name, []).append(one)
-    return [JudgedCheckpoint(name, ones[0].record.checkpoint.step, tuple(ones)) for name, ones in by_name.items()]
+    for item in found:
+        if id(item.record) in newest:
+            by_name.setdefault(item.record.checkpoint.name, []).append(item)
+    return [JudgedCheckpoint(name, items[0].record.checkpoint.step, tuple(items)) for name, items in by_name.items()]
 
 
 def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str) -> Iterator[Reason]:
@@ -120,7 +122,7 @@ def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str) -> 
 
 
 def _cells(gate: Gate, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
-    statuses = Counter(one.record.status for one in checkpoint.records)
+    statuses = Counter(item.record.status for item in checkpoint.records)
     failed = statuses["failed"] + statuses["infra_failed"] + checkpoint.without_record
     cells = len(checkpoint.records) + checkpoint.without_record
     without = f", {checkpoint.without_record} of them without a record" if checkpoint.without_record else ""
@@ -147,7 +149,7 @@ def _which(records: Sequence[FoundRecord], *statuses: str) -> str:
 
 
 def _records(found: Sequence[FoundRecord]) -> list[Record]:
-    return [one.record for one in found]
+    return [item.record for item in found]
 
 
 def _wanted(rule: BoundRule | BaselineRule) -> RecordFilter:

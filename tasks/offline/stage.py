@@ -158,7 +158,7 @@ def fill_from(
             )
         parts = {part: copy.get(part, {}) if wanted is None else chosen_of(part, copy, wanted) for part in PARTS}
         if copy and all(
-            staged.get(part, {}).get(name) == one for part, all_ in parts.items() for name, one in all_.items()
+            staged.get(part, {}).get(name) == entry for part, all_ in parts.items() for name, entry in all_.items()
         ):
             return staged, 0
         number = fill(_tree(), uri, wanted=_files_of(parts))
@@ -170,9 +170,9 @@ def fill_from(
 def _files_of(staged: dict[str, Any]) -> Callable[[str], bool]:
     """Returns which files of a copy belong to what is staged; modules are few, and shared by all."""
     prefixes = ["modules/", "evaluate/", "nltk/"]
-    for path, one in {**staged.get("datasets", {}), **staged.get("files_of_datasets", {})}.items():
+    for path, dataset in {**staged.get("datasets", {}), **staged.get("files_of_datasets", {})}.items():
         prefixes += [f"hub/datasets--{path.replace('/', '--')}/"]
-        prefixes += [f"datasets/{one['folder']}/"] if one.get("folder") else []
+        prefixes += [f"datasets/{dataset['folder']}/"] if dataset.get("folder") else []
     prefixes += [f"hub/models--{name.replace('/', '--')}/" for name in staged.get("tokenizers", {})]
     prefixes += [f"benchmarks/{name}/" for name in staged.get("texts", {})]
     prefixes += [f"scenarios/{name}/" for name in staged.get("scenarios", {})]
@@ -205,13 +205,13 @@ def _scenarios() -> Path:
 def _without(names: Any, left_out: Mapping[str, str]) -> Any:
     """Some names, or what is known by them, without those that are in the way; a tokenizer's has no revision there."""
     if isinstance(names, Mapping):
-        return {name: one for name, one in names.items() if name not in left_out}
+        return {name: value for name, value in names.items() if name not in left_out}
     return [name for name in names if name.partition("@")[0] not in left_out]
 
 
 def _run(
     stager: _Stager,
-    what: str,
+    action: str,
     job: dict[str, Any],
     *,
     variables: dict[str, str],
@@ -230,7 +230,7 @@ def _run(
     (folder / _JOB_FILE).write_text(json.dumps({**job, "problems": str(problems.absolute())}, indent=2))
     request = JobRequest(
         name,
-        Command(str(python), ("-I", "-u", str(stager.program), what, str((folder / _JOB_FILE).absolute()))),
+        Command(str(python), ("-I", "-u", str(stager.program), action, str((folder / _JOB_FILE).absolute()))),
         resources=ResourceConfig(),
         environment=create_environment(workspace=folder, python=python, env_vars={**cache_variables(), **variables}),
         max_retries_preemption=0,

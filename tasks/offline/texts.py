@@ -112,7 +112,7 @@ def _lines(source: TextSource, file: TextFile, kept: Path) -> list[str]:
         )
     try:
         texts = json.loads(content)
-        documents = [one if isinstance(one, str) else one["text"] for one in texts]
+        documents = [text if isinstance(text, str) else text["text"] for text in texts]
     except (ValueError, KeyError, TypeError) as error:
         raise BadInput(
             expected=f"a JSON list of texts at {uri}",
@@ -121,7 +121,7 @@ def _lines(source: TextSource, file: TextFile, kept: Path) -> list[str]:
         ) from error
     # An empty text has no likelihood, and its benchmark no score.
     numbered = ({"id": number, "text": text} for number, text in enumerate(documents) if text.strip())
-    return [json.dumps(one, ensure_ascii=False) + "\n" for one in numbered]
+    return [json.dumps(document, ensure_ascii=False) + "\n" for document in numbered]
 
 
 def _blob(content: bytes) -> str:

@@ -44,18 +44,20 @@ def wanted_by(suites: Sequence[Suite], *, tokenizers: Sequence[str] = ()) -> Wan
     Raises:
         BadInput: a file of run entries is not there.
     """
-    evaluations = [one for suite in suites for one in suite.evaluations]
-    lm_eval = [one for one in evaluations if isinstance(one.evaluator, LmEvalBenchmarkOptions)]
-    official = any(_asks_official_set(one) for one in evaluations)
+    evaluations = [evaluation for suite in suites for evaluation in suite.evaluations]
+    lm_eval = [evaluation for evaluation in evaluations if isinstance(evaluation.evaluator, LmEvalBenchmarkOptions)]
+    official = any(_asks_official_set(evaluation) for evaluation in evaluations)
     return Wanted(
-        benchmarks=tuple(dict.fromkeys(task.name for one in lm_eval if one.texts is None for task in one.evals)),
+        benchmarks=tuple(
+            dict.fromkeys(task.name for evaluation in lm_eval if evaluation.texts is None for task in evaluation.evals)
+        ),
         tokenizers=tuple(tokenizers),
-        texts=tuple(dict.fromkeys(one.texts for one in lm_eval if one.texts is not None)),
+        texts=tuple(dict.fromkeys(evaluation.texts for evaluation in lm_eval if evaluation.texts is not None)),
         files_of_datasets=dict([_ALPACA_EVAL]) if official else {},
         helm=dict(
-            _run_entries(one, one.evaluator)
-            for one in evaluations
-            if isinstance(one.evaluator, HelmOptions) and _is_fetched(one)
+            _run_entries(evaluation, evaluation.evaluator)
+            for evaluation in evaluations
+            if isinstance(evaluation.evaluator, HelmOptions) and _is_fetched(evaluation)
         ),
     )
 
@@ -71,7 +73,7 @@ def missing_of(wanted: Wanted, staged: dict[str, Any], *, refresh: bool) -> Want
         return name in tokenizers and revision in ("", tokenizers[name]["asked"], tokenizers[name]["revision"])
 
     def lacking(part: str, names: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: one for name, one in names.items() if name not in staged.get(part, {})}
+        return {name: revision for name, revision in names.items() if name not in staged.get(part, {})}
 
     return Wanted(
         benchmarks=tuple(name for name in wanted.benchmarks if name not in staged.get("benchmarks", {})),
@@ -89,28 +91,30 @@ def chosen_of(part: str, copy: dict[str, Any], wanted: Wanted) -> dict[str, Any]
     used = [copy.get("benchmarks", {}).get(name, {}) for name in wanted.benchmarks]
     names = {
         "benchmarks": set(wanted.benchmarks),
-        "datasets": {path for one in (*used, *(entry.get("datasets", {}) for entry in entries)) for path in one},
+        "datasets": {
+            path for datasets in (*used, *(entry.get("datasets", {}) for entry in entries)) for path in datasets
+        },
         "tokenizers": {asked.partition("@")[0] for asked in wanted.tokenizers},
         "texts": set(wanted.texts),
         "files_of_datasets": set(wanted.files_of_datasets),
         "helm": set(wanted.helm),
         "scenarios": {name for entry in entries for name in entry.get("scenarios", ())},
     }[part]
-    return {name: one for name, one in content.items() if name in names}
+    return {name: entry for name, entry in content.items() if name in names}
 
 
-def _asks_official_set(one: SuiteEvaluation) -> bool:
-    options = one.evaluator
+def _asks_official_set(evaluation: SuiteEvaluation) -> bool:
+    options = evaluation.evaluator
     if not isinstance(options, AlpacaEvalOptions) or options.instructions_path is not None:
         return False
-    return any(task.name == "alpaca_eval" for task in one.evals)
+    return any(task.name == "alpaca_eval" for task in evaluation.evals)
 
 
-def _is_fetched(one: SuiteEvaluation) -> bool:
-    return not bundled_names().issuperset(task.name for task in one.evals)
+def _is_fetched(evaluation: SuiteEvaluation) -> bool:
+    return not bundled_names().issuperset(task.name for task in evaluation.evals)
 
 
-def _run_entries(one: SuiteEvaluation, options: HelmOptions) -> tuple[str, dict[str, Any]]:
+def _run_entries(evaluation: SuiteEvaluation, options: HelmOptions) -> tuple[str, dict[str, Any]]:
     """Run entries as `run_helm.py` is told of them, under a name that another content would not have."""
     path = options.run_specs_path
     content = {
@@ -121,10 +125,10 @@ def _run_entries(one: SuiteEvaluation, options: HelmOptions) -> tuple[str, dict[
                 "num_fewshot": task.num_fewshot,
                 "arguments": task.task_kwargs,
             }
-            for task in one.evals
+            for task in evaluation.evals
         ],
         "run_specs": read_entries_file(path).decode() if path is not None else None,
         "priority": options.priority,
         "groups": list(options.groups),
     }
-    return f"{one.label}-{digest_of(content)[:_DIGITS]}", content
+    return f"{evaluation.label}-{digest_of(content)[:_DIGITS]}", content

@@ -39,7 +39,7 @@ def chosen(found: Reconciliation, patterns: Sequence[str]) -> list[OpenCell]:
             cell
             for cell in every
             if fnmatch.fnmatch(cell.checkpoint.name, name)
-            and any(fnmatch.fnmatch(one, suite or "*") for one in (*cell.evaluation.suites, cell.evaluation.hash))
+            and any(fnmatch.fnmatch(name, suite or "*") for name in (*cell.evaluation.suites, cell.evaluation.hash))
         ]
         if not matching:
             raise BadInput(
@@ -93,7 +93,7 @@ def cancel(
     meant = {(cell.run, *_key(cell)) for cell in cells or ()}
     ended: list[SeenClaim] = []
     for listing in listings:
-        wanted = {one.hash for one in listing.wanted}
+        wanted = {evaluation.hash for evaluation in listing.wanted}
         for claim in listing.claims:
             subject = claim.claim.subject
             if claim.claim.released:
@@ -113,14 +113,14 @@ def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
     told: list[str] = []
     if not ids or PREFECT_API_URL.value() is None:
         return told
-    for one in ids:
+    for flow_run_id in ids:
         try:
             with prefect_client() as client:
-                client.set_flow_run_state(one, state=Cancelling(message=CANCELLED_BY_COMMAND))
+                client.set_flow_run_state(flow_run_id, state=Cancelling(message=CANCELLED_BY_COMMAND))
         except (AssayError, PrefectException) as error:
-            report_event(f"flow run {one} could not be told: {error}")
+            report_event(f"flow run {flow_run_id} could not be told: {error}")
         else:
-            told.append(one)
+            told.append(flow_run_id)
     return told
 
 
@@ -131,10 +131,10 @@ def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]
         return told
     try:
         with prefect_client() as client:
-            for one in read_dispatches(policy).at_work:
-                if str(one.id) not in besides:
-                    client.set_flow_run_state(one.id, Cancelling(message=CANCELLED_BY_COMMAND))
-                    told.append(str(one.id))
+            for dispatch in read_dispatches(policy).at_work:
+                if str(dispatch.id) not in besides:
+                    client.set_flow_run_state(dispatch.id, Cancelling(message=CANCELLED_BY_COMMAND))
+                    told.append(str(dispatch.id))
     except (AssayError, PrefectException) as error:
         report_event(f"flow runs at work pools could not be told, and find nothing to do: {error}")
     return told

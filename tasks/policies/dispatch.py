@@ -99,7 +99,7 @@ class Dispatcher:
             PrefectUnavailable: the server does not answer.
             StorageError: the size of a checkpoint is not to be found out.
         """
-        waiting = {one.id: one for one in self._sent.at_work if not one.begun}
+        waiting = {dispatch.id: dispatch for dispatch in self._sent.at_work if not dispatch.begun}
         cells: dict[UUID, list[OpenCell]] = {}
         for cell in found.others if waiting else ():
             holder = self._sent.holder(name_of_cell(cell)) if cell.state == "scheduled" else None
@@ -130,7 +130,7 @@ def states_of(regions: Regions) -> dict[str, WorkPoolState]:
     Raises:
         PrefectUnavailable: it does not answer.
     """
-    return asyncio.run(work_pool_states(one.work_pool for one in regions.regions if one.work_pool))
+    return asyncio.run(work_pool_states(region.work_pool for region in regions.regions if region.work_pool))
 
 
 def source_of(uris: Iterable[str], *, region: str | None) -> Source | None:

@@ -68,8 +68,10 @@ class CellNames(Config):
 
 def name_of_cell(cell: OpenCell) -> CellName:
     """The name of a cell."""
-    one = cell.checkpoint
-    return CellName(run=cell.run, checkpoint=one.name, listing=one.listing, evaluation_hash=cell.evaluation.hash)
+    checkpoint = cell.checkpoint
+    return CellName(
+        run=cell.run, checkpoint=checkpoint.name, listing=checkpoint.listing, evaluation_hash=cell.evaluation.hash
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,7 @@ class Dispatches:
     _holders: Mapping[CellName, Dispatch] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_holders", {name: one for one in self.at_work for name in one.cells})
+        object.__setattr__(self, "_holders", {name: dispatch for dispatch in self.at_work for name in dispatch.cells})
 
     def holder(self, name: CellName) -> Dispatch | None:
         """The flow run that is to evaluate a cell, or does."""
@@ -109,11 +111,15 @@ class Dispatches:
 
     def tries(self, name: CellName) -> int:
         """Returns how many flow runs for a cell have ended."""
-        return sum(name in one.cells for one in self.ended)
+        return sum(name in dispatch.cells for dispatch in self.ended)
 
     def failures(self, name: CellName, *, since: float) -> list[Dispatch]:
         """Those sent after some moment that ended, wherever; a cell that is still wanted got nothing from them."""
-        return [one for one in self.ended if name in one.cells and one.state != MOVED and one.created > since]
+        return [
+            dispatch
+            for dispatch in self.ended
+            if name in dispatch.cells and dispatch.state != MOVED and dispatch.created > since
+        ]
 
 
 def with_dispatches(
@@ -152,7 +158,7 @@ def _decided(cell: OpenCell, sent: Dispatches, policy: Policy, *, name: CellName
     failures = sent.failures(name, since=since)
     if not failures:
         return cell
-    last = max(failures, key=lambda one: one.ended or 0.0)
+    last = max(failures, key=lambda dispatch: dispatch.ended or 0.0)
     if last.state == "Cancelled":  # a person's doing, maybe before it had begun
         return replace(cell, state="stopped", reason=f"cancelled with the flow run {last.name!r}")
     reason = f"the flow run {last.name!r} on work pool {last.work_pool} is {last.state} and left no record"

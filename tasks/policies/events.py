@@ -58,8 +58,8 @@ def resources_of(runs: Iterable[str]) -> list[str]:
     for run in runs:
         location = storage.absolute(run.rstrip("/"))
         glob = _GLOB.search(location)
-        for one in [f"{location[: glob.start()]}*"] if glob else [location, f"{location}/*"]:
-            found[f"{_RESOURCE}{one}"] = None
+        for pattern in [f"{location[: glob.start()]}*"] if glob else [location, f"{location}/*"]:
+            found[f"{_RESOURCE}{pattern}"] = None
     return list(found)
 
 
@@ -72,15 +72,15 @@ def send(told: Sequence[CompleteCheckpoint]) -> None:
     if not told:
         return
     # Each has an id of its own: a second event of one id makes the server lose others where it keeps them in SQLite.
-    events = [Event(event=CHECKPOINT_COMPLETE, resource=Resource(one.labels())) for one in told]
+    events = [Event(event=CHECKPOINT_COMPLETE, resource=Resource(checkpoint.labels())) for checkpoint in told]
     with prefect_client() as client:
         client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
 
 
 def emit(checkpoints: Iterable[Checkpoint]) -> None:
     """Tells the server beside whatever a flow does; where it cannot be told, the flow goes on."""
-    for one in checkpoints:
-        told = CompleteCheckpoint(one.uri, one.run, one.name, one.step)
+    for checkpoint in checkpoints:
+        told = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
         emit_event(event=CHECKPOINT_COMPLETE, resource=told.labels())
 
 
@@ -107,21 +107,22 @@ class Watched:
             return []
         found: list[CompleteCheckpoint] = []
         for run in runs:
-            complete = [one for one in snapshot_run(run, reference=self._policy.native_reference) if one.complete]
+            seen = snapshot_run(run, reference=self._policy.native_reference)
+            complete = [checkpoint for checkpoint in seen if checkpoint.complete]
             before = self._told.get(run)
-            fresh = [one for one in complete if (before or {}).get(one.uri) != one.listing]
-            self._told[run] = {one.uri: one.listing for one in complete}
-            found += [self._told_of(run, one) for one in (fresh[-1:] if before is None else fresh)]
+            fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]
+            self._told[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
+            found += [self._told_of(run, checkpoint) for checkpoint in (fresh[-1:] if before is None else fresh)]
         return found
 
     def forget(self, told: Iterable[CompleteCheckpoint]) -> None:
         """Lets some be returned again, since nobody could be told of them."""
-        for one in told:
+        for checkpoint in told:
             for listings in self._told.values():
-                listings.pop(one.uri, None)
+                listings.pop(checkpoint.uri, None)
 
-    def _told_of(self, run: str, one: SeenCheckpoint) -> CompleteCheckpoint:
-        return CompleteCheckpoint(one.uri, name_of(run)[0], one.name, one.step, self._policy.name)
+    def _told_of(self, run: str, checkpoint: SeenCheckpoint) -> CompleteCheckpoint:
+        return CompleteCheckpoint(checkpoint.uri, name_of(run)[0], checkpoint.name, checkpoint.step, self._policy.name)
 
 
 def checkpoint_at(uri: str) -> Checkpoint | None:
@@ -135,6 +136,6 @@ def checkpoint_at(uri: str) -> Checkpoint | None:
             found = find_checkpoints(folder, kinds=("huggingface", "levanter"))
         except BadInput:  # not there, a file, or no checkpoint
             continue
-        if match := next((one for one in found if one.uri == folder), None):
+        if match := next((checkpoint for checkpoint in found if checkpoint.uri == folder), None):
             return match
     return None

@@ -39,7 +39,7 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
         checkpoints = judged_of(gate, policy, listing)
         verdict = judge_checkpoints(gate, checkpoints, run=listing.name, evaluation_path=policy.evaluation_path)
         report(Judged(verdict))
-        unsettled += [one.name for one in checkpoints if _is_unsettled(one)]
+        unsettled += [checkpoint.name for checkpoint in checkpoints if _is_unsettled(checkpoint)]
         try:
             verdict.raise_unless_go()
         except GateRefused as no_go:
@@ -62,43 +62,47 @@ def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedChe
     Raises:
         StorageError: records cannot be read.
     """
-    steps = [one.step for one in listing.checkpoints if one.complete]
+    steps = [checkpoint.step for checkpoint in listing.checkpoints if checkpoint.complete]
     wanted: dict[SeenCheckpoint, list[WantedEvaluation]] = defaultdict(list)
     for evaluation in listing.wanted:
         eligible = eligible_steps(evaluation.rules, steps, final_step=policy.final_step)
-        for one in listing.checkpoints:
-            served = one.kind == "huggingface" or evaluation.config.native
-            if one.complete and served and one.step in eligible:
-                wanted[one].append(evaluation)
-    highest = max((one.step for one in wanted), default=None)
-    chosen = [one for one in wanted if gate.checkpoints == "every" or one.step == highest]
-    return [_judged(policy, listing, one, wanted[one]) for one in chosen]
+        for checkpoint in listing.checkpoints:
+            served = checkpoint.kind == "huggingface" or evaluation.config.native
+            if checkpoint.complete and served and checkpoint.step in eligible:
+                wanted[checkpoint].append(evaluation)
+    highest = max((checkpoint.step for checkpoint in wanted), default=None)
+    chosen = [checkpoint for checkpoint in wanted if gate.checkpoints == "every" or checkpoint.step == highest]
+    return [_judged(policy, listing, checkpoint, wanted[checkpoint]) for checkpoint in chosen]
 
 
 def _judged(
-    policy: Policy, listing: RunListing, one: SeenCheckpoint, wanted: Sequence[WantedEvaluation]
+    policy: Policy, listing: RunListing, checkpoint: SeenCheckpoint, wanted: Sequence[WantedEvaluation]
 ) -> JudgedCheckpoint:
-    folder = storage.join(run_folder(policy, listing.name), f"step-{one.step}")
+    folder = storage.join(run_folder(policy, listing.name), f"step-{checkpoint.step}")
     by_hash: dict[str, list[FoundRecord]] = defaultdict(list)
     for found in find_records(folder):
-        if _is_of(found, one):
+        if _is_of(found, checkpoint):
             by_hash[found.record.evaluation_hash].append(found)
     standing: list[FoundRecord] = []
     for evaluation in wanted:
         ways = [*by_hash[evaluation.hash], *by_hash[evaluation.native_hash or ""]]
         standing += sorted(ways, key=lambda found: (found.record.succeeded, found.record.created))[-1:]
-    return JudgedCheckpoint(one.name, one.step, tuple(standing), without_record=len(wanted) - len(standing))
+    return JudgedCheckpoint(
+        checkpoint.name, checkpoint.step, tuple(standing), without_record=len(wanted) - len(standing)
+    )
 
 
-def _is_of(found: FoundRecord, one: SeenCheckpoint) -> bool:
+def _is_of(found: FoundRecord, checkpoint: SeenCheckpoint) -> bool:
     """Returns whether a record is of a checkpoint as it is now."""
     reference = found.record.checkpoint
-    if reference.name != one.name:
+    if reference.name != checkpoint.name:
         return False
-    return reference.digest == one.digest if one.digest is not None else reference.listing == one.listing
+    if checkpoint.digest is not None:
+        return reference.digest == checkpoint.digest
+    return reference.listing == checkpoint.listing
 
 
-def _is_unsettled(one: JudgedCheckpoint) -> bool:
+def _is_unsettled(checkpoint: JudgedCheckpoint) -> bool:
     """Returns whether running again may well settle all that is missing."""
-    missing = [found.record.status for found in one.records if not found.record.succeeded]
-    return set(missing) <= {"infra_failed"} and bool(missing or one.without_record)
+    missing = [found.record.status for found in checkpoint.records if not found.record.succeeded]
+    return set(missing) <= {"infra_failed"} and bool(missing or checkpoint.without_record)

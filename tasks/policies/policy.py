@@ -127,7 +127,7 @@ class Policy(PolicyServing):
     def _suites_by_name(cls, suites: Any) -> Any:
         if not isinstance(suites, list | tuple):
             return suites
-        return tuple({"suite": one} if isinstance(one, str) else one for one in suites)
+        return tuple({"suite": suite} if isinstance(suite, str) else suite for suite in suites)
 
     @field_validator("checkpoints", "runs", mode="before")
     @classmethod
@@ -136,7 +136,7 @@ class Policy(PolicyServing):
 
     @model_validator(mode="after")
     def _kept_pools_are_here(self) -> Policy:
-        if self.dispatch == "work_pools" and any(one.pool_name is not None for one in (self, *self.suites)):
+        if self.dispatch == "work_pools" and any(pooled.pool_name is not None for pooled in (self, *self.suites)):
             raise ValueError("pool_name is a pool of this machine, which flow runs at work pools do not reach")
         return self
 
@@ -173,14 +173,14 @@ def wanted_evaluations(policy: Policy, run: str) -> list[WantedEvaluation]:
         BadInput: a suite is not there, or does not fit what answers.
     """
     found: dict[str, WantedEvaluation] = {}
-    for one in policy.suites:
-        suite = load_suite(one.suite)
-        for config in map(as_served, suite.evaluations_of(_request(policy, one, run))):
+    for asked in policy.suites:
+        suite = load_suite(asked.suite)
+        for config in map(as_served, suite.evaluations_of(_request(policy, asked, run))):
             fallback = config.levanter_fallback()
-            rules = one.checkpoints if one.checkpoints is not None else policy.checkpoints
+            rules = asked.checkpoints if asked.checkpoints is not None else policy.checkpoints
             made = WantedEvaluation(
                 (suite.name,),
-                one.priority,
+                asked.priority,
                 rules,
                 config,
                 evaluation_hash(config),
@@ -200,19 +200,19 @@ def _merged(first: WantedEvaluation, second: WantedEvaluation) -> WantedEvaluati
     )
 
 
-def _request(policy: Policy, one: PolicySuite, run: str) -> SuiteRequest:
+def _request(policy: Policy, suite: PolicySuite, run: str) -> SuiteRequest:
     asked = ("max_eval_instances", "apply_chat_template", "benchmarks_path", "judge", "timeout_seconds")
     return SuiteRequest.model_validate(
         {
             "model_path": run,
             "model_name": name_of(run)[0],
             "evaluation_path": policy.evaluation_path,
-            "only": one.only,
-            "allow_code_execution": one.allow_code_execution,
+            "only": suite.only,
+            "allow_code_execution": suite.allow_code_execution,
             "sinks": policy.sinks,
             "wandb_tags": (*policy.tags, f"policy={policy.name}"),
-            **one.served(policy),
-            **{name: getattr(one, name) for name in asked},
+            **suite.served(policy),
+            **{name: getattr(suite, name) for name in asked},
         }
     )
 
@@ -223,8 +223,8 @@ def check_policy_paths(policy: Policy) -> None:
     Raises:
         BadInput: there are some.
     """
-    paths = [*policy.runs, policy.evaluation_path, *filter(None, [one.benchmarks_path for one in policy.suites])]
-    paths += [one.suite for one in policy.suites if one.suite.endswith((".yaml", ".yml", ".json"))]
+    paths = [*policy.runs, policy.evaluation_path, *filter(None, [suite.benchmarks_path for suite in policy.suites])]
+    paths += [suite.suite for suite in policy.suites if suite.suite.endswith((".yaml", ".yml", ".json"))]
     relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
     if relative:
         raise BadInput(

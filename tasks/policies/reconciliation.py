@@ -89,11 +89,11 @@ def undecided(listing: RunListing) -> list[SeenCheckpoint]:
     for record in listing.records.others:
         told[record.checkpoint].add(record.listing)
     found = []
-    for one in listing.checkpoints:
-        others, states = told.get(one.name, ()), listing.records.done.get(one.name, ())
-        if not one.problems and (others or states):
-            listed = one.listing in others or any(state.listing == one.listing for state in states)
-            found += [] if listed else [one]
+    for checkpoint in listing.checkpoints:
+        others, states = told.get(checkpoint.name, ()), listing.records.done.get(checkpoint.name, ())
+        if not checkpoint.problems and (others or states):
+            listed = checkpoint.listing in others or any(state.listing == checkpoint.listing for state in states)
+            found += [] if listed else [checkpoint]
     return found
 
 
@@ -195,67 +195,75 @@ class _RunState:
         for record in listing.records.others:
             self._digests[record.checkpoint, record.listing].add(record.digest)
         self._claims = {
-            (one.claim.subject.checkpoint, one.claim.subject.evaluation_hash): one for one in listing.claims
+            (claim.claim.subject.checkpoint, claim.claim.subject.evaluation_hash): claim for claim in listing.claims
         }
         self._has_overrides = bool(listing.overrides.by_cell or listing.overrides.by_policy)
-        names = Counter(one.name for one in listing.checkpoints)
+        names = Counter(checkpoint.name for checkpoint in listing.checkpoints)
         self._twice = {name for name, times in names.items() if times > 1}
 
-    def recorded(self, one: SeenCheckpoint) -> frozenset[str]:
+    def recorded(self, checkpoint: SeenCheckpoint) -> frozenset[str]:
         """Hashes of the evaluations that have a succeeded record of this very state of a checkpoint."""
-        states = [state.hashes for state in self._listing.records.done.get(one.name, ()) if self._is_of(one, state)]
+        states = [
+            state.hashes
+            for state in self._listing.records.done.get(checkpoint.name, ())
+            if self._is_of(checkpoint, state)
+        ]
         return states[0] if len(states) == 1 else frozenset().union(*states)
 
-    def _is_of(self, one: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
+    def _is_of(self, checkpoint: SeenCheckpoint, recorded: Evaluated | IndexedRecord) -> bool:
         """Returns whether a record is of a checkpoint as it is now: by its digest, or by what a listing tells of it.
 
         Another record with the present listing tells the digest too: files may have been copied between the two.
         """
-        if one.digest is not None:
-            return recorded.digest == one.digest
-        return recorded.listing == one.listing or recorded.digest in self._digests.get((one.name, one.listing), ())
+        if checkpoint.digest is not None:
+            return recorded.digest == checkpoint.digest
+        return recorded.listing == checkpoint.listing or recorded.digest in self._digests.get(
+            (checkpoint.name, checkpoint.listing), ()
+        )
 
-    def incomplete(self, one: SeenCheckpoint, newest: Sequence[int]) -> list[OpenCell]:
+    def incomplete(self, checkpoint: SeenCheckpoint, newest: Sequence[int]) -> list[OpenCell]:
         """Returns the cells that wait for a checkpoint to be whole; `newest` is the highest step of those that are."""
         return [
-            self._cell(one, wanted, "waiting", "; ".join(one.problems))
+            self._cell(checkpoint, wanted, "waiting", "; ".join(checkpoint.problems))
             for wanted in self._listing.wanted
-            if might_be_eligible(wanted.rules, one.step, newest, final_step=self._policy.final_step)
+            if might_be_eligible(wanted.rules, checkpoint.step, newest, final_step=self._policy.final_step)
         ]
 
-    def open_cell(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
+    def open_cell(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> OpenCell:
         """Returns a cell that has no succeeded record, with its state."""
-        if one.name in self._twice:
-            return self._cell(one, wanted, "not_served", f"two checkpoints are called {one.name}: remove one of them")
-        if one.kind == "levanter" and not wanted.config.native:
+        if checkpoint.name in self._twice:
+            return self._cell(
+                checkpoint, wanted, "not_served", f"two checkpoints are called {checkpoint.name}: remove one of them"
+            )
+        if checkpoint.kind == "levanter" and not wanted.config.native:
             why = "in Levanter's own layout: export it to Hugging Face format, or have Levanter evaluate it"
-            return self._cell(one, wanted, "not_served", why)
-        key = (one.name, wanted.hash)
+            return self._cell(checkpoint, wanted, "not_served", why)
+        key = (checkpoint.name, wanted.hash)
         override = self._listing.overrides.newest(*key, policy=self._policy.name) if self._has_overrides else None
         if override is not None and override.kind == "stop":
-            return self._cell(one, wanted, "stopped", f"cancelled {override.by} at {moment(override.at)}")
-        failures = self._failures_of(one, wanted) if self._failures else []
+            return self._cell(checkpoint, wanted, "stopped", f"cancelled {override.by} at {moment(override.at)}")
+        failures = self._failures_of(checkpoint, wanted) if self._failures else []
         claim = self._claims.get(key)
-        if claim is not None and claim.claim.subject.listing not in (None, one.listing):
+        if claim is not None and claim.claim.subject.listing not in (None, checkpoint.listing):
             claim = None  # of the checkpoint as it was before
         if claim is not None and claim.live(self._now) and claim.holder is not None:
             who = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
-            return self._cell(one, wanted, "claimed", who, claim.holder.until())
+            return self._cell(checkpoint, wanted, "claimed", who, claim.holder.until())
         last = max(failures, key=lambda record: record.created, default=None)
-        return self._after(one, wanted, last, claim, since=override.at if override is not None else 0.0)
+        return self._after(checkpoint, wanted, last, claim, since=override.at if override is not None else 0.0)
 
-    def _failures_of(self, one: SeenCheckpoint, wanted: WantedEvaluation) -> list[IndexedRecord]:
+    def _failures_of(self, checkpoint: SeenCheckpoint, wanted: WantedEvaluation) -> list[IndexedRecord]:
         hashes = (wanted.hash, *filter(None, [wanted.native_hash]))
         return [
             record
             for hash_ in hashes
-            for record in self._failures.get((one.name, hash_), ())
-            if self._is_of(one, record)
+            for record in self._failures.get((checkpoint.name, hash_), ())
+            if self._is_of(checkpoint, record)
         ]
 
     def _after(
         self,
-        one: SeenCheckpoint,
+        checkpoint: SeenCheckpoint,
         wanted: WantedEvaluation,
         last: IndexedRecord | None,
         claim: SeenClaim | None,
@@ -266,20 +274,20 @@ class _RunState:
         if last is not None and last.created <= since:
             last = None
         if last is not None and last.status in ("failed", "withheld"):
-            return self._cell(one, wanted, "failed", last.reason)
+            return self._cell(checkpoint, wanted, "failed", last.reason)
         dead = claim is not None and claim.died(self._now) and claim.claim.at > since
         deaths = claim.claim.deaths + 1 if claim is not None and dead else 0
         failures = deaths + (last.infra_failures if last is not None else 0)
         if failures == 0:
-            return self._cell(one, wanted, "work")
+            return self._cell(checkpoint, wanted, "work")
         reason = last.reason if last is not None else "the run that had it died"
         died = claim.claim.at if claim is not None and deaths else 0.0
         ended = max(last.created if last is not None else 0.0, died)
-        return self._by_budget(one, wanted, self._policy.retries, failures=failures, ended=ended, reason=reason)
+        return self._by_budget(checkpoint, wanted, self._policy.retries, failures=failures, ended=ended, reason=reason)
 
     def _by_budget(
         self,
-        one: SeenCheckpoint,
+        checkpoint: SeenCheckpoint,
         wanted: WantedEvaluation,
         budget: RetryBudget,
         *,
@@ -288,21 +296,23 @@ class _RunState:
         reason: str | None,
     ) -> OpenCell:
         if failures > budget.infra_failures:
-            return self._cell(one, wanted, "retries_exhausted", f"{failures} failures in a row; the last: {reason}")
+            return self._cell(
+                checkpoint, wanted, "retries_exhausted", f"{failures} failures in a row; the last: {reason}"
+            )
         due = ended + budget.delay_seconds(failures)
         if self._now < due:
-            return self._cell(one, wanted, "backing_off", f"failure {failures}: {reason}", due)
-        return self._cell(one, wanted, "work", f"again after failure {failures}")
+            return self._cell(checkpoint, wanted, "backing_off", f"failure {failures}: {reason}", due)
+        return self._cell(checkpoint, wanted, "work", f"again after failure {failures}")
 
     def _cell(
         self,
-        one: SeenCheckpoint,
+        checkpoint: SeenCheckpoint,
         wanted: WantedEvaluation,
         state: State,
         reason: str | None = None,
         until: float | None = None,
     ) -> OpenCell:
-        return OpenCell(self._listing.name, one, wanted, state, reason, until)
+        return OpenCell(self._listing.name, checkpoint, wanted, state, reason, until)
 
 
 def moment(seconds: float) -> str:

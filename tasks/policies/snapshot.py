@@ -54,8 +54,13 @@ def take_snapshot(
             overrides=read_overrides(folder),
         )
         if unclear := undecided(listing):
-            known = {one.uri: one for one in with_digests(run, unclear, reference=policy.native_reference)}
-            listing = replace(listing, checkpoints=[known.get(one.uri, one) for one in listing.checkpoints])
+            known = {
+                checkpoint.uri: checkpoint
+                for checkpoint in with_digests(run, unclear, reference=policy.native_reference)
+            }
+            listing = replace(
+                listing, checkpoints=[known.get(checkpoint.uri, checkpoint) for checkpoint in listing.checkpoints]
+            )
         listings.append(listing)
     return listings
 
@@ -120,17 +125,17 @@ class Estimates:
             return config.base_url or f"pool {config.pool_name}", None
         key = resources.model_dump_json()
         if key not in self._places:
-            one = resources.model_copy(update={"replicas": 1})
+            replica = resources.model_copy(update={"replicas": 1})
             if resources.device.kind == "cpu" and not resources.regions:
                 self._places[key] = ("cpu here", None)
                 return self._places[key]
             name = getattr(resources.device, "variant", "cpu")
             try:
-                region = regions_for(one)[0]
+                region = regions_for(replica)[0]
             except BadInput:
                 self._places[key] = (f"{name} here", None)
             else:
-                self._places[key] = (f"{name} here", price_per_hour(region, one))
+                self._places[key] = (f"{name} here", price_per_hour(region, replica))
         return self._places[key]
 
 

@@ -65,7 +65,7 @@ def plan_json(
         else None,
     }
     content = {"policy": policy.name, "done": found.done_count, "total": total, "cells": cells}
-    return {**content, "batches": [_batch(one) for one in batches]} if policy.dispatch == "work_pools" else content
+    return {**content, "batches": [_batch(batch) for batch in batches]} if policy.dispatch == "work_pools" else content
 
 
 def _batch(batch: Batch) -> dict[str, Any]:
@@ -108,7 +108,10 @@ def plan_table(policy: Policy, found: Reconciliation, estimates: Estimates) -> T
 
 def _named(*others: str) -> list[Column]:
     """Columns that name cells: on a narrow terminal a checkpoint's name stays whole, and the rest loses no letter."""
-    return [Column("Checkpoint", no_wrap=True, overflow="fold"), *(Column(one, overflow="fold") for one in others)]
+    return [
+        Column("Checkpoint", no_wrap=True, overflow="fold"),
+        *(Column(heading, overflow="fold") for heading in others),
+    ]
 
 
 def gaps_json(policy: Policy, found: Reconciliation) -> dict[str, Any]:
@@ -165,21 +168,22 @@ def status_json(policy: Policy, listings: Sequence[RunListing], found: Reconcili
     runs = []
     for listing in listings:
         rows = []
-        for one in listing.checkpoints:
+        for checkpoint in listing.checkpoints:
             suites: dict[str, Counter[str]] = {}
             recorded = frozenset().union(
                 *(
                     s.hashes
-                    for s in listing.records.done.get(one.name, ())
-                    if s.listing == one.listing or s.digest == one.digest
+                    for s in listing.records.done.get(checkpoint.name, ())
+                    if s.listing == checkpoint.listing or s.digest == checkpoint.digest
                 )
             )
             for wanted in listing.wanted:
                 done = bool({wanted.hash, wanted.native_hash} & recorded)
-                state = states.get((one.uri, wanted.hash)) or ("done" if done else None)
+                state = states.get((checkpoint.uri, wanted.hash)) or ("done" if done else None)
                 if state is not None:
                     suites.setdefault(wanted.suites[0], Counter())[state] += 1
-            rows.append({"checkpoint": one.name, "step": one.step, "suites": {k: dict(v) for k, v in suites.items()}})
+            counted = {suite: dict(counts) for suite, counts in suites.items()}
+            rows.append({"checkpoint": checkpoint.name, "step": checkpoint.step, "suites": counted})
         names = list(dict.fromkeys(wanted.suites[0] for wanted in listing.wanted))
         runs.append({"run": listing.name, "uri": listing.run, "suites": names, "checkpoints": rows})
     return {"policy": policy.name, "done": found.done_count, "open": len(found.work) + len(found.others), "runs": runs}

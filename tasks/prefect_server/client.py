@@ -73,20 +73,20 @@ def end_is_told() -> Iterator[None]:
     server_answers(within_seconds=_AWAY_SECONDS)
 
 
-def show(what: str, create: Callable[[], object]) -> None:
+def show(title: str, create: Callable[[], object]) -> None:
     """Shows something in Prefect's UI, if its server answers soon; that it does not fails nothing.
 
     Args:
-        what: in a word or two.
+        title: in a word or two.
         create: makes the artifacts.
     """
     if server_answers(within_seconds=_SHOWN_WITHIN_SECONDS):
         try:
             create()
         except httpx.HTTPError as error:
-            report_event(f"{what} cannot be shown in Prefect's UI: {error}")
+            report_event(f"{title} cannot be shown in Prefect's UI: {error}")
     else:
-        report_event(f"{what} cannot be shown in Prefect's UI, whose server is away")
+        report_event(f"{title} cannot be shown in Prefect's UI, whose server is away")
 
 
 def server_answers(

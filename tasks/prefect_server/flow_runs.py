@@ -86,8 +86,8 @@ def settle_lost(deployment_id: str) -> int:
             state=FlowRunFilterState(type=FlowRunFilterStateType(any_=_OVER)),
         )
     )
-    for one in dict.fromkeys(lost):
-        note_ending(one, "crashed")
+    for flow_run_id in dict.fromkeys(lost):
+        note_ending(flow_run_id, "crashed")
     return len(lost)
 
 

@@ -88,8 +88,8 @@ def note_ending(flow_run_id: UUID, ending: str) -> None:
                 type=ArtifactFilterType(any_=["progress"]),
             )
         )
-        for one in found:
-            client.update_artifact(one.id, ArtifactUpdate(description=f"{one.description}; {ending}"))
+        for artifact in found:
+            client.update_artifact(artifact.id, ArtifactUpdate(description=f"{artifact.description}; {ending}"))
 
 
 class ProgressBar:

@@ -188,7 +188,7 @@ async def _active(client: PrefectClient, name: str) -> int:
             FlowRunFilter(state=among(StateType.SCHEDULED), next_scheduled_start_time=due),
         )
     ]
-    return sum(str(one.id) != flow_run.id for page in found for one in page)
+    return sum(str(waiting.id) != flow_run.id for page in found for waiting in page)
 
 
 async def _read(client: PrefectClient, name: str) -> WorkPool | None:

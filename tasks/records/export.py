@@ -63,7 +63,10 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "seconds": ("number", lambda row: round(math.fsum(row.record.seconds.values()), 3)),
     "chip_seconds": ("number", lambda row: row.record.chip_seconds),
     "tags": ("texts", lambda row: list(row.record.tags)),
-    "sinks": ("texts", lambda row: [name for name, one in row.record.sinks.items() if one.status == "published"]),
+    "sinks": (
+        "texts",
+        lambda row: [name for name, delivery in row.record.sinks.items() if delivery.status == "published"],
+    ),
     "git_commit": ("text", lambda row: row.record.git_commit),
     "cell": ("text", lambda row: row.record.cell),
     "attempt": ("text", lambda row: row.record.attempt),

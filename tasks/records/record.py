@@ -284,7 +284,9 @@ def find_records(evaluation_path: str) -> list[FoundRecord]:
         with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
             read = list(threads.map(read_record, cells))
     found = [FoundRecord(cell, record) for cell, record in zip(cells, read, strict=True) if record is not None]
-    return sorted(found, key=lambda one: (one.record.checkpoint.run, one.record.checkpoint.step, one.record.created))
+    return sorted(
+        found, key=lambda item: (item.record.checkpoint.run, item.record.checkpoint.step, item.record.created)
+    )
 
 
 def read_records(evaluation_path: str) -> list[Record]:

@@ -78,13 +78,13 @@ class RecordFilter:
         )
 
 
-def _check(what: str, given: Sequence[str], known: Sequence[str]) -> None:
+def _check(field: str, given: Sequence[str], known: Sequence[str]) -> None:
     unknown = [name for name in given if name.lower() not in known]
     if unknown:
         raise BadInput(
-            expected=f"{what} to be one of {', '.join(known)}",
+            expected=f"{field} to be one of {', '.join(known)}",
             found=", ".join(unknown),
-            remedy=f"correct --{what}",
+            remedy=f"correct --{field}",
         )
 
 

@@ -64,12 +64,12 @@ def publish_artifacts(records: Sequence[Record], page: str, *, title: str, recor
     create_image_artifact(
         f"data:image/svg+xml;base64,{svg}", key=f"{key}-curves", description=f"Curves of {title} over training steps"
     )
-    for what, place in (("report", page), ("records", records_at)):
+    for target, place in (("report", page), ("records", records_at)):
         create_link_artifact(
             browser_address(place),
-            key=f"{key}-{what}",
+            key=f"{key}-{target}",
             link_text=place,
-            description=f"{what.capitalize()} of {title}",
+            description=f"{target.capitalize()} of {title}",
         )
 
 

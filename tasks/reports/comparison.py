@@ -124,9 +124,9 @@ def compare(
         )
     chosen = {key: _alike(sides[0][key], sides[1][key]) for key in shared}
     differences = {
-        key.benchmark: tuple(_what_differs(one.record, other.record))
-        for key, (one, other) in chosen.items()
-        if one.record.evaluation_hash != other.record.evaluation_hash
+        key.benchmark: tuple(_what_differs(first.record, second.record))
+        for key, (first, second) in chosen.items()
+        if first.record.evaluation_hash != second.record.evaluation_hash
     }
     if differences and not anyway:
         raise _not_alike(differences, labels)
@@ -146,23 +146,23 @@ def compare(
 
 def _by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) -> dict[_Key, list[FoundRecord]]:
     """The succeeded records that have a metric, the fullest first and then the newest."""
-    meant = {id(record) for record in replace(wanted, latest=False).select([one.record for one in found])}
-    usable = [one for one in found if id(one.record) in meant and one.record.succeeded]
+    meant = {id(record) for record in replace(wanted, latest=False).select([item.record for item in found])}
+    usable = [item for item in found if id(item.record) in meant and item.record.succeeded]
     if not usable:
-        statuses = ", ".join(sorted({f"{one.record.evaluator} {one.record.status}" for one in found})) or "no record"
+        statuses = ", ".join(sorted({f"{item.record.evaluator} {item.record.status}" for item in found})) or "no record"
         raise BadInput(
             expected=f"a succeeded record of {label} that is wanted here",
             found=statuses,
             remedy="evaluate it, or take back --evaluator, --benchmark or --metric",
         )
-    usable.sort(key=lambda one: (_asked_all(one.record), one.record.created), reverse=True)
+    usable.sort(key=lambda item: (_asked_all(item.record), item.record.created), reverse=True)
     by_metric: dict[_Key, list[FoundRecord]] = {}
-    for one in usable:
-        for metric in one.record.metrics:
-            whole = metric.benchmark in one.record.benchmarks or bool(wanted.benchmarks)
+    for item in usable:
+        for metric in item.record.metrics:
+            whole = metric.benchmark in item.record.benchmarks or bool(wanted.benchmarks)
             if whole and wanted.takes(metric.benchmark, metric.name):
-                key = _Key(one.record.evaluator, metric.benchmark, metric.name)
-                by_metric.setdefault(key, []).append(one)
+                key = _Key(item.record.evaluator, metric.benchmark, metric.name)
+                by_metric.setdefault(key, []).append(item)
     return by_metric
 
 
@@ -172,15 +172,15 @@ def _asked_all(record: Record) -> bool:
 
 def _alike(first: Sequence[FoundRecord], second: Sequence[FoundRecord]) -> tuple[FoundRecord, FoundRecord]:
     """One of each, measured in the same way if there are such."""
-    for one in first:
+    for candidate in first:
         for other in second:
-            if one.record.evaluation_hash == other.record.evaluation_hash:
-                return one, other
+            if candidate.record.evaluation_hash == other.record.evaluation_hash:
+                return candidate, other
     return first[0], second[0]
 
 
 def _not_alike(differences: dict[str, tuple[str, ...]], labels: tuple[str, str]) -> BadInput:
-    lines = [f"{benchmark}: {what}" for benchmark, found in differences.items() for what in found]
+    lines = [f"{benchmark}: {difference}" for benchmark, found in differences.items() for difference in found]
     more = len(lines) - _SHOWN_DIFFERENCES
     return BadInput(
         expected=f"{labels[0]} and {labels[1]} to be measured in the same way",
@@ -190,9 +190,9 @@ def _not_alike(differences: dict[str, tuple[str, ...]], labels: tuple[str, str])
 
 
 def _what_differs(first: Record, second: Record) -> Iterator[str]:
-    one, other = _settings(first), _settings(second)
-    different = [name for name in sorted({*one, *other}) if one.get(name) != other.get(name)]
-    yield from (f"{name} is {_shown(one.get(name))}, then {_shown(other.get(name))}" for name in different)
+    before, after = _settings(first), _settings(second)
+    different = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
+    yield from (f"{name} is {_shown(before.get(name))}, then {_shown(after.get(name))}" for name in different)
     if not different:
         yield "the files of the benchmarks folder, or something else that the configuration does not name"
 
@@ -219,16 +219,16 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else json.dumps(value, default=str)
 
 
-def _compared(key: _Key, one: FoundRecord, other: FoundRecord, *, scores: QuestionScores, seed: int) -> ComparedMetric:
+def _compared(key: _Key, *sides: FoundRecord, scores: QuestionScores, seed: int) -> ComparedMetric:
     first, second = (
         next(
             metric for metric in found.record.metrics if (metric.benchmark, metric.name) == (key.benchmark, key.metric)
         )
-        for found in (one, other)
+        for found in sides
     )
     because, finding, pairing = "", None, None
     means = recorded = (first.value, second.value)
-    both = scores.of(one, first), scores.of(other, second)
+    both = scores.of(sides[0], first), scores.of(sides[1], second)
     if isinstance(both[0], Scores) and isinstance(both[1], Scores):
         ids = sorted(both[0].values.keys() & both[1].values.keys())
         if len(ids) > 1 and both[0].scale == both[1].scale:

@@ -88,7 +88,7 @@ def _notes(comparison: Comparison) -> list[str]:
                 "were put in other words to the second."
             )
     for benchmark, found in comparison.differences.items():
-        notes += [f"Not measured alike, {benchmark}: {what}." for what in found]
+        notes += [f"Not measured alike, {benchmark}: {difference}." for difference in found]
     for label, only in ((comparison.first, comparison.only_first), (comparison.second, comparison.only_second)):
         if only:
             notes.append(f"Only {label} has {', '.join(only)}.")

@@ -107,7 +107,7 @@ def sink_parts(records: Sequence[Record]) -> list[SinkPart]:
 
 def remarks(counts: Sequence[Counts | None]) -> list[str]:
     """Returns what else there is to know of the questions counted; empty if all were asked whole, and judged."""
-    totals = Counter({name: sum(getattr(one, name) for one in counts if one) for name in _REMARKS})
+    totals = Counter({name: sum(getattr(count, name) for count in counts if count) for name in _REMARKS})
     return [f"{total:,} {_REMARKS[name]}" for name, total in totals.items() if total]
 
 
@@ -136,7 +136,7 @@ def _who(records: Sequence[Record], *, several: bool) -> str:
     """Some cells by their checkpoints, under their evaluator where there are several."""
     texts = []
     for evaluator in _evaluators(records):
-        names = list(dict.fromkeys(one.checkpoint.name for one in records if one.evaluator == evaluator))
+        names = list(dict.fromkeys(record.checkpoint.name for record in records if record.evaluator == evaluator))
         many = f"{names[0]} … {names[-1]} ({len(names)} checkpoints)"
         texts.append(
             (f"{evaluator_title(evaluator)}: " if several else "") + (", ".join(names) if len(names) <= 3 else many)

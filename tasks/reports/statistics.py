@@ -52,10 +52,10 @@ def compare_pairs(first: Sequence[float], second: Sequence[float], *, seed: Sequ
         second: scores of the other one to the same questions, in the same order.
         seed: what the bootstrap draws from.
     """
-    one, other = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
-    if np.isin(one, (0.0, 1.0)).all() and np.isin(other, (0.0, 1.0)).all():
-        return mcnemar(one.astype(bool), other.astype(bool))
-    return paired_bootstrap(other - one, seed=seed)
+    before, after = np.asarray(first, dtype=float), np.asarray(second, dtype=float)
+    if np.isin(before, (0.0, 1.0)).all() and np.isin(after, (0.0, 1.0)).all():
+        return mcnemar(before.astype(bool), after.astype(bool))
+    return paired_bootstrap(after - before, seed=seed)
 
 
 def mcnemar(first: np.ndarray, second: np.ndarray) -> Finding:

@@ -113,7 +113,9 @@ class Results:
             {(record.checkpoint.run, record.checkpoint.step): record.checkpoint for record in self.records}.values()
         )
         self.runs = list(dict.fromkeys(checkpoint.run for checkpoint in self.checkpoints))
-        self.columns = [one for one in _columns(self.records) if takes is None or takes(one.benchmark, one.metric)]
+        self.columns = [
+            column for column in _columns(self.records) if takes is None or takes(column.benchmark, column.metric)
+        ]
         self.evaluators = list(dict.fromkeys(column.evaluator for column in self.columns))
         self._at: dict[tuple[str, int, str], list[Record]] = {}
         for record in sorted(self.records, key=lambda record: (record.succeeded, record.created)):
@@ -137,14 +139,16 @@ class Results:
 
     def by_evaluator(self, *, parts: bool) -> list[tuple[str, list[Column]]]:
         """The columns under the title of their evaluator: parts of benchmarks, or everything but those."""
-        groups = [(one, [c for c in self.columns if (c.evaluator, c.part) == (one, parts)]) for one in self.evaluators]
+        groups = [
+            (name, [c for c in self.columns if (c.evaluator, c.part) == (name, parts)]) for name in self.evaluators
+        ]
         return [(evaluator_title(evaluator), columns) for evaluator, columns in groups if columns]
 
     @property
     def headings(self) -> list[tuple[str, int]]:
         """The titles of evaluators, each with the number of columns below it."""
         return [
-            (evaluator_title(one), len(list(columns))) for one, columns in groupby(c.evaluator for c in self.columns)
+            (evaluator_title(name), len(list(columns))) for name, columns in groupby(c.evaluator for c in self.columns)
         ]
 
     def named(self, column: Column) -> str:

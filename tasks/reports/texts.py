@@ -96,7 +96,7 @@ PROVENANCE: dict[str, Callable[[Record], Any]] = {
     "Judge": judge_of,
     "Evaluation hash": lambda record: record.evaluation_hash,
     "Code": _code,
-    "Versions": lambda record: {name: one for name, one in record.versions.items() if name not in _JUDGED},
+    "Versions": lambda record: {name: version for name, version in record.versions.items() if name not in _JUDGED},
     "Engine": engine_of,
     "Hardware": lambda record: record.hardware,
     "Tags": lambda record: list(record.tags),

@@ -80,8 +80,8 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
         _check_request(config, checkpoints)
         storage.check_writable(config.evaluation_path)
         fallback = config.levanter_fallback()
-        for one in filter(None, (config, fallback)):
-            _look_at_request(one)
+        for asked in filter(None, (config, fallback)):
+            _look_at_request(asked)
         hashed.append((config, evaluation_hash(config), fallback and (fallback, evaluation_hash(fallback))))
     cells = []
     for checkpoint in checkpoints:
@@ -107,14 +107,14 @@ def _check_together(configs: Sequence[EvaluationConfig]) -> None:
     """Several evaluations are made on one pool, of one run, into one folder."""
     if not configs:
         raise BadInput(expected="at least one evaluation", found="none", remedy="name a benchmark or a suite")
-    for what, values in {
+    for field, values in {
         "run": {config.run_name for config in configs},
         "evaluation_path": {config.evaluation_path for config in configs},
         "model_path": {config.model_path for config in configs},
     }.items():
         if len(values) > 1:
             raise BadInput(
-                expected=f"one {what} for evaluations that are made together",
+                expected=f"one {field} for evaluations that are made together",
                 found=", ".join(sorted(values)),
                 remedy="make them one after the other, or set model_name in each",
             )
@@ -244,4 +244,4 @@ def standing_record(cell: Cell) -> FoundRecord | None:
         StorageError: a record cannot be read.
     """
     found = [FoundRecord(way.uri, record) for way in cell.ways if (record := read_record(way.uri)) is not None]
-    return max(found, key=lambda one: (one.record.succeeded, one.record.created), default=None)
+    return max(found, key=lambda item: (item.record.succeeded, item.record.created), default=None)

@@ -93,7 +93,7 @@ class Exports:
 
 def _checkpoint_at(folder: str) -> Checkpoint | None:
     try:
-        return next((one for one in find_checkpoints(folder) if one.uri == folder), None)
+        return next((checkpoint for checkpoint in find_checkpoints(folder) if checkpoint.uri == folder), None)
     except NoCheckpoints:
         return None
 

@@ -115,11 +115,11 @@ def _paths_in(value: Any, at: str = "") -> Iterator[tuple[str, str]]:
     """Returns what stands where Levanter takes a path, with the name of its field."""
     match value:
         case dict():
-            for name, one in value.items():
-                yield from _paths_in(one, f"{at}.{name}" if at else str(name))
+            for name, field in value.items():
+                yield from _paths_in(field, f"{at}.{name}" if at else str(name))
         case list() | tuple():
-            for one in value:
-                yield from _paths_in(one, at)
+            for field in value:
+                yield from _paths_in(field, at)
         case str() if _PATH_FIELD.search(at):
             yield at, value
         case _:
@@ -178,7 +178,7 @@ class TrainAndEvaluateConfig(Config):
                 "expected a training with an output_path that names the run (impute_run_id_from_output_path), since "
                 "its checkpoints are looked for below it"
             )
-        evaluations = [_of(one, exports) for one in values.get("evaluations") or ()]
+        evaluations = [_of(evaluation, exports) for evaluation in values.get("evaluations") or ()]
         filled = {**values, "evaluations": evaluations}
         return {**filled, "request": _of(values.get("request") or {}, exports)} if values.get("suite") else filled
 
@@ -186,7 +186,7 @@ class TrainAndEvaluateConfig(Config):
     def _something_is_asked(self) -> TrainAndEvaluateConfig:
         if bool(self.evaluations) == (self.suite is not None):
             raise ValueError(f"expected evaluations or a suite, found {'both' if self.suite else 'neither'}")
-        if any(one.base_url is not None for one in (*self.evaluations, *filter(None, [self.request]))):
+        if any(asked.base_url is not None for asked in (*self.evaluations, *filter(None, [self.request]))):
             raise ValueError("expected a pool, found base_url: an endpoint serves no checkpoint that comes later")
         return self
 
@@ -200,7 +200,7 @@ class TrainAndEvaluateConfig(Config):
     @property
     def place(self) -> str:
         """The run and what is asked of it, for the name of the flow run."""
-        asked = self.suite or in_few_words(one.asked for one in self.evaluations)
+        asked = self.suite or in_few_words(evaluation.asked for evaluation in self.evaluations)
         return f"{name_of(self.exports)[0]} · {asked}"
 
     def asked(self) -> tuple[EvaluationConfig, ...]:

@@ -57,16 +57,16 @@ TOKENIZER_FILES = (
 
 def main(arguments: list[str]) -> None:
     """Fetches, or proves."""
-    what, path = arguments
+    action, path = arguments
     job = json.loads(Path(path).read_text())
-    {"fetch": fetch, "prove": prove}[what](job)
+    {"fetch": fetch, "prove": prove}[action](job)
 
 
 def fetch(job: dict[str, Any]) -> None:
     """Fetches what the manifest lacks; the manifest is written last."""
     staged, done, unfinished = begun(job, PARTS)
     problems: dict[str, str] = {}
-    known = {} if job["refresh"] else {path: one["revision"] for path, one in staged["datasets"].items()}
+    known = {} if job["refresh"] else {path: dataset["revision"] for path, dataset in staged["datasets"].items()}
     pinned = Pinned({**known, **job["revisions"]})
     wanted = [name for name in job["benchmarks"] if job["refresh"] or name not in done.get("benchmarks", {})]
     load = loader(job) if wanted else None

@@ -79,7 +79,7 @@ class CannotBeHadError(Exception):
 
 def main(arguments: list[str]) -> None:
     """Fetches, or proves."""
-    what, path = arguments
+    action, path = arguments
     job = json.loads(Path(path).read_text())
     run_helm.setup_default_logging()
     run_helm.put_downloads_off()
@@ -87,7 +87,7 @@ def main(arguments: list[str]) -> None:
     helm_asking.bound_retries()
     helm_asking.leave_prompts_out_of_the_log()
     register_stand_in()
-    {"fetch": fetch, "prove": prove}[what](job)
+    {"fetch": fetch, "prove": prove}[action](job)
 
 
 def fetch(job: dict[str, Any]) -> None:
@@ -96,8 +96,12 @@ def fetch(job: dict[str, Any]) -> None:
     problems: dict[str, str] = {}
     known: dict[str, str] = {}
     if not job["refresh"]:
-        known = {path: one["revision"] for path, one in staged["datasets"].items()}
-        known |= {url: one["sha256"] for one in staged["scenarios"].values() for url, one in one["addresses"].items()}
+        known = {path: dataset["revision"] for path, dataset in staged["datasets"].items()}
+        known |= {
+            url: download["sha256"]
+            for scenario in staged["scenarios"].values()
+            for url, download in scenario["addresses"].items()
+        }
     pinned = Pinned({**known, **job["revisions"]})
     downloads = Downloads({**known, **job["revisions"]}, refresh=job["refresh"])
     for key, wanted in job["helm"].items():
@@ -230,9 +234,9 @@ def register_stand_in() -> None:
 def described(folder: Path, before: dict[str, Any] | None, downloads: Downloads) -> dict[str, Any]:
     """The size of a scenario's folder, and what of it lies at which address."""
     addresses = dict((before or {}).get("addresses", {}))
-    for (url, path), one in downloads.used.items():
+    for (url, path), download in downloads.used.items():
         if Path(path).is_relative_to(folder):
-            addresses[url] = {**one, "path": str(Path(path).relative_to(folder))}
+            addresses[url] = {**download, "path": str(Path(path).relative_to(folder))}
     return {"bytes": size_of(folder), "addresses": addresses}
 
 
@@ -241,7 +245,7 @@ def digest_of(path: Path) -> str:
     if path.is_file():
         return file_digest(path)
     whole = hashlib.sha256()
-    for file in sorted(one for one in path.rglob("*") if one.is_file()):
+    for file in sorted(filter(Path.is_file, path.rglob("*"))):
         whole.update(f"{file.relative_to(path).as_posix()} {file_digest(file)}\n".encode())
     return whole.hexdigest()
 

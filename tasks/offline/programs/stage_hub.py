@@ -118,9 +118,9 @@ def dataset_folders(path: str) -> tuple[Path, Path]:
 
 def describe_datasets(staged: dict[str, Any]) -> None:
     """Notes of each data set in a manifest where its files lie, and how large they are."""
-    for path, one in staged["datasets"].items():
+    for path, dataset in staged["datasets"].items():
         folders = dataset_folders(path)
-        one.update(folder=folders[1].name, bytes=size_of(*folders))
+        dataset.update(folder=folders[1].name, bytes=size_of(*folders))
 
 
 def size_of(*folders: Path) -> int:
