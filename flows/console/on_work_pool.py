@@ -31,7 +31,7 @@ from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig, digest_
 from tasks.spec.suites import Suite, SuiteRequest
 
 _Request = TypeVar("_Request", bound=EvaluationConfig | SuiteRequest)
-_POLL_SECONDS = 2.0
+_FLOW_RUN_POLL_SECONDS = 2.0
 _PATHS = ("model_path", "evaluation_path", "benchmarks_path")
 
 
@@ -169,7 +169,7 @@ def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:
                 told = state.name
             if state.is_final():
                 return found
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_FLOW_RUN_POLL_SECONDS)
     except KeyboardInterrupt:
         on_event("the flow run goes on; the same command waits for it again")
         raise SystemExit(130) from None

@@ -28,7 +28,7 @@ SUITE = "demo"
 RUN_NAME = "tiny-llama"
 _TRAINER = Path(__file__).parent / "programs" / "train_demo_model.py"
 _SUMMARY = "training.json"
-_POLL_SECONDS = 0.3
+_TRAINING_POLL_SECONDS = 0.3
 _TRAINER_SECONDS = 240.0  # half a minute on two idle cores; a slower machine stops at its last whole checkpoint
 _TRAINING_SECONDS = _TRAINER_SECONDS + 60.0
 
@@ -63,7 +63,7 @@ def prepare(folder: Path, *, console: Console) -> None:
         try:
             while not job.status().finished and time.monotonic() < deadline:
                 show(Event(_describe(job.logs(max_lines=1))))
-                time.sleep(_POLL_SECONDS)
+                time.sleep(_TRAINING_POLL_SECONDS)
             succeeded = job.status() is JobStatus.SUCCEEDED
         finally:
             log = job.logs(max_lines=20)

@@ -28,7 +28,7 @@ from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment
 from resources.settings import job_id, settings
 
-_POLL_SECONDS = 0.1
+_POOL_FILE_POLL_SECONDS = 0.1
 _log = logging.getLogger("assay.pool")
 
 
@@ -112,7 +112,7 @@ def _wait_until_up(name: str, job: JobHandle, timeout_seconds: float) -> KeptPoo
         pool = _read(_file_of(name))
         if pool is not None and pool.job_id == job.job_id:
             return pool
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_POOL_FILE_POLL_SECONDS)
     ended = job.status().finished
     log = job.logs(20).rstrip()
     job.terminate()

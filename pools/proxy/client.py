@@ -25,7 +25,7 @@ from pools.protocol import (
 from resources.config import Config
 from resources.errors import ProxyFailed, ProxyRefused
 
-_POLL_SECONDS = 0.02
+_ADDRESS_POLL_SECONDS = 0.02
 _CELL_SECONDS = 300.0  # a mirror in a far store takes its time
 
 _Method = Literal["GET", "PUT", "POST", "DELETE"]
@@ -112,7 +112,7 @@ def wait_for_address(
                 found="it has not announced its address",
                 remedy="look at its log and at the load of this machine",
             )
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_ADDRESS_POLL_SECONDS)
 
 
 class ProxyClient:

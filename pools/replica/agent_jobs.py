@@ -11,7 +11,7 @@ from pools.protocol import ReplicaStatus
 from resources.jobs.jobs import JobHandle, JobStatus
 
 _SILENT_LEASES = 4.0  # an agent that is silent for so many leases is started again
-_LOOK_SECONDS = 0.2
+_AGENT_JOB_POLL_SECONDS = 0.2
 _FORGIVEN_AFTER_SECONDS = 600.0
 
 
@@ -33,7 +33,7 @@ class _Agent:
         One that waits for a machine, or was moved to another one, has all the time of a new one.
         """
         now = time.monotonic()
-        if now - self._looked_at < _LOOK_SECONDS:
+        if now - self._looked_at < _AGENT_JOB_POLL_SECONDS:
             return False
         self._looked_at = now
         before, self.details = self.details, self.job.details()

@@ -29,7 +29,7 @@ from resources.errors import (
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_environment
 
 _log = logging.getLogger("assay.agent")
-_POLL_SECONDS = 0.05
+_ENGINE_POLL_SECONDS = 0.05
 _SEARCHED_LINES = 400
 _SHOWN_LINES = 15
 _EXCEPTION = re.compile(r"(?:^|\] )([A-Z]\w*(?:Error|Exception): .*)", re.MULTILINE)
@@ -250,7 +250,7 @@ class ReplicaEngine:
                     if refusals == _REFUSALS_AT_START:
                         found = f"its port is open, but the model does not answer: {error.found}"
                         break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_ENGINE_POLL_SECONDS)
         raise EngineStartFailed(
             expected=f"the engine of {self.name} to answer for {model}",
             found=f"{found}. {_explained(job.logs(max_lines=_SEARCHED_LINES))}",

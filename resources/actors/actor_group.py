@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 from resources.actors.actor_handle import ActorHandle
 from resources.errors import BadInput, JobTimeout
 from resources.jobs.jobs import JobStatus
+from resources.jobs.waiting import growing_pauses
 
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
 _ENDED_AT_ONCE = 16
 
 
@@ -75,7 +75,7 @@ class ActorGroup:
                 remedy="Wait for fewer, or create more.",
             )
         deadline = None if timeout is None else time.monotonic() + timeout
-        poll_seconds = _FIRST_POLL_SECONDS
+        pauses = growing_pauses()
         while len(ready := self.ready()) < wanted:
             ended = [actor for actor in self._actors if actor.job.status().finished]
             if len(self._actors) - len(ended) < wanted:
@@ -86,8 +86,7 @@ class ActorGroup:
                     found=f"{len(ready)} are; jobs: {', '.join(self.statuses())}",
                     remedy="Wait longer, or for fewer.",
                 )
-            time.sleep(poll_seconds)
-            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+            time.sleep(next(pauses))
         return ready
 
     def shutdown(self) -> None:

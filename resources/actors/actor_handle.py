@@ -19,8 +19,7 @@ from resources.actors.actor_line import ActorLine, death_of
 from resources.actors.actor_wire import Frame, Kind, Raised
 from resources.errors import ActorMethodFailed, BadInput, JobTimeout
 from resources.jobs.jobs import Client, JobHandle
-
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
+from resources.jobs.waiting import growing_pauses
 
 
 class ActorFuture:
@@ -160,7 +159,7 @@ class ActorHandle:
             JobTimeout: not within `timeout` seconds.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        poll_seconds = _FIRST_POLL_SECONDS
+        pauses = growing_pauses()
         while True:
             details = self._job.details()
             if details.status.finished:
@@ -173,8 +172,7 @@ class ActorHandle:
                     found=f"its job is {details.status}" + (f": {details.reason}" if details.reason else ""),
                     remedy="Wait longer, or read the logs of its job.",
                 )
-            time.sleep(poll_seconds)
-            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+            time.sleep(next(pauses))
 
     def __getattr__(self, method: str) -> ActorMethod:
         if method.startswith("_"):

@@ -20,9 +20,9 @@ from resources.actors.actor_key import ACTOR_KEY_VARIABLE, actor_key
 from resources.actors.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, AssayError, BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
+from resources.jobs.waiting import growing_pauses
 
 _CONNECT_SECONDS = 5.0  # one attempt
-_FIRST_POLL_SECONDS, _LAST_POLL_SECONDS = 0.02, 1.0
 _SHOWN_LINES = 20
 
 
@@ -113,7 +113,7 @@ class ActorLine:
             ActorDied: its job has ended.
             BackendUnavailable: it announces an address that does not answer.
         """
-        poll_seconds = _FIRST_POLL_SECONDS
+        pauses = growing_pauses()
         refused_address, refused_since = None, 0.0
         while True:
             details = self._job.details()
@@ -130,8 +130,7 @@ class ActorLine:
                 else:
                     self._begin(connection, address, details.attempts)
                     return
-            time.sleep(poll_seconds)
-            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+            time.sleep(next(pauses))
 
     def _connected(self, address: str) -> socket.socket:
         host, _, port = address.rpartition(":")
@@ -182,7 +181,7 @@ class ActorLine:
     def _judge(self) -> AssayError:
         """Returns the reason that the connection broke, as the job tells within a few seconds."""
         deadline = time.monotonic() + self._patience.unexplained_seconds
-        poll_seconds = _FIRST_POLL_SECONDS
+        pauses = growing_pauses()
         while True:
             details = self._job.details()
             if details.status.finished:
@@ -202,8 +201,7 @@ class ActorLine:
                     found=f"the connection to {self._address} broke, and its job is still running",
                     remedy="Make the call again if it does no harm twice.",
                 )
-            time.sleep(poll_seconds)
-            poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+            time.sleep(next(pauses))
 
     def _unreachable(self, address: str, error: OSError) -> BackendUnavailable:
         return BackendUnavailable(

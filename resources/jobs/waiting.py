@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 from resources.errors import BadInput, JobFailed, JobTimeout
 from resources.jobs.jobs import JobAlreadyExists, JobHandle, JobStatus
 
-_FIRST_POLL_SECONDS = 0.01
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
 _SHOWN_LINES = 20
+
+
+def growing_pauses(longest_seconds: float = _LONGEST_PAUSE_SECONDS) -> Iterator[float]:
+    """Yields the seconds to wait between two looks at something: hardly any at first, then more and more."""
+    seconds = _FIRST_PAUSE_SECONDS
+    while True:
+        yield min(seconds, longest_seconds)
+        seconds = min(seconds * 1.5, longest_seconds)
 
 
 def wait_until_finished(
@@ -19,7 +28,7 @@ def wait_until_finished(
     *,
     raise_on_failure: bool,
     where: str,
-    last_poll_seconds: float = 1.0,
+    longest_pause_seconds: float = _LONGEST_PAUSE_SECONDS,
 ) -> JobStatus:
     """Blocks until a job has finished, asking for its status less and less often.
 
@@ -28,16 +37,16 @@ def wait_until_finished(
         timeout: seconds; for ever when None.
         raise_on_failure: whether a job that failed or was stopped is an error.
         where: what to do to learn more, a clause such as "read …/replica-*.log".
-        last_poll_seconds: the longest pause between two looks.
+        longest_pause_seconds: the longest pause between two looks.
 
     Raises:
         JobTimeout: it was still running by then; it goes on.
         JobFailed: it failed or was stopped.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    poll_seconds = _FIRST_POLL_SECONDS
+    pauses = growing_pauses(longest_pause_seconds)
     while not (status := job.status()).finished:
-        remaining = poll_seconds if deadline is None else deadline - time.monotonic()
+        remaining = math.inf if deadline is None else deadline - time.monotonic()
         if remaining <= 0:
             reason = job.details().reason
             raise JobTimeout(
@@ -45,8 +54,7 @@ def wait_until_finished(
                 found=f"it is {status}" + (f": {reason}" if reason else ""),
                 remedy=f"Wait longer, terminate it, or {where}",
             )
-        time.sleep(min(poll_seconds, remaining))
-        poll_seconds = min(poll_seconds * 1.5, last_poll_seconds)
+        time.sleep(min(next(pauses), remaining))
     if raise_on_failure and status is not JobStatus.SUCCEEDED:
         raise failure_of(job, where=where)
     return status

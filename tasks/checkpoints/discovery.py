@@ -24,7 +24,7 @@ from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.names import how_many, name_of, step_of
 
 _MODEL_FILES = ("config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
-_POLL_SECONDS = 1.0
+_INCOMPLETE_POLL_SECONDS = 1.0
 _ARCHIVE = "checkpoints"  # where training scripts put native checkpoints, beside hf/
 
 Kind = Literal["huggingface", "levanter"]
@@ -203,7 +203,7 @@ def discover(
         waiting_helps = any(checkpoint.kind in kinds for checkpoint in incomplete)
         if not waiting_helps or clock() >= deadline:
             break
-        sleep(_POLL_SECONDS)
+        sleep(_INCOMPLETE_POLL_SECONDS)
     for checkpoint in incomplete:
         report_event(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
     complete = [checkpoint for checkpoint in found if checkpoint.complete]

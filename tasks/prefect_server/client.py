@@ -18,8 +18,8 @@ _AWAY_SECONDS = 300.0
 """Time that the end of a flow run waits for the server. Prefect itself tries for one minute to tell it."""
 _SHOWN_WITHIN_SECONDS = 30.0
 """Time that what is to be shown waits for the server; cells of other groups may wait for that."""
-_BETWEEN_LOOKS_SECONDS = 2.0
-_LOOK_SECONDS = 5.0
+_SERVER_POLL_SECONDS = 2.0
+_SERVER_ANSWER_SECONDS = 5.0
 
 
 def require_server() -> None:
@@ -105,7 +105,7 @@ def server_answers(
     if PREFECT_API_URL.value() is None:
         return True  # it is started with each run, and does not come back
     # Not entered: that would ask for the server's version, and fail.
-    client = get_client(sync_client=True, httpx_settings={"timeout": _LOOK_SECONDS})
+    client = get_client(sync_client=True, httpx_settings={"timeout": _SERVER_ANSWER_SECONDS})
     deadline = clock() + within_seconds
     said = False
     while (reason := client.api_healthcheck()) is not None:
@@ -116,7 +116,7 @@ def server_answers(
             report_event(
                 f"waiting for the Prefect server, {within_seconds:g} s at most: {str(reason) or type(reason).__name__}"
             )
-        sleep(_BETWEEN_LOOKS_SECONDS)
+        sleep(_SERVER_POLL_SECONDS)
     return True
 
 

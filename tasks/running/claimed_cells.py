@@ -16,7 +16,7 @@ from tasks.records.record import now, read_record
 from tasks.running.cells import Cell
 from tasks.spec.names import how_many
 
-_POLL_SECONDS = 2.0
+_CLAIMS_POLL_SECONDS = 2.0
 
 
 class ClaimedCells:
@@ -80,7 +80,7 @@ class ClaimedCells:
             if wanted or not self._wait:
                 return wanted
             if self._left:
-                self._sleep(_POLL_SECONDS)
+                self._sleep(_CLAIMS_POLL_SECONDS)
         return []
 
     def take(self) -> list[Cell]:

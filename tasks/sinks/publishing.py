@@ -33,7 +33,7 @@ from tasks.sinks.sending import Answer, Job
 from tasks.spec.sinks import Sink
 
 _REASON_CHARACTERS = 800
-_LOOK_SECONDS = 0.1
+_SENDING_POLL_SECONDS = 0.1
 
 
 def missing_sinks(record: Record, sinks: Sequence[Sink]) -> tuple[Sink, ...]:
@@ -137,7 +137,7 @@ def _turn(sending: _Sending) -> Iterator[None]:
                         found="other records of the same run are still being sent",
                         remedy="send this one later: assay publish",
                     ) from None
-                time.sleep(_LOOK_SECONDS)
+                time.sleep(_SENDING_POLL_SECONDS)
         yield
 
 
@@ -177,7 +177,7 @@ def _answer(process: subprocess.Popen[str], job: Job, sending: _Sending, errors:
         line: Future[str] = reader.submit(_exchange, process, job)
         while not line.done() and not sending.over:
             with suppress(TimeoutError):
-                line.result(timeout=_LOOK_SECONDS)
+                line.result(timeout=_SENDING_POLL_SECONDS)
         if not line.done():
             process.kill()
             raise SinkFailed(

@@ -9,7 +9,7 @@ from pools.proxy.connections.reading import Bounds
 from pools.proxy.connections.wire import ClientConnection
 
 BACKLOG = 4096
-_CLOSING_LOOK_SECONDS = 0.01
+_CLOSING_POLL_SECONDS = 0.01
 
 
 class Listener:
@@ -62,7 +62,7 @@ class Listener:
         for connection in tuple(self._connections):
             connection.finish()
         while self._connections and loop.time() < end:
-            await asyncio.sleep(_CLOSING_LOOK_SECONDS)
+            await asyncio.sleep(_CLOSING_POLL_SECONDS)
         tasks = [connection.task for connection in self._connections if connection.task is not None]
         for connection in tuple(self._connections):
             connection.abort()

@@ -16,8 +16,7 @@ _TAIL_BYTES = 1 << 20
 _LOG_END_SECONDS = 10.0  # a worker sends its lines when it has seen the end, which the controller may hear first
 _STOP_MARGIN_SECONDS = 20.0
 _CONFIRM_SECONDS = 15.0
-_POLL_SECONDS = 0.1
-_LAST_POLL_SECONDS = 1.0
+_CONTROLLER_POLL_SECONDS = 0.1
 
 
 class IrisJob:
@@ -82,9 +81,7 @@ class IrisJob:
         Raises:
             UnsatisfiableResources: no machine of the cluster could be found for it.
         """
-        status = wait_until_finished(
-            self, timeout, raise_on_failure=False, where=self._where, last_poll_seconds=_LAST_POLL_SECONDS
-        )
+        status = wait_until_finished(self, timeout, raise_on_failure=False, where=self._where)
         if raise_on_failure and status is not JobStatus.SUCCEEDED:
             states = self._controller.job_states([self._job_id])
             if states.get(self._job_id) == UNSATISFIABLE:
@@ -118,7 +115,7 @@ class IrisJob:
         deadline = time.monotonic() + _CONFIRM_SECONDS
         for job_id in silent:
             while not self._is_confirmed(job_id) and time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(_CONTROLLER_POLL_SECONDS)
         self.status()
 
     def request_stop(self) -> list[str]:
@@ -142,7 +139,7 @@ class IrisJob:
 
     def _stops_until(self, deadline: float, job_id: str) -> bool:
         while not (stopped := self._has_stopped(job_id)) and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_CONTROLLER_POLL_SECONDS)
         return stopped
 
     def _has_stopped(self, job_id: str) -> bool:
@@ -176,7 +173,7 @@ class IrisJob:
             lines = self._controller.log_lines(task.task_id, max_lines + 3)
             if not task.is_over or (lines and _is_last(lines[-1][1])) or time.monotonic() >= deadline:
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_CONTROLLER_POLL_SECONDS)
         shown: list[str] = []
         attempt = lines[0][0] if lines else 0
         for number, line in lines:

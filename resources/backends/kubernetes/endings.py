@@ -12,6 +12,7 @@ from resources.backends.kubernetes.names import attempt_name, labels, logs_name,
 from resources.backends.kubernetes.pods import pod_index
 from resources.backends.kubernetes.records import Record
 from resources.errors import BackendUnavailable, JobTimeout
+from resources.jobs.waiting import growing_pauses
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 LONGEST_LOG_BYTES = 1 << 20
 _KEPT_LOGS_BYTES = 900_000  # of all pods of an attempt: a ConfigMap holds 1 MiB
 _KEPT_LINES = 2000
-_LAST_POLL_SECONDS = 1.0
+_LAST_WORDS_SECONDS = 1.0
 _NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace is not there any more
 _SHOWN_ATTEMPTS = 10
 
@@ -37,7 +38,7 @@ def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> 
     cluster.delete("jobs", name)
     force_at = time.monotonic() + record.grace_seconds + _NODE_SECONDS
     give_up_at = force_at + _NODE_SECONDS
-    poll_seconds = 0.02
+    pauses = growing_pauses()
     while (left := cluster.list("pods", pods)) or cluster.get("jobs", name):
         if time.monotonic() > give_up_at:
             raise JobTimeout(
@@ -48,8 +49,7 @@ def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> 
         if time.monotonic() > force_at:
             for pod in left:
                 cluster.delete("pods", pod["metadata"]["name"], grace_seconds=0)
-        time.sleep(poll_seconds)
-        poll_seconds = min(poll_seconds * 1.5, _LAST_POLL_SECONDS)
+        time.sleep(next(pauses))
     share = _KEPT_LOGS_BYTES // max(1, len(followers))
     kept = {f"pod-{follower.index}": follower.text(share) for follower in followers}
     if kept:
@@ -113,7 +113,7 @@ class _Follower:
 
     def text(self, max_bytes: int) -> str:
         """The last bytes, whole lines of them."""
-        self._thread.join(_LAST_POLL_SECONDS)
+        self._thread.join(_LAST_WORDS_SECONDS)
         with self._lock:  # it goes on where the pod's node is gone, and nobody ends the connection
             content = b"".join(self._chunks)
         if len(content) > max_bytes:

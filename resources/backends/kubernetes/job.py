@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
 
 _TERMINATE_MARGIN_SECONDS = 180.0  # more than `end_attempt` waits for a lost node
-_POLL_SECONDS = 0.5
+_OWNER_POLL_SECONDS = 0.5
 _ANNOUNCEMENT_BYTES = 64 * 1024
 
 
@@ -70,7 +70,7 @@ class KubernetesJob:
         """See `JobHandle.wait`."""
         where = f"run `kubectl --namespace {self._cluster.namespace} describe jobs -l assay-evals/job={self.job_id}`"
         return wait_until_finished(
-            self, timeout, raise_on_failure=raise_on_failure, where=where, last_poll_seconds=self._poll_seconds
+            self, timeout, raise_on_failure=raise_on_failure, where=where, longest_pause_seconds=self._poll_seconds
         )
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
@@ -118,7 +118,7 @@ class KubernetesJob:
                     found=f"it is {record.status}: {record.reason}",
                     remedy=f"Delete it: kubectl delete jobs -l assay-evals/job={self.job_id}",
                 )
-            time.sleep(min(_POLL_SECONDS, self._poll_seconds))
+            time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
 
     def _keeper_runs(self) -> bool:
         """Returns True if a keeper's pod has started: one whose image is never found would not end its job either."""
@@ -130,7 +130,7 @@ class KubernetesJob:
             self._cluster.delete("jobs", keeper_name(self.job_id))
             until = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
             while self._cluster.list("pods", selector(job=self.job_id, part="keeper")) and time.monotonic() < until:
-                time.sleep(min(_POLL_SECONDS, self._poll_seconds))
+                time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
             record = self._read()
         if record.finished:
             return

@@ -22,7 +22,7 @@ from resources.backends.kubernetes.records import beat, read_record
 from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import EnvironmentConfig, JobRequest
 
-_POLL_SECONDS = 0.5
+_JOB_POLL_SECONDS = 0.5
 _BEATS_PER_LEASE = 10
 
 
@@ -64,7 +64,7 @@ def keep(
                 beat(cluster, owner.name)
                 beaten_at = time.monotonic()
             job.step()
-        time.sleep(_POLL_SECONDS)
+        time.sleep(_JOB_POLL_SECONDS)
 
 
 def main(arguments: list[str]) -> None:

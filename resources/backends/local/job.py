@@ -74,7 +74,7 @@ class LocalJob:
             timeout,
             raise_on_failure=raise_on_failure,
             where=f"read {self._folder}/replica-*.log",
-            last_poll_seconds=0.25,
+            longest_pause_seconds=0.25,
         )
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:

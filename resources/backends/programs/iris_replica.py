@@ -33,7 +33,7 @@ Outcome = Literal["succeeded", "failed", "preempted", "stopped", "rejoin"]
 MARK = "[assay] "
 GAVE_UP = "gave up: "
 _AGAIN = "another attempt"
-_LOOK_SECONDS = 0.05
+_REPLICA_POLL_SECONDS = 0.05
 _WAIT_SECONDS = 0.2
 _DRAIN_SECONDS = 0.05  # longest wait for a reader of our output; a slow one gets several lines at once then
 _LONGEST_LINE_BYTES = 1 << 16
@@ -157,7 +157,7 @@ class Replica:
         listens = False
         try:
             while (ended := supervisor.poll()) is None:
-                self._pass_on(log, wait_seconds=_LOOK_SECONDS)
+                self._pass_on(log, wait_seconds=_REPLICA_POLL_SECONDS)
                 self._records.say(announcement=_read(folder / "announced-0"))
                 listens = listens or (folder / "status.json").exists()
                 if asked is None and listens and (asked := self._to_end()):
@@ -189,7 +189,7 @@ class Replica:
     def _stop_within(self, seconds: float) -> bool:
         deadline = time.monotonic() + seconds
         while self._to_end() != "stopped" and (remaining := deadline - time.monotonic()) > 0:
-            time.sleep(min(remaining, _LOOK_SECONDS))
+            time.sleep(min(remaining, _REPLICA_POLL_SECONDS))
         return self._to_end() == "stopped"
 
     def _joined(self) -> bool:

@@ -22,7 +22,7 @@ from resources.backends.ray.orders import DETACHED, NAMESPACE
 from resources.errors import AssayError, BackendUnavailable
 from resources.settings import set_process_environment_defaults
 
-_LOOK_SECONDS = 3.0
+_ANSWER_POLL_SECONDS = 3.0
 _PROBE_SECONDS = 3.0
 _CONNECTING_TRIES = 3
 _LEAVING_SECONDS = 5.0
@@ -113,7 +113,7 @@ class RayConnection:
             try:
                 if reference is None:
                     reference = keeper.call.remote(method, pickle.dumps(arguments))
-                answer = pickle.loads(self._ray.get(reference, timeout=_LOOK_SECONDS))
+                answer = pickle.loads(self._ray.get(reference, timeout=_ANSWER_POLL_SECONDS))
                 break
             except self._ray.exceptions.GetTimeoutError as error:
                 self._probe()

@@ -25,8 +25,9 @@ from resources.backends.ray.orders import LOG_BYTES, ProcessEnd, ProcessOrder
 from resources.errors import AssayError, BadInput
 from resources.jobs.preemption_notice import preemption_announced
 from resources.jobs.tpu_lockfile import remove_tpu_lockfile_on_exit
+from resources.jobs.waiting import growing_pauses
 
-_FIRST_LOOK_SECONDS, _LAST_LOOK_SECONDS = 0.02, 0.3
+_LONGEST_PAUSE_SECONDS = 0.3
 _UNTIL_END_SECONDS = 30.0
 _PREPARING_SECONDS = 2.0  # how long an order to end waits for a build of packages, which cannot be interrupted
 _LOST_KEEPER_SECONDS = 60.0
@@ -170,14 +171,12 @@ class _Run:
     def report_until_ended(self) -> ProcessEnd:
         """Tells the keeper what is new, until the supervisor has ended."""
         assert self._supervisor is not None
-        look_seconds = _FIRST_LOOK_SECONDS
-        while True:
+        for pause_seconds in growing_pauses(_LONGEST_PAUSE_SECONDS):
             try:
-                self._supervisor.wait(look_seconds)
+                self._supervisor.wait(pause_seconds)
                 break
             except subprocess.TimeoutExpired:
                 self._report()
-            look_seconds = min(look_seconds * 1.5, _LAST_LOOK_SECONDS)
         status = self._status()
         outcome = status.get("status")
         match outcome:

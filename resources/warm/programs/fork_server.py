@@ -35,7 +35,7 @@ del sys.path[0]
 READY, REFUSED, ENDED = b"+", b"!", b"="  # the words of run_forked.py
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _BACKLOG = 512
-_LOOK_SECONDS = 1.0  # how often the parent is looked for where the kernel does not tell
+_PARENT_POLL_SECONDS = 1.0  # how often the parent is looked for where the kernel does not tell
 _REQUEST_SECONDS = 30.0  # a requester sends at once what it wants
 _LARGEST_REQUEST = 64 << 20
 _SWEEP_SECONDS = 0.005
@@ -59,7 +59,7 @@ class ForkServer:
     def serve(self) -> None:
         """Forks until it is told to stop, or its parent is gone; then ends every run."""
         while not self._stopping and os.getppid() == self._parent:
-            ready, _, _ = select.select([self._listener, self._wake_fd], [], [], _LOOK_SECONDS)
+            ready, _, _ = select.select([self._listener, self._wake_fd], [], [], _PARENT_POLL_SECONDS)
             if self._wake_fd in ready:
                 _drain(self._wake_fd)
                 self._reap()

@@ -24,7 +24,7 @@ from typing import NoReturn
 READY, REFUSED, ENDED = b"+", b"!", b"="  # the words of fork_server.py
 _WAIT_SECONDS = 300.0  # importing an engine for the first time, from a cold disk
 _BIND_SECONDS = 20.0  # a server opens its socket before it imports anything; its folder is there before it starts
-_POLL_SECONDS = 0.01
+_SOCKET_POLL_SECONDS = 0.01
 _FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -61,7 +61,7 @@ def connect(path: str, wait_seconds: float) -> socket.socket:
         connection.settimeout(wait_seconds)
         deadline = time.monotonic() + min(wait_seconds, _BIND_SECONDS)
         while not Path(path).exists() and Path(path).parent.exists() and time.monotonic() < deadline:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(_SOCKET_POLL_SECONDS)
         connection.connect(path)
         if connection.recv(len(READY)) != READY:
             raise Unavailable("the fork server ended before it was ready")
