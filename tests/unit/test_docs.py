@@ -15,7 +15,6 @@ import re
 import shlex
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
 from itertools import pairwise
@@ -81,7 +80,7 @@ PATH = re.compile(
 )
 MADE_BY_READERS = re.compile(r"exact[-_]answers|/background")  # what a how-to has its reader write
 TREE = re.compile(r"<!-- tree -->\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)
-GENERATED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n)(?P<table>.*?)(<!-- /generated -->)", re.DOTALL)
+GENERATED = re.compile(r"(<!--generated:(?P<name>[\w-]+)-->\n)(?P<table>.*?)(<!--/generated-->)", re.DOTALL)
 
 MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
@@ -95,6 +94,9 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(InferencePoolConfig, ModelConfig, ResourceConfig, CpuConfig, GpuConfig, TpuConfig),
     *(Record, CheckpointReference, Metric, Counts, SinkState, Sample),
 )
+WRITTEN_BY_US = (Record, CheckpointReference, Metric, Counts, SinkState, Sample)  # so nobody has to fill them in
+SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)
+LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 DEFAULTS_IN_WORDS = {("Settings", "cache_dir"): "`$XDG_CACHE_HOME/assay`, else `~/.cache/assay`"}
 
 
@@ -116,12 +118,6 @@ FENCES = [
 # Generated parts of docs/reference.md
 
 
-def table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """A Markdown table."""
-    lines = [headings, tuple("---" for _ in headings), *rows]
-    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in lines)
-
-
 def entry(name: str, remark: str, meaning: str) -> str:
     """A line of a list: a name, what is known of it in brackets, and what it means."""
     return f"- `{name}`{f' ({remark})' if remark else ''}: {meaning}\n"
@@ -140,15 +136,33 @@ def lines_of(model: type[BaseModel]) -> list[Line]:
     """Every field of a model with its type, default and docstring."""
     documented = docstrings_of(model)
     return [
-        Line(name, field_in_words(model, name, field), documented.get(name, ""))
+        Line(name, "", f"`{constant}`")
+        if (constant := constant_of(field))
+        else Line(name, field_in_words(model, name, field), documented.get(name, ""))
         for name, field in model.model_fields.items()
     ]
 
 
 def field_in_words(model: type[BaseModel], name: str, field: FieldInfo) -> str:
-    words = type_in_words(field.annotation).removesuffix("" if field.is_required() else " or none")
+    """The type of a field, unless it is text or follows from the default; default, limits, and if it is required."""
+    optional = [part for part in get_args(field.annotation) if part is not NoneType]
+    kind = optional[0] if len(optional) == 1 and NoneType in get_args(field.annotation) else field.annotation
     default = DEFAULTS_IN_WORDS.get((model.__name__, name)) or default_in_words(field)
-    return f"{words}{limits_in_words(field)}{default}"
+    scalar = kind in (int, float, bool, Path) or get_origin(kind) is tuple
+    shown = "" if kind in (str, SecretStr) or (default and scalar) else type_in_words(kind)
+    if model in WRITTEN_BY_US:
+        return shown
+    limits = [
+        f"{LIMITS[key]}{getattr(limit, key):g}" for limit in field.metadata for key in LIMITS if hasattr(limit, key)
+    ]
+    value = f"{shown} = {default}" if shown and default else shown or default
+    return ", ".join([*([value] if value else []), *limits, *(["required"] if field.is_required() else [])])
+
+
+def constant_of(field: FieldInfo) -> str:
+    """The only value that a field can have; empty where there are several."""
+    values = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+    return str(values[0]) if len(values) == 1 else ""
 
 
 def fields_list(model: type[BaseModel]) -> str:
@@ -196,63 +210,55 @@ def type_in_words(annotation: Any) -> str:
     if origin is Annotated:
         return type_in_words(arguments[0])
     if origin in (Union, UnionType):
-        return " or ".join(type_in_words(part) for part in arguments)
+        kinds = [part for part in arguments if part is not NoneType]
+        if set(kinds) == set(SINKS):
+            return "[sinks](#sinks)"
+        return " or ".join(type_in_words(part) for part in kinds)
     if origin is Literal:
-        return " or ".join(f"`{json.dumps(value)}`" for value in arguments)
+        return f"`{'|'.join(str(value) for value in arguments)}`"
     if origin is tuple:
-        return f"list of {type_in_words(arguments[0])}"
+        inner = type_in_words(arguments[0])
+        return "list" if inner == "text" else f"list of {inner}"
     if origin is dict:
-        return f"mapping to {type_in_words(arguments[1])}"
+        inner = type_in_words(arguments[1])
+        return "mapping" if inner in ("text", "anything") else f"mapping to {inner}"
     if annotation is EvaluatorOptions:
-        kinds = [options_kind(name).__name__ for name in EVALUATORS]
-        return f"a name, or {' or '.join(f'[{kind}](#{kind.lower()})' for kind in kinds)}"
+        return ", ".join(["a name", *(type_in_words(options_kind(name)) for name in EVALUATORS)])
     if annotation in MODELS:
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
-    return {NoneType: "none", Any: "anything", SecretStr: "secret", str: "text", Path: "path"}.get(
+    return {Any: "anything", SecretStr: "secret", str: "text", Path: "path"}.get(
         annotation, getattr(annotation, "__name__", str(annotation))
     )
 
 
-def limits_in_words(field: FieldInfo) -> str:
-    words = {"ge": "at least", "gt": "more than", "le": "at most", "lt": "less than", "min_length": "length at least"}
-    found = [
-        f"{text} {getattr(limit, name):g}"
-        for limit in field.metadata
-        for name, text in words.items()
-        if hasattr(limit, name)
-    ]
-    return f", {', '.join(found)}" if found else ""
-
-
 def default_in_words(field: FieldInfo) -> str:
-    if field.is_required():
-        return ", required"
-    if isinstance(field.default, BaseModel):
-        changed = field.default.model_dump(mode="json", exclude_defaults=True)
-        return f" = `{json.dumps(changed)}`" if changed else ""
-    if field.default in (None, {}, ()):
+    """The default of a field as code; empty where there is none to speak of."""
+    default = field.default
+    if field.is_required() or default in (None, {}, (), ""):
         return ""
-    return (
-        f" = `{json.dumps(field.default, default=lambda value: value.model_dump(mode='json', exclude_defaults=True))}`"
-    )
+    if isinstance(default, BaseModel):
+        changed = default.model_dump(mode="json", exclude_defaults=True)
+        return f"`{json.dumps(changed)}`" if changed else ""
+    if isinstance(default, str) and default.isprintable():
+        return f"`{default}`"
+    return f"`{json.dumps(default, default=lambda value: value.model_dump(mode='json', exclude_defaults=True))}`"
 
 
 def commands_list() -> str:
-    """Every subcommand with its arguments and options; those that three commands share stand at the top."""
-    entries = {name: [option_entry(option) for option in command.params] for name, command in commands().items()}
-    often = Counter(line for lines in entries.values() for line in lines)
-    shared = [line for line, times in often.items() if times > 2]
-    parts = [f"Options of several commands:\n\n{''.join(shared)}"]
+    """Every subcommand with its arguments and options, whose meaning `--help` says."""
+    parts = []
     for name, command in commands().items():
-        own = "".join(line for line in entries[name] if line not in shared)
-        names = ", ".join(line.split("`")[1] for line in entries[name] if line in shared)
-        also = "- " + ", ".join(f"`{option}`" for option in names.split(", ")) + "\n" if names else ""
-        parts.append(f"### assay {name}\n\n{command.help}\n\n{own}{also}")
+        options = ", ".join(f"`{option_in_words(option)}`" for option in command.params)
+        parts.append(f"### assay {name}\n\n{command.help}\n\n{options}\n")
     return "\n".join(parts)
 
 
-def option_entry(option: Any) -> str:
-    return entry(", ".join([*option.opts, *option.secondary_opts]), option_default(option), getattr(option, "help", ""))
+def option_in_words(option: Any) -> str:
+    """An option with its default; an argument in capitals, in brackets where it may be left out."""
+    if option.param_type_name == "argument":
+        return option.name.upper() if option.required else f"[{option.name.upper()}]"
+    names = "/".join([*option.opts, *option.secondary_opts])
+    return names if getattr(option, "is_flag", False) or option.default in (None, ()) else f"{names}={option.default}"
 
 
 def commands() -> dict[str, Any]:
@@ -272,61 +278,50 @@ def command_of(words: list[str]) -> tuple[str, list[str]]:
     return "", words
 
 
-def option_default(option: Any) -> str:
-    if option.required:
-        return "required"
-    if getattr(option, "is_flag", False):
-        return "on" if option.default else ""
-    return "" if option.default is None else f"`{option.default}`"
-
-
 def errors_list() -> str:
     """Every error with the exit code and the record status that it leads to."""
     groups: dict[tuple[int, str], list[str]] = {}
     for name, kind in vars(errors).items():
         if inspect.isclass(kind) and issubclass(kind, errors.AssayError) and kind is not errors.AssayError:
-            line = entry(name, "", (inspect.getdoc(kind) or "").splitlines()[0])
-            groups.setdefault((kind.exit_code, kind.record_status), []).append(line)
-    return "\n".join(
-        f"Exit code {code}, record status `{status}`:\n\n{''.join(lines)}"
-        for (code, status), lines in sorted(groups.items())
+            groups.setdefault((kind.exit_code, kind.record_status), []).append(f"`{name}`")
+    return "".join(
+        f"- Exit code {code}, record `{status}`: {', '.join(names)}\n"
+        for (code, status), names in sorted(groups.items())
     )
 
 
 def environments_list() -> str:
-    return "".join(
-        entry(name, f"`{spec.requirements.name}`", f"Python {spec.python}" if spec.python else "the running Python")
-        for name, spec in ENVIRONMENTS.items()
-    )
+    """The environments by the Python they are built on."""
+    pythons: dict[str, list[str]] = {}
+    for name, spec in ENVIRONMENTS.items():
+        assert spec.requirements.name == f"{name}.txt"
+        pythons.setdefault(f"Python {spec.python}" if spec.python else "the running Python", []).append(f"`{name}`")
+    return "".join(f"- on {python}: {', '.join(names)}\n" for python, names in pythons.items())
 
 
-def tpu_table() -> str:
-    """Slices of one kind in a row: their sizes, and how chips, VMs and hosts follow from them."""
-    kinds: dict[tuple[str, ...], list[str]] = {}
+def tpu_list() -> str:
+    """Slices of one kind together: their sizes, and how chips, VMs and hosts follow from them."""
+    kinds: dict[tuple[str, str], list[str]] = {}
     for slice_ in TPU_TOPOLOGIES.values():
         generation, _, size = slice_.variant.partition("-")
-        chips = "N" if slice_.chips == int(size) else f"N / {int(size) // slice_.chips}"
+        chips = "N chips" if slice_.chips == int(size) else f"N/{int(size) // slice_.chips} chips"
         assert slice_.chips == slice_.vms * slice_.chips_per_vm
-        vms = "1" if slice_.vms == 1 else f"chips / {slice_.chips_per_vm}"
-        hosts = "1" if slice_.hosts == 1 else f"chips / {slice_.chips // slice_.hosts}"
-        kinds.setdefault((f"`{generation}-N`", chips, vms, hosts), []).append(size)
-    rows = [(variant, ", ".join(sizes), *rest) for (variant, *rest), sizes in kinds.items()]
-    return table(("Variant", "N", "Chips", "VMs", "Hosts"), rows)
+        vms = "one VM" if slice_.vms == 1 else f"a VM for {slice_.chips_per_vm} chips"
+        hosts = "one host" if slice_.hosts == 1 else f"a host for {slice_.chips // slice_.hosts}"
+        kinds.setdefault((f"{generation}-N", f"{chips}, {vms}, {hosts}"), []).append(size)
+    return "".join(entry(name, f"N = {', '.join(sizes)}", rest) for (name, rest), sizes in kinds.items())
 
 
 def deployments_list() -> str:
-    """Every deployment of `deployments/prefect.yaml` with the parameters of its flow."""
-    lines = []
+    """Every deployment of `deployments/prefect.yaml`, together with those whose flow has the same parameters."""
+    groups: dict[tuple[str, ...], list[str]] = {}
     for deployment in yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())["deployments"]:
         module, _, function = deployment["entrypoint"].rpartition(".")
         flow = getattr(importlib.import_module(module), function)
-        fixed = deployment.get("parameters") or {}
-        names = ", ".join(
-            f"`{name}={fixed[name]}`" if name in fixed else f"`{name}`"
-            for name in inspect.signature(flow.fn).parameters
-        )
-        lines.append(entry(f"{flow.name}/{deployment['name']}", names, deployment["description"]))
-    return "".join(lines)
+        fixed = ", ".join(f"`{name}={value}`" for name, value in (deployment.get("parameters") or {}).items())
+        lines = groups.setdefault(tuple(f"`{name}`" for name in inspect.signature(flow.fn).parameters), [])
+        lines.append(entry(f"{flow.name}/{deployment['name']}", fixed, deployment["description"]))
+    return "\n".join(f"With {', '.join(names)}:\n\n{''.join(lines)}" for names, lines in groups.items())
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -335,7 +330,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "commands": commands_list,
     "errors": errors_list,
     "environments": environments_list,
-    "tpu": tpu_table,
+    "tpu": tpu_list,
     "deployments": deployments_list,
 }
 
