@@ -151,7 +151,7 @@ def pip_find_links() -> list[str]:
 
 
 def data_prefix() -> str | None:
-    """Returns where this machine keeps its data: `ASSAY_PREFIX`, else `MARIN_PREFIX`."""
+    """Returns the place of this machine's data: `ASSAY_PREFIX`, else `MARIN_PREFIX`."""
     return settings().prefix or os.environ.get("MARIN_PREFIX") or None
 
 
@@ -167,7 +167,7 @@ def forwarded_secrets() -> dict[str, str]:
 
 
 def training_variables() -> dict[str, str]:
-    """Returns what this process was told about a training that it submits, as far as it is set here."""
+    """Returns all that this process was told about a training that it submits, as far as it is set here."""
     names = ("RUN_ID", "WANDB_API_KEY", "WANDB_MODE")
     return {name: value for name in names if (value := os.environ.get(name))}
 

@@ -201,7 +201,7 @@ class Background:
         return True
 
     async def _in_file_thread(self, act: Callable[..., Any], *arguments: Any) -> Any:
-        """Returns what `act` returns, None where the file cannot be used."""
+        """Returns the result of `act`, None where the file cannot be used."""
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(self._file_thread, act, *arguments)
         except (sqlite3.Error, OSError) as error:

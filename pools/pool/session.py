@@ -248,7 +248,7 @@ class PoolSession:
                     yield replica, load
 
     def report_of(self, name: str, opened: OpenCell) -> LoadReport | None:
-        """Returns how a checkpoint came into a replica for a cell, by the slowest way if it did so more than once.
+        """Returns the way a checkpoint came into a replica for a cell, the slowest if it did so more than once.
 
         Where it was there already, how that had happened.
         """

@@ -236,7 +236,7 @@ class Forwarder:
         return self._table.choose(self._served(model).digest, tried=tried)
 
     async def _hold(self, asked: Asked, scope: CellScope | None, look: Callable[[], Found | None]) -> Found:
-        """Returns what `look` finds once the table has changed so that it finds something."""
+        """Returns the finding of `look`, once the table has changed so that there is one."""
         table, limits = self._table, self._limits
         if table.held >= limits.max_held:
             raise Refusal(429, f"{table.held} requests wait for a replica already.", retry_after_seconds=1)

@@ -42,7 +42,7 @@ class ActorGroup:
 
     @property
     def ready_count(self) -> int:
-        """Returns how many take calls now."""
+        """Returns the number of actors that take calls now."""
         return len(self.ready())
 
     def ready(self) -> list[ActorHandle]:
@@ -56,7 +56,7 @@ class ActorGroup:
         return found
 
     def statuses(self) -> list[JobStatus]:
-        """Returns where the job of each actor stands, in their order."""
+        """Returns the state of each actor's job, in their order."""
         return [actor.job.status() for actor in self._actors]
 
     def wait_ready(self, count: int | None = None, *, timeout: float | None = None) -> list[ActorHandle]:

@@ -34,7 +34,7 @@ class ActorFuture:
         return self._answer.done()
 
     def result(self, timeout: float | None = None) -> Any:
-        """Returns what the method returned; blocks for at most `timeout` seconds.
+        """Returns the method's result; blocks for at most `timeout` seconds.
 
         Raises:
             JobTimeout: no answer by then; the call goes on.
@@ -143,7 +143,7 @@ class ActorHandle:
 
     @property
     def name(self) -> str:
-        """Returns what its creator called it."""
+        """Returns the name that its creator gave it."""
         return self._name
 
     @property

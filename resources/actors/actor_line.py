@@ -232,7 +232,7 @@ class ActorLine:
 
 
 def death_of(job: JobHandle, details: JobDetails, *, name: str) -> ActorDied:
-    """Returns how an actor ended, with its last lines.
+    """Returns an error that says how an actor ended, with its last lines.
 
     Args:
         job: the actor's, which has ended.

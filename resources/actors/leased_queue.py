@@ -143,16 +143,16 @@ class LeasedQueue:
             return self._waiting[0].item if self._waiting else None
 
     def size(self) -> int:
-        """Returns how many items are neither done nor dead, lent ones included."""
+        """Returns the number of items that are neither done nor dead, lent ones included."""
         counts = self.counts()
         return counts.waiting + counts.leased
 
     def pending(self) -> int:
-        """Returns how many items wait to be lent."""
+        """Returns the number of items that wait to be lent."""
         return self.counts().waiting
 
     def counts(self) -> QueueCounts:
-        """Returns how many items are where."""
+        """Returns the numbers of items by their state."""
         with self._lock:
             self._take_back_expired()
             return QueueCounts(

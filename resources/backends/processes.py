@@ -51,14 +51,14 @@ def workspace_of(environment: EnvironmentConfig, *, backend: str) -> Path:
 
 
 def import_folders() -> list[str]:
-    """Returns where our own modules come from: all of `sys.path` that does not belong to an interpreter."""
+    """Returns the folders of our own modules: all of `sys.path` that does not belong to an interpreter."""
     interpreters = (Path(sys.prefix), Path(sys.base_prefix))
     folders = [Path(entry).absolute() for entry in sys.path]
     return [str(folder) for folder in folders if not any(folder.is_relative_to(root) for root in interpreters)]
 
 
 def argv_of(entrypoint: Command | Path, *, python: Path, imports: Iterable[str]) -> list[str]:
-    """Returns what to execute.
+    """Returns the command to execute.
 
     Args:
         entrypoint: a command, or the file that holds a pickled call.

@@ -9,7 +9,7 @@ from resources.jobs.jobs import Call
 
 
 def pickled(call: Call) -> bytes:
-    """Returns what `resources/backends/programs/run_call.py` executes.
+    """Returns the content of the file that `resources/backends/programs/run_call.py` executes.
 
     Raises:
         BadInput: the callable or one of its arguments cannot be pickled.

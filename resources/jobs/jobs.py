@@ -186,7 +186,7 @@ class JobRequest:
 
     @property
     def replica_count(self) -> int:
-        """Returns how many processes run side by side."""
+        """Returns the number of processes that run side by side."""
         return self.resources.replicas if self.replicas is None else self.replicas
 
 
@@ -218,11 +218,11 @@ class JobHandle(Protocol):
         ...
 
     def details(self) -> JobDetails:
-        """Returns where the job stands now, and why."""
+        """Returns the job's state now, and why."""
         ...
 
     def status(self) -> JobStatus:
-        """Returns where the job stands now."""
+        """Returns the job's state now."""
         ...
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
@@ -261,7 +261,7 @@ class Client(Protocol):
 
     @property
     def description(self) -> str:
-        """Returns where its jobs go, for people."""
+        """Returns the place that its jobs go to, for people."""
         ...
 
     @property

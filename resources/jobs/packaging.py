@@ -119,7 +119,7 @@ def _walked(folder: Path) -> Iterator[str]:
 
 
 def _listed_by_git(folder: Path) -> list[str] | None:
-    """Returns what git would take of this folder; None where git is not in charge of it, or not there."""
+    """Returns the files that git would take of this folder; None where git is not in charge of it, or not there."""
     if shutil.which("git") is None:
         return None
     listing = _git(folder, "ls-files", "--cached", "--others", "--exclude-standard", "-z")

@@ -117,7 +117,7 @@ class Region(Config):
 
     @property
     def backend_url(self) -> str | None:
-        """Returns where jobs for this region go, as `ASSAY_JOBS` names it; None where nothing is known of it."""
+        """Returns the address for jobs of this region, as `ASSAY_JOBS` names it; None if nothing is known of it."""
         return self.ray_address or self.iris_address
 
 
@@ -196,7 +196,7 @@ class Regions(Config):
 
 
 def tpu_generation(variant: str) -> str:
-    """Returns what of a slice's name its chips have in common: v5litepod for v5litepod-16."""
+    """Returns the part of a slice's name that its chips have in common: v5litepod for v5litepod-16."""
     return variant.partition("-")[0]
 
 

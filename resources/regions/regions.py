@@ -118,7 +118,7 @@ def _described(resources: ResourceConfig) -> str:
 
 
 def _nearest(resources: ResourceConfig, *, searched: Sequence[Region], known: Regions) -> str:
-    """Returns what would have to change least: the zone, else the region, else the device; a sentence, or nothing."""
+    """Returns the least change that helps: of the zone, the region or the device; a sentence, or nothing."""
     anywhere = resources.model_copy(update={"zone": None})
     zones = [zone for region in searched for zone in region.zones_for(resources.device)]
     if resources.zone and zones:

@@ -67,11 +67,11 @@ class BoundedFolder:
         self.max_bytes = max_bytes
 
     def entry(self, key: str) -> Path:
-        """Returns where an entry is, if it is whole."""
+        """Returns the path of an entry, if it is whole."""
         return self.folder / key
 
     def partial(self, key: str) -> Path:
-        """Returns where it grows, for the one who fills it."""
+        """Returns the path at which it grows, for the one who fills it."""
         return self.folder / f"{key}.partial"
 
     def hold(self, key: str) -> Hold:
@@ -133,7 +133,7 @@ class BoundedFolder:
             storage.write_bytes(str(self.partial(key) / _PLANNED), str(planned_bytes).encode())
 
     def planned_bytes(self, key: str) -> int:
-        """Returns what an entry in the making will have; 0 if that is not known."""
+        """Returns the size that an entry in the making will have; 0 if that is not known."""
         return _read_number(self.partial(key) / _PLANNED)
 
     def publish(self, key: str, content: Path) -> None:

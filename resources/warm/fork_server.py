@@ -95,7 +95,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         return Command(str(self._python), (*stub, *arguments))
 
     def logs(self) -> str:
-        """Returns what the server has said so far."""
+        """Returns the server's log so far."""
         return self._job.logs() if self._job else ""
 
     def close(self) -> None:

@@ -106,7 +106,7 @@ class Call:
         return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
     async def read(self) -> bytes:
-        """Returns what has come of a stream since the last time; empty at its end.
+        """Returns the part of a stream that has come since the last time; empty at its end.
 
         Raises:
             Lost: the connection broke.

@@ -189,7 +189,7 @@ class IrisClient:
     def _job(
         self, request: JobRequest, environment: EnvironmentConfig, *, workspace: Path | None, hosts: int
     ) -> dict[str, object]:
-        """Returns what `iris_replica.py` reads."""
+        """Returns the job description that `iris_replica.py` reads."""
         match request.entrypoint:
             case Command(command=command, args=args):
                 argv = [command, *args]
@@ -238,7 +238,7 @@ def _workspace(environment: EnvironmentConfig) -> Path | None:
 
 
 def _in_workspace(folder: Path | None, workspace: Path | None) -> str:
-    """Returns where replicas start: relative to the unpacked workspace, or a path that every machine must have."""
+    """Returns the start folder: relative to the unpacked workspace, or a path that every machine must have."""
     if folder is None:
         return "."
     if workspace is not None and folder.absolute().is_relative_to(workspace):

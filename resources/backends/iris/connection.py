@@ -159,7 +159,7 @@ class IrisController:
         self.ask(lambda: self._calls.terminate_job(_C.TerminateJobRequest(job_id=job_id)))
 
     def records(self, name: str) -> dict[str, dict[str, str]]:
-        """Returns what is registered under a name: by the last part of its id."""
+        """Returns the metadata registered under a name, by the last part of its id."""
         found = self.ask(lambda: self._calls.list_endpoints(_C.ListEndpointsRequest(prefix=name, exact=True)))
         return {one.endpoint_id.rpartition("#")[2]: dict(one.metadata) for one in found.endpoints}
 

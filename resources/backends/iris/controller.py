@@ -67,7 +67,7 @@ class Controller(Protocol):
         ...
 
     def records(self, name: str) -> dict[str, dict[str, str]]:
-        """Returns what is registered under a name: by the last part of its id."""
+        """Returns the metadata registered under a name, by the last part of its id."""
         ...
 
     def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:

@@ -42,7 +42,7 @@ class IrisJob:
         return self._job_id
 
     def status(self) -> JobStatus:
-        """Returns where the job stands now."""
+        """Returns the job's state now."""
         if self._status is None:
             states = self._controller.job_states([self._job_id])
             if self._job_id not in states:
@@ -54,7 +54,7 @@ class IrisJob:
         return self._status
 
     def details(self) -> JobDetails:
-        """Returns where the job stands now, and why, with what its replicas say of themselves."""
+        """Returns the job's state now, with the reason and what its replicas say of themselves."""
         seen = self._controller.job(self._job_id)
         if seen is None:
             raise self._unknown()
@@ -185,7 +185,7 @@ class IrisJob:
         return shown
 
     def _last_words(self, tasks: Sequence[Task]) -> str | None:
-        """Returns what the first task's program said of its end."""
+        """Returns the line in which the first task's program said how it ended."""
         lines = self._controller.log_lines(tasks[0].task_id, 3) if tasks and tasks[0].attempts else []
         words = [said(line) for _, line in lines if _is_last(line)]
         return words[-1] if words else None

@@ -42,7 +42,7 @@ class Placement:
 
 
 def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
-    """Returns what Iris is asked for; each VM of a TPU slice is a task of its own there."""
+    """Returns the request to Iris; each VM of a TPU slice is a task of its own there."""
     hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
     return Placement(
         cpu_millicores=resources.cpu * 1000,

@@ -102,12 +102,12 @@ class Counts:
 
 
 def job_status(state: str) -> JobStatus:
-    """Returns where a job stands; a state that Iris adds one day counts as running."""
+    """Returns a job's state; one that Iris adds some day counts as running."""
     return _JOBS.get(state, JobStatus.RUNNING)
 
 
 def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> Ending | None:
-    """Returns what the end of a task's attempt was; None while it has not ended.
+    """Returns the kind of end of a task's attempt; None while it has not ended.
 
     Args:
         state: Iris' state of the attempt.
@@ -121,20 +121,20 @@ def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> E
 
 
 def said(error: str) -> str:
-    """Returns what the replica's own program said of its end, or what Iris says where it said nothing; one line."""
+    """Returns the last words of the replica's own program, or Iris' where it said nothing; one line."""
     found = _SAID.search(error)
     text = found["reason"] if found else error.partition("Traceback")[0]
     return " ".join(text.split())[:_SHOWN_CHARACTERS]
 
 
 def restarts(error: str) -> int:
-    """Returns how often the replica's program had begun again on the same worker before this end."""
+    """Returns the times that the replica's program had begun again on the same worker before this end."""
     found = _SAID.search(error)
     return int(found["restarts"] or 0) if found else 0
 
 
 def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Iterable[int] = ()) -> Counts:
-    """Returns how often all replicas were started, and how those attempts ended.
+    """Returns the number of starts of all replicas, and the ends of those attempts.
 
     A lost machine may hold several replicas, whose loss is one preemption; a failure is always one replica's own.
 

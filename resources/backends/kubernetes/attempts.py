@@ -65,7 +65,7 @@ class OwnedJob:
 
     @property
     def record(self) -> Record:
-        """Returns what was written last."""
+        """Returns the record as it was written last."""
         return self._record
 
     def step(self) -> Record:

@@ -76,7 +76,7 @@ class Placement:
 
 
 def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
-    """Returns what a replica's pods ask for.
+    """Returns the requests of a replica's pods.
 
     Raises:
         UnsatisfiableResources: no node of any cluster is like that, or a plain Job cannot express it.

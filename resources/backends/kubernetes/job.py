@@ -59,11 +59,11 @@ class KubernetesJob:
         return self._record.outlives_parent
 
     def details(self) -> JobDetails:
-        """Returns where the job stands now, and why; stopped when its owner has given no sign for two leases."""
+        """Returns the job's state now, and why; stopped when its owner has given no sign for two leases."""
         return self._now().details()
 
     def status(self) -> JobStatus:
-        """Returns where the job stands now."""
+        """Returns the job's state now."""
         return JobStatus(self._now().status)
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:

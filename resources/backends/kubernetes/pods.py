@@ -55,7 +55,7 @@ GONE = _end("place taken", "its pod was deleted")
 
 
 def classify_pod(pod: Mapping[str, Any]) -> PodState:
-    """Returns where a pod stands, from its manifest as the API server gives it.
+    """Returns a pod's state, from its manifest as the API server gives it.
 
     Preempted is what came from outside: disruptions, evictions, lost nodes, deletion, and the exit codes that
     `supervise.classify_exit` names. Exceeding a limit of its own is the replica's own doing.
@@ -84,7 +84,7 @@ def classify_pod(pod: Mapping[str, Any]) -> PodState:
 
 
 def states_by_index(pods: Sequence[Mapping[str, Any]], *, count: int, job: Mapping[str, Any]) -> list[PodState]:
-    """Returns where each pod of an attempt stands, those included that are not there, or not any more."""
+    """Returns the state of each pod of an attempt, those included that are not there, or not any more."""
     present = {pod_index(pod): classify_pod(pod) for pod in pods}
     lost = _indexes(job.get("status", {}).get("failedIndexes"))
     done = _indexes(job.get("status", {}).get("completedIndexes"))
@@ -96,14 +96,14 @@ def states_by_index(pods: Sequence[Mapping[str, Any]], *, count: int, job: Mappi
 
 
 def pod_index(pod: Mapping[str, Any]) -> int:
-    """Returns which pod of its Job this is."""
+    """Returns the index of a pod in its Job."""
     metadata = pod["metadata"]
     labels, annotations = metadata.get("labels", {}), metadata.get("annotations", {})
     return int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
 
 
 def attempt_outcome(states: Sequence[PodState]) -> PodState | None:
-    """Returns how an attempt ended, from where its pods stand; None while it goes on.
+    """Returns the end of an attempt, from the states of its pods; None while it goes on.
 
     Losing one replica can make the others fail an instant later, so preemption wins.
     """

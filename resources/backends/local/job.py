@@ -38,7 +38,7 @@ class LocalJob:
         return self._specification["outlives_parent"]
 
     def details(self) -> JobDetails:
-        """Returns where the job stands now, and why; failed when its supervisor was killed."""
+        """Returns the job's state now, and why; failed when its supervisor was killed."""
         now = self.process_details()
         return JobDetails(
             job_id=self.job_id,
@@ -60,7 +60,7 @@ class LocalJob:
         return details if JobStatus(details["status"]).finished else self._bury(details)
 
     def status(self) -> JobStatus:
-        """Returns where the job stands now."""
+        """Returns the job's state now."""
         return JobStatus(self.process_details()["status"])
 
     def has_ended(self) -> bool:

@@ -44,7 +44,7 @@ OUT_OF_MEMORY = "out of memory: killed for needing more than there was; ask for 
 
 
 def cause_of_exit(returncode: int, *, out_of_memory: bool = False) -> Cause:
-    """Returns why a process ended.
+    """Returns the reason that a process ended.
 
     Args:
         returncode: its exit code; negative ones are signals, as `subprocess` reports them.
@@ -84,7 +84,7 @@ def counters_of(cgroups: str) -> list[Path]:
 
 
 def kills_counted(counters: list[Path]) -> int:
-    """Returns how many processes were killed for want of memory so far, by the first counter that can be read."""
+    """Returns the number of processes killed for want of memory so far, by the first counter that can be read."""
     for counter in counters:
         try:
             lines = counter.read_text().splitlines()

@@ -122,7 +122,7 @@ class Records:
         )
 
     def _current_round(self) -> str | None:
-        """Returns which start of every replica would run together; None while one is missing or about to end."""
+        """Returns the start of every replica that would run together; None while one is missing or about to end."""
         others = dict(self._others)
         if len(others) < self._count - 1 or any(record.get("state") == ENDING for record in others.values()):
             return None

@@ -23,7 +23,7 @@ _TRACE = 0.001  # of a resource that only says which kind a node is of
 
 
 def share_of(nodes: Sequence[RayNode], resources: ResourceConfig) -> dict[str, float]:
-    """Returns what one replica holds of its node or, less the chips, of each of its hosts, by Ray's names.
+    """Returns the share of its node or, less the chips, of each of its hosts that a replica holds, by Ray's names.
 
     A TPU slice is ours as a whole, so each host has to have the CPUs and the memory that are asked for.
     """
@@ -85,7 +85,7 @@ def selector_of(
 
 
 def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> str:
-    """Returns what a job waits for, with what of it is there and what of that is free."""
+    """Returns the things that a job waits for: how much of each is there, and how much of that is free."""
     allowed = allowed_nodes(nodes, resources)
     share = share_of(nodes, resources)
     if isinstance(resources.device, TpuConfig):
@@ -101,7 +101,7 @@ def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas
 
 
 def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) -> UnsatisfiableResources | None:
-    """Returns why these nodes can never give what is asked for, however long the job waits; None if they can."""
+    """Returns the reason that these nodes can never give what is asked for, however long one waits, or None."""
     allowed = allowed_nodes(nodes, resources)
     if not allowed:
         return _refused_place(nodes, resources)
@@ -161,7 +161,7 @@ def _nodes_with(replicas: int) -> str:
 
 
 def _where(resources: ResourceConfig, *, before: str = "") -> str:
-    """Returns which nodes are allowed, as a clause; empty where all are."""
+    """Returns the clause that says which nodes are allowed; empty where all are."""
     clauses: Sequence[str] = [
         *([f"in {' or '.join(resources.regions)}"] if resources.regions else []),
         *([f"in zone {resources.zone}"] if resources.zone else []),

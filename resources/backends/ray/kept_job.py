@@ -88,7 +88,7 @@ class KeptJob:
 
     @property
     def log_bytes(self) -> int:
-        """Returns how much memory its logs take."""
+        """Returns the memory that its logs take."""
         return sum(len(log) for log in self._logs.values())
 
     def details(self) -> JobDetails:
@@ -294,7 +294,7 @@ class KeptJob:
 
 
 async def _ended(reference: Any) -> ProcessEnd:
-    """Returns how a process ended, its worker and its node included."""
+    """Returns the end of a process, be it that of its worker or its node."""
     try:
         return pickle.loads(await reference)
     except Exception as error:  # noqa: BLE001 what became of the worker, or what our code there raised

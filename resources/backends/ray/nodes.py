@@ -38,7 +38,7 @@ class RayNode:
 
     @property
     def region(self) -> str | None:
-        """Returns where it is, as far as it says."""
+        """Returns its region, as far as it says."""
         return self.labels.get(REGION_LABEL)
 
     @property
@@ -48,7 +48,7 @@ class RayNode:
 
     @property
     def gpu_types(self) -> set[str]:
-        """Returns what its GPUs are called, by Ray's names such as H100."""
+        """Returns the names of its GPUs, by Ray's names such as H100."""
         return {name.removeprefix(_GPU_TYPE_PREFIX) for name in self.total if name.startswith(_GPU_TYPE_PREFIX)}
 
 
@@ -83,7 +83,7 @@ def has_autoscaler(ray: Any, nodes: Iterable[RayNode]) -> bool:
 
 
 def room(resources: Iterable[Mapping[str, float]], share: Mapping[str, float]) -> int:
-    """Returns how many shares fit into nodes with these resources, each share on one node."""
+    """Returns the number of shares that fit into nodes with these resources, each share on one node."""
     return sum(
         min(int((have.get(name, 0.0) + _ROUNDING) / amount) for name, amount in share.items()) for have in resources
     )
@@ -105,12 +105,12 @@ def in_words(share: Mapping[str, float]) -> str:
 
 
 def total_in_words(node: RayNode, share: Mapping[str, float]) -> str:
-    """Returns what a node has of what a share is made of: `8 CPUs, 23 GiB of memory`."""
+    """Returns the amounts on a node of what a share is made of: `8 CPUs, 23 GiB of memory`."""
     return in_words({name: node.total.get(name, 0.0) for name in share if not name.startswith(_GPU_TYPE_PREFIX)})
 
 
 def free_in_words(nodes: Sequence[RayNode], share: Mapping[str, float]) -> str:
-    """Returns how much of what a share is made of is free over these nodes: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
+    """Returns the free part, over these nodes, of what a share is made of: `1 of 8 CPUs, 10 of 23 GiB of memory`."""
     amounts: list[str] = []
     for name in share:
         if not name.startswith(_GPU_TYPE_PREFIX):

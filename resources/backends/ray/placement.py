@@ -131,7 +131,7 @@ def check(ray: Any, resources: ResourceConfig, replicas: int) -> None:
 def _next_claim(
     ray: Any, nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int, *, anywhere: bool, grows: bool
 ) -> _Claim | None:
-    """Returns what to ask Ray for; None while there is nothing that could be granted."""
+    """Returns the request to Ray; None while there is nothing that could be granted."""
     if isinstance(resources.device, TpuConfig):
         if bundles := _slice_bundles(nodes, resources, resources.device, replicas):
             # Hosts that looked free. If it is not granted soon, somebody else was faster, and others are looked for.
@@ -215,7 +215,7 @@ class _Claim:
         self._ray.util.remove_placement_group(self._group)
 
     def placement(self) -> Placement:
-        """Returns where each process goes in it."""
+        """Returns the place of each process in it."""
         strategy = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
         hosts = [
             HostPlace(

@@ -216,7 +216,7 @@ class _Run:
             self._read_bytes -= len(output)
 
     def _new_output(self) -> bytes:
-        """Returns what was written since the last time, of which at most the last megabyte."""
+        """Returns the output since the last time, of which at most the last megabyte."""
         with suppress(FileNotFoundError), (self._folder / "replica-0.log").open("rb") as log:
             size = log.seek(0, os.SEEK_END)
             log.seek(max(self._read_bytes, size - LOG_BYTES))

@@ -47,7 +47,7 @@ class TpuSlice:
 
     @property
     def region(self) -> str | None:
-        """Returns where it is, as far as its first host says."""
+        """Returns its region, as far as its first host says."""
         return self.hosts[0].region
 
     @property
@@ -66,7 +66,7 @@ class TpuSlice:
         )
 
     def claim(self, host: int) -> dict[str, float]:
-        """Returns what to hold of one host, besides CPU and memory."""
+        """Returns the resources to hold of one host, besides CPU and memory."""
         node = self.hosts[host]
         return {"TPU": node.total["TPU"], **{name: 1.0 for name in node.total if _HEAD_RESOURCE.fullmatch(name)}}
 
@@ -111,12 +111,12 @@ def choose_slices(
 
 
 def most_in_one_region(slices: Iterable[TpuSlice]) -> int:
-    """Returns how many slices a job could have at most, in whatever state they are."""
+    """Returns the largest number of slices that a job could have, in whatever state they are."""
     return max(Counter(one.region for one in slices).values(), default=0)
 
 
 def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[str, float]) -> str:
-    """Returns how many slices of the type there are, and in what state: `2 slices in the cluster, both taken`."""
+    """Returns the number of slices of the type, and their states: `2 slices in the cluster, both taken`."""
     slices = slices_of(nodes, tpu)
     if not slices:
         return "none in the cluster at present"
@@ -131,12 +131,12 @@ def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[
 
 
 def tpu_types(nodes: Iterable[RayNode]) -> Counter[str]:
-    """Returns how many slices of each type the nodes are hosts of."""
+    """Returns the number of slices of each type that the nodes are hosts of."""
     return Counter(next(iter(types)) for hosts in _by_slice(nodes).values() if len(types := _types(hosts)) == 1)
 
 
 def head_resource(variant: str) -> str:
-    """Returns what the first host of each slice of this type has one of."""
+    """Returns the resource that the first host of each slice of this type has one of."""
     return f"TPU-{variant}-head"
 
 
@@ -177,7 +177,7 @@ def _types(hosts: Iterable[RayNode]) -> set[str]:
 
 
 def _missing(slices: Sequence[TpuSlice]) -> str:
-    """Returns what the first slice that is not whole lacks."""
+    """Returns the fault of the first slice that is not whole."""
     broken = next((one for one in slices if not one.whole), None)
     if broken is None:
         return ""

@@ -221,7 +221,7 @@ class Keeper:
 
 
 def _receive_request(connection: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """Returns what to run, and the requester's three streams; None when it went away."""
+    """Returns the request, and the requester's three streams; None when it went away."""
     descriptors: list[int] = []
     received = b""
     try:

@@ -89,7 +89,7 @@ class Program:
 
 
 def exit_code(result: object) -> int:
-    """Returns what the interpreter makes of the argument of `sys.exit`."""
+    """Returns the exit code that the interpreter makes of the argument of `sys.exit`."""
     if result is None:
         return 0
     if isinstance(result, int):
