@@ -137,7 +137,7 @@ def test_kept_pool_ends_when_its_last_user_has_gone_for_the_idle_time(
     eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
 
 
-def test_kept_pool_whose_keeper_is_killed_leaves_nothing_and_is_not_listed(
+def test_kept_pool_whose_owner_is_killed_leaves_nothing_and_is_not_listed(
     tmp_path: Path, checkpoints: list[Servable]
 ) -> None:
     pool = kept(tmp_path, checkpoints)

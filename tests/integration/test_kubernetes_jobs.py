@@ -266,31 +266,31 @@ def test_pods_end_with_the_process_that_submitted_them_however_it_ends(
         parent.wait()
 
 
-def test_keeper_that_is_evicted_goes_on_in_its_next_pod_with_the_counts_it_had(
+def test_keeper_pod_that_is_evicted_goes_on_in_its_next_pod_with_the_counts_it_had(
     client: KubernetesClient, server: KubernetesServer, tmp_path: Path
 ) -> None:
     script = f"echo x >> {tmp_path}/tries; case $(wc -l < {tmp_path}/tries) in 1) exit 1;; 2) {FOR_EVER};; esac"
     job = client.submit(request(script, outlives_parent=True, max_retries_failure=2))
     eventually(lambda: job.details().attempts == 2 and job.status() is JobStatus.RUNNING)
-    [keeper] = [pod for pod in server.pods(job.job_id) if pod["metadata"]["labels"]["assay-evals/part"] == "keeper"]
-    server.evict(keeper)
+    [keeper_pod] = [pod for pod in server.pods(job.job_id) if pod["metadata"]["labels"]["assay-evals/part"] == "keeper"]
+    server.evict(keeper_pod)
     [pod] = [pod for pod in server.pods(job.job_id) if pod["metadata"]["labels"].get("assay-evals/attempt") == "2"]
     server.run_out_of_memory(pod)
     assert job.wait(40) is JobStatus.SUCCEEDED
     assert (job.details().attempts, job.details().failures) == (3, 2)
 
 
-def test_keeper_whose_image_lacks_our_code_fails_its_job(server: KubernetesServer, tmp_path: Path) -> None:
+def test_keeper_pod_whose_image_lacks_our_code_fails_its_job(server: KubernetesServer, tmp_path: Path) -> None:
     client = client_of(server, lease_seconds=0.2)
     environment = create_environment(docker_image=IMAGE, python=tmp_path / "python3")
     job = client.submit(request("true", outlives_parent=True, environment=environment))
-    with pytest.raises(JobFailed, match="its keeper failed, which needs an image with Assay"):
+    with pytest.raises(JobFailed, match="its keeper pod failed, which needs an image with Assay"):
         job.wait(40)
     job.terminate()
     assert job.status() is JobStatus.STOPPED
 
 
-def test_job_whose_keeper_never_starts_is_terminated_without_it(server: KubernetesServer) -> None:
+def test_job_whose_keeper_pod_never_starts_is_terminated_without_it(server: KubernetesServer) -> None:
     client = client_of(server, lease_seconds=300)
     server.missing_images.add("registry.example/typo:1")
     try:

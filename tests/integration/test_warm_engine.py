@@ -135,7 +135,7 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
         assert "no warm start" not in job.logs(10_000)
         assert json.dumps(answers(port)) == json.dumps(expected)
-        assert len(processes_of(server)) >= 4  # the server, a keeper, the API and the engine
+        assert len(processes_of(server)) >= 4  # the server, a subreaper, the API and the engine
         job.terminate()
         assert (job.status(), job.process_details()["replicas"][0]["exit_code"]) == (JobStatus.STOPPED, 0)
         assert len(processes_of(server)) == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from resources.backends.iris.controller import Controller, Launch
 from resources.backends.iris.job import IrisJob, unknown_job
-from resources.backends.iris.lease import LeaseKeeper
+from resources.backends.iris.lease import LeaseRenewer
 from resources.backends.iris.resources import Group, check_groups, placement
 from resources.backends.iris.states import job_status, name_of, reason
 from resources.backends.processes import existing_folder, import_folders
@@ -66,7 +66,7 @@ class IrisClient:
         self._grace_seconds = grace_seconds
         self._poll_seconds = poll_seconds
         self._lease_seconds = lease_seconds
-        self._leases = LeaseKeeper(controller, renew_seconds=lease_seconds / 4)
+        self._leases = LeaseRenewer(controller, renew_seconds=lease_seconds / 4)
         self._lock = threading.Lock()
         self._jobs: dict[str, IrisJob] = {}
         self._ends_with_us: list[IrisJob] = []

@@ -13,7 +13,7 @@ from resources.errors import BackendUnavailable, BadInput
 _log = logging.getLogger(__name__)
 
 
-class LeaseKeeper:
+class LeaseRenewer:
     """Renews what the replicas of this process' jobs wait for; a thread that ends with the process.
 
     Args:

@@ -1,7 +1,7 @@
 """Jobs on a Kubernetes cluster: each attempt is a `batch/v1` Job, looked after by a thread of this process.
 
 Pods live as long as the process that submitted them: it rewrites a ConfigMap that they have mounted, and they end
-when it stays the same for a lease. A job that outlives its parent is looked after by a pod of its own, the keeper.
+when it stays the same for a lease. A job that outlives its parent is looked after by a pod of its own, the keeper pod.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from resources.backends.kubernetes.manifests import (
     Owner,
     bounded,
     image_of,
-    keeper_manifest,
+    keeper_pod_manifest,
     secret_content,
     secret_manifest,
 )
-from resources.backends.kubernetes.names import heartbeat_name, keeper_name, new_job_id
+from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, new_job_id
 from resources.backends.kubernetes.records import (
     Record,
     all_records,
@@ -141,7 +141,7 @@ class KubernetesClient:
             )
             files = secret_content(request, environment, job_id=job_id, vms=where.vms, owner=owner)
             if request.outlives_parent:
-                handle = self._submit_with_keeper(record, request, environment, image=image, owner=owner)
+                handle = self._submit_with_keeper_pod(record, request, environment, image=image, owner=owner)
             else:
                 job = OwnedJob(
                     self._cluster,
@@ -233,16 +233,16 @@ class KubernetesClient:
         threading.Thread(target=self._look_after, args=(job,), name=record.job_id, daemon=True).start()
         return self._handle(record, step=job.step)
 
-    def _submit_with_keeper(
+    def _submit_with_keeper_pod(
         self, record: Record, request: JobRequest, environment: EnvironmentConfig, *, image: str, owner: Owner
     ) -> KubernetesJob:
         content = {"keeper.pickle": cloudpickle.dumps((request, environment, image, owner, self._bounds))}
         files = bounded(content)
         create_heartbeat(self._cluster, owner.name)
         create_record(self._cluster, record)
-        name = keeper_name(record.job_id)
+        name = keeper_pod_name(record.job_id)
         python = str(environment.python) if environment.python else "python3"
-        manifest = keeper_manifest(job_id=record.job_id, name=name, image=image, python=python)
+        manifest = keeper_pod_manifest(job_id=record.job_id, name=name, image=image, python=python)
         try:
             job = self._cluster.create("jobs", manifest)
             self._cluster.create("secrets", secret_manifest(files, job=job))
@@ -250,7 +250,7 @@ class KubernetesClient:
         except AssayError as error:
             with suppress(AssayError):
                 self._cluster.delete("jobs", name)
-                reason = f"its keeper could not be started: {error.found}"
+                reason = f"its keeper pod could not be started: {error.found}"
                 write_record(self._cluster, replace(record, status=JobStatus.FAILED, reason=reason))
             raise
         return self._handle(record)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from resources.backends.kubernetes.attempts import TERMINATED
 from resources.backends.kubernetes.endings import end_attempt, log_of, pod_name_of
 from resources.backends.kubernetes.manifests import ANNOUNCER
-from resources.backends.kubernetes.names import heartbeat_name, keeper_name, selector
+from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, selector
 from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
@@ -109,7 +109,7 @@ class KubernetesJob:
         while not (record := self._read() if self._step is None else self._step()).finished:
             heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
             silent = is_silent(heartbeat, lease_seconds=record.lease_seconds)
-            if self._step is None and (silent or (record.outlives_parent and not self._keeper_runs())):
+            if self._step is None and (silent or (record.outlives_parent and not self._keeper_pod_runs())):
                 self._end_for_owner(record)
                 return
             if time.monotonic() > deadline:
@@ -120,14 +120,14 @@ class KubernetesJob:
                 )
             time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
 
-    def _keeper_runs(self) -> bool:
-        """Returns True if a keeper's pod has started: one whose image is never found would not end its job either."""
-        keepers = self._cluster.list("pods", selector(job=self.job_id, part="keeper"))
-        return any(pod.get("status", {}).get("phase") == "Running" for pod in keepers)
+    def _keeper_pod_runs(self) -> bool:
+        """Returns True if a keeper pod has started: one whose image is never found would not end its job either."""
+        keeper_pods = self._cluster.list("pods", selector(job=self.job_id, part="keeper"))
+        return any(pod.get("status", {}).get("phase") == "Running" for pod in keeper_pods)
 
     def _end_for_owner(self, record: Record) -> None:
-        if record.outlives_parent:  # nor may a keeper begin meanwhile
-            self._cluster.delete("jobs", keeper_name(self.job_id))
+        if record.outlives_parent:  # nor may a keeper pod begin meanwhile
+            self._cluster.delete("jobs", keeper_pod_name(self.job_id))
             until = time.monotonic() + record.grace_seconds + _TERMINATE_MARGIN_SECONDS
             while self._cluster.list("pods", selector(job=self.job_id, part="keeper")) and time.monotonic() < until:
                 time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
@@ -151,14 +151,14 @@ class KubernetesJob:
             return record
         heartbeat = self._cluster.get("configmaps", heartbeat_name(record.owner))
         if record.outlives_parent and is_silent(heartbeat, lease_seconds=record.lease_seconds):
-            return self._without_keeper(record)
+            return self._without_keeper_pod(record)
         return as_seen(record, heartbeat)
 
-    def _without_keeper(self, record: Record) -> Record:
-        """The record of a job whose keeper gives no sign: failed if the cluster has given the keeper up."""
-        name = keeper_name(self.job_id)
+    def _without_keeper_pod(self, record: Record) -> Record:
+        """The record of a job whose keeper pod gives no sign: failed if the cluster has given it up."""
+        name = keeper_pod_name(self.job_id)
         conditions = (self._cluster.get("jobs", name) or {}).get("status", {}).get("conditions") or ()
         if not any(one["type"] == "Failed" and one["status"] == "True" for one in conditions):
             return record
-        reason = f"its keeper failed, which needs an image with Assay: see `kubectl logs job/{name}`"
+        reason = f"its keeper pod failed, which needs an image with Assay: see `kubectl logs job/{name}`"
         return replace(record, status=JobStatus.FAILED, reason=reason)

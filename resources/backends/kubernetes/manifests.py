@@ -191,13 +191,13 @@ def job_manifest(
     }
 
 
-def keeper_manifest(*, job_id: str, name: str, image: str, python: str) -> dict[str, Any]:
+def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> dict[str, Any]:
     """The Job that looks after a job which outlives its parent: a pod may be lost, its work goes on in the next."""
     tags = labels(job_id, "keeper")
     container = {
         "name": "keeper",
         "image": image,
-        "command": [python, "-m", "resources.backends.kubernetes.keeper", job_id, f"{_JOB}/keeper.pickle"],
+        "command": [python, "-m", "resources.backends.kubernetes.keeper_pod", job_id, f"{_JOB}/keeper.pickle"],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
         "volumeMounts": [{"name": "job", "mountPath": _JOB, "readOnly": True}],
     }

@@ -47,7 +47,7 @@ def heartbeat_name(owner: str) -> str:
     return f"{owner}-heartbeat"
 
 
-def keeper_name(job_id: str) -> str:
+def keeper_pod_name(job_id: str) -> str:
     """The Job that looks after a job which outlives its parent."""
     return f"{job_id}-keeper"
 

@@ -1,7 +1,7 @@
-"""Jobs on a Ray cluster: reserved all or nothing, supervised by a keeper on its head, and gone with their driver.
+"""Jobs on a Ray cluster: reserved all or nothing, supervised by a controller on its head, and gone with their driver.
 
-A client asks an actor, the keeper, and does nothing on the cluster itself, so it works through Ray's client protocol
-too. Each process of a job is a task of Ray that runs it under a supervisor of ours.
+A client asks an actor, the controller, and does nothing on the cluster itself, so it works through Ray's client
+protocol too. Each process of a job is a task of Ray that runs it under a supervisor of ours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import ray
 
 from resources.backends.processes import existing_folder, import_folders, workspace_of
 from resources.backends.ray.code import SentFolder
-from resources.backends.ray.connection import KeeperGone, RayConnection
+from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.backends.ray.job import RayJob, wait_for_all
 from resources.backends.ray.orders import JobOrder
 from resources.config import ResourceConfig
@@ -88,9 +88,9 @@ class RayClient:
         workspace = workspace_of(environment, backend="nodes of Ray run")
         working_directory = existing_folder(request.working_directory or workspace)
         entrypoint = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else request.entrypoint
-        keeper = connection.detached_keeper() if request.outlives_parent else self._own_keeper(connection)
-        nodes = connection.ask(keeper, "check", resources=request.resources, replicas=request.replica_count)
-        digest = None if connection.is_on(nodes) else _sent(connection, keeper, workspace)
+        controller = connection.detached_controller() if request.outlives_parent else self._own_controller(connection)
+        nodes = connection.ask(controller, "check", resources=request.resources, replicas=request.replica_count)
+        digest = None if connection.is_on(nodes) else _sent(connection, controller, workspace)
         order = JobOrder(
             job_id=f"{request.name}-{secrets.token_hex(4)}",
             name=request.name,
@@ -109,20 +109,20 @@ class RayClient:
             submitted_at=time.time(),
             address=connection.address,
         )
-        job_id: str = connection.ask(keeper, "submit", order=order, adopt_existing=adopt_existing)
-        return self._handle(connection, keeper, job_id, own=True)
+        job_id: str = connection.ask(controller, "submit", order=order, adopt_existing=adopt_existing)
+        return self._handle(connection, controller, job_id, own=True)
 
     def attach(self, job_id: str) -> RayJob:
         """A handle on a job of any driver that is still there, or on one that outlives its driver.
 
         Raises:
-            BadInput: no keeper of the cluster knows it.
+            BadInput: no controller of the cluster knows it.
         """
         connection = self._connection()
-        for keeper in connection.keepers():
+        for controller in connection.controllers():
             try:
-                return self._handle(connection, keeper, job_id, own=False)
-            except (BadInput, KeeperGone):
+                return self._handle(connection, controller, job_id, own=False)
+            except (BadInput, ControllerGone):
                 continue
         raise BadInput(
             expected=f"the id of a job on the Ray cluster at {connection.address}",
@@ -134,54 +134,54 @@ class RayClient:
         """See `Client.jobs`; those of every driver of the cluster."""
         connection = self._connection()
         found: list[JobDetails] = []
-        for keeper in connection.keepers():
+        for controller in connection.controllers():
             try:
-                found += connection.ask(keeper, "jobs")
-            except KeeperGone:
+                found += connection.ask(controller, "jobs")
+            except ControllerGone:
                 continue
         return sorted(found, key=lambda one: one.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """See `Client.check_resources`; judges by the nodes that are there, unless others may come."""
         connection = self._connection()
-        keeper = self._own_keeper(connection)
-        connection.ask(keeper, "check", resources=resources, replicas=resources.replicas)
+        controller = self._own_controller(connection)
+        connection.ask(controller, "check", resources=resources, replicas=resources.replicas)
 
     def shutdown(self) -> None:
         """Terminates all jobs of this client that do not outlive their parent."""
         if not ray.is_initialized():
             return  # they have ended with the connection
         connection = self._connection()
-        keeper = connection.own_keeper()
+        controller = connection.own_controller()
         try:
-            jobs: list[str] = connection.ask(keeper, "stop_client", client=self._id)
-            wait_for_all(connection, keeper, jobs, seconds=self._grace_seconds + _END_SECONDS)
-        except KeeperGone:
+            jobs: list[str] = connection.ask(controller, "stop_client", client=self._id)
+            wait_for_all(connection, controller, jobs, seconds=self._grace_seconds + _END_SECONDS)
+        except ControllerGone:
             return
 
     def _connection(self) -> RayConnection:
         return _connection(self._address)
 
-    def _own_keeper(self, connection: RayConnection) -> Any:
-        keeper = connection.own_keeper()
+    def _own_controller(self, connection: RayConnection) -> Any:
+        controller = connection.own_controller()
         try:
-            connection.ask(keeper, "running", name="")
-        except KeeperGone:
-            connection.forget_own_keeper()
-            return connection.own_keeper()
-        return keeper
+            connection.ask(controller, "running", name="")
+        except ControllerGone:
+            connection.forget_own_controller()
+            return connection.own_controller()
+        return controller
 
     def _running(self, connection: RayConnection, name: str) -> RayJob | None:
-        for keeper in (self._own_keeper(connection), *connection.keepers(detached_only=True)):
+        for controller in (self._own_controller(connection), *connection.controllers(detached_only=True)):
             try:
-                if (job_id := connection.ask(keeper, "running", name=name)) is not None:
-                    return self._handle(connection, keeper, job_id, own=True)
-            except KeeperGone:
+                if (job_id := connection.ask(controller, "running", name=name)) is not None:
+                    return self._handle(connection, controller, job_id, own=True)
+            except ControllerGone:
                 continue
         return None
 
-    def _handle(self, connection: RayConnection, keeper: Any, job_id: str, *, own: bool) -> RayJob:
-        return RayJob(connection, keeper, connection.ask(keeper, "details", job_id=job_id), own=own)
+    def _handle(self, connection: RayConnection, controller: Any, job_id: str, *, own: bool) -> RayJob:
+        return RayJob(connection, controller, connection.ask(controller, "details", job_id=job_id), own=own)
 
 
 _connections: dict[str, RayConnection] = {}
@@ -196,9 +196,9 @@ def _connection(address: str) -> RayConnection:
     return known
 
 
-def _sent(connection: RayConnection, keeper: Any, workspace: Path) -> str:
-    """The digest under which the keeper has the workspace's package."""
+def _sent(connection: RayConnection, controller: Any, workspace: Path) -> str:
+    """The digest under which the controller has the workspace's package."""
     package = package_workspace(workspace)
-    if not connection.ask(keeper, "add_package", digest=package.digest, content=None):
-        connection.ask(keeper, "add_package", digest=package.digest, content=package.content)
+    if not connection.ask(controller, "add_package", digest=package.digest, content=None):
+        connection.ask(controller, "add_package", digest=package.digest, content=package.content)
     return package.digest

@@ -1,4 +1,4 @@
-"""This process's connection to a Ray cluster, and questions to keepers that end in time whatever has died.
+"""This process's connection to a Ray cluster, and questions to controllers that end in time whatever has died.
 
 The module `ray` comes as an argument: `resources/backends/ray/client.py` imports it.
 """
@@ -26,19 +26,19 @@ _ANSWER_POLL_SECONDS = 3.0
 _PROBE_SECONDS = 3.0
 _CONNECTING_TRIES = 3
 _LEAVING_SECONDS = 5.0
-_ANSWER_SECONDS = 90.0  # a keeper's start takes 2 s; 30 s on two cores where all else starts too
+_ANSWER_SECONDS = 90.0  # a controller's start takes 2 s; 30 s on two cores where all else starts too
 _NOT_WITH_THE_HEAD = {"RAY_gcs_rpc_server_reconnect_timeout_s": "31536000"}
 """Else Ray ends this process, without unwinding anything, when the head has been away for 60 s."""
 _HEAD = {"node:__internal_head__": 0.001}
-_MANY = 100_000  # questions that a keeper may be asked at once; most of them wait in its loop
+_MANY = 100_000  # questions that a controller may be asked at once; most of them wait in its loop
 
 
-class KeeperGone(BackendUnavailable):
-    """The keeper of a job has ended, and its jobs with it."""
+class ControllerGone(BackendUnavailable):
+    """The controller of a job has ended, and its jobs with it."""
 
 
 class RayConnection:
-    """A connected driver, and the keepers that it knows.
+    """A connected driver, and the controllers that it knows.
 
     Args:
         ray: the module.
@@ -69,41 +69,41 @@ class RayConnection:
         """Returns True if this process runs on the only machine that has one of these addresses."""
         return not self._through_client and addresses == [self._ray.util.get_node_ip_address()]
 
-    def own_keeper(self) -> Any:
-        """The keeper whose jobs end with this process, started on first use."""
+    def own_controller(self) -> Any:
+        """The controller whose jobs end with this process, started on first use."""
         with self._lock:
             if self._own is None:
-                self._own = self._keeper(f"keeper-{self._key[1]}", lifetime=None)
+                self._own = self._controller(f"controller-{self._key[1]}", lifetime=None)
             return self._own
 
-    def detached_keeper(self) -> Any:
-        """The keeper whose jobs go on without us, shared by all who run this version of Assay."""
-        return self._keeper(f"{DETACHED}-{own_code().digest[:12]}", lifetime="detached")
+    def detached_controller(self) -> Any:
+        """The controller whose jobs go on without us, shared by all who run this version of Assay."""
+        return self._controller(f"{DETACHED}-{own_code().digest[:12]}", lifetime="detached")
 
-    def forget_own_keeper(self) -> None:
+    def forget_own_controller(self) -> None:
         """Makes the next use start another one."""
         with self._lock:
             self._own = None
 
-    def keepers(self, *, detached_only: bool = False) -> list[Any]:
+    def controllers(self, *, detached_only: bool = False) -> list[Any]:
         """Those of the whole cluster that are there, our own first."""
         self._probe()
         with _unavailable(self._ray, self._asked):
             actors = self._ray.util.list_named_actors(all_namespaces=True)
         names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
-        wanted = DETACHED if detached_only else "keeper-"
+        wanted = DETACHED if detached_only else "controller-"
         found = []
-        for name in sorted(names, key=lambda one: one != f"keeper-{self._key[1]}"):
+        for name in sorted(names, key=lambda one: one != f"controller-{self._key[1]}"):
             with suppress(ValueError):  # it has ended since
                 if name.startswith(wanted):
                     found.append(self._ray.get_actor(name, namespace=NAMESPACE))
         return found
 
-    def ask(self, keeper: Any, method: str, **arguments: Any) -> Any:
-        """The answer of a keeper, which may take the `seconds` among the arguments more than usual.
+    def ask(self, controller: Any, method: str, **arguments: Any) -> Any:
+        """The answer of a controller, which may take the `seconds` among the arguments more than usual.
 
         Raises:
-            KeeperGone: it has ended.
+            ControllerGone: it has ended.
             BackendUnavailable: the cluster does not answer.
             AssayError: what the method raises for users.
         """
@@ -112,13 +112,13 @@ class RayConnection:
         while True:
             try:
                 if reference is None:
-                    reference = keeper.call.remote(method, pickle.dumps(arguments))
+                    reference = controller.call.remote(method, pickle.dumps(arguments))
                 answer = pickle.loads(self._ray.get(reference, timeout=_ANSWER_POLL_SECONDS))
                 break
             except self._ray.exceptions.GetTimeoutError as error:
                 self._probe()
                 if time.monotonic() > deadline:
-                    raise self._unavailable("its keeper does not answer") from error
+                    raise self._unavailable("its controller does not answer") from error
             except self._ray.exceptions.ActorUnavailableError as error:  # a lost connection: it may still be there
                 self._probe()
                 if time.monotonic() > deadline:
@@ -127,8 +127,8 @@ class RayConnection:
                 time.sleep(0.2)
             except self._ray.exceptions.ActorDiedError as error:
                 self._probe()
-                raise KeeperGone(
-                    expected="the keeper of the job, an actor on the head of the Ray cluster",
+                raise ControllerGone(
+                    expected="the controller of the job, an actor on the head of the Ray cluster",
                     found=f"it has ended, and its jobs with it: {_first_line(error)}",
                     remedy="Submit the job again.",
                 ) from error
@@ -138,7 +138,7 @@ class RayConnection:
             raise answer
         return answer
 
-    def _keeper(self, name: str, *, lifetime: str | None) -> Any:
+    def _controller(self, name: str, *, lifetime: str | None) -> Any:
         from resources.backends.ray import workers as ray_workers
 
         self._probe()
@@ -146,7 +146,7 @@ class RayConnection:
         code = own_code()
         with _unavailable(self._ray, self._asked):
             return (
-                self._ray.remote(ray_workers.KeeperShell)
+                self._ray.remote(ray_workers.ControllerShell)
                 .options(
                     name=name,
                     namespace=NAMESPACE,

@@ -1,11 +1,11 @@
-"""A handle on a job of a Ray cluster: asks the job's keeper."""
+"""A handle on a job of a Ray cluster: asks the job's controller."""
 
 from __future__ import annotations
 
 import time
 from typing import Any
 
-from resources.backends.ray.connection import KeeperGone, RayConnection
+from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.waiting import wait_until_finished
@@ -16,9 +16,9 @@ _LONG_POLL_SECONDS = 20.0
 class RayJob:
     """A handle on a job, submitted here or attached to."""
 
-    def __init__(self, connection: RayConnection, keeper: Any, details: JobDetails, *, own: bool) -> None:
+    def __init__(self, connection: RayConnection, controller: Any, details: JobDetails, *, own: bool) -> None:
         self._connection = connection
-        self._keeper = keeper
+        self._controller = controller
         self._known = details
         self._own = own
 
@@ -28,12 +28,12 @@ class RayJob:
         return self._known.job_id
 
     def details(self) -> JobDetails:
-        """See `JobHandle.details`; of a job whose keeper has ended, what became of it by that."""
+        """See `JobHandle.details`; of a job whose controller has ended, what became of it by that."""
         if self._known.status.finished:
             return self._known
         try:
             self._known = self._ask("details")
-        except KeeperGone as gone:
+        except ControllerGone as gone:
             self._known = self._buried(gone)
         return self._known
 
@@ -52,7 +52,7 @@ class RayJob:
                 seconds = min(left, _LONG_POLL_SECONDS)
                 if not self._ask("finished", seconds=seconds).finished:
                     continue
-            except KeeperGone:
+            except ControllerGone:
                 pass
             break
         remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
@@ -61,17 +61,17 @@ class RayJob:
         )
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`; empty when the job's keeper has ended."""
+        """See `JobHandle.logs`; empty when the job's controller has ended."""
         try:
             return self._ask("logs", max_lines=max_lines, replica=replica)
-        except KeeperGone:
+        except ControllerGone:
             return ""
 
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`."""
         try:
             return self._ask("announced", replica=replica)
-        except KeeperGone:
+        except ControllerGone:
             return None
 
     def terminate(self) -> None:
@@ -82,20 +82,20 @@ class RayJob:
         """
         try:
             seconds: float = self._ask("stop")
-        except KeeperGone:
+        except ControllerGone:
             return
         self.wait(seconds, raise_on_failure=False)
 
     def _ask(self, method: str, **arguments: Any) -> Any:
-        return self._connection.ask(self._keeper, method, job_id=self.job_id, **arguments)
+        return self._connection.ask(self._controller, method, job_id=self.job_id, **arguments)
 
-    def _buried(self, gone: KeeperGone) -> JobDetails:
+    def _buried(self, gone: ControllerGone) -> JobDetails:
         known = self._known
         return JobDetails(
             job_id=known.job_id,
             name=known.name,
             status=JobStatus.FAILED if self._own else JobStatus.STOPPED,
-            reason="its keeper was killed" if self._own else "the process that submitted it has ended",
+            reason="its controller was killed" if self._own else "the process that submitted it has ended",
             attempts=known.attempts,
             failures=known.failures,
             preemptions=known.preemptions,
@@ -103,7 +103,7 @@ class RayJob:
         )
 
 
-def wait_for_all(connection: RayConnection, keeper: Any, job_ids: list[str], *, seconds: float) -> None:
+def wait_for_all(connection: RayConnection, controller: Any, job_ids: list[str], *, seconds: float) -> None:
     """Returns when all jobs have finished.
 
     Raises:
@@ -112,7 +112,7 @@ def wait_for_all(connection: RayConnection, keeper: Any, job_ids: list[str], *, 
     deadline = time.monotonic() + seconds
     for job_id in job_ids:
         left = max(0.1, deadline - time.monotonic())
-        status: JobStatus = connection.ask(keeper, "finished", job_id=job_id, seconds=left)
+        status: JobStatus = connection.ask(controller, "finished", job_id=job_id, seconds=left)
         if not status.finished:
             raise JobTimeout(
                 expected=f"job {job_id} to have ended {seconds:g} s after it was asked to",

@@ -1,4 +1,4 @@
-"""Messages between the parts of the Ray backend: client to keeper, keeper to node, and back. Plain values."""
+"""Messages between the parts of the Ray backend: client to controller, controller to node, and back. Plain values."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from resources.config import ResourceConfig
 from resources.errors import AssayError
 from resources.jobs.jobs import Command, EnvironmentConfig
 
-DETACHED = "keeper-detached"
-"""Prefix of the names of keepers whose jobs outlive their parent."""
+DETACHED = "controller-detached"
+"""Prefix of the names of controllers whose jobs outlive their parent."""
 NAMESPACE = "assay"
 """Of all actors of ours in a Ray cluster."""
 LOG_BYTES = 1 << 20
@@ -47,7 +47,7 @@ class ProcessOrder:
 
 @dataclass(frozen=True, kw_only=True)
 class JobOrder:
-    """One job, as its keeper is to run it."""
+    """One job, as its controller is to run it."""
 
     job_id: str
     name: str

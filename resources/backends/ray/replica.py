@@ -1,4 +1,4 @@
-"""One process of a job on its node: prepared, run under a supervisor of its own, and reported on to the keeper.
+"""One process of a job on its node: prepared, run under a supervisor of its own, and reported on to the controller.
 
 The supervisor holds the reading end of a pipe into this worker: whatever ends the worker (its node's raylet, the end
 of the driver, the kernel) ends everything the job has started here.
@@ -30,7 +30,7 @@ from resources.jobs.waiting import growing_pauses
 _LONGEST_PAUSE_SECONDS = 0.3
 _UNTIL_END_SECONDS = 30.0
 _PREPARING_SECONDS = 2.0  # how long an order to end waits for a build of packages, which cannot be interrupted
-_LOST_KEEPER_SECONDS = 60.0
+_LOST_CONTROLLER_SECONDS = 60.0
 
 Ask = Callable[..., Any]
 
@@ -40,7 +40,7 @@ def run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes]) 
 
     Args:
         order: what to run.
-        ask: calls a method of the keeper by name.
+        ask: calls a method of the controller by name.
         package: fetches the workspace's package.
     """
     # A whole TPU host is ours, so what locks it is left from a process that has ended.
@@ -106,7 +106,7 @@ def _prepare(order: ProcessOrder, folder: Path, package: Callable[[], bytes]) ->
 
 
 class _Run:
-    """The supervisor, and what of it the keeper was told."""
+    """The supervisor, and what of it the controller was told."""
 
     def __init__(self, order: ProcessOrder, ask: Ask) -> None:
         self._who = {
@@ -143,16 +143,16 @@ class _Run:
         return True
 
     def end_when_told(self) -> None:
-        """Waits in a thread for the keeper's word, or its death, and ends the process."""
+        """Waits in a thread for the controller's word, or its death, and ends the process."""
         lost_at: float | None = None
         while True:
             try:
                 told = self._ask("until_end", **self._who, seconds=_UNTIL_END_SECONDS)
                 lost_at = None
-            except Exception as error:  # noqa: BLE001 ray's, when the keeper is gone or cannot be reached
+            except Exception as error:  # noqa: BLE001 ray's, when the controller is gone or cannot be reached
                 verdict = type(error).__name__
                 lost_at = lost_at or time.monotonic()
-                told = verdict == "ActorDiedError" or time.monotonic() - lost_at > _LOST_KEEPER_SECONDS
+                told = verdict == "ActorDiedError" or time.monotonic() - lost_at > _LOST_CONTROLLER_SECONDS
                 time.sleep(0 if told else 1.0)
             if told:
                 return self._end()
@@ -169,7 +169,7 @@ class _Run:
             os._exit(1)  # still building: the worker is all that there is to end
 
     def report_until_ended(self) -> ProcessEnd:
-        """Tells the keeper what is new, until the supervisor has ended."""
+        """Tells the controller what is new, until the supervisor has ended."""
         assert self._supervisor is not None
         for pause_seconds in growing_pauses(_LONGEST_PAUSE_SECONDS):
             try:
@@ -212,7 +212,7 @@ class _Run:
         try:
             self._ask("report", **self._who, output=output, announcement=now[0], started=now[1])
             self._reported = now
-        except Exception:  # noqa: BLE001 ray's: the keeper cannot be reached for a while; the thread sees its death
+        except Exception:  # noqa: BLE001 ray's: the controller cannot be reached for a while; the thread sees its death
             self._read_bytes -= len(output)
 
     def _new_output(self) -> bytes:

@@ -18,7 +18,7 @@ _FIRST_UNDISTURBED_SECONDS, _LAST_UNDISTURBED_SECONDS = 0.05, 2.0  # a busy Ray 
 
 
 class Turns:
-    """Of the jobs of one keeper. Use from one loop."""
+    """Of the jobs of one controller. Use from one loop."""
 
     def __init__(self) -> None:
         self._turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)

@@ -1,4 +1,4 @@
-"""Code that Ray's workers run: a shell for the keeper, and one for a process of a job, sent by value.
+"""Code that Ray's workers run: a shell for the controller, and one for a process of a job, sent by value.
 
 Both unpack the driver's own code before they import any of it, so a cluster needs the packages that we depend on, but
 not us, and never runs another version of us. Arguments and answers are pickled inside, to be read after that.
@@ -53,14 +53,14 @@ def bring_code(digest: str, content: bytes) -> None:
     sys.path.insert(0, str(root))
 
 
-class KeeperShell:
-    """The actor that supervises jobs: `resources.backends.ray.keeper.Keeper` does the work."""
+class ControllerShell:
+    """The actor that supervises jobs: `resources.backends.ray.controller.Controller` does the work."""
 
     def __init__(self, digest: str, content: bytes) -> None:
         """Unpacks `content`, see `bring_code`, and passes it on to nodes later."""
         bring_code(digest, content)
         from resources.backends.ray import workers as ray_workers
-        from resources.backends.ray.keeper import Keeper
+        from resources.backends.ray.controller import Controller
 
         cloudpickle.register_pickle_by_value(ray_workers)
         code = [ray.put(content)]  # in a list: fetched where it is missing only
@@ -78,14 +78,14 @@ class KeeperShell:
             )
             return task.remote(digest, code, order, package, ray.get_runtime_context().current_actor)
 
-        self._keeper = Keeper(ray, start=start)
+        self._controller = Controller(ray, start=start)
 
     async def call(self, method: str, arguments: bytes) -> bytes:
-        """Calls a method of the keeper, with the pickled keyword arguments; see `Keeper.answer`."""
-        return await self._keeper.answer(method, arguments)
+        """Calls a method of the controller, with the pickled keyword arguments; see `Controller.answer`."""
+        return await self._controller.answer(method, arguments)
 
 
-def run_on_node(digest: str, code: list[Any], order: bytes, package: list[Any], keeper: Any) -> bytes:
+def run_on_node(digest: str, code: list[Any], order: bytes, package: list[Any], controller: Any) -> bytes:
     """Runs one process of a job in this worker, and returns the pickled `ProcessEnd`.
 
     Args:
@@ -93,14 +93,14 @@ def run_on_node(digest: str, code: list[Any], order: bytes, package: list[Any], 
         code: holds a reference to the content of that digest.
         order: a pickled `ProcessOrder`.
         package: holds a reference to the workspace's package, if one was sent; pickled by us, it would lose its owner.
-        keeper: handle on the actor that started this.
+        controller: handle on the actor that started this.
     """
     bring_code(digest, ray.get(code[0]))
     from resources.backends.ray.replica import run_process
 
     def ask(method: str, **arguments: Any) -> Any:
-        """An answer of the keeper, which may take the `seconds` among the arguments more than usual."""
-        answer = keeper.call.remote(method, pickle.dumps(arguments))
+        """An answer of the controller, which may take the `seconds` among the arguments more than usual."""
+        answer = controller.call.remote(method, pickle.dumps(arguments))
         return pickle.loads(ray.get(answer, timeout=_GET_SECONDS + arguments.get("seconds", 0.0)))
 
     return pickle.dumps(run_process(pickle.loads(order), ask=ask, package=lambda: ray.get(package[0])))

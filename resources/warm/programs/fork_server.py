@@ -6,9 +6,9 @@ PROGRAM is a file with `preload(arguments)` and `main(arguments) -> exit code or
 beginnings of variables that its libraries read when they are imported: a run for which one of them has another value
 than here is refused. `run_forked.py` asks for runs. Needs the standard library only.
 
-Connections queue up in the socket while `preload` works. For each, the server forks a keeper, which forks the child:
-the keeper is the subreaper of everything the child starts, so it finds all of it when the child has ended or whoever
-asked for it is gone. The server itself does nothing but accept and fork.
+Connections queue up in the socket while `preload` works. For each, the server forks a subreaper, which forks the child
+and inherits everything that the child starts, so it finds all of it when the child has ended or its requester is gone.
+The server itself does nothing but accept and fork.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _KILL_SECONDS = 30.0  # a process in an uninterruptible system call survives SIG
 
 
 class ForkServer:
-    """Accepts connections and forks a keeper for each."""
+    """Accepts connections and forks a subreaper for each."""
 
     def __init__(self, program: Program, listener: socket.socket) -> None:
         self._program = program
         self._listener = listener
-        self._keepers: set[int] = set()
+        self._subreapers: set[int] = set()
         self._parent = os.getppid()
         self._stopping = False
         self._wake_fd, self._wake_write_fd = _wake_pipe()
@@ -66,26 +66,26 @@ class ForkServer:
             if self._listener in ready:
                 connection, _ = self._listener.accept()
                 with connection:
-                    self._fork_keeper(connection)
+                    self._fork_subreaper(connection)
         self._listener.close()
         deadline = time.monotonic() + _KILL_SECONDS
-        while self._keepers and time.monotonic() < deadline:
-            for keeper in self._keepers:
-                _send(keeper, signal.SIGTERM)
+        while self._subreapers and time.monotonic() < deadline:
+            for subreaper in self._subreapers:
+                _send(subreaper, signal.SIGTERM)
             _drain(self._wake_fd, _SWEEP_SECONDS)
             self._reap()
 
-    def _fork_keeper(self, connection: socket.socket) -> None:
+    def _fork_subreaper(self, connection: socket.socket) -> None:
         if _user_of(connection) not in (None, os.getuid()):
             return
         server = os.getpid()
         try:
-            keeper = os.fork()
+            subreaper = os.fork()
         except OSError as error:  # too many processes, or no memory: this run starts cold
             print(f"no fork: {error}", file=sys.stderr, flush=True)
             return
-        if keeper:
-            self._keepers.add(keeper)
+        if subreaper:
+            self._subreapers.add(subreaper)
             return
         try:
             _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
@@ -95,28 +95,28 @@ class ForkServer:
             for descriptor in (self._wake_fd, self._wake_write_fd):
                 os.close(descriptor)
             if os.getppid() == server:
-                Keeper(self._program, connection).keep()
+                Subreaper(self._program, connection).keep()
         except BaseException:  # noqa: BLE001 - the boundary of a process
             traceback.print_exc()
         finally:
             os._exit(0)
 
     def _reap(self) -> None:
-        """Collects keepers that have ended; what one that was killed has left is our child now, and is ended."""
+        """Collects subreapers that have ended; what one that was killed has left is our child now, and is ended."""
         killed = False
         for pid, returncode in _ended_children():
-            self._keepers.discard(pid)
+            self._subreapers.discard(pid)
             killed = killed or returncode != 0
         if killed:
             for pid in [pid for pid, parent in _parents().items() if parent == os.getpid()]:
-                if pid not in self._keepers:
+                if pid not in self._subreapers:
                     _send(pid, signal.SIGKILL)
 
     def _stop(self, number: int, frame: object) -> None:
         self._stopping = True
 
 
-class Keeper:
+class Subreaper:
     """Runs one child for one requester, and leaves nothing of it behind."""
 
     def __init__(self, program: Program, connection: socket.socket) -> None:
@@ -142,10 +142,10 @@ class Keeper:
         # So that none that comes before the child is there is lost.
         blocked = {signal.SIGTERM, signal.SIGCHLD}
         signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
-        keeper = os.getpid()
+        subreaper = os.getpid()
         self._child = os.fork()
         if self._child == 0:
-            self._become_child(request, descriptors, keeper)
+            self._become_child(request, descriptors, subreaper)
         for descriptor in descriptors:
             os.close(descriptor)
         signal.signal(signal.SIGTERM, self._end)
@@ -202,13 +202,13 @@ class Keeper:
     def _end(self, number: int, frame: object) -> None:
         self._told_to_end = True
 
-    def _become_child(self, request: dict[str, Any], descriptors: list[int], keeper: int) -> NoReturn:
+    def _become_child(self, request: dict[str, Any], descriptors: list[int], subreaper: int) -> NoReturn:
         """Makes this process what a fresh interpreter would be, but for the modules, and runs the program."""
         try:
             os.setsid()
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != keeper:
+            if os.getppid() != subreaper:
                 os._exit(1)
             self._connection.close()
             os.close(self._wake_fd)

@@ -63,7 +63,7 @@ def main(arguments):
         os.kill(os.getpid(), int(rest[0]))
         time.sleep(600)
     if what == "wait":
-        assert PRELOADED_IN not in (None, os.getpid()), "the keeper that tests kill is somebody else"
+        assert PRELOADED_IN not in (None, os.getpid()), "the subreaper that tests kill is somebody else"
         escaped = subprocess.Popen(["sleep", "600"], start_new_session=True)
         Path(rest[0]).write_text(f"{os.getpid()} {escaped.pid} {os.getppid()}")
         if rest[1:] == ["politely"]:
@@ -199,7 +199,7 @@ def test_killed_stub_takes_the_run_and_all_it_started_with_it(server: ForkServer
     eventually(lambda: not [pid for pid in processes if is_alive(pid)])
 
 
-def test_killed_keeper_takes_the_run_and_all_it_started_with_it(
+def test_killed_subreaper_takes_the_run_and_all_it_started_with_it(
     server: ForkServer, client: LocalClient, tmp_path: Path
 ):
     job = submit(client, server.command("wait", str(tmp_path / "pids")), cwd=tmp_path)

@@ -13,7 +13,7 @@ import pytest
 
 import resources
 from fakes.polling import eventually
-from resources.backends.iris.lease import LeaseKeeper
+from resources.backends.iris.lease import LeaseRenewer
 from resources.errors import BackendUnavailable, BadInput
 
 pytestmark = pytest.mark.timeout(60)
@@ -70,12 +70,12 @@ def controller() -> Controller:
     return Controller()
 
 
-def lease_keeper(controller: Controller) -> LeaseKeeper:
-    return LeaseKeeper(controller, renew_seconds=0.02)  # pyright: ignore[reportArgumentType]
+def lease_renewer(controller: Controller) -> LeaseRenewer:
+    return LeaseRenewer(controller, renew_seconds=0.02)  # pyright: ignore[reportArgumentType]
 
 
 def test_lease_that_is_refused_or_a_controller_that_was_away_costs_no_other_job_its_own(controller: Controller) -> None:
-    leases = lease_keeper(controller)
+    leases = lease_renewer(controller)
     for name in ("first", "refused", "last"):
         leases.add(f"/me/{name}-1")
     eventually(lambda: {"/me/first-1/0", "/me/last-1/0"} <= set(controller.heard))
@@ -87,7 +87,7 @@ def test_lease_that_is_refused_or_a_controller_that_was_away_costs_no_other_job_
 
 
 def test_leases_of_jobs_submitted_after_a_shutdown_are_renewed_and_earlier_ones_are_not(controller: Controller) -> None:
-    leases = lease_keeper(controller)
+    leases = lease_renewer(controller)
     leases.add("/me/before-1")
     eventually(lambda: controller.heard)
     leases.close()

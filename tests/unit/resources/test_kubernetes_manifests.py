@@ -16,7 +16,7 @@ from resources.backends.kubernetes.manifests import (
     Owner,
     image_of,
     job_manifest,
-    keeper_manifest,
+    keeper_pod_manifest,
     secret_content,
     secret_manifest,
     service_manifest,
@@ -64,9 +64,9 @@ def manifest(resources: ResourceConfig, *, replicas: int | None = None, **option
 def test_manifests_of_a_job_follow_the_published_schemas(resources: ResourceConfig, version: str) -> None:
     job = manifest(resources, working_directory=Path("/app"))
     owner = {**job, "metadata": {**job["metadata"], "uid": "123"}}
-    keeper = keeper_manifest(job_id="a-1", name="a-1-keeper", image="registry.example/a:1", python="python3")
-    for one in (job, secret_manifest({"pod.json": b"{}"}, job=owner), service_manifest(job=owner), keeper):
-        kubernetes_validate.validate(one, version, strict=True)
+    keeper_pod = keeper_pod_manifest(job_id="a-1", name="a-1-keeper", image="registry.example/a:1", python="python3")
+    for made in (job, secret_manifest({"pod.json": b"{}"}, job=owner), service_manifest(job=owner), keeper_pod):
+        kubernetes_validate.validate(made, version, strict=True)
 
 
 def test_manifest_asks_for_what_one_replica_gets_and_limits_it_to_that() -> None:

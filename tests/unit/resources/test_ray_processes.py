@@ -1,4 +1,4 @@
-"""What a keeper and a node of the Ray backend do without a Ray: orders that come twice, ends that come early."""
+"""What a controller and a node of the Ray backend do without a Ray: orders that come twice, ends that come early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from fakes.polling import eventual_pid, eventually
 from resources.backends.ray.code import SentFolder
-from resources.backends.ray.keeper import Keeper
+from resources.backends.ray.controller import Controller
 from resources.backends.ray.orders import JobOrder, ProcessEnd, ProcessOrder
 from resources.backends.ray.replica import run_process
 from resources.config import ResourceConfig
@@ -75,7 +75,7 @@ def process_order(workspace: Path, script: str) -> ProcessOrder:
 
 
 def run_until(told: Callable[[], object], workspace: Path, script: str) -> tuple[ProcessEnd, bytes]:
-    """Runs a process whose keeper tells it to end once `told` is true; its end, and all of its output."""
+    """Runs a process whose controller tells it to end once `told` is true; its end, and all of its output."""
     reported: list[bytes] = []
 
     def ask(method: str, **arguments: Any) -> Any:
@@ -112,10 +112,12 @@ def test_process_ended_by_somebody_else_was_preempted(tmp_path: Path) -> None:
     assert (end.outcome, end.reason) == ("preempted", "exit code -9")
 
 
-async def test_order_that_reaches_the_keeper_twice_is_one_job_and_no_conflict_with_itself(tmp_path: Path) -> None:
-    keeper = Keeper(None, start=lambda place, order, package: asyncio.Future())  # never placed: there is no cluster
+async def test_order_that_reaches_the_controller_twice_is_one_job_and_no_conflict_with_itself(tmp_path: Path) -> None:
+    controller = Controller(
+        None, start=lambda place, order, package: asyncio.Future()
+    )  # never placed: there is no cluster
     order = job_order(tmp_path)
-    assert await keeper.submit(order=order, adopt_existing=False) == JOB_ID
-    assert await keeper.submit(order=order, adopt_existing=False) == JOB_ID
-    assert [details.job_id for details in await keeper.jobs()] == [JOB_ID]
-    assert await keeper.finished(job_id=JOB_ID, seconds=20) is JobStatus.FAILED
+    assert await controller.submit(order=order, adopt_existing=False) == JOB_ID
+    assert await controller.submit(order=order, adopt_existing=False) == JOB_ID
+    assert [details.job_id for details in await controller.jobs()] == [JOB_ID]
+    assert await controller.finished(job_id=JOB_ID, seconds=20) is JobStatus.FAILED

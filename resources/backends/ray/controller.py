@@ -1,6 +1,6 @@
-"""The keeper: one actor per driver that supervises all its jobs, and one for the jobs that outlive theirs.
+"""The controller: one actor per driver that supervises all its jobs, and one for the jobs that outlive theirs.
 
-A driver's keeper dies with it, and Ray ends the workers that it had started, so nothing of the jobs is left. All
+A driver's controller dies with it, and Ray ends the workers that it had started, so nothing of the jobs is left. All
 methods run in one loop of the actor's process, so no state needs a lock.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from resources.backends.ray import placement as ray_placement
-from resources.backends.ray.kept_job import KeptJob
+from resources.backends.ray.controlled_job import ControlledJob
 from resources.backends.ray.orders import JobOrder
 from resources.backends.ray.turns import Turns
 from resources.config import ResourceConfig
@@ -24,19 +24,19 @@ _KEPT_LOG_BYTES = 64 << 20  # of finished jobs together
 _KEPT_PACKAGES = 4
 
 
-class Keeper:
+class Controller:
     """Jobs, their states and their logs.
 
     Args:
         ray: the module, connected to the cluster.
-        start: begins one process, see `KeptJob`; the result can be awaited.
+        start: begins one process, see `ControlledJob`; the result can be awaited.
     """
 
     def __init__(self, ray: Any, *, start: Callable[[Any, bytes, list[Any]], Any]) -> None:
         self._ray = ray
         self._start = start
         self._turns = Turns()
-        self._jobs: dict[str, KeptJob] = {}
+        self._jobs: dict[str, ControlledJob] = {}
         self._packages: dict[str, Any] = {}
         self._tasks: set[asyncio.Task[None]] = set()  # a loop keeps weak references only
         self._methods: dict[str, Callable[..., Any]] = {
@@ -100,7 +100,7 @@ class Keeper:
             raise JobAlreadyExists.of(self._jobs[existing].details())
         self._prune()
         package = [self._packages[order.workspace.digest]] if order.workspace.digest in self._packages else []
-        job = self._jobs[order.job_id] = KeptJob(
+        job = self._jobs[order.job_id] = ControlledJob(
             self._ray, order, turns=self._turns, package=package, start=self._start
         )
         task = asyncio.get_running_loop().create_task(job.run())
@@ -161,10 +161,10 @@ class Keeper:
         if (job := self._jobs.get(job_id)) is not None:
             job.report(attempt, (replica, host), output=output, announcement=announcement, started=started)
 
-    def _job(self, job_id: str) -> KeptJob:
+    def _job(self, job_id: str) -> ControlledJob:
         if (job := self._jobs.get(job_id)) is None:
             raise BadInput(
-                expected="the id of a job that its keeper still remembers",
+                expected="the id of a job that its controller still remembers",
                 found=repr(job_id),
                 remedy="Look at the jobs of this backend; finished ones are forgotten after a while.",
             )

@@ -1,4 +1,4 @@
-"""One job in its keeper: attempts, budgets, what it waits for, and what its processes have said."""
+"""One job in its controller: attempts, budgets, what it waits for, and what its processes have said."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _FORCED_SECONDS = 10.0
 Outcome = Literal["succeeded", "failed", "preempted", "stopped", "refused"]
 
 
-class KeptJob:
+class ControlledJob:
     """A job from its first wait for a place to its final status.
 
     Args:
         ray: the module, connected to the cluster.
         order: what to run.
-        turns: at asking for places, of all jobs of the keeper.
+        turns: at asking for places, of all jobs of the controller.
         package: holds a reference to the workspace's package, if one was sent.
         start: begins one process, given its place, a pickled `ProcessOrder` and `package`; the result can be awaited.
     """
@@ -149,13 +149,13 @@ class KeptJob:
 
     async def run(self) -> None:
         """Attempts the job until it succeeds, is stopped, or has used up a budget."""
-        status, reason = JobStatus.FAILED, "its keeper failed"
+        status, reason = JobStatus.FAILED, "its controller failed"
         try:
             status, reason = await self._run()
         except AssayError as error:  # what was asked for cannot be had
             reason = f"expected {error.expected}; found {error.found}. {error.remedy}"
         except Exception:  # noqa: BLE001 the job must not hang, whatever is wrong with us
-            reason = f"its keeper failed: {traceback.format_exc()}"
+            reason = f"its controller failed: {traceback.format_exc()}"
         finally:
             self.status, self._reason = status, reason
             self._package = []  # finished jobs are remembered, and would keep it in Ray's memory

@@ -1,4 +1,4 @@
-"""The pod that looks after a job which outlives its parent: `python -m resources.backends.kubernetes.keeper`.
+"""The pod that looks after a job which outlives its parent: `python -m resources.backends.kubernetes.keeper_pod`.
 
 Arguments are the job's id and the file with the pickled request. It needs an image with Assay and its `kubernetes`
 extra, and a service account that may do what the submitting user did.
