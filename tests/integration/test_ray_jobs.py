@@ -224,8 +224,9 @@ def test_job_inside_a_job_works_where_the_driver_is_a_job_of_ray_with_a_working_
     (tmp_path / "words.py").write_text("GREETING = 'hello from the working directory'")
     (tmp_path / "main.py").write_text(
         textwrap.dedent("""
+            from resources.backends.current import current_client
             from resources.config import ResourceConfig
-            from resources.jobs.jobs import Entrypoint, JobRequest, current_client
+            from resources.jobs.jobs import Entrypoint, JobRequest
 
             def submit(function):
                 request = JobRequest(function.__name__, Entrypoint.from_callable(function), resources=ResourceConfig())
