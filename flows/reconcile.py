@@ -146,7 +146,7 @@ def _planned(group: Sequence[OpenCell]) -> list[Cell]:
     """The cells of a group, whole: with digests, folders and what stands there by now."""
     wanted = {(cell.checkpoint.uri, cell.evaluation.hash) for cell in group}
     checkpoints = [_as_it_is(cell) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
-    planned = plan_cells(_configs(group), [one for one in checkpoints if one is not None])
+    planned = plan_cells(_configs(group), [checkpoint for checkpoint in checkpoints if checkpoint is not None])
     return [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in wanted]
 
 
@@ -157,7 +157,9 @@ def _as_it_is(cell: OpenCell) -> Checkpoint | None:
         found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
     except BadInput:
         return None
-    return next((one for one in found if one.uri == cell.checkpoint.uri and one.complete), None)
+    return next(
+        (checkpoint for checkpoint in found if checkpoint.uri == cell.checkpoint.uri and checkpoint.complete), None
+    )
 
 
 def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:

@@ -59,8 +59,8 @@ def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None)
 
 def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) -> list[Record]:
     began = now()
-    configs = [as_served(one) for one in config.asked()]
-    if served := [one for one in configs if not one.native]:
+    configs = [as_served(evaluation) for evaluation in config.asked()]
+    if served := [evaluation for evaluation in configs if not evaluation.native]:
         served_alike(served)
     plan_cells(configs, [])  # refuses what can be refused before anything is trained
     trained = is_trained(plan_training(config.training))
@@ -88,7 +88,7 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
             remedy="let it export more often: hf_save_steps in train_config",
         )
     planned = list(cells.planned.values())
-    if any(one.sinks for one in configs):
+    if any(evaluation.sinks for evaluation in configs):
         announce(planned, since=began)
     return conclude(planned) if gate is None else conclude_by(gate, planned)
 

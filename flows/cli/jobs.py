@@ -120,13 +120,13 @@ def jobs_list(
 
     found = client_of(backend=backend, cluster=cluster).jobs()[:lines]
     if as_json:
-        print_json([asdict(one) for one in found])
+        print_json([asdict(job) for job in found])
         return
     table = Table("Job", "Status", "Attempts", "Submitted", "Why")
     table.columns[0].overflow = "fold"
-    for one in found:
-        why = Text(one.reason or "")  # as it is: brackets in it are no markup
-        table.add_row(one.job_id, one.status, str(one.attempts), _when(one.submitted_at), why)
+    for job in found:
+        why = Text(job.reason or "")  # as it is: brackets in it are no markup
+        table.add_row(job.job_id, job.status, str(job.attempts), _when(job.submitted_at), why)
     OUT.print(table if found else "No job is remembered there.")
 
 

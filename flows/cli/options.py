@@ -134,11 +134,11 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
     }
 
 
-def _refuse_beside(what: str, others: list[str], why: str) -> None:
+def _refuse_beside(option: str, others: list[str], why: str) -> None:
     if others:
         raise BadInput(
-            expected=f"only options that can be followed beside {what}",
-            found=f"{what} and {', '.join(others)}",
+            expected=f"only options that can be followed beside {option}",
+            found=f"{option} and {', '.join(others)}",
             remedy=f"leave {others[0]} out: {why}",
         )
 

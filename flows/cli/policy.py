@@ -97,10 +97,10 @@ def retry(
     wanted, _, found = _snapshot(policy, use_index=False)
     meant = clear(wanted, found, cells=chosen(found, cell) if cell else None, failed=failed)
     if as_json:
-        print_json({"policy": wanted.name, "cells": [one.title for one in meant]})
+        print_json({"policy": wanted.name, "cells": [retried.title for retried in meant]})
         return
-    for one in meant:
-        OUT.print(f"{one.title}: {one.reason or one.state}", highlight=False, markup=False, soft_wrap=True)
+    for retried in meant:
+        OUT.print(f"{retried.title}: {retried.reason or retried.state}", highlight=False, markup=False, soft_wrap=True)
     OUT.print(f"{how_many(len(meant), 'cell')} may be tried again.", highlight=False)
 
 

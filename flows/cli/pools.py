@@ -99,7 +99,11 @@ def start_pool(options: EvaluationOptions, *, pool_name: str | None, idle_minute
     assert options.model is not None
     run_name = options.name or name_of(options.model)[0]
     config = build_config(pool_content(options), InferencePoolConfig, source="the options")
-    found = [one for one in find_checkpoints(options.model) if one.complete and one.folder is not None]
+    found = [
+        checkpoint
+        for checkpoint in find_checkpoints(options.model)
+        if checkpoint.complete and checkpoint.folder is not None
+    ]
     if not found:
         raise NoCheckpoints(
             expected=f"at least one complete checkpoint in Hugging Face layout at {options.model}",
@@ -107,9 +111,13 @@ def start_pool(options: EvaluationOptions, *, pool_name: str | None, idle_minute
             remedy="see which are there and why not: assay checkpoints PATH",
         )
     checkpoints = [
-        Servable.from_folder(f"{run_name}{one.name.removeprefix(one.run)}", one.folder, digest_model_folder(one.folder))
-        for one in found
-        if one.folder is not None
+        Servable.from_folder(
+            f"{run_name}{checkpoint.name.removeprefix(checkpoint.run)}",
+            checkpoint.folder,
+            digest_model_folder(checkpoint.folder),
+        )
+        for checkpoint in found
+        if checkpoint.folder is not None
     ]
     ensure_environment(ENVIRONMENTS[environment_name(config)])
     return keep_up(pool_name or run_name, config, checkpoints, idle_seconds=idle_minutes * 60)
@@ -123,13 +131,14 @@ def state_of(state: KeptPoolState) -> dict[str, Any]:
         "state": state.state,
         "base_url": pool.access.address.base_url,
         "replicas": {
-            one.name: _of_replica(one.lost, one.announcement.state, one.announcement.model) for one in status.replicas
+            replica.name: _of_replica(replica.lost, replica.announcement.state, replica.announcement.model)
+            for replica in status.replicas
         }
         if status
         else {},
         "held": status.held if status else None,
         "users": [lease.holder for lease in status.leases.values()] if status else [],
-        "answered": sum(one.answered for one in status.models.values()) if status else None,
+        "answered": sum(model.answered for model in status.models.values()) if status else None,
         "created": pool.created.isoformat(timespec="seconds"),
         "ends_after_idle_minutes": round(pool.idle_seconds / 60, 2),
         "job": pool.job_id,

@@ -84,8 +84,8 @@ def records(
         )
     if form != "table":
         rows = list(measured_rows(found, wanted=wanted))
-        what = f"{how_many(len(rows), 'row')} of {how_many(len(found), 'record')}"
-        _write(exported(rows, form=form), output, what=what)
+        label = f"{how_many(len(rows), 'row')} of {how_many(len(found), 'record')}"
+        _write(exported(rows, form=form), output, label=label)
         return
     narrow = bool(wanted.benchmarks or wanted.metrics)
     table = (
@@ -99,7 +99,7 @@ def records(
     page = Console(file=io.StringIO(), width=_FILE_WIDTH)
     page.print(table)
     assert isinstance(page.file, io.StringIO)
-    _write(page.file.getvalue().encode(), output, what=how_many(len(found), "record"))
+    _write(page.file.getvalue().encode(), output, label=how_many(len(found), "record"))
 
 
 def compare(
@@ -119,7 +119,7 @@ def compare(
     from tasks.reports.comparison import compare as compare_records
     from tasks.reports.comparison_views import comparison_json, comparison_table
 
-    adjustment = next((one for one in get_args(_Adjustment) if one == adjust), None)
+    adjustment = next((choice for choice in get_args(_Adjustment) if choice == adjust), None)
     if adjustment is None:
         raise BadInput(expected="--adjust bh, holm or none", found=adjust, remedy="leave it out for bh")
     wanted = RecordFilter(
@@ -174,25 +174,32 @@ def publish(
     from resources.errors import SinkFailed
     from tasks.sinks.backlog import publish_missing, sinks_in
 
-    def show(one: Published) -> None:
-        _err.print(f"{one.what} → {one.sink}: {one.state.status}", style="dim", markup=False, highlight=False)
+    def show(published: Published) -> None:
+        _err.print(
+            f"{published.title} → {published.sink}: {published.state.status}",
+            style="dim",
+            markup=False,
+            highlight=False,
+        )
 
     outcomes = publish_missing(path, sinks_in(sink, config), again=again, on_published=show)
     if as_json:
-        sys.stdout.write(json.dumps([one.as_row() for one in outcomes], indent=2) + "\n")
+        sys.stdout.write(json.dumps([outcome.as_row() for outcome in outcomes], indent=2) + "\n")
     elif not outcomes:
         _out.print("Nothing to publish: every sink has every succeeded record.")
     else:
         table = Table("What", "Status", "Where, or why not")
         table.columns[2].overflow = "fold"  # a place is copied from here
-        for one in outcomes:
-            table.add_row(one.what, one.state.status, one.state.where or one.state.reason or one.sink)
+        for outcome in outcomes:
+            table.add_row(
+                outcome.title, outcome.state.status, outcome.state.where or outcome.state.reason or outcome.sink
+            )
         _out.print(table)
-    failed = [one for one in outcomes if one.state.status == "failed"]
+    failed = [outcome for outcome in outcomes if outcome.state.status == "failed"]
     if failed:
         raise SinkFailed(
             expected=f"{len(outcomes)} to be published",
-            found=f"{len(failed)} failed; the first, {failed[0].what}:\n{failed[0].state.reason}",
+            found=f"{len(failed)} failed; the first, {failed[0].title}:\n{failed[0].state.reason}",
             remedy="mend what it says, and run it again: only what is missing is sent",
         )
 
@@ -216,7 +223,7 @@ def _form(given: str | None, *, output: str | None, as_json: bool) -> _Format:
         )
     form: _Format = by_name or "table"
     if given is not None:
-        known = next((one for one in get_args(_Format) if one == given), None)
+        known = next((choice for choice in get_args(_Format) if choice == given), None)
         if known is None:
             raise BadInput(
                 expected=f"--format {', '.join(get_args(_Format))}", found=given, remedy="choose one of these"
@@ -245,9 +252,9 @@ def _step_range(text: str | None) -> tuple[int | None, int | None]:
     return int(ends[0]) if ends[0] else None, int(ends[1]) if ends[1] else None
 
 
-def _write(content: bytes, output: str | None, *, what: str) -> None:
+def _write(content: bytes, output: str | None, *, label: str) -> None:
     if output is None:
         sys.stdout.write(content.decode())
         return
     storage.write_bytes(output, content)
-    _err.print(f"{what} in {output}", soft_wrap=True, highlight=False)
+    _err.print(f"{label} in {output}", soft_wrap=True, highlight=False)

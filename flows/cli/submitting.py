@@ -79,7 +79,7 @@ def request_of(options: SubmitOptions, *, workspace: Path) -> JobRequest:
             docker_image=options.image,
             pip_packages=options.pip,
             extras=[extra for entry in options.extras for extra in entry.split(",") if extra],
-            env_vars=dict(_variable(one) for one in options.variables),
+            env_vars=dict(_variable(variable) for variable in options.variables),
         ),
         max_retries_failure=options.retries,
         max_retries_preemption=options.preemption_retries,

@@ -102,25 +102,27 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
     from tasks.evaluators.evaluator import evaluator_of
     from tasks.spec.evaluation import EvaluationConfig
 
-    evaluations = [(suite, one) for suite in shown for one in suite.evaluations]
-    _check_lm_eval([(suite, one) for suite, one in evaluations if not _checks_itself(one)], benchmarks)
-    for one in (one for _, one in evaluations if _checks_itself(one)):
+    evaluations = [(suite, evaluation) for suite in shown for evaluation in suite.evaluations]
+    _check_lm_eval(
+        [(suite, evaluation) for suite, evaluation in evaluations if not _checks_itself(evaluation)], benchmarks
+    )
+    for evaluation in (evaluation for _, evaluation in evaluations if _checks_itself(evaluation)):
         config = EvaluationConfig(
             model_path="unasked",
             base_url="http://unasked/v1",
-            evaluator=one.evaluator,
-            evals=one.evals,
+            evaluator=evaluation.evaluator,
+            evals=evaluation.evals,
             benchmarks_path=benchmarks,
         )
         evaluator = evaluator_of(config)
         evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
-    return len({(one.evaluator.name, task.name) for _, one in evaluations for task in one.evals})
+    return len({(evaluation.evaluator.name, task.name) for _, evaluation in evaluations for task in evaluation.evals})
 
 
-def _checks_itself(one: SuiteEvaluation) -> bool:
+def _checks_itself(evaluation: SuiteEvaluation) -> bool:
     from tasks.spec.evaluators import LmEvalBenchmarkOptions
 
-    return not isinstance(one.evaluator, LmEvalBenchmarkOptions)
+    return not isinstance(evaluation.evaluator, LmEvalBenchmarkOptions)
 
 
 def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks: str | None) -> None:
@@ -139,7 +141,12 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
     else:
         asked = {"model_path": "unasked", "base_url": "http://unasked/v1", "evals": evaluations[0][1].evals}
         known |= own_benchmarks(EvaluationConfig(**asked, benchmarks_path=benchmarks)).names
-    missing = {task.name: suite.name for suite, one in evaluations for task in one.evals if task.name not in known}
+    missing = {
+        task.name: suite.name
+        for suite, evaluation in evaluations
+        for task in evaluation.evals
+        if task.name not in known
+    }
     if missing:
         near = {name: difflib.get_close_matches(name, known, n=2) for name in missing}
         raise UnknownBenchmark(
@@ -152,28 +159,28 @@ def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks:
         )
 
 
-def _data_of(one: SuiteEvaluation) -> str:
+def _data_of(evaluation: SuiteEvaluation) -> str:
     from tasks.spec.benchmark_sets import bundled_names
 
-    if one.texts:
-        return f"assay stage ({one.texts})"
-    if all(task.name in bundled_names() for task in one.evals):
+    if evaluation.texts:
+        return f"assay stage ({evaluation.texts})"
+    if all(task.name in bundled_names() for task in evaluation.evals):
         return "with Assay"
-    return "HELM's own" if one.evaluator.name == "helm" else "hub"
+    return "HELM's own" if evaluation.evaluator.name == "helm" else "hub"
 
 
-def _needs(one: SuiteEvaluation) -> dict[str, Any]:
+def _needs(evaluation: SuiteEvaluation) -> dict[str, Any]:
     from tasks.spec.evaluators import JudgedOptions
 
-    needs = one.needs
+    needs = evaluation.needs
     return {
         "fewshot": needs.fewshot,
         "prompt_logprobs": needs.prompt_logprobs,
         "generates": needs.generates,
         "runs_code": needs.runs_code,
-        "chat_template": bool(one.apply_chat_template),
-        "judge": isinstance(one.evaluator, JudgedOptions),
-        "data": _data_of(one),
+        "chat_template": bool(evaluation.apply_chat_template),
+        "judge": isinstance(evaluation.evaluator, JudgedOptions),
+        "data": _data_of(evaluation),
         "access": list(needs.access),
     }
 
@@ -182,7 +189,8 @@ def _suite_content(suite: Suite) -> dict[str, Any]:
     return {
         **suite.model_dump(mode="json", exclude={"evaluations", "extends"}),
         "evaluations": [
-            {**one.model_dump(mode="json", exclude_defaults=True), "needs": _needs(one)} for one in suite.evaluations
+            {**evaluation.model_dump(mode="json", exclude_defaults=True), "needs": _needs(evaluation)}
+            for evaluation in suite.evaluations
         ],
     }
 
@@ -204,8 +212,10 @@ def _suites_table(shown: list[Suite]) -> Table:
     table = Table("Suite", "For", "Parts", "Asks", "Needs")
     table.columns[0].no_wrap = True  # a name is copied from here
     for suite in shown:
-        needs = dict.fromkeys(word for one in suite.evaluations for word in _words(_needs(one)).split(", ") if word)
-        number = sum(len(one.evals) for one in suite.evaluations)
+        needs = dict.fromkeys(
+            word for evaluation in suite.evaluations for word in _words(_needs(evaluation)).split(", ") if word
+        )
+        number = sum(len(evaluation.evals) for evaluation in suite.evaluations)
         table.add_row(suite.name, suite.description, str(len(suite.evaluations)), str(number), ", ".join(needs))
     return table
 
@@ -214,18 +224,18 @@ def _evaluations_table(suite: Suite) -> Table:
 
     table = Table("Label", "Evaluator", "Benchmarks", "Needs", "Data")
     table.columns[0].no_wrap = True
-    for one in suite.evaluations:
+    for evaluation in suite.evaluations:
         benchmarks = ", ".join(
             task.metric_key if task.num_fewshot is None else f"{task.metric_key} ({task.num_fewshot})"
-            for task in one.evals
+            for task in evaluation.evals
         )
-        needs = _needs(one)
-        table.add_row(one.label, one.evaluator.title, benchmarks, _words(needs), needs["data"])
+        needs = _needs(evaluation)
+        table.add_row(evaluation.label, evaluation.evaluator.title, benchmarks, _words(needs), needs["data"])
     return table
 
 
 def _show_access(suite: Suite) -> None:
-    for line in dict.fromkeys(line for one in suite.evaluations for line in one.needs.access):
+    for line in dict.fromkeys(line for evaluation in suite.evaluations for line in evaluation.needs.access):
         OUT.print(line, highlight=False)
 
 
@@ -234,25 +244,30 @@ def _show_sets(*, as_json: bool) -> None:
 
     found = benchmark_sets()
     if as_json:
-        print_json({name: one.model_dump(mode="json") for name, one in found.items()})
+        print_json({name: benchmark_set.model_dump(mode="json") for name, benchmark_set in found.items()})
         return
     table = Table("Set", "Benchmarks", "For", "Notes")
-    for name, one in found.items():
-        left_out = [f"without {benchmark}: {why}" for benchmark, why in one.left_out.items()]
-        table.add_row(name, str(len(one.evals)), one.about, "\n".join([*([one.note] if one.note else []), *left_out]))
+    for name, benchmark_set in found.items():
+        left_out = [f"without {benchmark}: {why}" for benchmark, why in benchmark_set.left_out.items()]
+        table.add_row(
+            name,
+            str(len(benchmark_set.evals)),
+            benchmark_set.about,
+            "\n".join([*([benchmark_set.note] if benchmark_set.note else []), *left_out]),
+        )
     OUT.print(table)
 
 
 def _staged_table(staged: dict[str, Any]) -> Table:
     table = Table("Staged", "Revision", "Bytes")
     for part in ("datasets", "files_of_datasets", "tokenizers"):
-        for name, one in staged.get(part, {}).items():
-            table.add_row(name, one["revision"][:12], f"{one['bytes']:,}")
-    for name, one in staged.get("texts", {}).items():
-        table.add_row(name, one["revision"][:12], f"{sum(file['bytes'] for file in one['files'].values()):,}")
-    for name, one in staged.get("scenarios", {}).items():
+        for name, entry in staged.get(part, {}).items():
+            table.add_row(name, entry["revision"][:12], f"{entry['bytes']:,}")
+    for name, entry in staged.get("texts", {}).items():
+        table.add_row(name, entry["revision"][:12], f"{sum(file['bytes'] for file in entry['files'].values()):,}")
+    for name, entry in staged.get("scenarios", {}).items():
         table.add_row(
-            f"HELM's {name}", ", ".join(a["sha256"][:12] for a in one["addresses"].values()), f"{one['bytes']:,}"
+            f"HELM's {name}", ", ".join(a["sha256"][:12] for a in entry["addresses"].values()), f"{entry['bytes']:,}"
         )
     return table
 

@@ -55,13 +55,13 @@ def apply(
         print_json(
             [
                 {
-                    "work_pool": one.spec.name,
-                    "type": one.spec.type,
-                    "action": one.action,
-                    "differs": one.differs,
-                    "deployments": deployed.get(one.spec.name, []),
+                    "work_pool": change.spec.name,
+                    "type": change.spec.type,
+                    "action": change.action,
+                    "differs": change.differs,
+                    "deployments": deployed.get(change.spec.name, []),
                 }
-                for one in changes
+                for change in changes
             ]
         )
         return
@@ -69,10 +69,10 @@ def apply(
     differs = Column("Differs in", overflow="fold")
     shown = Table(whole, "Type", "Would" if dry_run else "Was", differs, "Deployments")
     words = {"create": "created", "update": "updated", "unchanged": "unchanged"}
-    for one in changes:
-        action = one.action if dry_run else words[one.action]
-        flows = "\n".join(name.partition("/")[0] for name in deployed.get(one.spec.name, []))
-        shown.add_row(one.spec.name, one.spec.type, action, "\n".join(one.differs[:5]), flows)
+    for change in changes:
+        action = change.action if dry_run else words[change.action]
+        flows = "\n".join(name.partition("/")[0] for name in deployed.get(change.spec.name, []))
+        shown.add_row(change.spec.name, change.spec.type, action, "\n".join(change.differs[:5]), flows)
     OUT.print(shown)
     for made in automations:
         OUT.print(f"Made the automation '{made.name}'.", highlight=False, soft_wrap=True)
@@ -87,7 +87,9 @@ def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
 
     require_server()
     table = load_regions(regions) if regions else known_regions()
-    places = {LOCAL_WORK_POOL: "this machine"} | {one.work_pool: one.name for one in table.regions if one.work_pool}
+    places = {LOCAL_WORK_POOL: "this machine"} | {
+        region.work_pool: region.name for region in table.regions if region.work_pool
+    }
     states = asyncio.run(work_pool_states(places))
     rows: list[dict[str, Any]] = [
         {"work_pool": name, "region": place, "ready": states[name].obstacle is None, "why_not": states[name].obstacle}
@@ -131,7 +133,7 @@ def choose(
     asked = resources_asked(EvaluationOptions(cpu=cpu, **asdict(accelerators)))
     asked |= {"ram": ram, "regions": tuple(region) if region else None, "preemptible": not on_demand}
     wanted = build_config(asked, ResourceConfig, source="the options")
-    states = asyncio.run(work_pool_states(one.work_pool for one in table.regions if one.work_pool))
+    states = asyncio.run(work_pool_states(entry.work_pool for entry in table.regions if entry.work_pool))
     choice = choose_work_pool(
         wanted,
         regions=table,

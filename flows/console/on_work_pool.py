@@ -126,9 +126,9 @@ def _sent(series: _Series, *, max_egress_usd: float, on_event: Callable[[str], N
     if isinstance(error, BadInput):
         raise error
     path = series.configs[0].evaluation_path
-    records = current_records([one for one in read_records(path) if one.checkpoint.run == run_name])
-    evaluated = sum(one.created >= began for one in records)
-    already = sum(one.succeeded and one.created < began for one in records)
+    records = current_records([record for record in read_records(path) if record.checkpoint.run == run_name])
+    evaluated = sum(record.created >= began for record in records)
+    already = sum(record.succeeded and record.created < began for record in records)
     return SeriesResult(records, evaluated, already, report_uri(path, run_name) if records else None, error)
 
 
@@ -149,10 +149,12 @@ def _choice(
         resources_of(first),
         regions=regions,
         states=states_of(regions),
-        source=source_of((one.uri for one in checkpoints), region=region_of_data(first.model_path, regions)),
+        source=source_of(
+            (checkpoint.uri for checkpoint in checkpoints), region=region_of_data(first.model_path, regions)
+        ),
         max_egress_usd=Decimal(str(max_egress_usd)),
     )
-    return choice, [(one.uri, one.modified) for one in checkpoints]
+    return choice, [(checkpoint.uri, checkpoint.modified) for checkpoint in checkpoints]
 
 
 def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:

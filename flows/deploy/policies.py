@@ -142,7 +142,7 @@ def deploy_policy(wanted: PolicyDeployment, *, silent_after: timedelta, dry_run:
         identifier = identifier or (there.id if there else None)
         automations = {
             wanted.event_automation: _on_event(wanted, identifier) if wanted.on_event else None,
-            **{one.name: one for one in _watchers(silent_after)},
+            **{watcher.name: watcher for watcher in _watchers(silent_after)},
         }
         for name, automation in automations.items():
             changes += _automation(client, name, automation, dry_run=dry_run)
@@ -210,7 +210,7 @@ def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
         "work pool": there.work_pool_name,
         "work queue": there.work_queue_name,
         "entrypoint": there.entrypoint,
-        "schedule": [_as_told(one.schedule) for one in there.schedules if one.active],
+        "schedule": [_as_told(schedule.schedule) for schedule in there.schedules if schedule.active],
         "runs at once": _runs_at_once(client, there),
         "tags": sorted(there.tags),
     }
@@ -219,7 +219,7 @@ def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
         "work pool": wanted.work_pool,
         "work queue": wanted.work_queue,
         "entrypoint": ENTRYPOINT,
-        "schedule": [_as_told(one.schedule) for one in wanted.schedules()],
+        "schedule": [_as_told(schedule.schedule) for schedule in wanted.schedules()],
         "runs at once": 1,
         "tags": sorted(_tags(wanted)),
     }
@@ -336,7 +336,7 @@ def _missing(
         after={_EVENT + name for name in after},
         expect={_EVENT + name for name in expected},
         match={"prefect.resource.id": "prefect.flow-run.*"},
-        match_related=[ResourceSpecification.model_validate(one) for one in wanted],
+        match_related=[ResourceSpecification.model_validate(resource) for resource in wanted],
         for_each={"prefect.resource.id"},
         posture=Posture.Proactive,
         threshold=1,
@@ -360,7 +360,7 @@ def _automation(
             client.create_automation(wanted)
         yield Change("automation", name, "create")
         return
-    now, then = (_comparable(one) for one in (there, wanted))
+    now, then = (_comparable(automation) for automation in (there, wanted))
     differs = tuple(key for key in then if now.get(key) != then[key])
     if differs and not dry_run:
         client.delete_automation(there.id)  # the server refuses to change one that has an owner

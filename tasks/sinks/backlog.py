@@ -30,13 +30,13 @@ class SinkList(Config):
 class Published:
     """Outcome of publishing one record, or the report over its run, at one sink."""
 
-    what: str
+    title: str
     sink: str
     state: SinkState
 
     def as_row(self) -> dict[str, Any]:
         """Returns the outcome as JSON has it."""
-        return {"what": self.what, "sink": self.sink, **self.state.model_dump(mode="json")}
+        return {"what": self.title, "sink": self.sink, **self.state.model_dump(mode="json")}
 
 
 def sinks_in(sink: str | None, config: str | None) -> tuple[Sink, ...] | None:
@@ -91,7 +91,7 @@ def publish_missing(
         BadInput: there are no succeeded records, or they name no sinks and none are given.
         StorageError: the folder cannot be read, or a record not be written.
     """
-    found = sorted(_succeeded(path), key=lambda one: one[1].created)
+    found = sorted(_succeeded(path), key=lambda pair: pair[1].created)
     wanted = {cell: sinks if sinks is not None else _own_sinks(record, cell) for cell, record in found}
     if not any(wanted.values()):
         raise BadInput(
@@ -101,9 +101,9 @@ def publish_missing(
         )
     outcomes: list[Published] = []
 
-    def note(what: str, states: dict[str, SinkState]) -> None:
+    def note(title: str, states: dict[str, SinkState]) -> None:
         for sink, state in states.items():
-            outcomes.append(Published(what, sink, state))
+            outcomes.append(Published(title, sink, state))
             on_published(outcomes[-1])
 
     changed: dict[tuple[str, str], tuple[str, Record, Sink]] = {}
@@ -121,7 +121,7 @@ def publish_missing(
 
 
 def _succeeded(path: str) -> Iterator[tuple[str, Record]]:
-    return ((one.cell_uri, one.record) for one in find_records(path) if one.record.succeeded)
+    return ((entry.cell_uri, entry.record) for entry in find_records(path) if entry.record.succeeded)
 
 
 def _own_sinks(record: Record, cell: str) -> tuple[Sink, ...]:

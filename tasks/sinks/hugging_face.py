@@ -63,7 +63,7 @@ def with_results(card: str, record: Record, announcement: Announcement, *, task_
     model = models[0] if isinstance(models, list) and isinstance(models[0], dict) else {}
     ours = [_result(record, announcement, benchmark, task_type) for benchmark in _benchmarks(record)]
     replaced = {_identity(result) for result in ours}
-    kept = [one for one in model.get("results") or [] if _identity(one) not in replaced]
+    kept = [result for result in model.get("results") or [] if _identity(result) not in replaced]
     name = model.get("name") or record.checkpoint.name
     metadata["model-index"] = [{"name": name, "results": sorted([*kept, *ours], key=_identity)}, *models[1:]]
     text = yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True, width=120)

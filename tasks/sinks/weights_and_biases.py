@@ -174,7 +174,8 @@ def _table(announcement: Announcement, sink: WeightsAndBiasesSink) -> wandb.Tabl
         return None
     step = announcement.known.checkpoint.step
     rows: list[Any] = [
-        [step, one.benchmark, one.id, one.prompt, one.output, one.target, str(one.scores)] for one in samples
+        [step, sample.benchmark, sample.id, sample.prompt, sample.output, sample.target, str(sample.scores)]
+        for sample in samples
     ]
     columns: list[Any] = [STEP_METRIC, "benchmark", "id", "prompt", "output", "target", "scores"]
     return wandb.Table(columns=columns, data=rows)

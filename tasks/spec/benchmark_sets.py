@@ -60,9 +60,9 @@ def benchmark_sets() -> dict[str, BenchmarkSet]:
 def _resolved(name: str) -> BenchmarkSet:
     content: dict[str, Any] = _data()["sets"][name]
     evals = [
-        *(one for used in content.get("uses", ()) for one in _resolved(used).evals),
-        *(_entry(one, content) for one in content.get("evals", ())),
-        *(one for used in content.get("then", ()) for one in _resolved(used).evals),
+        *(task for used in content.get("uses", ()) for task in _resolved(used).evals),
+        *(_entry(entry, content) for entry in content.get("evals", ())),
+        *(task for used in content.get("then", ()) for task in _resolved(used).evals),
     ]
     return BenchmarkSet(
         about=content["about"],
@@ -94,24 +94,24 @@ def expanded(evals: Any) -> Any:
         evals = [evals]
     if not isinstance(evals, (list, tuple)):
         return evals
-    return tuple(part for one in evals for part in _expanded_one(one))
+    return tuple(part for entry in evals for part in _expanded_entry(entry))
 
 
-def _expanded_one(one: Any) -> Iterable[Any]:
-    if not isinstance(one, str):
-        return (one,)
-    if not one.isupper():
-        return ({"name": one},)
+def _expanded_entry(entry: Any) -> Iterable[Any]:
+    if not isinstance(entry, str):
+        return (entry,)
+    if not entry.isupper():
+        return ({"name": entry},)
     sets = benchmark_sets()
-    if one not in sets:
-        near = difflib.get_close_matches(one, sets, n=3, cutoff=0.5)
+    if entry not in sets:
+        near = difflib.get_close_matches(entry, sets, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(near)}?" if near else f"there: {', '.join(sets)}"
         raise BadInput(
             expected="the name of a set of benchmarks, which is written in capitals",
-            found=f"{one}; {hint}",
+            found=f"{entry}; {hint}",
             remedy="correct the name, or list the benchmarks; `assay suites --sets` shows the sets",
         )
-    return sets[one].evals
+    return sets[entry].evals
 
 
 def needs_of(evals: Iterable[EvalTaskConfig]) -> BenchmarkNeeds:
@@ -142,7 +142,9 @@ def split_by_kind(
     facts = _data()["facts"]
     needing = {*facts["generates"], *facts["generates_and_compares"], *facts["scores_whole_texts"]}
     evals = tuple(evals)
-    return tuple(one for one in evals if one.name not in needing), tuple(one for one in evals if one.name in needing)
+    return tuple(task for task in evals if task.name not in needing), tuple(
+        task for task in evals if task.name in needing
+    )
 
 
 @cache
@@ -154,4 +156,4 @@ def bundled_names() -> frozenset[str]:
 
 @cache
 def _known() -> frozenset[str]:
-    return frozenset(task.name for one in benchmark_sets().values() for task in one.evals)
+    return frozenset(task.name for benchmark_set in benchmark_sets().values() for task in benchmark_set.evals)

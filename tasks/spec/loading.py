@@ -74,15 +74,19 @@ def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[st
         elif part in node.get("properties", {}):
             node = node["properties"][part]
         # A tag of a union (cpu, gpu, tpu) is part of the location, but not of the document.
-        elif tagged := [one for one in _alternatives(node, schema) if part in _tags(one)]:
+        elif tagged := [alternative for alternative in _alternatives(node, schema) if part in _tags(alternative)]:
             node = tagged[0]
-    return {name for one in _alternatives(node, schema) for name in one.get("properties", {})}
+    return {name for alternative in _alternatives(node, schema) for name in alternative.get("properties", {})}
 
 
 def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
     reference = node.get("$ref")
     if reference is None:
-        objects = [one for one in _alternatives(node, schema) if "properties" in one or "items" in one]
+        objects = [
+            alternative
+            for alternative in _alternatives(node, schema)
+            if "properties" in alternative or "items" in alternative
+        ]
         return objects[0] if len(objects) == 1 else node
     return schema["$defs"][reference.rsplit("/", 1)[1]]
 
@@ -91,7 +95,7 @@ def _alternatives(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str
     if "$ref" in node:
         return [schema["$defs"][node["$ref"].rsplit("/", 1)[1]]]
     options = node.get("anyOf") or node.get("oneOf")
-    return [alternative for one in options for alternative in _alternatives(one, schema)] if options else [node]
+    return [alternative for option in options for alternative in _alternatives(option, schema)] if options else [node]
 
 
 def _tags(node: dict[str, Any]) -> set[str]:

@@ -51,8 +51,8 @@ def _texts(value: Any) -> list[str]:
         return [value]
     if isinstance(value, dict):
         # A tag called api_key is as good as a field of that name, whatever its value looks like.
-        return [text for key, one in value.items() for text in (*_texts(one), f"?{key}=")]
-    return [text for one in value for text in _texts(one)] if isinstance(value, list | tuple) else []
+        return [text for key, item in value.items() for text in (*_texts(item), f"?{key}=")]
+    return [text for item in value for text in _texts(item)] if isinstance(value, list | tuple) else []
 
 
 class ObjectStoreSink(_SinkConfig):

@@ -132,7 +132,7 @@ class Suite(Config):
     @field_validator("evaluations")
     @classmethod
     def _labels_differ(cls, evaluations: tuple[SuiteEvaluation, ...]) -> tuple[SuiteEvaluation, ...]:
-        twice = [label for label, times in Counter(one.label for one in evaluations).items() if times > 1]
+        twice = [label for label, times in Counter(evaluation.label for evaluation in evaluations).items() if times > 1]
         if twice:
             raise ValueError(f"expected evaluations with labels of their own, found twice: {', '.join(twice)}")
         return evaluations
@@ -151,10 +151,10 @@ class Suite(Config):
         """
         wanted = self._chosen(request)
         served = _serving(self, request)
-        return tuple(_config(one, request, served, suite=self.name) for part in wanted for one in _parts(part))
+        return tuple(_config(asked, request, served, suite=self.name) for part in wanted for asked in _parts(part))
 
     def _chosen(self, request: SuiteRequest) -> tuple[SuiteEvaluation, ...]:
-        labels = [one.label for one in self.evaluations]
+        labels = [evaluation.label for evaluation in self.evaluations]
         unknown = [label for label in request.only if label not in labels]
         if unknown:
             raise BadInput(
@@ -162,7 +162,9 @@ class Suite(Config):
                 found=", ".join(unknown),
                 remedy="correct them; `assay suites NAME` shows a suite",
             )
-        return tuple(one for one in self.evaluations if not request.only or one.label in request.only)
+        return tuple(
+            evaluation for evaluation in self.evaluations if not request.only or evaluation.label in request.only
+        )
 
 
 class SuiteRequest(Config):
@@ -260,10 +262,10 @@ def built_in_suite(name: str) -> Suite:
 @cache
 def _contents() -> dict[str, Any]:
     listed = yaml.safe_load((SUITE_DATA / "suites.yaml").read_text(encoding="utf-8"))
-    for one in (one for content in listed for one in content["evaluations"]):
-        options = spelled_out(one.get("evaluator", {}))
+    for evaluation in (evaluation for content in listed for evaluation in content["evaluations"]):
+        options = spelled_out(evaluation.get("evaluator", {}))
         if "run_specs_path" in options:
-            one["evaluator"] = {**options, "run_specs_path": str(SUITE_DATA / options["run_specs_path"])}
+            evaluation["evaluator"] = {**options, "run_specs_path": str(SUITE_DATA / options["run_specs_path"])}
     return {content["name"]: content for content in listed}
 
 
@@ -272,13 +274,13 @@ def texts_folder(name: str) -> str:
     return str(settings().cache_dir / "benchmarks" / name)
 
 
-def _parts(one: SuiteEvaluation) -> tuple[SuiteEvaluation, ...]:
-    if one.evaluator.levanter_fallback is None:
-        return (one,)
-    choices, others = split_by_kind(one.evals)
+def _parts(evaluation: SuiteEvaluation) -> tuple[SuiteEvaluation, ...]:
+    if evaluation.evaluator.levanter_fallback is None:
+        return (evaluation,)
+    choices, others = split_by_kind(evaluation.evals)
     parts = (
-        one.model_copy(update={"evals": choices}),
-        one.model_copy(update={"evals": others, "evaluator": one.evaluator.without_fallback()}),
+        evaluation.model_copy(update={"evals": choices}),
+        evaluation.model_copy(update={"evals": others, "evaluator": evaluation.evaluator.without_fallback()}),
     )
     return tuple(part for part in parts if part.evals)
 
@@ -304,27 +306,29 @@ def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
     return {"pool_config": pool.model_copy(update={"model": model})}
 
 
-def _config(one: SuiteEvaluation, request: SuiteRequest, served: dict[str, Any], *, suite: str) -> EvaluationConfig:
+def _config(
+    evaluation: SuiteEvaluation, request: SuiteRequest, served: dict[str, Any], *, suite: str
+) -> EvaluationConfig:
     content: dict[str, Any] = {
         "model_path": request.model_path,
         "model_name": request.model_name,
         "evaluation_path": request.evaluation_path,
-        "evaluator": _options(one.evaluator, request),
-        "evals": one.evals,
-        "max_eval_instances": request.max_eval_instances or one.max_eval_instances,
+        "evaluator": _options(evaluation.evaluator, request),
+        "evals": evaluation.evals,
+        "max_eval_instances": request.max_eval_instances or evaluation.max_eval_instances,
         "apply_chat_template": (
-            one.apply_chat_template if request.apply_chat_template is None else request.apply_chat_template
+            evaluation.apply_chat_template if request.apply_chat_template is None else request.apply_chat_template
         ),
-        "benchmarks_path": request.benchmarks_path or _staged(one, suite=suite),
+        "benchmarks_path": request.benchmarks_path or _staged(evaluation, suite=suite),
         "resource_config": request.resource_config,
         "sinks": request.sinks,
         "wandb_tags": (*request.wandb_tags, f"suite={suite}"),
     }
     if request.timeout_seconds is not None:
         content["timeout_seconds"] = request.timeout_seconds
-    if not isinstance(one.evaluator, NativeOptions):
+    if not isinstance(evaluation.evaluator, NativeOptions):
         content.update(served)
-    return build_config(content, EvaluationConfig, source=f"a request for {one.label} of the suite {suite}")
+    return build_config(content, EvaluationConfig, source=f"a request for {evaluation.label} of the suite {suite}")
 
 
 def _options(options: EvaluatorOptions, request: SuiteRequest) -> EvaluatorOptions:
@@ -338,13 +342,13 @@ def _options(options: EvaluatorOptions, request: SuiteRequest) -> EvaluatorOptio
     return options
 
 
-def _staged(one: SuiteEvaluation, *, suite: str) -> str | None:
-    if one.texts is None:
+def _staged(evaluation: SuiteEvaluation, *, suite: str) -> str | None:
+    if evaluation.texts is None:
         return None
-    folder = texts_folder(one.texts)
+    folder = texts_folder(evaluation.texts)
     if not storage.exists(folder):
         raise BadInput(
-            expected=f"the texts that {one.label} asks about in {folder}",
+            expected=f"the texts that {evaluation.label} asks about in {folder}",
             found="nothing there",
             remedy=f"fetch them once with `assay stage --suite {suite}`, or set benchmarks_path to a copy",
         )

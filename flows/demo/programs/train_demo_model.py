@@ -119,14 +119,14 @@ def next_batch(source: random.Random, tokenizer: PreTrainedTokenizerFast) -> tup
     Each text starts at position 0, as prompts do. Padding weighs nothing, and neither does what is given to a judge.
     """
     texts = [training_text(source) for _ in range(BATCH_TEXTS)]
-    encoded = tokenizer([one.text for one in texts])["input_ids"]
+    encoded = tokenizer([example.text for example in texts])["input_ids"]
     length = max(len(ids) for ids in encoded)
     inputs = torch.full((len(encoded), length), tokenizer.pad_token_id)
     weights = torch.zeros((len(encoded), length))
-    for row, (one, ids) in enumerate(zip(texts, encoded, strict=True)):
+    for row, (example, ids) in enumerate(zip(texts, encoded, strict=True)):
         inputs[row, : len(ids)] = torch.tensor(ids)
-        begin = len(tokenizer(one.text[: one.learnt_from])["input_ids"]) if one.is_judged else 0
-        weights[row, begin : len(ids)] = VERDICT_WEIGHT if one.is_judged else 1.0
+        begin = len(tokenizer(example.text[: example.learnt_from])["input_ids"]) if example.is_judged else 0
+        weights[row, begin : len(ids)] = VERDICT_WEIGHT if example.is_judged else 1.0
     return inputs, weights
 
 

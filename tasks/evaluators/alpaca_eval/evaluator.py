@@ -69,12 +69,12 @@ class AlpacaEval:
             "output": str(output),
             "sets": [
                 {
-                    "key": one.key,
-                    "path": _path_here(one.uri, config, remote=remote),
-                    "references": _absolute(one.references),
-                    "folder": str(folder_of(output, one.key, config)),
+                    "key": instruction_set.key,
+                    "path": _path_here(instruction_set.uri, config, remote=remote),
+                    "references": _absolute(instruction_set.references),
+                    "folder": str(folder_of(output, instruction_set.key, config)),
                 }
-                for one in instruction_sets(config)
+                for instruction_set in instruction_sets(config)
             ],
             "limit": config.max_eval_instances,
             "model": _endpoint(model),

@@ -93,18 +93,18 @@ def check_instructions(config: EvaluationConfig) -> None:
                 found="at least one of them",
                 remedy="Leave them out; how outputs are sampled stands in evaluator.generation_params",
             )
-        references = _read(chosen.references, what="outputs to compare with") if chosen.references else None
+        references = _read(chosen.references, content="outputs to compare with") if chosen.references else None
         if chosen.uri is None:
             continue
         if options.instructions_path is None and not storage.exists(chosen.uri):
             raise _unknown(task.name, config)
-        instructions = _read(chosen.uri, what="instructions")
+        instructions = _read(chosen.uri, content="instructions")
         _check_references(chosen, instructions, references)
 
 
 def _check_references(chosen: InstructionSet, instructions: list[Instruction], given: list[Instruction] | None) -> None:
-    known = {one.instruction for one in (instructions if given is None else given) if one.output is not None}
-    missing = [one for one in instructions if one.instruction not in known]
+    known = {entry.instruction for entry in (instructions if given is None else given) if entry.output is not None}
+    missing = [entry for entry in instructions if entry.instruction not in known]
     if missing:
         raise BadInput(
             expected=f"an output to compare with for each instruction of {chosen.key}",
@@ -113,8 +113,8 @@ def _check_references(chosen: InstructionSet, instructions: list[Instruction], g
         )
 
 
-def _read(uri: str, *, what: str) -> list[Instruction]:
-    expected = f"{what} in {uri}: a JSON list of objects with `instruction` and `output`"
+def _read(uri: str, *, content: str) -> list[Instruction]:
+    expected = f"{content} in {uri}: a JSON list of objects with `instruction` and `output`"
     remedy = "Correct the file, or the path"
     try:
         found = _INSTRUCTIONS.validate_python(json.loads(storage.read_bytes(uri)))

@@ -75,8 +75,8 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     metrics: list[Metric] = []
     for key, questions in plan.sets.items():
         judged = _judged(folder_of(output, key, config))
-        answers = sum(one.output is not None for one in judged)
-        usable = sum(one.preference is not None for one in judged)
+        answers = sum(answer.output is not None for answer in judged)
+        usable = sum(answer.preference is not None for answer in judged)
         numbers = results.metrics.get(key, {})
         requested, answered, scored = requested + questions, answered + answers, scored + usable
         without = answers - usable if numbers else 0
@@ -100,16 +100,16 @@ def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:
     plan, _ = _read_both(output, config)
     for key in plan.sets:
         seen: Counter[str] = Counter()
-        for one in _judged(folder_of(output, key, config)):
-            digest = hashlib.sha256(one.instruction.encode()).hexdigest()[:12]
+        for answer in _judged(folder_of(output, key, config)):
+            digest = hashlib.sha256(answer.instruction.encode()).hexdigest()[:12]
             seen[digest] += 1
             yield Sample(
                 benchmark=key,
                 id=digest if seen[digest] == 1 else f"{digest}-{seen[digest]}",
-                prompt=one.prompt,
-                output=one.output or "",
-                target=one.reference,
-                scores={} if one.preference is None else {WIN_RATE: one.preference},
+                prompt=answer.prompt,
+                output=answer.output or "",
+                target=answer.reference,
+                scores={} if answer.preference is None else {WIN_RATE: answer.preference},
             )
 
 

@@ -159,7 +159,9 @@ class _Run:
         """The metrics that count, as HELM has them: on the main split, without perturbations, over all trials."""
         chosen: dict[str, _Stat] = {}
         for name in self.plan.metrics:
-            found = {one.name.split: one for one in self.stats if one.name.name == name and not one.name.perturbation}
+            found = {
+                stat.name.split: stat for stat in self.stats if stat.name.name == name and not stat.name.perturbation
+            }
             preferred = [split for split in (self.plan.split, "test", "valid", *found) if split in found]
             if preferred:
                 chosen[name] = found[preferred[0]]
@@ -250,7 +252,7 @@ def _key(state: _RequestState) -> _Key:
 
 def _id(instance: _Instance) -> str:
     """Name and content of a question: most names are places in the data, where another question may come to stand."""
-    offered = [[one.output.text, _CORRECT in one.tags] for one in instance.references]
+    offered = [[reference.output.text, _CORRECT in reference.tags] for reference in instance.references]
     content = json.dumps([instance.input.text, offered])
     return f"{instance.id}-{hashlib.sha256(content.encode()).hexdigest()[:_HASH_DIGITS]}"
 

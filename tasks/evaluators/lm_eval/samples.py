@@ -74,14 +74,20 @@ def _arguments(line: Mapping[str, Any]) -> _Arguments:
     given = line.get("arguments")
     requests = given.values() if isinstance(given, dict) else given if isinstance(given, list) else []
     return [
-        list(one.values()) if isinstance(one, dict) else list(one) for one in requests if isinstance(one, dict | list)
+        list(request.values()) if isinstance(request, dict) else list(request)
+        for request in requests
+        if isinstance(request, dict | list)
     ]
 
 
 def _answers(line: Mapping[str, Any]) -> list[Any]:
     """The first response to each request."""
     responses = line.get("resps")
-    return [one[0] for one in responses if isinstance(one, list) and one] if isinstance(responses, list) else []
+    return (
+        [response[0] for response in responses if isinstance(response, list) and response]
+        if isinstance(responses, list)
+        else []
+    )
 
 
 def _choices(arguments: _Arguments) -> list[str]:
@@ -96,7 +102,7 @@ def _choices(arguments: _Arguments) -> list[str]:
 
 def _likeliest(choices: list[str], answers: list[Any]) -> str:
     weighed = [_log_probability(answer) for answer in answers[: len(choices)]]
-    if not weighed or any(math.isnan(one) for one in weighed):
+    if not weighed or any(math.isnan(weight) for weight in weighed):
         return ""
     return choices[weighed.index(max(weighed))]
 
@@ -108,9 +114,11 @@ def _named(target: str, choices: list[str]) -> str:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return target
     numbers = number if isinstance(number, list) else [number]
-    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one < len(choices) for one in numbers):
+    if not all(
+        isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(choices) for index in numbers
+    ):
         return target
-    return " | ".join(choices[one] for one in numbers)
+    return " | ".join(choices[index] for index in numbers)
 
 
 def _log_probability(answer: Any) -> float:

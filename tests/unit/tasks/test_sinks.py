@@ -189,7 +189,7 @@ def test_publish_sends_what_is_missing_and_only_that(tmp_path: Path):
     make_cell(evaluations, step=300, status="withheld")
     sink = HuggingFaceSink(path=str(cards))
     first = publish_missing(str(evaluations), (sink,))
-    assert [(one.what, one.state.status) for one in first] == [
+    assert [(published.title, published.state.status) for published in first] == [
         ("run-a-100 lm_evaluation_harness", "published"),
         ("run-a-200 lm_evaluation_harness", "published"),
     ]

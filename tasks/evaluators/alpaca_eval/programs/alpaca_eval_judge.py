@@ -84,11 +84,12 @@ class Judge:
             remedy="Correct evaluator.judge, or start the judge; its key is read from ASSAY_JUDGE_API_KEY",
         )
 
-    def compare(self, one: dict[str, Any]) -> dict[str, float | None]:
+    def compare(self, instruction_set: dict[str, Any]) -> dict[str, float | None]:
         """Judges the outputs of one set; leaves annotations.json and leaderboard.csv in its folder."""
-        folder, key = Path(one["folder"]), one["key"]
+        folder, key = Path(instruction_set["folder"]), instruction_set["key"]
         outputs = [
-            {name: row[name] for name in ("instruction", "output", "dataset", "generator")} for row in one["rows"]
+            {name: row[name] for name in ("instruction", "output", "dataset", "generator")}
+            for row in instruction_set["rows"]
         ]
         path = self._output / "judge" / self._name / "configs.yaml"
         alpaca_utils.get_all_clients = lambda *_, **__: [self._client]  # else one per verdict, its key from a file
@@ -97,7 +98,7 @@ class Judge:
         try:
             board, annotations = judge_outputs(
                 model_outputs=pd.DataFrame(outputs),
-                reference_outputs=pd.DataFrame(one["references"]),
+                reference_outputs=pd.DataFrame(instruction_set["references"]),
                 annotators_config=str(path),
                 name=self._job["model"]["model"],
                 output_path=str(folder),
@@ -112,7 +113,7 @@ class Judge:
         except JudgeGoneError as error:
             self._unusable(f"it stopped answering: {error}")
         found = {name: number(board.iloc[0].get(name)) for name in ("win_rate", "standard_error", "discrete_win_rate")}
-        controlled = self._length_controlled(key, one, annotations)
+        controlled = self._length_controlled(key, instruction_set, annotations)
         for name, value in controlled.items():
             board[name] = value
         board.to_csv(folder / "leaderboard.csv")
@@ -139,11 +140,13 @@ class Judge:
         self._lost = 0
         return found
 
-    def _length_controlled(self, key: str, one: dict[str, Any], annotations: list[dict[str, Any]]) -> dict[str, float]:
+    def _length_controlled(
+        self, key: str, instruction_set: dict[str, Any], annotations: list[dict[str, Any]]
+    ) -> dict[str, float]:
         """The length-controlled win rate where its data is to be had; else why it is not there is noted."""
         given = self._job["length_control"]
         note = f"length_controlled_winrate of {key}"
-        if given is None and one["path"] is not None:
+        if given is None and instruction_set["path"] is not None:
             self.described[note] = "not reported: it is defined for the official instructions"
             return {}
         try:

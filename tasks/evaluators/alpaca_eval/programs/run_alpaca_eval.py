@@ -68,48 +68,53 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
             found=f"chat asked of a model without a template: none in {job['tokenizer']}",
             remedy="Add one to the checkpoint, or set apply_chat_template to false: prompt_template is used then",
         )
-    sets = {one["key"]: load_set(one, limit=job["limit"], output=output) for one in job["sets"]}
+    sets = {
+        instruction_set["key"]: load_set(instruction_set, limit=job["limit"], output=output)
+        for instruction_set in job["sets"]
+    }
     write_json(output / PLAN_NAME, {"sets": {key: len(rows) for key, rows in sets.items()}})
     judge = Judge(job, output)
     if job["judge"]["elsewhere"]:
         judge.probe()  # before hundreds of outputs are generated for nobody
     whole: list[dict[str, Any]] = []
-    for one in job["sets"]:
-        rows = asyncio.run(generate(job, one["key"], sets[one["key"]]))
-        write_outputs(Path(one["folder"]), rows, sets[one["key"]])
+    for instruction_set in job["sets"]:
+        rows = asyncio.run(generate(job, instruction_set["key"], sets[instruction_set["key"]]))
+        write_outputs(Path(instruction_set["folder"]), rows, sets[instruction_set["key"]])
         missing = sum(row["output"] is None for row in rows)
         if missing:
-            logging.error("%s: %d of %d outputs are missing, so they are not judged", one["key"], missing, len(rows))
+            logging.error(
+                "%s: %d of %d outputs are missing, so they are not judged", instruction_set["key"], missing, len(rows)
+            )
         else:
-            whole.append({**one, "rows": rows, "references": sets[one["key"]]})
+            whole.append({**instruction_set, "rows": rows, "references": sets[instruction_set["key"]]})
     if whole and not job["judge"]["elsewhere"]:
         judge.probe()
-    metrics = {one["key"]: judge.compare(one) for one in whole}
+    metrics = {instruction_set["key"]: judge.compare(instruction_set) for instruction_set in whole}
     write_json(output / RESULTS_NAME, {"metrics": metrics, "versions": {**versions(), **judge.described}})
 
 
-def load_set(one: dict[str, Any], *, limit: int | None, output: Path) -> list[dict[str, Any]]:
+def load_set(instruction_set: dict[str, Any], *, limit: int | None, output: Path) -> list[dict[str, Any]]:
     """Instructions with the output to compare with; the first ones where there is a limit."""
-    path = Path(one["path"]) if one["path"] else official_set(output)
+    path = Path(instruction_set["path"]) if instruction_set["path"] else official_set(output)
     rows = json.loads(path.read_bytes())
-    if one["references"]:
-        given = {row["instruction"]: row for row in json.loads(Path(one["references"]).read_bytes())}
+    if instruction_set["references"]:
+        given = {row["instruction"]: row for row in json.loads(Path(instruction_set["references"]).read_bytes())}
         rows = [{**row, **given.get(row["instruction"], {})} for row in rows]
     rows = rows[:limit]
     if missing := sum(not isinstance(row.get("output"), str) for row in rows):
         refuse(
             output,
             kind="BadInput",
-            expected=f"an output to compare with for each instruction of {one['key']}",
+            expected=f"an output to compare with for each instruction of {instruction_set['key']}",
             found=f"none for {missing} of {len(rows)}",
-            remedy="Name a file that has them as alpaca_eval.reference_outputs_path",
+            remedy="Name a file that has them as evaluator.reference_outputs_path",
         )
     return [
         {
             "instruction": row["instruction"],
             "output": row["output"],
             "generator": row.get("generator") or "reference",
-            "dataset": row.get("dataset") or one["key"],
+            "dataset": row.get("dataset") or instruction_set["key"],
         }
         for row in rows
     ]
@@ -125,7 +130,7 @@ def official_set(output: Path) -> Path:
             kind="BadInput",
             expected=f"{OFFICIAL_SET} of the data set {DATA_SET}, staged or to be had from the hub",
             found=f"{type(error).__name__}: {str(error)[:SHOWN_CHARACTERS]}",
-            remedy="Run `assay stage` where there is a network, or name a file as alpaca_eval.instructions_path",
+            remedy="Run `assay stage` where there is a network, or name a file as evaluator.instructions_path",
         )
 
 

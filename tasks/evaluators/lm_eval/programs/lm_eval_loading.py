@@ -195,7 +195,7 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
     name, entry = item["name"], manager.task_index[item["name"]]
     chain = list(causes(error))
     said = f"{type(error).__name__}: {error}"
-    if any(type(one).__name__ in HUB_ERRORS or NO_SCRIPT in str(one) for one in chain):
+    if any(type(cause).__name__ in HUB_ERRORS or NO_SCRIPT in str(cause) for cause in chain):
         offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
         refuse(
             output,
