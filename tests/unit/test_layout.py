@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ DEPLOYMENTS: dict[str, Any] = yaml.safe_load((ROOT / "deployments" / "prefect.ya
 ENTRYPOINTS = [deployment["entrypoint"] for deployment in DEPLOYMENTS["deployments"]]
 
 LONGEST_MODULE_LINES = 400
+MOST_MODULES_OF_A_FOLDER = 16
 FORBIDDEN_NAMES = {"utils", "common", "helpers", "core"}
 HEAVY = (
     *("alpaca_eval", "datasets", "helm", "jax", "levanter", "lm_eval", "mlflow", "prefect_gcp", "ray", "torch"),
@@ -213,6 +215,11 @@ def test_committed_files_name_no_home_or_work_directory(committed: dict[Path, st
 
 def test_modules_are_short_enough_to_read():
     assert not [path for path in MODULES if len(path.read_text().splitlines()) >= LONGEST_MODULE_LINES]
+
+
+def test_folders_hold_as_many_modules_as_a_reader_takes_in():
+    held = Counter(path.parent for path in MODULES if path.name != "__init__.py")
+    assert not {str(folder): count for folder, count in held.items() if count > MOST_MODULES_OF_A_FOLDER}
 
 
 def test_tasks_have_few_rooms_on_few_floors():
