@@ -26,7 +26,7 @@ from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import as_served, prepare_environments, provisioned, served_alike
 from tasks.running.scheduler import schedule_cells
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.training.arrivals import ArrivingCells, Exports
+from tasks.training.arrivals import ArrivingCells, ArrivingCheckpoints
 from tasks.training.config import TrainAndEvaluateConfig
 from tasks.training.job import finished, is_trained, plan_training, training
 
@@ -67,7 +67,7 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
     failure: AssayError | None = None
     with nullcontext() if trained else training(config.training) as job:
         report_event("trained already" if job is None else f"training as job {job.job_id}")
-        exports = Exports(config.exports, every_n_steps=config.every_n_steps)
+        exports = ArrivingCheckpoints(config.exports, every_n_steps=config.every_n_steps)
         folder = claims_folder(configs[0].evaluation_path, configs[0].run_name)
         claimed = ClaimedCells([], wait=True, folder=folder)
         cells = ArrivingCells(configs, exports, job, claimed=claimed, poll_seconds=config.poll_seconds, plan=_planned)

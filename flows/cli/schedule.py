@@ -87,11 +87,11 @@ def notify(
     as_json: Json = False,
 ) -> None:
     """Say that a checkpoint is complete, if it is: for notifications of a bucket."""
-    from tasks.policies.events import CompleteCheckpoint, checkpoint_at, send
+    from tasks.policies.events import CompleteCheckpoint, checkpoint_of, send
     from tasks.prefect_server.client import require_server
 
     require_server()
-    found = checkpoint_at(uri)
+    found = checkpoint_of(uri)
     if found is not None and found.complete:
         send([CompleteCheckpoint(found.uri, found.run, found.name, found.step)])
         said, problems = f"{found.name} is complete: said so", []

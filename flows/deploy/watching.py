@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from resources.errors import AssayError
-from tasks.policies.events import CompleteCheckpoint, Watched, send
+from tasks.policies.events import CompleteCheckpoint, WatchedRuns, send
 from tasks.policies.policy import Policy
 
 
@@ -31,7 +31,7 @@ def watch(
         sleep: waits.
         looks: how many looks to take; without end when None.
     """
-    watched = Watched(policy)
+    watched = WatchedRuns(policy)
     number = 0
     while looks is None or number < looks:
         if number:

@@ -105,6 +105,19 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
 
 
+def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoint | None:
+    """The checkpoint that a folder is, complete or not; None where it is none, is a file, or is not written yet.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    try:
+        found = find_checkpoints(folder, kinds=kinds)
+    except BadInput:
+        return None
+    return next((checkpoint for checkpoint in found if checkpoint.uri == folder), None)
+
+
 def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:
     """Returns whether a folder with these files directly in it is a checkpoint by its name or by them."""
     if step_of(folder.rpartition("/")[2]) is not None:

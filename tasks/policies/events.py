@@ -15,7 +15,7 @@ from prefect.events import Event, Resource, emit_event
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
+from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run
 from tasks.policies.policy import Policy
 from tasks.prefect_server.client import prefect_client
@@ -84,7 +84,7 @@ def emit(checkpoints: Iterable[Checkpoint]) -> None:
         emit_event(event=CHECKPOINT_COMPLETE, resource=told.labels())
 
 
-class Watched:
+class WatchedRuns:
     """The runs of a policy, of which each checkpoint is told once it is complete, and again if it is written again.
 
     It remembers in memory only. At its first look at a run the newest checkpoint speaks for those before it, since
@@ -125,17 +125,13 @@ class Watched:
         return CompleteCheckpoint(checkpoint.uri, name_of(run)[0], checkpoint.name, checkpoint.step, self._policy.name)
 
 
-def checkpoint_at(uri: str) -> Checkpoint | None:
+def checkpoint_of(uri: str) -> Checkpoint | None:
     """The checkpoint at a location, or the one that a file belongs to; None where that is none, or not written yet.
 
     Raises:
         StorageError: the location cannot be listed.
     """
     for folder in (uri.rstrip("/"), storage.parent(uri)):
-        try:
-            found = find_checkpoints(folder, kinds=("huggingface", "levanter"))
-        except BadInput:  # not there, a file, or no checkpoint
-            continue
-        if match := next((checkpoint for checkpoint in found if checkpoint.uri == folder), None):
-            return match
+        if found := checkpoint_at(folder, kinds=("huggingface", "levanter")):
+            return found
     return None

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from pools.engine.launch import Servable
-from resources.errors import BackendUnavailable, CheckpointError, NoCheckpoints, StorageError
+from resources.errors import BackendUnavailable, CheckpointError, StorageError
 from resources.jobs.jobs import JobDetails, JobHandle
 from resources.storage import storage
 from resources.storage.storage import FileInfo
-from tasks.checkpoints.discovery import Checkpoint, find_checkpoints
+from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
 from tasks.prefect_server.progress import Event, report, report_event
 from tasks.running.cells import Cell, plan_cells
 from tasks.running.claimed_cells import ClaimedCells
@@ -29,7 +29,7 @@ _SECONDS_BETWEEN_STEPS = 10.0
 _LOG_LINES = 40
 
 
-class Exports:
+class ArrivingCheckpoints:
     """The checkpoints of a run, each told once it is complete, and again if it is written again.
 
     A checkpoint is looked into when two lists agree about its files, so one that is being written costs nothing.
@@ -67,7 +67,7 @@ class Exports:
         for folder in settled:
             if self._looked_into.get(folder) == now[folder]:
                 continue
-            found = _checkpoint_at(folder)
+            found = checkpoint_at(folder)
             looked_into[folder] = now[folder]
             if found is not None and found.complete:
                 self._last_step = max(self._last_step, found.step)
@@ -89,13 +89,6 @@ class Exports:
             return [checkpoint]
         self._left_out[checkpoint.step] = checkpoint
         return []
-
-
-def _checkpoint_at(folder: str) -> Checkpoint | None:
-    try:
-        return next((checkpoint for checkpoint in find_checkpoints(folder) if checkpoint.uri == folder), None)
-    except NoCheckpoints:
-        return None
 
 
 class ArrivingCells:
@@ -122,7 +115,7 @@ class ArrivingCells:
     def __init__(
         self,
         configs: Sequence[EvaluationConfig],
-        exports: Exports,
+        exports: ArrivingCheckpoints,
         job: JobHandle | None,
         *,
         claimed: ClaimedCells,
@@ -136,7 +129,7 @@ class ArrivingCells:
         self.serving: Serving | None = None
         self._configs = configs
         self._exports = exports
-        self._training = _Watched(job, silence_seconds) if job is not None else None
+        self._training = _WatchedTraining(job, silence_seconds) if job is not None else None
         self._claimed = claimed
         self._poll_seconds = poll_seconds
         self._plan_cells = plan
@@ -218,7 +211,7 @@ class ArrivingCells:
         return same
 
 
-class _Watched:
+class _WatchedTraining:
     """A training job, and what is told of it."""
 
     def __init__(self, job: JobHandle, silence_seconds: float) -> None:

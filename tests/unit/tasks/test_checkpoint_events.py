@@ -14,7 +14,7 @@ from fakes.models import write_checkpoint
 from flows.cli.schedule import duration
 from flows.deploy.watching import watch
 from resources.errors import BadInput, PrefectUnavailable
-from tasks.policies.events import CompleteCheckpoint, Watched, checkpoint_at, resources_of
+from tasks.policies.events import CompleteCheckpoint, WatchedRuns, checkpoint_of, resources_of
 from tasks.policies.policy import Policy
 from tasks.spec.loading import load_config
 
@@ -39,7 +39,7 @@ def make(folder: Path, step: int, *, run: str = "run-a", seed: int = 0) -> Path:
 
 
 def test_watched_checkpoint_is_told_once_it_is_complete_once_and_again_when_rewritten(tmp_path: Path, policy: Policy):
-    watched = Watched(policy)
+    watched = WatchedRuns(policy)
     assert watched.find_new() == []  # no run yet
     for step in (1, 2):
         make(tmp_path, step)
@@ -52,12 +52,12 @@ def test_watched_checkpoint_is_told_once_it_is_complete_once_and_again_when_rewr
     weights.write_bytes(whole[:-8])
     assert watched.find_new() == []
     weights.write_bytes(whole)
-    assert [one.name for one in watched.find_new()] == ["run-a-3"]
+    assert [checkpoint.name for checkpoint in watched.find_new()] == ["run-a-3"]
 
     shutil.rmtree(tmp_path / "run-a/hf/step-1")
     make(tmp_path, 1, seed=5)
     make(tmp_path, 9, run="run-b")
-    assert [one.name for one in watched.find_new()] == ["run-a-1", "run-b-9"]
+    assert [checkpoint.name for checkpoint in watched.find_new()] == ["run-a-1", "run-b-9"]
 
 
 def test_watching_tells_later_what_the_server_could_not_be_told(tmp_path: Path, policy: Policy):
@@ -69,7 +69,7 @@ def test_watching_tells_later_what_the_server_could_not_be_told(tmp_path: Path, 
     def tell(found: list[CompleteCheckpoint]) -> None:
         if next(away):
             raise PrefectUnavailable(expected="the server", found="nobody", remedy="wait")
-        told.extend(one.name for one in found)
+        told.extend(checkpoint.name for checkpoint in found)
 
     watch(policy, every_seconds=5, on_event=lines.append, tell=tell, sleep=lambda seconds: None, looks=3)
     assert told == ["run-a-1"]
@@ -95,12 +95,12 @@ def test_automation_listens_to_the_checkpoints_of_its_runs(run: str, checkpoint:
 def test_notification_of_any_file_of_a_checkpoint_finds_it(tmp_path: Path):
     folder = make(tmp_path, 7)
     for uri in (str(folder), f"{folder}/", str(folder / "model.safetensors")):
-        found = checkpoint_at(uri)
+        found = checkpoint_of(uri)
         assert found is not None and (found.uri, found.step, found.complete) == (str(folder), 7, True)
-    assert checkpoint_at(str(tmp_path / "run-a")) is None
-    assert checkpoint_at(str(tmp_path / "nowhere" / "at" / "all")) is None
+    assert checkpoint_of(str(tmp_path / "run-a")) is None
+    assert checkpoint_of(str(tmp_path / "nowhere" / "at" / "all")) is None
     (folder / "config.json").unlink()
-    found = checkpoint_at(str(folder / "model.safetensors"))
+    found = checkpoint_of(str(folder / "model.safetensors"))
     assert found is not None and not found.complete
 
 

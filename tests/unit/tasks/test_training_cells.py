@@ -23,7 +23,7 @@ from tasks.records.record import CheckpointReference, now, write_record
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.spec.evaluation import EvaluationConfig
-from tasks.training.arrivals import ArrivingCells, Exports, step_in
+from tasks.training.arrivals import ArrivingCells, ArrivingCheckpoints, step_in
 
 CONFIG = EvaluationConfig.model_validate(
     {"evaluator": "levanter_lm_evaluation_harness", "model_path": "run", "evals": [{"name": "demo_facts"}]}
@@ -46,7 +46,7 @@ def job() -> FakeJob:
 
 
 def test_checkpoint_is_told_once_when_it_is_complete_and_two_lists_agree(run: Path) -> None:
-    exports = Exports(str(run / "hf"))
+    exports = ArrivingCheckpoints(str(run / "hf"))
     assert exports.find_new() == [], "there is nothing yet, not even a folder"
     write_run(run, [2, 1])
     assert exports.find_new() == []
@@ -64,7 +64,7 @@ def test_checkpoint_is_told_once_when_it_is_complete_and_two_lists_agree(run: Pa
 
 
 def test_checkpoint_that_is_written_again_is_told_again(run: Path) -> None:
-    exports = Exports(str(run / "hf"))
+    exports = ArrivingCheckpoints(str(run / "hf"))
     write_run(run, [1])
     assert steps([*exports.find_new(), *exports.find_new()]) == [1]
     shutil.rmtree(run / "hf" / "step-1")
@@ -78,12 +78,12 @@ def test_last_look_takes_what_is_there_at_once_and_says_what_is_incomplete(run: 
     (run / "hf" / "step-2" / "config.json").unlink()
     events: list[Update] = []
     with listening(events.append):
-        assert steps(Exports(str(run / "hf")).find_new(last=True)) == [1]
+        assert steps(ArrivingCheckpoints(str(run / "hf")).find_new(last=True)) == [1]
     assert any(isinstance(event, Event) and "step-2" in event.text for event in events)
 
 
 def test_every_n_steps_leaves_out_others_but_the_last(run: Path) -> None:
-    exports = Exports(str(run / "hf"), every_n_steps=4)
+    exports = ArrivingCheckpoints(str(run / "hf"), every_n_steps=4)
     write_run(run, [2, 4, 6])
     assert steps([*exports.find_new(), *exports.find_new()]) == [4]
     write_checkpoint(run / "hf" / "step-7", seed=7)
@@ -129,7 +129,7 @@ def arriving(
     def sleep(seconds: float) -> None:
         next(happening, lambda: None)()
 
-    exports = Exports(str(run / "hf"))
+    exports = ArrivingCheckpoints(str(run / "hf"))
     claimed = claimed or ClaimedCells([], wait=False, folder=str(run / "claims"))
     return ArrivingCells([CONFIG], exports, job, claimed=claimed, poll_seconds=1.0, plan=plan, sleep=sleep)
 
@@ -232,7 +232,7 @@ def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, jo
 
 def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcome(run: Path) -> None:
     write_run(run, [1, 2, 3])
-    exports = Exports(str(run / "hf"))
+    exports = ArrivingCheckpoints(str(run / "hf"))
     one, two, three = [cell_of(checkpoint, lambda step: False) for checkpoint in exports.find_new(last=True)]
 
     def record(cell: Cell, *, interrupted: bool = False) -> None:
@@ -261,7 +261,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
                 raise BackendUnavailable(expected="an answer", found="none", remedy="wait")
             return super().details()
 
-    class FlakyExports(Exports):
+    class FlakyExports(ArrivingCheckpoints):
         """Cannot be listed the first time."""
 
         looked = 0
@@ -296,7 +296,7 @@ def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob)
 
     write_run(run, [1])
     gone = Gone(job.job_id, job.said)
-    exports, claimed = Exports(str(run / "hf")), ClaimedCells([], wait=False, folder=str(run / "claims"))
+    exports, claimed = ArrivingCheckpoints(str(run / "hf")), ClaimedCells([], wait=False, folder=str(run / "claims"))
     cells = ArrivingCells([CONFIG], exports, gone, claimed=claimed, poll_seconds=1.0, silence_seconds=0.0)
     with pytest.raises(BackendUnavailable, match="its head is gone"):
         list(cells.arrive())
@@ -309,7 +309,7 @@ def test_checkpoint_is_told_though_another_could_not_be_read_at_first(run: Path,
 
     write_run(run, [1, 2])
     with folder_store(tmp_path / "reads") as store:
-        exports = Exports(f"store://{run}/hf")
+        exports = ArrivingCheckpoints(f"store://{run}/hf")
         exports.find_new()
         store.before_read = staticmethod(fail)
         with pytest.raises(StorageError):
