@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from resources.backends.ray import placement as ray_placement
 from resources.backends.ray.failures import classify_ray
-from resources.backends.ray.log import LogTail
-from resources.backends.ray.orders import JobOrder, ProcessEnd, ProcessOrder
+from resources.backends.ray.orders import LOG_BYTES, JobOrder, ProcessEnd, ProcessOrder
 from resources.backends.ray.turns import Turns
 from resources.config import TpuConfig
 from resources.errors import AssayError
@@ -26,6 +25,27 @@ _END_MARGIN_SECONDS = 35.0  # more than a supervisor waits for a process to die 
 _FORCED_SECONDS = 10.0
 
 Outcome = Literal["succeeded", "failed", "preempted", "stopped", "refused"]
+
+
+class LogTail:
+    """The end of a replica's output, in memory: at least the last megabyte of what was added, and at most two."""
+
+    def __init__(self) -> None:
+        self._content = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._content)
+
+    def add(self, output: bytes) -> None:
+        """Appends output."""
+        self._content += output
+        if len(self._content) > 2 * LOG_BYTES:
+            del self._content[:-LOG_BYTES]
+
+    def last(self, max_lines: int) -> str:
+        """The last lines, of a megabyte at most."""
+        lines = self._content[-LOG_BYTES:].decode(errors="replace").splitlines()
+        return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
 
 
 class ControlledJob:
