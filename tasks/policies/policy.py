@@ -9,14 +9,13 @@ from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, ResourceConfig
-from resources.errors import BadInput
-from resources.storage import storage
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.running.provisioning import as_served
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import Judge
 from tasks.spec.names import name_of
+from tasks.spec.paths import check_deployed_paths
 from tasks.spec.sinks import Sinks
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
@@ -225,10 +224,4 @@ def check_policy_paths(policy: Policy) -> None:
     """
     paths = [*policy.runs, policy.evaluation_path, *filter(None, [suite.benchmarks_path for suite in policy.suites])]
     paths += [suite.suite for suite in policy.suites if suite.suite.endswith((".yaml", ".yml", ".json"))]
-    relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
-    if relative:
-        raise BadInput(
-            expected="absolute paths in a deployed flow: a worker runs it in a folder that it deletes afterwards",
-            found=", ".join(relative),
-            remedy="write the whole path",
-        )
+    check_deployed_paths(paths)

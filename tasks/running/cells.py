@@ -24,6 +24,7 @@ from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many
+from tasks.spec.paths import check_deployed_paths
 
 _MOST_NAMES_IN_A_CELL = 3
 
@@ -152,13 +153,8 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
     places = [getattr(sink, name, None) for sink in config.sinks for name in ("url", "path", "folder")]
     _check_resources(config, checkpoints)
     paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
-    relative = [path for path in paths if storage.is_local(path) and not storage.local_path(path).is_absolute()]
-    if relative and deployment.id:
-        raise BadInput(
-            expected="absolute paths in a deployed flow: a worker runs it in a folder that it deletes afterwards",
-            found=", ".join(relative),
-            remedy="write the whole path",
-        )
+    if deployment.id:
+        check_deployed_paths(paths)
 
 
 def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:

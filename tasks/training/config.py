@@ -13,6 +13,7 @@ from resources.config import Config, ResourceConfig, TpuConfig
 from resources.storage import storage
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import in_few_words, name_of
+from tasks.spec.paths import is_relative
 from tasks.spec.suites import SuiteName, SuiteRequest, load_suite
 
 EXPORTS = "hf"
@@ -130,7 +131,7 @@ def _is_relative(path: str, *, named: str) -> bool:
     """Returns whether a path is relative; names that may mean a hub are none unless they begin with a dot or tilde."""
     if named in _HUB_FIELDS:
         return path.startswith((".", "~"))
-    return bool(path) and storage.is_local(path) and not storage.local_path(path).is_absolute()
+    return bool(path) and is_relative(path)
 
 
 class ExportsEvaluation(EvaluationConfig):
