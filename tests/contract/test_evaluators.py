@@ -10,7 +10,7 @@ import pytest
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import ENVIRONMENTS
 from resources.errors import HarnessOutputInvalid
-from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, evaluator_named
+from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, evaluator_named, harness_environments
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS, is_native, options_kind
 
@@ -70,8 +70,11 @@ def test_evaluator_is_registered_under_its_own_name(name: str, evaluator: Evalua
     assert evaluator.needs_endpoint != is_native(name)
 
 
-def test_evaluator_environment_is_one_there_is(evaluator: Evaluator, config: EvaluationConfig):
-    assert evaluator.environment(config) in ENVIRONMENTS
+def test_evaluator_environment_is_one_of_its_own_whose_lists_exist(evaluator: Evaluator, config: EvaluationConfig):
+    assert evaluator.environment(config) in evaluator.environments
+    for spec in evaluator.environments:
+        assert harness_environments()[spec.name] == spec and spec.name not in ENVIRONMENTS
+        assert spec.requirements.is_file() and (spec.overrides is None or spec.overrides.is_file())
 
 
 def test_command_touches_nothing_and_is_the_same_twice(

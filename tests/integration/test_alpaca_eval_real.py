@@ -19,10 +19,11 @@ from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
+from tasks.evaluators.alpaca_eval.environment import ALPACA_EVAL
 from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
@@ -42,7 +43,7 @@ ELSEWHERE = {"base_url": "http://judge/v1", "model": "judge", "annotator": "demo
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    return ensure_environment(ENVIRONMENTS["alpaca-eval"]).python
+    return ensure_environment(ALPACA_EVAL).python
 
 
 @pytest.fixture(scope="module")

@@ -22,11 +22,12 @@ from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
 from flows.deploy.flows import deployments_for
 from flows.series import evaluate_checkpoints
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import GateRefused
 from resources.settings import process_environment
 from resources.storage import storage
 from tasks.checkpoints.discovery import discover
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.gates.gate import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.records.record import write_record
@@ -46,7 +47,7 @@ HIGH = LOW | {"at_least": 1.01}
 
 @pytest.fixture(scope="module", autouse=True)
 def _harness_is_built() -> None:
-    ensure_environment(ENVIRONMENTS["lm-eval"])
+    ensure_environment(LM_EVAL)
 
 
 @pytest.fixture(scope="module")

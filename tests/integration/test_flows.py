@@ -19,9 +19,10 @@ from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
 from flows.evaluation import evaluate_checkpoint
 from flows.series import evaluate_checkpoints
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import EvaluationInterrupted
 from resources.settings import process_environment
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.records.record import Record, read_records
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -72,7 +73,7 @@ def write_served_checkpoint(folder: Path, *, seed: int) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def _harness_is_built() -> None:
-    ensure_environment(ENVIRONMENTS["lm-eval"])
+    ensure_environment(LM_EVAL)
 
 
 @pytest.fixture

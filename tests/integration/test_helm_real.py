@@ -21,12 +21,13 @@ from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.harness import LOG_NAME, run_harness, verify_counts, warmed
+from tasks.evaluators.helm.environment import HELM
 from tasks.evaluators.helm.evaluator import Helm
 from tasks.records.record import begin_scope, end_scope
 from tasks.records.samples import SAMPLES_NAME, read_samples
@@ -44,7 +45,7 @@ Evaluate = Callable[..., Any]
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    return ensure_environment(ENVIRONMENTS["helm"]).python
+    return ensure_environment(HELM).python
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_one
 from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
+from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.evaluator import Levanter
 from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -99,7 +100,7 @@ HIDDEN_WRITING = "include: writing.yaml\ntask: hidden_writing\n"
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    return ensure_environment(ENVIRONMENTS["levanter"]).python
+    return ensure_environment(LEVANTER["cpu"]).python
 
 
 @pytest.fixture(scope="module")

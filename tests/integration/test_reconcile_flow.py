@@ -26,11 +26,12 @@ from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy, reconcile_policy
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import EvaluationIncomplete, EvaluationInterrupted
 from resources.settings import process_environment
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.gates.gate import Gate
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
@@ -46,7 +47,7 @@ STEPS = (1, 2, 3)
 
 @pytest.fixture(scope="module", autouse=True)
 def _harness_is_built() -> None:
-    ensure_environment(ENVIRONMENTS["lm-eval"])
+    ensure_environment(LM_EVAL)
 
 
 @dataclass(frozen=True)
@@ -232,8 +233,8 @@ def test_killed_reconciler_is_succeeded_and_a_cancelled_one_publishes_nothing(tm
 class Unreadable(Levanter):
     """A harness that ends at once, and whose results our own code cannot cope with."""
 
-    def environment(self, config: EvaluationConfig) -> str:
-        return "lm-eval"
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
+        return LM_EVAL
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:
         return None

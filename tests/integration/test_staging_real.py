@@ -20,11 +20,12 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.staging import StagingRequest, staged_by
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import StagingIncomplete
 from resources.settings import process_environment, settings
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.evaluators.harness import run_harness, verify_counts
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.offline.stage import fill_from, share_staged, stage
 from tasks.offline.wanted import Wanted
 from tasks.spec.evaluation import EvaluationConfig
@@ -59,7 +60,7 @@ assert all(os.waitpid(child, 0)[1] == 0 for child in children)
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    return ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    return ensure_environment(LM_EVAL).python
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def write_suite(folder: Path, *evaluations: dict[str, Any], **content: Any) -> s
 def scored(config: EvaluationConfig, base_url: str, folder: Path, client: LocalClient) -> dict[str, int | None]:
     """Questions behind each metric, after the harness itself has evaluated."""
     evaluator = evaluator_of(config)
-    python = ensure_environment(ENVIRONMENTS[evaluator.environment(config)]).python
+    python = ensure_environment(evaluator.environment(config)).python
     model = RunningModel(
         base_url=base_url,
         model="m",

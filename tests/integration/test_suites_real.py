@@ -24,10 +24,11 @@ from fakes.suites import endpoint, in_lm_eval, write_benchmark
 from fakes.tokenizers import write_byte_tokenizer
 from flows import suites as flows
 from flows.cli.app import app
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import UnknownBenchmark
 from resources.settings import deployment_data, process_environment, settings
 from tasks.evaluators.helm.options import HelmOptions
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.index import listed_benchmarks
 from tasks.offline.texts import stage_texts, text_source
 from tasks.records.record import Record
@@ -69,7 +70,7 @@ print(json.dumps({name: sorted(kinds(name)) for name in json.load(sys.stdin)}))
 
 @pytest.fixture(scope="session")
 def python() -> Path:
-    return ensure_environment(ENVIRONMENTS["lm-eval"]).python
+    return ensure_environment(LM_EVAL).python
 
 
 def test_every_benchmark_of_every_set_is_there_and_asks_for_what_the_data_say(python: Path):

@@ -27,9 +27,10 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.cli.app import app
 from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION
 from flows.reconcile import load_policy, reconcile_policy
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.environments.environments import ensure_environment
 from resources.errors import NoUsableWorkPool, UnknownBenchmark
 from resources.settings import settings
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.prefect_server.work_pools import work_pool_states
 from tasks.records.record import read_records
 
@@ -251,7 +252,7 @@ def test_work_pools_are_applied_with_what_ends_flow_runs_that_died_with_their_wo
 
 
 def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
-    ensure_environment(ENVIRONMENTS["lm-eval"])
+    ensure_environment(LM_EVAL)
     sent.alive(US)
     sent.write_policy("first")
     with sent.field.worker(US):

@@ -40,6 +40,7 @@ from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
+from tasks.evaluators.evaluator import harness_environments
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
@@ -293,7 +294,7 @@ def errors_list() -> str:
 def environments_list() -> str:
     """The environments by the Python they are built on."""
     pythons: dict[str, list[str]] = {}
-    for name, spec in ENVIRONMENTS.items():
+    for name, spec in (ENVIRONMENTS | harness_environments()).items():
         assert spec.requirements.name == f"{name}.txt"
         pythons.setdefault(f"Python {spec.python}" if spec.python else "the running Python", []).append(f"`{name}`")
     return "".join(f"- on {python}: {', '.join(names)}\n" for python, names in pythons.items())

@@ -30,7 +30,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = ("flows", "tasks", "pools", "resources")
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 PROGRAMS = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/programs"))
-LISTS = sorted((ROOT / "resources" / "environments" / "requirements").glob("*.txt"))
+LIST_FOLDERS = sorted(path for package in PACKAGES for path in (ROOT / package).glob("**/requirements"))
+LISTS = sorted(path for folder in LIST_FOLDERS for path in folder.glob("*.txt"))
+LIST_INPUTS = sorted(path for folder in LIST_FOLDERS for path in folder.glob("*.in"))
 DEPLOYMENTS: dict[str, Any] = yaml.safe_load((ROOT / "deployments" / "prefect.yaml").read_text())
 ENTRYPOINTS = [deployment["entrypoint"] for deployment in DEPLOYMENTS["deployments"]]
 
@@ -136,9 +138,7 @@ def test_requirement_list_pins_every_line_to_a_public_version_and_names_no_addre
     assert lines and not [line for line in lines if not PINNED.match(line) or "://" in line]
 
 
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "resources" / "environments" / "requirements").glob("*.in")), ids=lambda path: path.name
-)
+@pytest.mark.parametrize("path", LIST_INPUTS, ids=lambda path: path.name)
 def test_requirement_input_names_no_address_and_no_local_version(path: Path):
     lines = [line.partition("#")[0] for line in path.read_text().splitlines()]
     options = [line for line in lines if line.startswith("-") and not re.fullmatch(r"-[cr] [\w.-]+\s*", line)]

@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pools.endpoint import RunningModel
+from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput
 from resources.storage import storage
+from tasks.evaluators.alpaca_eval.environment import ALPACA_EVAL
 from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS, check_instructions, instruction_sets
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.alpaca_eval.results import folder_of, read_results, read_samples
@@ -38,12 +40,13 @@ class AlpacaEval:
 
     name: str = "alpaca_eval"
     needs_endpoint: bool = True
+    environments: tuple[EnvironmentSpec, ...] = (ALPACA_EVAL,)
     program: Path | None = _PROGRAM
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
-    def environment(self, config: EvaluationConfig) -> str:
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
         """Returns the harness's environment: all evaluations share it."""
-        return "alpaca-eval"
+        return ALPACA_EVAL
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
         """Nothing but the imports."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from pools.endpoint import RunningModel
+from resources.environments.environments import EnvironmentSpec
 from resources.settings import process_environment, settings
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.helm.entries import check_entries, read_entries_file
+from tasks.evaluators.helm.environment import HELM
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.helm.results import RESULTS_FOLDER, read_results, read_samples
 from tasks.records.record import SCOPE_NAME
@@ -34,12 +36,13 @@ class Helm:
 
     name: str = "helm"
     needs_endpoint: bool = True
+    environments: tuple[EnvironmentSpec, ...] = (HELM,)
     program: Path | None = _PROGRAM
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
-    def environment(self, config: EvaluationConfig) -> str:
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
         """Returns the harness's environment: all evaluations share it."""
-        return "helm"
+        return HELM
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
         """None: everything is imported and read beforehand."""

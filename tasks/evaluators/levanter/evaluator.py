@@ -15,10 +15,12 @@ from pydantic import BaseModel, ValidationError
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.config import ResourceConfig
+from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput, HarnessOutputInvalid
 from resources.settings import settings
 from resources.storage import storage
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.index import local_benchmarks
@@ -47,13 +49,13 @@ class Levanter:
 
     name: str = "levanter_lm_evaluation_harness"
     needs_endpoint: bool = False
+    environments: tuple[EnvironmentSpec, ...] = tuple(LEVANTER.values())
     program: Path | None = _PROGRAM
     import_variables: Mapping[str, str] = field(default_factory=lambda: {"TOKENIZERS_PARALLELISM": "false"})
 
-    def environment(self, config: EvaluationConfig) -> str:
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
         """JAX built for the device that the evaluation runs on."""
-        kind = (config.resource_config or ResourceConfig()).device.kind
-        return {"cpu": "levanter", "gpu": "levanter-cuda", "tpu": "levanter-tpu"}[kind]
+        return LEVANTER[(config.resource_config or ResourceConfig()).device.kind]
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
         """The index of lm-eval's own benchmarks, where one of them is wanted."""

@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pools.endpoint import RunningModel
+from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput, UnknownBenchmark
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.lm_eval.results import NO_ANSWER, RESULTS_FOLDER, read_results
@@ -37,6 +39,7 @@ class LmEval:
 
     name: str = "lm_evaluation_harness"
     needs_endpoint: bool = True
+    environments: tuple[EnvironmentSpec, ...] = (LM_EVAL,)
     program: Path | None = PROGRAM
     import_variables: Mapping[str, str] = field(
         default_factory=lambda: {
@@ -45,9 +48,9 @@ class LmEval:
         }
     )
 
-    def environment(self, config: EvaluationConfig) -> str:
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
         """Returns the harness's environment: all evaluations share it."""
-        return "lm-eval"
+        return LM_EVAL
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
         """The index of lm-eval's own benchmarks, where one of them is wanted."""

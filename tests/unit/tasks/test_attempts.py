@@ -20,6 +20,7 @@ from fakes.records import make_record
 from pools.endpoint import RunningModel
 from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client
+from resources.environments.environments import EnvironmentSpec
 from resources.errors import EvaluationInterrupted, RecordStatus, RecordUnwritten, UnexpectedError
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
@@ -53,8 +54,12 @@ class Hanging:
     def import_variables(self) -> Mapping[str, str]:
         return {}
 
-    def environment(self, config: EvaluationConfig) -> str:
-        return "hanging"
+    @property
+    def environments(self) -> tuple[EnvironmentSpec, ...]:
+        return (EnvironmentSpec(name="hanging", requirements=Path("hanging.txt"), smoke_import=None),)
+
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
+        return self.environments[0]
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
         return ()

@@ -15,6 +15,7 @@ import pytest
 from fakes.polling import eventually, is_alive
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
+from resources.environments.environments import EnvironmentSpec
 from resources.errors import (
     CountsDisagree,
     EngineDied,
@@ -59,8 +60,12 @@ class FakeEvaluator:
     def import_variables(self) -> Mapping[str, str]:
         return {}
 
-    def environment(self, config: EvaluationConfig) -> str:
-        return "fake"
+    @property
+    def environments(self) -> tuple[EnvironmentSpec, ...]:
+        return (EnvironmentSpec(name="fake", requirements=Path("fake.txt"), smoke_import=None),)
+
+    def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
+        return self.environments[0]
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
         return ()

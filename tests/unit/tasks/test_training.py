@@ -16,7 +16,7 @@ from resources.config import Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus
 from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
-from tasks.training.job import ENVIRONMENT_OF, finished, is_trained, plan_training, run_levanter_train_lm, training
+from tasks.training.job import finished, is_trained, plan_training, run_levanter_train_lm, training
 from tasks.training.layout import run_id_of, training_of
 from tasks.training.variables import accelerator_defaults, variables_of
 
@@ -70,7 +70,7 @@ def test_training_asks_for_device_and_replicas_of_its_resources(
     assert (request.max_retries_failure, request.max_retries_preemption) == (0, 100)
     assert request.name == "train_lm-run-a" and not request.outlives_parent
     assert isinstance(request.entrypoint, Call)
-    assert request.entrypoint.kwargs["environment"] == ENVIRONMENT_OF[kind]
+    assert request.entrypoint.kwargs["device"] == kind
     assert request.environment is not None and request.environment.python is None, "the node builds it, not we"
     assert levanter_of(request)["trainer"].get("require_accelerator", True) is (kind != "cpu")
 
