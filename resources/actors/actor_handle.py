@@ -25,9 +25,9 @@ from resources.jobs.waiting import growing_pauses
 class ActorFuture:
     """The answer of an actor that will come."""
 
-    def __init__(self, answer: Future[Frame], *, what: str) -> None:
+    def __init__(self, answer: Future[Frame], *, full_name: str) -> None:
         self._answer = answer
-        self._what = what
+        self._full_name = full_name
 
     def done(self) -> bool:
         """Returns True if the answer, or the reason why there is none, is here."""
@@ -51,7 +51,7 @@ class ActorFuture:
             if self._answer.done():
                 raise
             raise JobTimeout(
-                expected=f"an answer of {self._what} after {timeout:g} s",
+                expected=f"an answer of {self._full_name} after {timeout:g} s",
                 found="none yet",
                 remedy="Wait longer, or ask what the actor's job is doing.",
             ) from None
@@ -76,14 +76,14 @@ class ActorFuture:
         if isinstance(error, Exception):
             return error
         return ActorMethodFailed(
-            expected=f"{self._what} to return, or to raise what can be sent to another process",
+            expected=f"{self._full_name} to return, or to raise what can be sent to another process",
             found=f"{raised.type_name}: {raised.text}",
             remedy="Read its traceback above.",
         )
 
     def _unreadable(self, found: str) -> BadInput:
         return BadInput(
-            expected=f"arguments and result of {self._what} that can be sent from one process to the other",
+            expected=f"arguments and result of {self._full_name} that can be sent from one process to the other",
             found=found,
             remedy="Pass values, no open files, locks or connections; install their modules on both sides.",
         )
@@ -105,7 +105,7 @@ class ActorMethod:
 
     def __init__(self, line: ActorLine, *, actor: str, method: str) -> None:
         self._line = line
-        self._what = f"{actor}.{method}"
+        self._full_name = f"{actor}.{method}"
         self._method = method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -122,11 +122,11 @@ class ActorMethod:
             body = cloudpickle.dumps((args, kwargs))
         except Exception as error:  # whatever the objects' own pickling code raises
             raise BadInput(
-                expected=f"arguments of {self._what} that can be pickled, since they are sent to another process",
+                expected=f"arguments of {self._full_name} that can be pickled, since they are sent to another process",
                 found=f"{type(error).__name__}: {error}",
                 remedy="Pass values; open files, locks and connections inside the method.",
             ) from error
-        return ActorFuture(self._line.call(self._method, body), what=self._what)
+        return ActorFuture(self._line.call(self._method, body), full_name=self._full_name)
 
 
 class ActorHandle:

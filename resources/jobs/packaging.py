@@ -167,7 +167,7 @@ def _entry(name: str, path: Path) -> tuple[zipfile.ZipInfo, bytes]:
 def _extract(content: bytes, folder: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         # Symlinks last: a file is never written through one.
-        for entry in sorted(archive.infolist(), key=lambda one: stat.S_ISLNK(one.external_attr >> 16)):
+        for entry in sorted(archive.infolist(), key=lambda entry: stat.S_ISLNK(entry.external_attr >> 16)):
             name = PurePosixPath(entry.filename)
             if name.is_absolute() or ".." in name.parts:
                 raise StorageError(

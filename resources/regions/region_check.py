@@ -90,7 +90,7 @@ def check_gcs_paths_same_region(
         WrongRegion: a path lies elsewhere; all that do are named, with what reading them would cost.
         BadInput: the region is not known, and `local_ok` is False.
     """
-    paths = [one for one in find_gcs_paths(obj) if not any(part in one.place for part in skip_if_prefix_contains)]
+    paths = [path for path in find_gcs_paths(obj) if not any(part in path.place for part in skip_if_prefix_contains)]
     if not paths:
         return region
     wanted = resources or getattr(obj, "resources", None)
@@ -106,7 +106,7 @@ def check_gcs_paths_same_region(
     checker = path_checker or check_path
     by_region: dict[str, list[Elsewhere]] = {}
     for name in allowed:
-        by_region[name] = [one for path in paths if (one := checker(path, name)) is not None]
+        by_region[name] = [found for path in paths if (found := checker(path, name)) is not None]
         if not by_region[name]:
             return name
     best = min(by_region, key=lambda name: len(by_region[name]))
@@ -128,7 +128,8 @@ def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> El
     """
     known = regions or known_regions()
     described = known.of_bucket(path.bucket)
-    aliases = next(({one.name, *one.aliases} for one in known.regions if region in (one.name, *one.aliases)), {region})
+    all_names = ({entry.name, *entry.aliases} for entry in known.regions)
+    aliases = next((names for names in all_names if region in names), {region})
     if described is not None:
         locations: tuple[str, ...] = (described.name,)
     else:
@@ -235,14 +236,12 @@ def _covers(location: str, region: str) -> bool:
     return location == region or (around is not None and region.startswith(around))
 
 
-def _cost(one: Elsewhere, timeout_seconds: float) -> str:
-    size, whole = size_of(one.path.uri, timeout_seconds) if timeout_seconds > 0 else (0, False)
+def _cost(found: Elsewhere, timeout_seconds: float) -> str:
+    size, whole = size_of(found.path.uri, timeout_seconds) if timeout_seconds > 0 else (0, False)
     if not size:
-        return f"reading it costs {one.price} USD per GB"
-    least = "" if whole else "more than "
-    return (
-        f"reading {least}{size / _GB:,.3g} GB once costs {least}{one.price * size / _GB:,.2g} USD, {one.price} per GB"
-    )
+        return f"reading it costs {found.price} USD per GB"
+    least, cost = "" if whole else "more than ", found.price * size / _GB
+    return f"reading {least}{size / _GB:,.3g} GB once costs {least}{cost:,.2g} USD, {found.price} per GB"
 
 
 def _unknown_region(paths: list[GcsPath], *, local_ok: bool) -> None:
@@ -259,8 +258,8 @@ def _unknown_region(paths: list[GcsPath], *, local_ok: bool) -> None:
 def _wrong(elsewhere: list[Elsewhere], *, region: str, allowed: Sequence[str]) -> WrongRegion:
     until = time.monotonic() + _SIZES_SECONDS
     listed = "\n".join(
-        f"  {one.path.place}: {one.path.uri} is in {one.location}; {_cost(one, until - time.monotonic())}"
-        for one in elsewhere
+        f"  {found.path.place}: {found.path.uri} is in {found.location}; {_cost(found, until - time.monotonic())}"
+        for found in elsewhere
     )
     among = f", the best of {', '.join(allowed)}" if len(allowed) > 1 else ""
     return WrongRegion(

@@ -153,7 +153,7 @@ class Regions(Config):
         names = [name for region in self.regions for name in (region.name, *region.aliases)]
         buckets = [bucket for region in self.regions for bucket in region.buckets]
         for kind, listed in (("name", names), ("bucket", buckets)):
-            twice = sorted({one for one in listed if listed.count(one) > 1})
+            twice = sorted({value for value in listed if listed.count(value) > 1})
             if twice:
                 raise ValueError(f"the {kind} {twice[0]} stands for two regions")
         return self
@@ -186,11 +186,11 @@ class Regions(Config):
         beginnings = {"us": "north-america", "northamerica": "north-america", "europe": "europe", "asia": "asia"}
         return beginnings.get(region.partition("-")[0])
 
-    def egress_price(self, one: str, other: str) -> Decimal:
+    def egress_price(self, region: str, other: str) -> Decimal:
         """USD for a GB, 10^9 bytes, between two regions; the higher price where a continent is unknown."""
-        if one == other:
+        if region == other:
             return Decimal(0)
-        continents = {self.continent_of(one), self.continent_of(other)}
+        continents = {self.continent_of(region), self.continent_of(other)}
         known = None not in continents and len(continents) == 1
         return self.prices.egress_gb.same_continent if known else self.prices.egress_gb.other_continent
 

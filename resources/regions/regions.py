@@ -67,7 +67,8 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
     """
     known = regions or known_regions()
     searched = [known.named(name) for name in resources.regions] if resources.regions else list(known.regions)
-    if found := [region for region in {one.name: one for one in searched}.values() if _offers(region, resources)]:
+    unique = {region.name: region for region in searched}.values()
+    if found := [region for region in unique if _offers(region, resources)]:
         return found
     raise NoMatchingRegion(
         expected=f"a region that offers {_described(resources)}",

@@ -152,28 +152,31 @@ def _vertex_ai(resources: ResourceConfig) -> dict[str, Any]:
         variables["scheduling"] = {"strategy": "SPOT"}
     match resources.device:
         case CpuConfig():
-            fitting = [one for one in _CPU_MACHINES if one.cores >= cores and one.memory_gib * _GIB >= memory]
+            fitting = [
+                machine for machine in _CPU_MACHINES if machine.cores >= cores and machine.memory_gib * _GIB >= memory
+            ]
             if not fitting:
-                largest = max(_CPU_MACHINES, key=lambda one: one.memory_gib)
+                largest = max(_CPU_MACHINES, key=lambda machine: machine.memory_gib)
                 found = f"{cores} cores and {memory / _GIB:g} GiB"
                 raise _beyond("Vertex AI", found, f"{largest.name}, {largest.cores} cores, {largest.memory_gib} GiB")
-            return variables | {"machine_type": min(fitting, key=lambda one: (one.memory_gib, one.cores)).name}
+            smallest = min(fitting, key=lambda machine: (machine.memory_gib, machine.cores))
+            return variables | {"machine_type": smallest.name}
         case GpuConfig(variant=variant, count=count):
             model, wanted = "T4" if variant == "auto" else gpu_model(variant), count * share
             machines = _GPU_MACHINES.get(model, {})
             fitting_count = next(
                 (
                     size
-                    for size, one in machines.items()
-                    if size >= wanted and one.cores >= cores and one.memory_gib * _GIB >= memory
+                    for size, machine in machines.items()
+                    if size >= wanted and machine.cores >= cores and machine.memory_gib * _GIB >= memory
                 ),
                 None,
             )
             if fitting_count is None:
                 nearest = [
-                    f"{size} x {name} with {one.cores} cores and {one.memory_gib} GiB"
+                    f"{size} x {name} with {machine.cores} cores and {machine.memory_gib} GiB"
                     for name, sizes in _GPU_MACHINES.items()
-                    for size, one in [max(sizes.items())]
+                    for size, machine in [max(sizes.items())]
                     if name == model or not machines
                 ]
                 found = f"{wanted} x {variant} with {cores} cores and {memory / _GIB:g} GiB"

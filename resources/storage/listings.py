@@ -127,8 +127,8 @@ def bucket_objects(
     folder = f"{name.rstrip('/')}/" if name.strip("/") else ""
     ranges = list(pairwise((None, *between, None)))
 
-    def listed(one: tuple[str | None, str | None]) -> list[dict[str, Any]]:
-        return list(_range(filesystem, bucket, prefix=folder, start=one[0], end=one[1]))
+    def listed(limits: tuple[str | None, str | None]) -> list[dict[str, Any]]:
+        return list(_range(filesystem, bucket, prefix=folder, start=limits[0], end=limits[1]))
 
     if len(ranges) == 1:
         found = listed(ranges[0])
@@ -138,7 +138,7 @@ def bucket_objects(
     if found or not folder:
         return found
     exact = _page(filesystem, bucket, prefix=name, maxResults=1).get("items", ())  # a file: the first of its names
-    return [one for one in exact if one["name"] == name]
+    return [item for item in exact if item["name"] == name]
 
 
 def _range(
@@ -150,7 +150,7 @@ def _range(
             filesystem, bucket, prefix=prefix or None, startOffset=start, endOffset=end, pageToken=token,
             maxResults=PAGE,
         )  # fmt: skip
-        yield from (one for one in page.get("items", ()) if not is_marker(one["name"]))
+        yield from (item for item in page.get("items", ()) if not is_marker(item["name"]))
         token = page.get("nextPageToken")
         if token is None:
             return
@@ -180,7 +180,7 @@ def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) 
 def files_of_bucket(uri: str, objects: Sequence[dict[str, Any]]) -> list[FileInfo]:
     """The objects that were found below a location."""
     name = uri.split("://", 1)[-1].partition("/")[2].rstrip("/")
-    return described(uri, [(one["name"][len(name) :].lstrip("/"), one) for one in objects])
+    return described(uri, [(item["name"][len(name) :].lstrip("/"), item) for item in objects])
 
 
 def described(uri: str, found: Iterable[tuple[str, dict[str, Any]]]) -> list[FileInfo]:

@@ -267,7 +267,7 @@ def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, A
     filesystem, path = _open(uri)
     with reported(uri, "list"):
         try:
-            names = [one.split("://", 1)[-1].partition("/")[2] for one in between]
+            names = [uri.split("://", 1)[-1].partition("/")[2] for uri in between]
             return listings.bucket_objects(filesystem, path, between=names)
         except FileNotFoundError:
             return []

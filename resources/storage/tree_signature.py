@@ -41,8 +41,8 @@ def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
         return Tree(_digest(uri, folders), lambda: listings.files_of_walk(uri, folders))
     objects = storage.bucket_objects(uri, between=between)
     if objects is not None:
-        told = [(one["name"], one.get("size"), one.get("md5Hash") or one.get("crc32c") or one.get("updated"))
-                for one in objects]  # fmt: skip
+        told = [(item["name"], item.get("size"), item.get("md5Hash") or item.get("crc32c") or item.get("updated"))
+                for item in objects]  # fmt: skip
         return Tree(_digest(uri, told), lambda: listings.files_of_bucket(uri, objects))
     files = storage.list_files(uri)
     return Tree(_digest(uri, [(file.uri, file.size, file.checksum or file.modified) for file in files]), lambda: files)

@@ -161,7 +161,7 @@ class IrisController:
     def records(self, name: str) -> dict[str, dict[str, str]]:
         """Returns the metadata registered under a name, by the last part of its id."""
         found = self.ask(lambda: self._calls.list_endpoints(_C.ListEndpointsRequest(prefix=name, exact=True)))
-        return {one.endpoint_id.rpartition("#")[2]: dict(one.metadata) for one in found.endpoints}
+        return {endpoint.endpoint_id.rpartition("#")[2]: dict(endpoint.metadata) for endpoint in found.endpoints}
 
     def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
         """Registers metadata under a name, in place of what had the id; False where the attempt is not current."""
@@ -187,7 +187,7 @@ class IrisController:
     def groups(self) -> list[Group]:
         """The kinds of machines that the cluster can start; empty where it starts none itself."""
         found = self.ask(lambda: self._calls.get_autoscaler_status(_C.GetAutoscalerStatusRequest()))
-        return [_group(one.config) for one in found.status.groups]
+        return [_group(group.config) for group in found.status.groups]
 
     def _whole(self, task: Task) -> Task:
         request = _C.GetTaskStatusRequest(task_id=task.task_id)
@@ -250,8 +250,8 @@ def _task(task: job_pb2.TaskStatus) -> Task:
         state=job_pb2.TaskState.Name(task.state),
         attempt=task.current_attempt_id,
         attempts=tuple(
-            Attempt(job_pb2.TaskState.Name(one.state), error=one.error, ended=one.finished_at.epoch_ms > 0)
-            for one in task.attempts
+            Attempt(job_pb2.TaskState.Name(attempt.state), error=attempt.error, ended=attempt.finished_at.epoch_ms > 0)
+            for attempt in task.attempts
         ),
         error=task.error,
     )

@@ -84,21 +84,21 @@ class Controller(Protocol):
 
 
 def tell(
-    controller: Controller, job_id: str, what: str, metadata: Mapping[str, str], *, attempt: int = 0
+    controller: Controller, job_id: str, record_name: str, metadata: Mapping[str, str], *, attempt: int = 0
 ) -> int | None:
     """Leaves a record for the replicas of a job; it hangs on one of its tasks, and goes with that task's attempt.
 
     Args:
         controller: of the job.
         job_id: whose replicas are to read it.
-        what: `LEASE` or `STOP`.
+        record_name: `LEASE` or `STOP`.
         metadata: the record.
         attempt: the one of the first task that is probably current, which saves a question.
 
     Returns:
         The attempt that was current; None where no task is left to hear.
     """
-    name, record_id = f"{job_id}/{RECORDS}", f"{job_id}#{what}"
+    name, record_id = f"{job_id}/{RECORDS}", f"{job_id}#{record_name}"
     if controller.register(name, record_id=record_id, task_id=f"{job_id}/0", attempt=attempt, metadata=metadata):
         return attempt
     for task in controller.tasks(job_id):

@@ -63,7 +63,7 @@ def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:
     if not groups:
         return
     fitting = list(groups)
-    for what, fits in (
+    for wanted, fits in (
         (f"device {_device_name(resources.device)}", lambda group: _has_device(group, resources.device)),
         (f"one of the regions {resources.regions}", lambda group: _is_one_of(group.region, resources.regions)),
         (f"zone {resources.zone}", lambda group: _is_one_of(group.zone, resources.zone and (resources.zone,))),
@@ -75,7 +75,7 @@ def check_groups(resources: ResourceConfig, groups: Sequence[Group]) -> None:
         left = [group for group in fitting if fits(group)]
         if not left:
             raise UnsatisfiableResources(
-                expected=f"machines with {what}",
+                expected=f"machines with {wanted}",
                 found="; ".join(_described(group) for group in fitting),
                 remedy="Ask for less or for another device, or add a scale group to the cluster's configuration.",
             )

@@ -184,11 +184,11 @@ class OwnedJob:
             return PodState("preempted", f"only {running} of {len(states)} pods could start: {waiting[0].reason}")
         return None
 
-    def _lasts(self, what: str, holds: bool, seconds: float) -> bool:
+    def _lasts(self, condition: str, holds: bool, seconds: float) -> bool:
         if not holds:
-            self._since.pop(what, None)
+            self._since.pop(condition, None)
             return False
-        return time.monotonic() - self._since.setdefault(what, time.monotonic()) >= seconds
+        return time.monotonic() - self._since.setdefault(condition, time.monotonic()) >= seconds
 
     def _write(self, **changes: Any) -> None:
         changed = replace(self._record, **changes)

@@ -229,7 +229,7 @@ class KubernetesClient:
             with suppress(AssayError):
                 job.fail(f"it could not be started: {error.found}")
             raise
-        self._owned = [*(one for one in self._owned if not one.record.finished), job]
+        self._owned = [*(owned for owned in self._owned if not owned.record.finished), job]
         threading.Thread(target=self._look_after, args=(job,), name=record.job_id, daemon=True).start()
         return self._handle(record, step=job.step)
 

@@ -163,15 +163,15 @@ class Cluster:
         self, verb: str, resource: Resource, name: str, problem: str, *, status: int | None
     ) -> BackendUnavailable:
         right = {"POST": "create", "GET": "get" if name else "list"}.get(verb, verb.lower())
-        what = f"pods/{name.rpartition('/')[2]}" if name.endswith("/log") else resource
+        target = f"pods/{name.rpartition('/')[2]}" if name.endswith("/log") else resource
         remedies = {
             401: "Log in to the cluster again, such as with `gcloud container clusters get-credentials`.",
-            403: f"Have somebody grant the verb {right!r} on {what!r} in the namespace {self.namespace}.",
+            403: f"Have somebody grant the verb {right!r} on {target!r} in the namespace {self.namespace}.",
             422: "The cluster may be older than Kubernetes 1.29, which jobs need; or a policy there forbids this.",
             None: "See whether the cluster is up and can be reached from here, and try again.",
         }
         return BackendUnavailable(
-            expected=f"the cluster {self._api.configuration.host} to let us {right} {what} {name}".rstrip(),
+            expected=f"the cluster {self._api.configuration.host} to let us {right} {target} {name}".rstrip(),
             found=problem,
             remedy=remedies.get(status, "Mend what the server names."),
         )

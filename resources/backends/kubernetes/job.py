@@ -158,7 +158,7 @@ class KubernetesJob:
         """The record of a job whose keeper pod gives no sign: failed if the cluster has given it up."""
         name = keeper_pod_name(self.job_id)
         conditions = (self._cluster.get("jobs", name) or {}).get("status", {}).get("conditions") or ()
-        if not any(one["type"] == "Failed" and one["status"] == "True" for one in conditions):
+        if not any(condition["type"] == "Failed" and condition["status"] == "True" for condition in conditions):
             return record
         reason = f"its keeper pod failed, which needs an image with Assay: see `kubectl logs job/{name}`"
         return replace(record, status=JobStatus.FAILED, reason=reason)

@@ -153,7 +153,7 @@ class LocalClient:
         for status in self._jobs_dir.glob("*/status.json"):
             with suppress(OSError, KeyError, ValueError):  # another process prunes them; or it is no job of ours
                 found.append(LocalJob(status.parent).details())
-        return sorted(found, key=lambda one: one.submitted_at or 0.0, reverse=True)
+        return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """See `Client.check_resources`."""

@@ -139,7 +139,7 @@ class RayClient:
                 found += connection.ask(controller, "jobs")
             except ControllerGone:
                 continue
-        return sorted(found, key=lambda one: one.submitted_at or 0.0, reverse=True)
+        return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """See `Client.check_resources`; judges by the nodes that are there, unless others may come."""

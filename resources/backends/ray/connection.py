@@ -93,7 +93,7 @@ class RayConnection:
         names = [actor["name"] for actor in actors if actor["namespace"] == NAMESPACE]
         wanted = DETACHED if detached_only else "controller-"
         found = []
-        for name in sorted(names, key=lambda one: one != f"controller-{self._key[1]}"):
+        for name in sorted(names, key=lambda name: name != f"controller-{self._key[1]}"):
             with suppress(ValueError):  # it has ended since
                 if name.startswith(wanted):
                     found.append(self._ray.get_actor(name, namespace=NAMESPACE))

@@ -154,16 +154,16 @@ class ControlledJob:
         return attempt != self._attempts or self._ending.is_set() or self._finished.is_set()
 
     def report(
-        self, attempt: int, who: tuple[int, int], *, output: bytes, announcement: str | None, started: bool
+        self, attempt: int, process: tuple[int, int], *, output: bytes, announcement: str | None, started: bool
     ) -> None:
         """Takes what one process, a replica and its host, has written and announced since its last report."""
         if attempt != self._attempts or self._finished.is_set():
             return
-        self._logs[who].add(output)
+        self._logs[process].add(output)
         if announcement is not None:
-            self.announced[who[0]] = announcement
+            self.announced[process[0]] = announcement
         if started:
-            self._started.add(who)
+            self._started.add(process)
         if self.status is JobStatus.PENDING and self._expected and len(self._started) == self._expected:
             self.status, self._reason = JobStatus.RUNNING, None
 
@@ -250,12 +250,12 @@ class ControlledJob:
         ends: dict[asyncio.Future[Any], tuple[int, int]] = {}
         references = []
         for place in places:
-            who = (place.replica, place.host)
+            process = (place.replica, place.host)
             if self._attempts > 1:
-                self._logs[who].add(f"--- attempt {self._attempts} ---\n".encode())
+                self._logs[process].add(f"--- attempt {self._attempts} ---\n".encode())
             reference = self._start(place, pickle.dumps(self._process(place, places)), self._package)
             references.append(reference)
-            ends[asyncio.ensure_future(_ended(reference))] = who
+            ends[asyncio.ensure_future(_ended(reference))] = process
         stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())
         try:
             left: set[Any] = set(ends)
@@ -274,8 +274,8 @@ class ControlledJob:
         finally:
             stopping.cancel()
         results = [end.result() if end.done() else ProcessEnd(outcome="preempted", reason="lost") for end in ends]
-        for who, result in zip(ends.values(), results, strict=True):
-            self.report(self._attempts, who, output=result.output, announcement=result.announcement, started=False)
+        for process, result in zip(ends.values(), results, strict=True):
+            self.report(self._attempts, process, output=result.output, announcement=result.announcement, started=False)
         return self._together(results)
 
     def _together(self, ends: list[ProcessEnd]) -> tuple[Outcome, str | None]:

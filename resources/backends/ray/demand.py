@@ -146,8 +146,9 @@ def _refused_slices(
             found=offered,
             remedy="Ask for a type and a number that are there, or add slices to the cluster.",
         )
-    lacking = [host for one in slices for host in one.hosts if room([host.total], share) < 1]
-    if len(slices) - len({one.name for one in slices if any(host in lacking for host in one.hosts)}) >= replicas:
+    lacking = [host for tpu_slice in slices for host in tpu_slice.hosts if room([host.total], share) < 1]
+    unfit = {tpu_slice.name for tpu_slice in slices if any(host in lacking for host in tpu_slice.hosts)}
+    if len(slices) - len(unfit) >= replicas:
         return None
     return UnsatisfiableResources(
         expected=f"{in_words(share)} on each host of {wanted}",

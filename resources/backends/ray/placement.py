@@ -166,14 +166,14 @@ def _slice_bundles(
         return None
     return [
         _Bundle(
-            share={**share, **one.claim(host)},
+            share={**share, **tpu_slice.claim(host)},
             selector={NODE_LABEL: node.node_id},
             replica=replica,
             host=host,
             env_vars=tpu_variables(slices, replica, host),
         )
-        for replica, one in enumerate(slices)
-        for host, node in enumerate(one.hosts)
+        for replica, tpu_slice in enumerate(slices)
+        for host, node in enumerate(tpu_slice.hosts)
     ]
 
 

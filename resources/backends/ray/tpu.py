@@ -100,9 +100,9 @@ def choose_slices(
     Slices of one job talk to each other over the data centre's network, which does not reach into other regions.
     """
     by_region: dict[str | None, list[TpuSlice]] = defaultdict(list)
-    for one in slices_of(nodes, tpu):
-        if one.state(share) is SliceState.FREE:
-            by_region[one.region].append(one)
+    for tpu_slice in slices_of(nodes, tpu):
+        if tpu_slice.state(share) is SliceState.FREE:
+            by_region[tpu_slice.region].append(tpu_slice)
     enough = [region for region, free in by_region.items() if len(free) >= count]
     if not enough:
         return None
@@ -112,7 +112,7 @@ def choose_slices(
 
 def most_in_one_region(slices: Iterable[TpuSlice]) -> int:
     """Returns the largest number of slices that a job could have, in whatever state they are."""
-    return max(Counter(one.region for one in slices).values(), default=0)
+    return max(Counter(tpu_slice.region for tpu_slice in slices).values(), default=0)
 
 
 def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[str, float]) -> str:
@@ -120,7 +120,7 @@ def describe_slices(nodes: Sequence[RayNode], tpu: TpuConfig, *, share: Mapping[
     slices = slices_of(nodes, tpu)
     if not slices:
         return "none in the cluster at present"
-    states = Counter(one.state(share) for one in slices)
+    states = Counter(tpu_slice.state(share) for tpu_slice in slices)
     there = f"{len(slices)} slice{'' if len(slices) == 1 else 's'} in the cluster"
     if len(states) == 1:
         (state,) = states
@@ -178,7 +178,7 @@ def _types(hosts: Iterable[RayNode]) -> set[str]:
 
 def _missing(slices: Sequence[TpuSlice]) -> str:
     """Returns the fault of the first slice that is not whole."""
-    broken = next((one for one in slices if not one.whole), None)
+    broken = next((tpu_slice for tpu_slice in slices if not tpu_slice.whole), None)
     if broken is None:
         return ""
     workers = ", ".join(str(_worker(host)) for host in broken.hosts)
