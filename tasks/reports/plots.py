@@ -21,11 +21,10 @@ from typing import Any
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter, MaxNLocator
-from matplotlib.transforms import ScaledTranslation
+from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
+from matplotlib.transforms import offset_copy
 
 from resources.errors import RecordStatus
 
@@ -56,7 +55,10 @@ _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "font.family": "DejaVu Sans",
     "font.size": 12,
-    "axes.unicode_minus": True,
+    "text.parse_math": False,
+    "legend.frameon": False,
+    "legend.fontsize": 12,
+    "legend.labelcolor": _INK,
 }
 
 
@@ -130,6 +132,9 @@ def step_label(step: float) -> str:
     return f"{step:,.0f}"
 
 
+_STEP_FORMATTER = FuncFormatter(lambda value, _: step_label(value).replace("-", "−"))
+
+
 def _chart(chart: Chart, name: str) -> tuple[str, int]:
     """The element and its height in px."""
     statuses = [status for status in _GAP_MARKERS if any(p.status == status for c in chart.curves for p in c.points)]
@@ -147,19 +152,27 @@ def _chart(chart: Chart, name: str) -> tuple[str, int]:
             (_shortened(chart.title, 42), 6, {"color": _INK, "weight": "bold", "size": 14}),
             (chart.note, 26, {"color": _MUTED, "size": 12, "linespacing": 1.3}),
         ):
-            figure.text(6 / WIDTH, 1 - top / height, text, va="top", parse_math=False, **style)
+            figure.text(6 / WIDTH, 1 - top / height, text, va="top", **style)
         _draw_axes(axes, chart)
         for index, curve in enumerate(chart.curves):
             _draw_curve(axes, curve, index, len(chart.curves))
         if legend:
-            box = figure.legend([handle for handle, _ in legend], [str(number) for number in range(len(legend))],
-                                loc="lower left", bbox_to_anchor=(6 / WIDTH, 2 / height), ncols=legend_columns,
-                                frameon=False, borderpad=0.2, labelspacing=0.45, fontsize=12)  # fmt: skip
+            box = figure.legend(
+                [handle for handle, _ in legend],
+                [
+                    str(number) for number in range(len(legend))
+                ],  # a name that begins with an underscore would be left out
+                loc="lower left",
+                bbox_to_anchor=(6 / WIDTH, 2 / height),
+                ncols=legend_columns,
+                borderpad=0.2,
+                labelspacing=0.45,
+            )
             for text, (_, label) in zip(box.get_texts(), legend, strict=True):
-                text.set(text=label, color=_INK, parse_math=False)
+                text.set_text(label)
         output = io.StringIO()
-        FigureCanvasSVG(figure).print_svg(output, metadata={"Date": None})
-    return _for_a_page(output.getvalue(), chart, name), height
+        FigureCanvasSVG(figure).print_svg(output, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+    return _for_a_page(output.getvalue(), chart), height
 
 
 def _draw_axes(axes: Axes, chart: Chart) -> None:
@@ -191,18 +204,8 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
         low = 0.0  # a curve that comes from near zero is seen from zero
     pad = max(0.07 * (high - low), 0.02 * abs(high)) or 0.05
     axes.set_ylim(low - (0 if low == 0 and min(edges) > pad else pad), high + pad)
-    ticks = MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]).tick_values(*axes.get_ylim())
-    decimals = max(len(f"{tick:g}".partition(".")[2]) for tick in ticks)
-    axes.set_yticks([tick for tick in ticks if axes.get_ylim()[0] <= tick <= axes.get_ylim()[1]])
-    axes.yaxis.set_major_formatter(
-        FuncFormatter(lambda value, _: step_label(value) if value >= 1e3 else _tick_label(value, decimals))
-    )
-
-
-def _tick_label(value: float, decimals: int) -> str:
-    """A number with so many decimals; what is shown as zero has no sign."""
-    text = f"{value:.{decimals}f}"
-    return text.replace("-", "−") if float(text) else text.removeprefix("-")
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 2.5, 5, 10]))
+    axes.yaxis.set_major_formatter(_STEP_FORMATTER if high >= 1e3 else ScalarFormatter(useOffset=False))
 
 
 def _scale_steps(axes: Axes, steps: Sequence[int]) -> None:
@@ -211,21 +214,17 @@ def _scale_steps(axes: Axes, steps: Sequence[int]) -> None:
     if positive and steps[-1] > 20 * positive[0] and median(steps) < 0.25 * steps[-1]:
         axes.set_xscale("symlog", linthresh=positive[0], linscale=0.5)
         axes.set_xlabel("training step (log scale)")
-    transform, inverse = axes.xaxis.get_transform(), axes.xaxis.get_transform().inverted()
-    first, last = (float(transform.transform(step)) for step in (steps[0], steps[-1])) if steps else (0.0, 1.0)
-    pad = 0.05 * (last - first) or max(1.0, abs(last) * 0.1)
-    axes.set_xlim(float(inverse.transform(first - pad)), float(inverse.transform(last + pad)))
-    width = WIDTH - _LEFT - _RIGHT
-    where = {
-        step: (float(transform.transform(step)) - first + pad) / (last - first + 2 * pad) * width for step in steps
-    }
+    axes.update_datalim([(step, 0.0) for step in steps])
+    axes.autoscale_view(scaley=False)
+    axes.autoscale(False)
+    where = {step: float(axes.transData.transform((step, 0.0))[0]) for step in steps}
     labelled = _apart(where)
     if len(labelled) == len(steps) or axes.get_xscale() != "linear":
         axes.set_xticks(labelled, minor=False)
         axes.set_xticks([], minor=True)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: step_label(value)))
+    axes.xaxis.set_major_formatter(_STEP_FORMATTER)
 
 
 def _apart(where: dict[int, float]) -> list[int]:
@@ -242,24 +241,20 @@ def _apart(where: dict[int, float]) -> list[int]:
 
 def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
     """Line and 95 % bars, broken where a number is missing, which gets a symbol at the foot of the chart instead."""
-    figure = axes.get_figure(root=True)
-    aside = ScaledTranslation((index - (curves - 1) / 2) * 3.5 / 72, 0, figure.dpi_scale_trans) if figure else None
+    aside = (index - (curves - 1) / 2) * 3.5
+    shown = offset_copy(axes.transData, x=aside, units="dots")
+    foot = offset_copy(axes.get_xaxis_transform(), x=aside, units="dots")
     look = _look(curve)
     colour = str(look["color"])
-    shown = axes.transData if aside is None else axes.transData + aside
-    foot = axes.get_xaxis_transform() if aside is None else axes.get_xaxis_transform() + aside
     fine = len(curve.points) > _MOST_WITH_CAPS
-    container: ErrorbarContainer = axes.errorbar(
+    axes.errorbar(
         [point.step for point in curve.points],
         [point.value if point.value is not None and point.shown else math.nan for point in curve.points],
         yerr=[Z_95 * (point.stderr or 0.0) if point.shown else math.nan for point in curve.points],
         **{**look, "markeredgecolor": colour if fine else _PAPER, "transform": shown, "clip_on": False, "zorder": 3},
         **{"markersize": 3 if fine else 6, "elinewidth": 1 if fine else 1.3, "capsize": 0 if fine else 3},
+        capthick=1.3,
     )
-    for cap in container.lines[1]:
-        cap.set(markeredgecolor=colour, markeredgewidth=1.3, clip_on=False)
-    for bar in container.lines[2]:
-        bar.set(clip_on=False)
     for point in curve.points:
         if not point.shown:
             axes.axvline(point.step, color=_MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
@@ -296,14 +291,13 @@ def _shortened(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:half]}…{text[-half:]}"
 
 
-def _for_a_page(svg: str, chart: Chart, name: str) -> str:
-    """Matplotlib's document as an element among others: no prologue, no metadata, ids of its own, CSS colours."""
+def _for_a_page(svg: str, chart: Chart) -> str:
+    """Matplotlib's document as an element among others: no prologue, no style, no idle ids, CSS colours."""
     body = svg[svg.index("<svg") :]
-    body = re.sub(r"<metadata>.*?</metadata>\s*|<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, flags=re.DOTALL)
+    body = re.sub(r"<defs>\s*<style.*?</style>\s*</defs>\s*", "", body, flags=re.DOTALL)
     body = body.replace("xlink:href=", "href=")
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', body))
-    body = re.sub(r' id="([^"]+)"', lambda m: f' id="{name}-{m[1]}"' if m[1] in used else "", body)
-    body = re.sub(r'(href="#|url\(#)', rf"\g<1>{name}-", body)
+    body = re.sub(r' id="([^"]+)"', lambda m: m[0] if m[1] in used else "", body)
     body = re.sub(r"font-family: 'DejaVu Sans'[^;\"]*; ", "", body)
     body = re.sub(r"(?<=: )#0[a0-9]{5}\b", lambda m: _VARIABLES.get(m[0], m[0]), body)
     box = re.search(r'viewBox="[^"]+"', body)
