@@ -222,7 +222,8 @@ def test_iris_runs_many_jobs_at_once(workspace: Path) -> None:
 
 
 def test_iris_job_inside_a_job_is_named_below_it(client: IrisClient, workspace: Path, tmp_path: Path) -> None:
-    script = "from resources.jobs.jobs import *; from resources.config import *; " + (
+    script = (
+        "from resources.backends.current import *; from resources.config import *; from resources.jobs.jobs import *; "
         "print(current_client().submit(JobRequest('child', Entrypoint.from_binary('true'), "
         "resources=ResourceConfig())).job_id)"
     )
