@@ -160,7 +160,7 @@ def write_native(folder: Path, *, step: int, content: bytes = b"arrays", old: bo
 
 def natives(path: Path, **options: str) -> dict[int, Checkpoint]:
     found = find_checkpoints(str(path), kinds=LOADED_NATIVELY, **options)
-    return {one.step: one for one in found if one.kind == "levanter"}
+    return {checkpoint.step: checkpoint for checkpoint in found if checkpoint.kind == "levanter"}
 
 
 @pytest.mark.parametrize("old", [False, True])
@@ -171,7 +171,7 @@ def test_native_checkpoint_is_complete_for_the_evaluator_that_loads_it(tmp_path:
     assert (found.name, found.step, found.problems) == ("run-a-9", 9, ())
     assert found.folder is not None and found.folder.reference is not None
     assert found.folder.reference.uri == str(run / "hf" / "step-1")
-    [reported] = [one for one in find_checkpoints(str(run)) if one.kind == "levanter"]
+    [reported] = [checkpoint for checkpoint in find_checkpoints(str(run)) if checkpoint.kind == "levanter"]
     assert not reported.complete and "export it" in reported.problems[0]
 
 
@@ -180,7 +180,7 @@ def test_native_checkpoint_is_left_to_its_export_where_there_is_one(tmp_path: Pa
     for step in (5, 6):
         write_native(run / "checkpoints" / f"step-{step}", step=step)
     found = find_checkpoints(str(run), kinds=LOADED_NATIVELY)
-    assert [(one.step, one.kind) for one in found] == [(5, "huggingface"), (6, "levanter")]
+    assert [(checkpoint.step, checkpoint.kind) for checkpoint in found] == [(5, "huggingface"), (6, "levanter")]
 
 
 def test_native_checkpoint_takes_config_and_tokenizer_of_its_own_step(tmp_path: Path) -> None:
@@ -188,7 +188,11 @@ def test_native_checkpoint_takes_config_and_tokenizer_of_its_own_step(tmp_path: 
     write_native(run / "checkpoints" / "step-5", step=5)
     write_native(run / "checkpoints" / "step-7", step=7)
     found = natives(run / "checkpoints")
-    references = {step: one.folder.reference.uri for step, one in found.items() if one.folder and one.folder.reference}
+    references = {
+        step: checkpoint.folder.reference.uri
+        for step, checkpoint in found.items()
+        if checkpoint.folder and checkpoint.folder.reference
+    }
     assert references == {5: str(run / "hf" / "step-5"), 7: str(run / "hf" / "step-10")}
 
 
@@ -199,7 +203,7 @@ def test_native_checkpoint_that_is_not_whole_says_what_it_lacks(tmp_path: Path) 
     (write_native(run / "step-2", step=2) / "metadata.json").write_text('{"st')
     shutil.rmtree(write_native(run / "step-3", step=3) / "d")
     write_native(run / "step-4", step=4)
-    lacking = {step: " ".join(one.problems) for step, one in natives(run).items()}
+    lacking = {step: " ".join(checkpoint.problems) for step, checkpoint in natives(run).items()}
     for step, problem in {1: "metadata.json is missing", 2: "names no step", 3: "no arrays"}.items():
         assert problem in lacking[step]
         assert "evaluator.reference" in lacking[step]
@@ -234,7 +238,7 @@ def test_native_checkpoints_in_a_store_are_found_alike(tmp_path: Path) -> None:
     write_native(run / "checkpoints" / "step-9", step=9)
     storage.copy_from_local(run, "memory://bucket/run-n")
     found = find_checkpoints("memory://bucket/run-n", kinds=LOADED_NATIVELY)
-    assert [(one.name, one.complete) for one in found] == [("run-n-1", True), ("run-n-9", True)]
+    assert [(checkpoint.name, checkpoint.complete) for checkpoint in found] == [("run-n-1", True), ("run-n-9", True)]
     assert found[1].folder is not None
     assert len(digest_model_folder(found[1].folder).weights) == 32
 

@@ -100,8 +100,8 @@ def test_bootstrap_of_students_sleep_agrees_with_the_paired_t_test():
     assert found.p == pytest.approx(2.0**-9), "ten questions cannot say more"
     many = np.tile(SLEEP - 1.2, 20)
     assert paired_bootstrap(many, seed=[0]).p == pytest.approx(stats.ttest_1samp(many, 0.0)[1], abs=3e-4)
-    some = np.tile(SLEEP - 1.4, 8)
-    assert paired_bootstrap(some, seed=[0]).p == pytest.approx(stats.ttest_1samp(some, 0.0)[1], abs=0.01)
+    shifted = np.tile(SLEEP - 1.4, 8)
+    assert paired_bootstrap(shifted, seed=[0]).p == pytest.approx(stats.ttest_1samp(shifted, 0.0)[1], abs=0.01)
 
 
 def test_bootstrap_is_the_same_for_the_same_seed_only():
@@ -192,7 +192,10 @@ def test_compare_where_lower_is_better_says_so_in_the_verdict(tmp_path: Path):
 
 def test_compare_counts_questions_that_only_one_has_and_other_prompts(tmp_path: Path):
     put(tmp_path, 100, answers(30, 10), samples=make_samples(answers(30, 10)))
-    other = [one.model_copy(update={"prompt": "Else?"}) if one.id == "3" else one for one in make_samples([1.0] * 36)]
+    other = [
+        sample.model_copy(update={"prompt": "Else?"}) if sample.id == "3" else sample
+        for sample in make_samples([1.0] * 36)
+    ]
     put(tmp_path, 200, [1.0] * 36, samples=other)
 
     [metric] = compared(tmp_path, "run-a-100", "run-a-200")["metrics"]
@@ -275,15 +278,15 @@ def test_compare_adjusts_for_the_number_of_metrics_and_narrows_to_those_named(tm
     names = [f"bench_{number}" for number in range(10)]
     for step, right in ((100, 20), (200, 26)):
         metrics = tuple(make_metric(name, right / 40) for name in names)
-        samples = [one for name in names for one in make_samples(answers(right, 40 - right), benchmark=name)]
+        samples = [sample for name in names for sample in make_samples(answers(right, 40 - right), benchmark=name)]
         publish(tmp_path, make_record(step=step, metrics=metrics), samples)
 
     every = compared(tmp_path, "run-a-100", "run-a-200", "--adjust", "holm")
-    one = compared(tmp_path, "run-a-100", "run-a-200", "--adjust", "holm", "--benchmark", "bench_3")
+    narrowed = compared(tmp_path, "run-a-100", "run-a-200", "--adjust", "holm", "--benchmark", "bench_3")
 
     assert [metric["adjusted_p"] for metric in every["metrics"]] == [pytest.approx(10 * 2 / 64)] * 10
     assert {metric["verdict"] for metric in every["metrics"]} == {"no clear difference"}
-    assert [(metric["benchmark"], metric["verdict"]) for metric in one["metrics"]] == [("bench_3", "better")]
+    assert [(metric["benchmark"], metric["verdict"]) for metric in narrowed["metrics"]] == [("bench_3", "better")]
 
 
 def test_compare_says_what_only_one_of_them_has(tmp_path: Path):

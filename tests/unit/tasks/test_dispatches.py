@@ -75,7 +75,7 @@ def decided(work: list[OpenCell], sent: Dispatches, **more: Any) -> list[tuple[s
     listing = RunListing("/runs/run", "run", [], [], more.pop("records", RunRecords({}, (), {})), **more)
     found = with_dispatches(Reconciliation({}, work, [], 0), [listing], sent, POLICY, now=NOW)
     assert len(found.work) + len(found.others) == len(work)
-    return [(one.state, one.reason) for one in (*found.work, *found.others)]
+    return [(open_cell.state, open_cell.reason) for open_cell in (*found.work, *found.others)]
 
 
 def test_cell_of_a_flow_run_that_goes_on_waits_for_it_and_the_same_checkpoint_written_again_does_not():
@@ -100,7 +100,7 @@ def test_cell_of_a_flow_run_that_goes_on_waits_for_it_and_the_same_checkpoint_wr
     ],
 )
 def test_cell_whose_flow_run_died_is_sent_again_after_a_pause_and_not_for_ever(ended: list[Dispatch], state: str):
-    assert [one for one, _ in decided([cell()], Dispatches(ended=ended))] == [state]
+    assert [decision for decision, _ in decided([cell()], Dispatches(ended=ended))] == [state]
 
 
 def test_flow_run_that_left_a_record_or_was_forgiven_counts_no_more():
@@ -123,13 +123,13 @@ def test_batches_are_of_one_run_on_the_same_resources_and_take_each_others_place
     served, by_slice = {"pool_config": pool}, {"pool_config": {**pool, "resource_config": slices}}
     work = [cell(1, **served), cell(2, "b", **by_slice), cell(3, **served)]
     batches = batches_of(work)
-    assert [[one.checkpoint.step for one in batch.cells] for batch in batches] == [[1, 3], [2]]
+    assert [[open_cell.checkpoint.step for open_cell in batch.cells] for batch in batches] == [[1, 3], [2]]
 
     states = {"pool-us-east5": WorkPoolState(limit=1), "pool-us-central1": WorkPoolState(limit=1, active=1)}
 
     def placed_from(source: Source | None, most: int) -> list[tuple[str | None, bool]]:
         at = placed(batches, regions=REGIONS, states=states, source_of=lambda _: source, max_egress_usd=Decimal(most))
-        return [(one.choice.work_pool if one.choice else None, one.waits) for one in at]
+        return [(place.choice.work_pool if place.choice else None, place.waits) for place in at]
 
     assert placed_from(None, 0) == [("pool-us-east5", False), (None, True)]
     states["pool-us-central1"] = WorkPoolState()
@@ -144,12 +144,12 @@ def test_plan_says_where_each_cell_goes_or_that_it_is_for_a_later_pass():
     at = placed(
         batches_of(work[:1]),
         regions=REGIONS,
-        states={one.work_pool: WorkPoolState() for one in REGIONS.regions if one.work_pool},
+        states={region.work_pool: WorkPoolState() for region in REGIONS.regions if region.work_pool},
         source_of=lambda _: Source("us-central1", 10**9),
         max_egress_usd=Decimal(0),
     )
     estimates = Estimates([], at)
-    assert [estimates.of(one).where for one in work] == ["us-central1", "in a later pass"]
+    assert [estimates.of(open_cell).where for open_cell in work] == ["us-central1", "in a later pass"]
 
 
 def test_policy_that_is_sent_away_cannot_name_a_pool_of_this_machine():

@@ -138,8 +138,8 @@ def test_native_evaluation_of_a_cell_keeps_run_benchmarks_and_resources(tmp_path
 
 def test_steps_that_are_not_there_are_named(tmp_path: Path) -> None:
     found = find_checkpoints(str(write_run(tmp_path / "run-a", [1, 2, 3])))
-    assert [one.step for one in select(found, CheckpointSelection(steps=(3, 1)))] == [1, 3]
-    assert [one.step for one in select(found, CheckpointSelection(which="first"))] == [1]
+    assert [checkpoint.step for checkpoint in select(found, CheckpointSelection(steps=(3, 1)))] == [1, 3]
+    assert [checkpoint.step for checkpoint in select(found, CheckpointSelection(which="first"))] == [1]
     with pytest.raises(NoCheckpoints, match="none of 7; there are 1, 2, 3"):
         select(found, CheckpointSelection(steps=(2, 7)))
 

@@ -158,11 +158,11 @@ def test_export_of_nothing_still_names_its_columns(evaluations: Path, tmp_path: 
 
 def test_json_prints_whole_records_and_takes_filters(evaluations: Path):
     every = json.loads(run(evaluations, "--json"))
-    some = json.loads(run(evaluations, "--json", "--run", "run-b"))
+    of_run = json.loads(run(evaluations, "--json", "--run", "run-b"))
     newest = json.loads(run(evaluations, "--json", "--run", "run-b", "--latest"))
 
-    assert (len(every), len(some), len(newest)) == (18, 2, 1)
-    assert some[0]["checkpoint"]["run"] == "run-b" and some[0]["counts"]["skipped"] == 0
+    assert (len(every), len(of_run), len(newest)) == (18, 2, 1)
+    assert of_run[0]["checkpoint"]["run"] == "run-b" and of_run[0]["counts"]["skipped"] == 0
 
 
 def test_table_shows_the_metrics_that_are_named_and_older_records_if_all_are_wanted(evaluations: Path):

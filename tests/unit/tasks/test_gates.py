@@ -34,7 +34,7 @@ def gate(*rules: dict[str, Any], **fields: Any) -> Gate:
 
 def verdict(folder: Path, wanted: Gate, *, step: int | None = None) -> Verdict:
     """What a gate says of the records below a folder, or of those of one step."""
-    found = [one for one in find_records(str(folder)) if step in (None, one.record.checkpoint.step)]
+    found = [item for item in find_records(str(folder)) if step in (None, item.record.checkpoint.step)]
     return judge(wanted, judged_checkpoints(found), evaluation_path=str(folder))
 
 
@@ -114,8 +114,8 @@ def test_score_of_several_evaluations_is_judged_once_each_and_says_which_suite_i
     newer = record("key_evals", 0.63, "aaaa", created=key.created + timedelta(minutes=1))
     found = judge(gate(FACTS | {"at_least": 0.5}), [judged(newer, key, core)], evaluation_path=str(tmp_path))
     shown = [reason.found for reason in about(found, "demo_facts")]
-    assert sum("0.630" in one and "suite key_evals" in one for one in shown) == 1
-    assert sum("0.620" in one and "suite core" in one and "20 questions at most" in one for one in shown) == 1
+    assert sum("0.630" in line and "suite key_evals" in line for line in shown) == 1
+    assert sum("0.620" in line and "suite core" in line and "20 questions at most" in line for line in shown) == 1
     assert len(shown) == 2, "the older one of two alike is not judged"
     [alone] = about(judge(gate(FACTS | {"at_least": 0.5}), [judged(key)], evaluation_path=""), "demo_facts")
     assert "suite" not in alone.found

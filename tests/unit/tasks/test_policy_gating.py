@@ -21,8 +21,8 @@ LATEST, EVERY = Gate(), Gate(checkpoints="every")
 
 
 def seen(step: int, **changes: Any) -> SeenCheckpoint:
-    one = SeenCheckpoint(f"/r/run-a/hf/step-{step}", f"run-a-{step}", step, "huggingface", "listing", ())
-    return replace(one, **{"digest": f"{step:016x}" * 4, **changes})
+    checkpoint = SeenCheckpoint(f"/r/run-a/hf/step-{step}", f"run-a-{step}", step, "huggingface", "listing", ())
+    return replace(checkpoint, **{"digest": f"{step:016x}" * 4, **changes})
 
 
 def wanted(name: str, *rules: CheckpointRule) -> WantedEvaluation:
@@ -48,11 +48,11 @@ def test_gate_judges_the_latest_wanted_checkpoint_and_counts_its_cells_without_a
         recorded(tmp_path, step, "facts")
     recorded(tmp_path, 200, "not_wanted")
     checkpoints = [seen(100), seen(200), seen(300, problems=("no config.json",)), seen(400, kind="levanter")]
-    [one] = judged(tmp_path, LATEST, checkpoints, [wanted("facts"), wanted("backwards")])
-    assert (one.name, one.without_record) == ("run-a-200", 1)
-    assert [found.record.benchmarks for found in one.records] == [("facts",)]
+    [newest] = judged(tmp_path, LATEST, checkpoints, [wanted("facts"), wanted("backwards")])
+    assert (newest.name, newest.without_record) == ("run-a-200", 1)
+    assert [found.record.benchmarks for found in newest.records] == [("facts",)]
     every = judged(tmp_path, EVERY, checkpoints, [wanted("facts"), wanted("backwards")])
-    assert [one.step for one in every] == [100, 200]
+    assert [checkpoint.step for checkpoint in every] == [100, 200]
     first = wanted("facts", CheckpointRule(which="first"))
     [only] = judged(tmp_path, EVERY, checkpoints, [first])
     assert (only.name, only.without_record) == ("run-a-100", 0)
@@ -60,5 +60,5 @@ def test_gate_judges_the_latest_wanted_checkpoint_and_counts_its_cells_without_a
 
 def test_record_of_a_checkpoint_as_it_was_before_does_not_count(tmp_path: Path):
     recorded(tmp_path, 100, "facts")
-    [one] = judged(tmp_path, LATEST, [seen(100, digest="another")], [wanted("facts")])
-    assert one.records == () and one.without_record == 1
+    [newest] = judged(tmp_path, LATEST, [seen(100, digest="another")], [wanted("facts")])
+    assert newest.records == () and newest.without_record == 1

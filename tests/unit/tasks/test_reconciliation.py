@@ -270,7 +270,7 @@ def publish(watched: Path, step: int, status: RecordStatus = "succeeded") -> Pat
     """A record as an evaluation of that checkpoint leaves it."""
     [listing] = take_snapshot(load_policy(str(watched)))
     [evaluation] = listing.wanted
-    [seen] = [one for one in listing.checkpoints if one.step == step]
+    [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
     digests = digest_model_folder(inspect_model_folder(seen.uri))
     record = make_record(step=step, run="run", status=status, evaluation_hash=evaluation.hash)
     reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
@@ -341,14 +341,16 @@ def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Pa
 
 def test_verdict_of_planning_is_that_of_discovery_and_its_cells_are_those_of_evaluation(watched: Path):
     run = watched.parent / "run"
-    found = {one.uri: one.problems for one in find_checkpoints(str(run))}
-    assert {one.uri: one.problems for one in snapshot_run(str(run))} == found
-    assert {one.uri: one.problems for one in snapshot_run(str(run))} == found  # remembered
+    found = {checkpoint.uri: checkpoint.problems for checkpoint in find_checkpoints(str(run))}
+    assert {checkpoint.uri: checkpoint.problems for checkpoint in snapshot_run(str(run))} == found
+    assert {checkpoint.uri: checkpoint.problems for checkpoint in snapshot_run(str(run))} == found  # remembered
     [listing] = take_snapshot(load_policy(str(watched)))
     config = listing.wanted[0].config
-    cells = plan_cells.fn([config], [one for one in find_checkpoints(str(run)) if one.complete])
+    cells = plan_cells.fn([config], [checkpoint for checkpoint in find_checkpoints(str(run)) if checkpoint.complete])
     assert {cell.evaluation_hash for cell in cells} == {listing.wanted[0].hash}
-    assert [cell.reference.listing for cell in cells] == [one.listing for one in listing.checkpoints if one.complete]
+    assert [cell.reference.listing for cell in cells] == [
+        checkpoint.listing for checkpoint in listing.checkpoints if checkpoint.complete
+    ]
 
 
 def test_index_of_records_follows_what_is_written_changed_removed_and_lost(watched: Path):
@@ -403,7 +405,7 @@ def test_estimate_is_what_the_same_evaluation_took_at_the_price_of_its_machine(w
     content["resource_config"] = {"device": {"kind": "tpu", "variant": "v5litepod-8"}, "replicas": 2}
     watched.write_text(yaml.safe_dump(content))
     [listing] = take_snapshot(load_policy(str(watched)))
-    [hash_] = [one.hash for one in listing.wanted]
+    [hash_] = [evaluation.hash for evaluation in listing.wanted]
     measured = replace(listing, records=RunRecords({}, (), {hash_: (120.0, 8 * 90.0)}))
     [cell, _] = reconcile([measured], policy(), now=NOW).work
     estimate = Estimates([measured]).of(cell)

@@ -30,7 +30,7 @@ def place(tmp_path: Path, record: Record) -> Path:
 
 def test_rows_say_what_the_records_say(tmp_path: Path):
     statuses: tuple[RecordStatus, ...] = ("succeeded", "failed", "withheld", "infra_failed")
-    records = [*of_every_evaluator(), *(make_record(step=500 + n, status=one) for n, one in enumerate(statuses))]
+    records = [*of_every_evaluator(), *(make_record(step=500 + n, status=status) for n, status in enumerate(statuses))]
     expected = {}
     for record in records:
         path = place(tmp_path, record)
@@ -54,7 +54,7 @@ def test_rows_say_what_the_records_say(tmp_path: Path):
         lambda content: json.dumps({**json.loads(content), "status": "splendid"}),
         lambda content: json.dumps({**json.loads(content), "of_a_later_version": 1}),
         lambda content: json.dumps({**json.loads(content), "schema_version": 3}),
-        lambda content: json.dumps({name: one for name, one in json.loads(content).items() if name != "metrics"}),
+        lambda content: json.dumps({name: value for name, value in json.loads(content).items() if name != "metrics"}),
         lambda content: json.dumps({**json.loads(content), "created": "yesterday"}),
     ],
 )

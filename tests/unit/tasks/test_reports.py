@@ -31,7 +31,7 @@ def both(step: int, status: RecordStatus = "succeeded", *, facts: float = 0.5, r
     return make_record(step=step, status=status, metrics=metrics, run=run)
 
 
-def one(step: int, value: float = 0.5, *, status: RecordStatus = "succeeded", stderr: float | None = 0.03) -> Record:
+def point(step: int, value: float = 0.5, *, status: RecordStatus = "succeeded", stderr: float | None = 0.03) -> Record:
     return make_record(step=step, status=status, metrics=(make_metric(value=value, stderr=stderr),))
 
 
@@ -151,9 +151,9 @@ def test_change_over_training_is_judged_by_its_uncertainty(
 
 
 def test_change_skips_what_did_not_succeed_and_needs_two_numbers() -> None:
-    assert verdicts([one(100)]) == []
-    assert verdicts([one(100, 0.1), one(200, 0.9, status="withheld")]) == []
-    assert verdicts([one(100, 0.1), one(200, status="failed"), one(300, 0.9)]) == ["better"]
+    assert verdicts([point(100)]) == []
+    assert verdicts([point(100, 0.1), point(200, 0.9, status="withheld")]) == []
+    assert verdicts([point(100, 0.1), point(200, status="failed"), point(300, 0.9)]) == ["better"]
 
 
 def test_curves_of_the_same_records_are_the_same_bytes() -> None:
@@ -164,8 +164,8 @@ def test_curves_of_the_same_records_are_the_same_bytes() -> None:
 
 
 def test_curves_say_what_the_bars_are() -> None:
-    assert any("95 % interval" in text for text in "\n".join(texts(curves_svg([one(100), one(200)]))).splitlines())
-    assert not any("95 %" in text for text in texts(curves_svg([one(100, stderr=None)])))
+    assert any("95 % interval" in text for text in "\n".join(texts(curves_svg([point(100), point(200)]))).splitlines())
+    assert not any("95 %" in text for text in texts(curves_svg([point(100, stderr=None)])))
 
 
 def strokes(svg: str) -> list[str]:
@@ -179,8 +179,10 @@ def strokes(svg: str) -> list[str]:
 
 
 def test_curve_is_broken_where_a_checkpoint_has_no_number() -> None:
-    whole = curves_svg([one(step) for step in (100, 200, 300, 400, 500)])
-    broken = curves_svg([one(step, status="withheld" if step == 300 else "succeeded") for step in range(100, 600, 100)])
+    whole = curves_svg([point(step) for step in (100, 200, 300, 400, 500)])
+    broken = curves_svg(
+        [point(step, status="withheld" if step == 300 else "succeeded") for step in range(100, 600, 100)]
+    )
 
     assert len(strokes(whole)) == 1
     assert len(strokes(broken)) == 2
@@ -188,18 +190,20 @@ def test_curve_is_broken_where_a_checkpoint_has_no_number() -> None:
     assert any("withheld" in text for text in texts(broken))
 
 
-@pytest.mark.parametrize("records", [[], [one(0)], [one(300)], [one(100, status="failed")], [one(1, float("inf"))]])
+@pytest.mark.parametrize(
+    "records", [[], [point(0)], [point(300)], [point(100, status="failed")], [point(1, float("inf"))]]
+)
 def test_curves_of_hardly_anything_are_still_a_picture(records: list[Record]) -> None:
     assert texts(curves_svg(records))
 
 
 def test_curve_of_zeros_has_an_axis_that_can_be_read() -> None:
-    shown = texts(curves_svg([one(100, 0.0, stderr=None), one(200, 0.0, stderr=None)]))
+    shown = texts(curves_svg([point(100, 0.0, stderr=None), point(200, 0.0, stderr=None)]))
     assert {"−0.04", "−0.02", "0.00", "0.02", "0.04"} <= set(shown)
 
 
 def test_curves_over_growing_steps_label_every_true_step() -> None:
-    shown = texts(curves_svg([one(1000 * 2**power) for power in range(9)]))
+    shown = texts(curves_svg([point(1000 * 2**power) for power in range(9)]))
 
     assert [text for text in shown if text.endswith("k")] == [
         "1k",
@@ -216,7 +220,7 @@ def test_curves_over_growing_steps_label_every_true_step() -> None:
 
 
 def test_curves_over_even_steps_stay_linear_however_far_they_reach() -> None:
-    assert not any("log" in text for text in texts(curves_svg([one(step) for step in range(1000, 51_000, 1000)])))
+    assert not any("log" in text for text in texts(curves_svg([point(step) for step in range(1000, 51_000, 1000)])))
 
 
 def test_curves_of_several_runs_share_a_chart_with_a_legend() -> None:
@@ -282,8 +286,8 @@ def test_page_tells_where_numbers_come_from_and_what_did_not_succeed() -> None:
 def test_page_warns_where_cells_were_evaluated_differently() -> None:
     warning = "not all evaluated in the same way"
 
-    assert warning not in render_report([one(100), one(200)], title="t")
-    assert warning in render_report([one(100), make_record(step=200, evaluation_hash="another")], title="t")
+    assert warning not in render_report([point(100), point(200)], title="t")
+    assert warning in render_report([point(100), make_record(step=200, evaluation_hash="another")], title="t")
 
 
 def test_benchmark_of_one_name_by_two_evaluators_never_shares_a_column() -> None:
@@ -381,12 +385,12 @@ def test_page_without_records_says_so() -> None:
 def test_write_report_writes_the_page_and_says_where(tmp_path: Path) -> None:
     uri = str(tmp_path / "deeper" / "report.html")
 
-    assert write_report([one(100)], uri, title="t") == uri
-    assert storage.read_bytes(uri).decode() == render_report([one(100)], title="t")
+    assert write_report([point(100)], uri, title="t") == uri
+    assert storage.read_bytes(uri).decode() == render_report([point(100)], title="t")
 
 
 def test_write_report_to_a_place_that_is_no_folder_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
 
     with pytest.raises(StorageError):
-        write_report([one(100)], str(tmp_path / "file" / "report.html"), title="t")
+        write_report([point(100)], str(tmp_path / "file" / "report.html"), title="t")

@@ -40,8 +40,8 @@ def test_checkpoint_completed_within_a_tick_of_the_clock_is_seen(tmp_path: Path)
     def looked(content: bytes) -> bool:
         weights.write_bytes(content)
         os.utime(weights, ns=(told.st_atime_ns, told.st_mtime_ns))
-        [one] = snapshot_run(str(tmp_path / "run"))
-        return one.complete
+        [checkpoint] = snapshot_run(str(tmp_path / "run"))
+        return checkpoint.complete
 
     assert not looked(bytes(len(whole)))  # as large as it will be, and not written yet
     assert looked(whole)
@@ -55,11 +55,11 @@ def test_native_checkpoint_is_whole_once_its_reference_is_there(tmp_path: Path):
     (native / "metadata.json").write_text(json.dumps({"step": 100}))
     for path in native.rglob("*"):
         os.utime(path, (1e9, 1e9))
-    [one] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
-    assert any("its reference" in problem for problem in one.problems)
+    [checkpoint] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
+    assert any("its reference" in problem for problem in checkpoint.problems)
     write_checkpoint(reference)
-    [one] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
-    assert one.complete
+    [checkpoint] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
+    assert checkpoint.complete
 
 
 def test_run_with_a_folder_whose_name_is_not_utf8_is_looked_at(tmp_path: Path):
@@ -68,13 +68,13 @@ def test_run_with_a_folder_whose_name_is_not_utf8_is_looked_at(tmp_path: Path):
     odd.mkdir()
     (odd / "config.json").write_text("{}")
     for _ in range(2):
-        assert [one.complete for one in snapshot_run(str(tmp_path / "run"))] == [False, True]
+        assert [checkpoint.complete for checkpoint in snapshot_run(str(tmp_path / "run"))] == [False, True]
 
 
 def test_run_is_looked_at_where_nothing_can_be_remembered(tmp_path: Path, cache: Path):
     write_checkpoint(tmp_path / "run" / "step-100")
     cache.write_text("a file where a folder should be")
-    assert [one.complete for one in snapshot_run(str(tmp_path / "run"))] == [True]
+    assert [checkpoint.complete for checkpoint in snapshot_run(str(tmp_path / "run"))] == [True]
 
 
 def wanted(*names: str) -> list[WantedEvaluation]:
@@ -134,4 +134,4 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
 
 def claims_time(listings: list[RunListing]) -> float:
     """When the claims that were seen held."""
-    return max(one.holder.renewed for listing in listings for one in listing.claims if one.holder)
+    return max(claim.holder.renewed for listing in listings for claim in listing.claims if claim.holder)

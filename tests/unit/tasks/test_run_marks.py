@@ -122,7 +122,7 @@ def test_server_that_comes_back_is_waited_for(server: http.server.HTTPServer):
         assert server_answers(within_seconds=300, sleep=sleep, clock=lambda: sum(waits))
     server.shutdown()
     assert len(waits) == 1
-    assert [type(one) for one in heard] == [Event] and "waiting for the Prefect server" in str(heard)
+    assert [type(event) for event in heard] == [Event] and "waiting for the Prefect server" in str(heard)
 
 
 def test_server_that_stays_away_is_given_up_in_time(server: http.server.HTTPServer):

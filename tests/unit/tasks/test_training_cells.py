@@ -208,7 +208,7 @@ def test_checkpoint_that_became_another_is_left_to_the_next_run(run: Path, job: 
 def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, job: FakeJob) -> None:
     folder = str(run / "claims")
     write_run(run, [1, 2])
-    with ClaimedCells([], wait=False, folder=folder) as one, ClaimedCells([], wait=False, folder=folder) as other:
+    with ClaimedCells([], wait=False, folder=folder) as ours, ClaimedCells([], wait=False, folder=folder) as other:
         reconciler = arriving(run, None, claimed=other)
         assert names(list(islice(reconciler.arrive(), 1))) == ["run-1"], "the first who looks has both"
 
@@ -223,28 +223,28 @@ def test_two_who_follow_one_training_evaluate_each_checkpoint_once(run: Path, jo
             lambda: None,
             lambda: job.says(JobStatus.SUCCEEDED),
         ]
-        cells = arriving(run, job, meanwhile=meanwhile, claimed=one)
+        cells = arriving(run, job, meanwhile=meanwhile, claimed=ours)
         assert names(list(cells.arrive())) == ["run-1", "run-3"], "what was left, and what came later"
         assert len(cells.planned) == 3
         other.release(*reconciler.wanted)
-        assert names(one.next()) == ["run-2"], "had the other left that one too, it would be evaluated in the end"
+        assert names(ours.next()) == ["run-2"], "had the other left that one too, it would be evaluated in the end"
 
 
 def test_failure_from_before_a_cell_was_wanted_and_an_interruption_are_no_outcome(run: Path) -> None:
     write_run(run, [1, 2, 3])
     exports = ArrivingCheckpoints(str(run / "hf"))
-    one, two, three = [cell_of(checkpoint, lambda step: False) for checkpoint in exports.find_new(last=True)]
+    first, second, third = [cell_of(checkpoint, lambda step: False) for checkpoint in exports.find_new(last=True)]
 
     def record(cell: Cell, *, interrupted: bool = False) -> None:
         of_cell = {"checkpoint": cell.reference, "interrupted": interrupted, "created": now()}
         write_record(cell.uri, make_record(status="infra_failed").model_copy(update=of_cell))
 
     with ClaimedCells([], wait=False, folder=str(run / "claims")) as claimed:
-        record(one)  # the training goes on for days, and another run tried while it did
-        claimed.add([one, two, three])
-        record(two, interrupted=True)
-        record(three)
-        assert claimed.take() == [one, two]
+        record(first)  # the training goes on for days, and another run tried while it did
+        claimed.add([first, second, third])
+        record(second, interrupted=True)
+        record(third)
+        assert claimed.take() == [first, second]
 
 
 def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
@@ -281,7 +281,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
         flaky,
         claimed=ClaimedCells([], wait=False, folder=str(run / "claims")),
         poll_seconds=1.0,
-        plan=lambda configs, found: [cell_of(one, lambda step: False) for one in found],
+        plan=lambda configs, found: [cell_of(checkpoint, lambda step: False) for checkpoint in found],
         sleep=lambda seconds: None,
     )
     assert names(list(cells.arrive())) == ["run-1"]
