@@ -116,7 +116,7 @@ def checkpoints(
 
 
 def demo(
-    folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("demo"),
+    folder: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("demo"),
     as_json: Json = False,
 ) -> None:
     """Train a tiny model on this CPU and evaluate its checkpoints: the whole path, in minutes."""

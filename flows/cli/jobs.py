@@ -46,10 +46,10 @@ def submit(
         list[str] | None, typer.Option("--region", help="Region allowed, best first; repeatable.")
     ] = None,
     zone: Annotated[str | None, typer.Option(help="A zone of the region.")] = None,
-    preemptible: Annotated[bool, typer.Option(help="Whether a machine that can be taken away will do.")] = True,
+    preemptible: Annotated[bool, typer.Option(help="Accept a machine that can be taken away.")] = True,
     image: Annotated[str | None, typer.Option(help="Container image, in place of this folder.")] = None,
-    retries: Annotated[int, typer.Option(help="How many failed attempts are tried again.")] = 0,
-    preemption_retries: Annotated[int, typer.Option(help="How many preempted attempts are tried again.")] = 100,
+    retries: Annotated[int, typer.Option(help="Number of failed attempts that are tried again.")] = 0,
+    preemption_retries: Annotated[int, typer.Option(help="Number of preempted attempts that are tried again.")] = 100,
 ) -> None:
     """Run a program as a job, with the code of this folder; exit code 0, 1 it failed, 2 infrastructure, 3 bad input."""
     from flows.cli.submitting import SubmitOptions, client_of, request_of
@@ -112,7 +112,7 @@ def submit(
 def jobs_list(
     backend: _Backend = None,
     cluster: _Cluster = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many, the newest first.")] = 20,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of jobs to show, the newest first.")] = 20,
     as_json: Json = False,
 ) -> None:
     """Show the jobs that are running or are still remembered."""
@@ -155,7 +155,7 @@ def jobs_logs(
         bool, typer.Option("--follow", "-f", help="Go on until the job ends, with its exit code.")
     ] = False,
     replica: Annotated[int | None, typer.Option(help="One replica; all when left out.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="How many lines, the last ones.")] = 200,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of lines to show, the last ones.")] = 200,
 ) -> None:
     """Show what a job wrote."""
     from flows.cli.submitting import client_of

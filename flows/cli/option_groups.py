@@ -50,7 +50,7 @@ class EvaluationOptions(EngineOptions, AcceleratorOptions):
     judge_url: Annotated[str | None, typer.Option(help="Endpoint of a judge; its own pool when left out.")] = None
     judge_pool: Annotated[str | None, typer.Option(help="A pool that is kept up, as the judge.")] = None
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None
-    judge_annotator: Annotated[str | None, typer.Option(help="How it is asked: AlpacaEval's configuration.")] = None
+    judge_annotator: Annotated[str | None, typer.Option(help="AlpacaEval's configuration of the judge.")] = None
     sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None
 
     def given(self, *names: str) -> list[str]:
@@ -77,7 +77,7 @@ class WorkPoolOptions:
     on_work_pool: Annotated[
         bool, typer.Option("--on-work-pool", help="At the work pool of the best region, not here; waits for it.")
     ] = False
-    max_egress_usd: Annotated[float, typer.Option(help="What reading from another region may cost there.")] = 0.0
+    max_egress_usd: Annotated[float, typer.Option(help="Most that reading from another region may cost there.")] = 0.0
 
 
 def annotations_of(kind: type) -> dict[str, Any]:

@@ -110,7 +110,7 @@ def compare(
     benchmark: _Benchmarks = None,
     metric: _Metrics = None,
     adjust: Annotated[str, typer.Option(help="For the number of tests: bh (Benjamini–Hochberg), holm or none.")] = "bh",
-    seed: Annotated[int, typer.Option(help="What bootstraps draw from.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the bootstraps.", min=0)] = 0,
     anyway: Annotated[bool, typer.Option("--anyway", help="Also compare what was not measured alike.")] = False,
     as_json: _Json = False,
 ) -> None:
@@ -144,7 +144,7 @@ def compare(
 
 def report(
     path: _Path = "evaluations",
-    output: Annotated[str, typer.Option(help="Where to write the page.")] = "report.html",
+    output: Annotated[str, typer.Option(help="File to write the page to.")] = "report.html",
     title: Annotated[str | None, typer.Option(help="Heading of the page.")] = None,
 ) -> None:
     """Write one self-contained HTML page with curves and tables."""

@@ -22,7 +22,7 @@ _Policy = Annotated[str, typer.Argument(help="YAML file with a policy.", metavar
 def deploy(
     policy: _Policy,
     every: Annotated[str | None, typer.Option(help="Time between two runs, such as 10m; 10m when left out.")] = None,
-    cron: Annotated[str | None, typer.Option(help="When to run, in cron's five fields, in place of --every.")] = None,
+    cron: Annotated[str | None, typer.Option(help="Times to run, in cron's five fields, in place of --every.")] = None,
     work_pool: Annotated[str, typer.Option(help="The Prefect work pool that runs it.")] = "assay-local",
     on_event: Annotated[bool, typer.Option("--on-event", help="Also run when a checkpoint is complete.")] = False,
     silent_after: Annotated[

@@ -37,7 +37,7 @@ def train_and_evaluate(
 
 
 def demo_train(
-    folder: Annotated[Path, typer.Option(help="Where everything goes.")] = Path("demo-train"),
+    folder: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("demo-train"),
     steps: Annotated[int, typer.Option(help="Training steps.", min=1)] = 240,
     exports: Annotated[int, typer.Option(help="Checkpoints to evaluate.", min=1)] = 4,
     as_json: Json = False,

@@ -115,7 +115,7 @@ def choose(
     on_demand: Annotated[bool, typer.Option("--on-demand", help="Not on machines that can be taken away.")] = False,
     source: Annotated[str | None, typer.Option(help="Region where the checkpoints lie.")] = None,
     gigabytes: Annotated[float, typer.Option(help="Size of all checkpoints in GB.")] = 0.0,
-    max_egress_usd: Annotated[float, typer.Option(help="What reading from another region may cost.")] = 0.0,
+    max_egress_usd: Annotated[float, typer.Option(help="Most that reading from another region may cost.")] = 0.0,
     regions: RegionsFile = None,
     as_json: Json = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""What an evaluator is: the command to run against an endpoint, and the reading of what that left behind."""
+"""The protocol of evaluators: a command to run against an endpoint, and the reading of its output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EvaluatedModel = RunningModel | LocalCheckpoint
 
 @dataclass(frozen=True)
 class HarnessCommand:
-    """What to run. `files` are written, and `copies` (folders in any store) fetched, into the working folder first.
+    """A program to run. First `files` are written, and `copies` (folders in any store) fetched, into its folder.
 
     `arguments` are those at the end of `argv` that go to the evaluator's own program.
     """
@@ -35,7 +35,7 @@ class HarnessCommand:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a harness has come: `done` of `total` requests, now asking for `stage`."""
+    """Progress of a harness: `done` of `total` requests, now asking for `stage`."""
 
     stage: str
     done: int
@@ -44,7 +44,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Parsed:
-    """What a harness found out, and the three numbers that say whether it may be published."""
+    """Metrics that a harness reported, and the three numbers that say whether it may be published."""
 
     metrics: tuple[Metric, ...]
     counts: Counts
@@ -74,7 +74,7 @@ class Evaluator(Protocol):
 
     @property
     def needs_endpoint(self) -> bool:
-        """Whether it talks to a served model; else it is given a `LocalCheckpoint`, and loads that itself."""
+        """True if it talks to a served model; else it is given a `LocalCheckpoint`, and loads that itself."""
         ...
 
     @property
@@ -83,7 +83,7 @@ class Evaluator(Protocol):
         ...
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:
-        """What that program is to read beforehand, beside being imported."""
+        """Arguments of that program's `preload`: the data it reads before it is forked."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Evaluator(Protocol):
         ...
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
-        """What was asked, answered and scored, question by question; called after `parse`.
+        """Yields prompt, answer and scores of each question; called after `parse`.
 
         Raises:
             HarnessOutputInvalid: results are missing or cannot be read.
@@ -120,7 +120,7 @@ class Evaluator(Protocol):
         ...
 
     def progress(self, log: str) -> Progress | None:
-        """How far it has come, from the last lines of its log; None while it asks nothing."""
+        """Returns its progress, from the last lines of its log; None while it asks nothing."""
         ...
 
     def check(self, config: EvaluationConfig, *, python: Path) -> None:

@@ -219,7 +219,7 @@ def _wait(job: JobHandle, seconds: float) -> bool:
 def _failure(
     job: JobHandle, evaluator: Evaluator, output: Path, *, config: EvaluationConfig, log: str, by_hand: str, late: bool
 ) -> AssayError:
-    """What happened to a job that did not succeed."""
+    """Describes the end of a job that did not succeed."""
     refusal = _refusal(output)
     if refusal is not None:
         return refusal
