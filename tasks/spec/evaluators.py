@@ -155,10 +155,13 @@ def spelled_out(evaluator: Any) -> Any:
     return {"name": DEFAULT_EVALUATOR, **evaluator} if isinstance(evaluator, dict) else evaluator
 
 
+def _registered_options() -> TypeAdapter[Any]:
+    return _union(tuple(options_kind(name) for name in EVALUATORS))
+
+
 @cache
-def _union(names: tuple[str, ...]) -> TypeAdapter[Any]:
-    kinds = Union[tuple(options_kind(name) for name in names)]  # noqa: UP007  built from a table
-    return TypeAdapter(Annotated[kinds, Field(discriminator="name")])
+def _union(kinds: tuple[type[EvaluatorOptions], ...]) -> TypeAdapter[Any]:
+    return TypeAdapter(Annotated[Union[kinds], Field(discriminator="name")])  # noqa: UP007  built from a table
 
 
 class _OneOfTheRegistered:
@@ -168,11 +171,11 @@ class _OneOfTheRegistered:
         return core_schema.no_info_plain_validator_function(_options)
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(_union(tuple(EVALUATORS)).core_schema)
+        return handler(_registered_options().core_schema)
 
 
 def _options(value: Any) -> EvaluatorOptions:
-    return _union(tuple(EVALUATORS)).validate_python(spelled_out(value))
+    return _registered_options().validate_python(spelled_out(value))
 
 
 class _RegisteredNames:
