@@ -96,6 +96,7 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(Record, CheckpointReference, Metric, Counts, SinkState, Sample),
 )
 WRITTEN_BY_US = (Record, CheckpointReference, Metric, Counts, SinkState, Sample)  # so nobody has to fill them in
+HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # what one leaves unset, the one before it says
 SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
 DEFAULTS_IN_WORDS = {("Settings", "cache_dir"): "`$XDG_CACHE_HOME/assay`, else `~/.cache/assay`"}
@@ -167,11 +168,11 @@ def constant_of(field: FieldInfo) -> str:
 
 
 def fields_list(model: type[BaseModel]) -> str:
-    """The fields of a model; those that an earlier model has word for word are named only."""
+    """The fields of a model; those that an earlier model has, too, are named only."""
     own, shared = [], dict[str, list[str]]()
     for line in lines_of(model):
         earlier = MODELS[: MODELS.index(model)] if model in MODELS else ()
-        same = next((other for other in earlier if line in lines_of(other)), None) if len(line.meaning) > 24 else None
+        same = next((other for other in earlier if stands_in(line, other, beside=model)), None)
         if same is None:
             own.append(entry(*line))
         else:
@@ -179,6 +180,14 @@ def fields_list(model: type[BaseModel]) -> str:
     return "".join(own) + "".join(
         f"- As in [{name}](#{name.lower()}): {', '.join(names)}.\n" for name, names in shared.items()
     )
+
+
+def stands_in(line: Line, other: type[BaseModel], *, beside: type[BaseModel]) -> bool:
+    """True if another model has a field word for word, or means the same by it and differs in the default only."""
+    if len(line.meaning) > 24 and line in lines_of(other):
+        return True
+    alike = [found for found in lines_of(other) if found.name == line.name and {other, beside} <= set(HAND_DOWN)]
+    return bool(alike) and "required" not in f"{line.remark} {alike[0].remark}"
 
 
 def settings_list() -> str:
