@@ -1,1 +1,1 @@
-"""One module per backend that runs jobs."""
+"""Backends that run jobs: a folder each, chosen by the name in a setting."""

@@ -49,7 +49,7 @@ class Claim(Config):
     released: bool = False
     """True once it was given up, so that the next one may have the cell at once."""
     at: float
-    """When it was made, seconds since the epoch."""
+    """Time it was made, seconds since the epoch."""
 
 
 class Holder(Config):
@@ -69,7 +69,7 @@ class Holder(Config):
     """Time that this holds."""
 
     def until(self) -> float:
-        """When its claims end if nothing more is heard, on a clock that may differ from its own."""
+        """Time at which its claims end if nothing more is heard, on a clock that may differ from its own."""
         return self.renewed + self.lease_seconds + _CLOCKS_DIFFER_SECONDS
 
 

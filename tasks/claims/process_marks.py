@@ -19,7 +19,7 @@ class ProcessMark(Config):
     pid: int
     """Process id there."""
     started: str | None
-    """When it started, in the kernel's ticks; empty where the system does not tell."""
+    """Start, in the kernel's ticks; empty where the system does not tell."""
 
     @classmethod
     def of_this_process(cls) -> ProcessMark:

@@ -28,7 +28,7 @@ class Override(Config):
     cells: tuple[tuple[str, str], ...] | None
     """Names of checkpoints with hashes of evaluations; all of the policy, later ones too, when unset."""
     at: float
-    """When, seconds since the epoch."""
+    """Time, seconds since the epoch."""
     user: str
     """The user."""
     flow_run: str | None = None

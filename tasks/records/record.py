@@ -96,7 +96,7 @@ class SinkState(_Part):
     reason: str | None = None
     """The reason why the sink does not have it."""
     at: datetime
-    """When that was found out, UTC."""
+    """Time that was found out, UTC."""
 
 
 class Record(_Part):
@@ -107,7 +107,7 @@ class Record(_Part):
     status: RecordStatus
     """succeeded, failed (the model or benchmark), infra_failed (ours, worth another try) or withheld."""
     reason: str | None
-    """Why it did not succeed; empty for a success."""
+    """Reason of a failure; empty for a success."""
     cell: str
     """Name of the cell's folder."""
     checkpoint: CheckpointReference
@@ -156,7 +156,7 @@ class Record(_Part):
     attempt: str
     """Folder beside the record that holds the harness's own output."""
     created: datetime
-    """When it was written, UTC."""
+    """Time it was written, UTC."""
 
     @property
     def succeeded(self) -> bool:
