@@ -128,6 +128,8 @@ def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
     store = FakeGcs("", storage)
 
     class Handler(RequestHandler):
+        uploaded: str | None = None
+
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(storage, *args, **kwargs)
 
@@ -159,9 +161,15 @@ def fake_gcs(*buckets: str) -> Iterator[FakeGcs]:
             if status is not None:
                 self._answer(status, {"error": {"code": status, "message": MESSAGES[status]}})
                 return
+            self.uploaded = named[0]
             super().do_POST()
-            with store.lock:
-                store.uploads.append(named[0])
+
+        def send_response(self, code: int, message: str | None = None) -> None:
+            if self.uploaded is not None:  # noted before the client hears of it, and sends its next object
+                with store.lock:
+                    store.uploads.append(self.uploaded)
+                self.uploaded = None
+            super().send_response(code, message)
 
         def _answer(self, status: int, content: dict[str, Any]) -> None:
             body = orjson.dumps(content)

@@ -69,7 +69,7 @@ def running_pool(
             target = Target(pool, MODEL, owner_pid=os.getpid(), recovery_seconds=300)
             assert asyncio.run(target.settled()) is None, events
             yield target
-        assert job_processes() == {}
+        eventually(lambda: job_processes() == {}, seconds=60)  # what a killed agent left ends by itself
     finally:
         client.shutdown()
 

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.context import ForkProcess
@@ -51,7 +52,14 @@ def remote(tmp_path: Path, seed: int, *, shards: int = 1) -> tuple[str, ModelDig
 
 
 def in_child(work: Callable[[], object]) -> ForkProcess:
-    child = _fork.Process(target=work)
+    def told() -> None:
+        try:
+            work()
+        except BaseException:
+            os.write(2, traceback.format_exc().encode())  # the child's own streams are pytest's
+            raise
+
+    child = _fork.Process(target=told)
     child.start()
     return child
 
