@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from resources.errors import SinkFailed
 from resources.settings import process_environment
-from tasks.spec.sinks import MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
+from tasks.spec.sinks import Sink, sink_kinds
 
-_SECRET_VARIABLES = (
-    *("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN", "HF_TOKEN"),
-    *("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_CONNECTION_STRING"),
-)
 # Set by a training job of the user's for itself; in ours they would send results into that job's run.
 _NOT_OURS = re.compile(
     r"WANDB_(?!API_KEY$|BASE_URL$|HTTP|HTTPS|CA_|IDENTITY).*|MLFLOW_(RUN_ID|EXPERIMENT_\w+|TRACKING_URI)"
@@ -36,49 +32,33 @@ _DEFAULTS = {
 class Credentials(BaseModel):
     """Secrets and variables for the process that talks to one sink, beside its configuration.
 
-    `variables` is its whole environment. `storage_options` go to the object store's client, and `url` is the place
-    that a block named.
+    `variables` is its whole environment, `arguments` are further ones of the sink's `send`.
     """
 
     model_config = ConfigDict(frozen=True)
 
     variables: dict[str, str]
-    storage_options: dict[str, Any] = {}
-    url: str | None = None
+    arguments: dict[str, Any] = {}
     secrets: tuple[SecretStr, ...] = ()
     """Texts that must not show in anything the process writes."""
 
     def scrubbed(self, text: str) -> str:
-        """A text with all that is secret replaced."""
+        """Return a text with all that is secret replaced."""
         return scrub(text, (secret.get_secret_value() for secret in self.secrets))
 
 
 def credentials_of(sink: Sink) -> Credentials:
-    """The credentials for a sink.
+    """Return the credentials for a sink.
 
     Raises:
         SinkFailed: a block that it names cannot be loaded.
     """
     inherited = {name: value for name, value in process_environment().items() if not _NOT_OURS.fullmatch(name)}
-    variables = {**_DEFAULTS, **inherited}
-    url, options = None, {}
-    match sink:
-        case WeightsAndBiasesSink():
-            variables |= _from_blocks({"WANDB_API_KEY": sink.api_key_block})
-        case MlflowSink():
-            blocks = {"MLFLOW_TRACKING_PASSWORD": sink.password_block, "MLFLOW_TRACKING_TOKEN": sink.token_block}
-            variables |= _from_blocks(blocks)
-            if sink.username is not None:
-                variables["MLFLOW_TRACKING_USERNAME"] = sink.username
-        case ObjectStoreSink(block=str() as block):
-            url, options = _from_bucket_block(block)
-        case _:
-            pass
-    token = options.get("token")
-    found = [variables.get(name) for name in _SECRET_VARIABLES]
-    found += [str(token.get("private_key"))] if isinstance(token, dict) else []
-    secrets = tuple(SecretStr(value) for value in found if value)
-    return Credentials(variables=variables, storage_options=options, url=url, secrets=secrets)
+    access = sink.access()
+    variables = {**_DEFAULTS, **inherited, **access.variables}
+    found = [variables.get(name) for kind in sink_kinds() for name in kind.secret_variables]
+    secrets = tuple(SecretStr(value) for value in (*found, *access.secrets) if value)
+    return Credentials(variables=variables, arguments=access.arguments, secrets=secrets)
 
 
 def scrub(text: str, secrets: Iterable[str]) -> str:
@@ -91,30 +71,28 @@ def scrub(text: str, secrets: Iterable[str]) -> str:
     return re.sub(r"(?i)([?&][\w.-]*(?:key|token|secret|sig|signature|credential)=)[^&\s'\"]+", r"\1***", text)
 
 
-def _from_blocks(names: dict[str, str | None]) -> dict[str, str]:
+def secrets_of_blocks(names: Mapping[str, str | None]) -> dict[str, str]:
+    """Return the content of Prefect's Secret blocks by the variable that is to have it, where a block is named.
+
+    Raises:
+        SinkFailed: a block cannot be loaded.
+    """
     return {variable: _secret(name) for variable, name in names.items() if name is not None}
 
 
 def _secret(name: str) -> str:
     from prefect.blocks.system import Secret
 
-    value = _loaded(Secret, name).get()
+    value = loaded_block(Secret, name).get()
     return value if isinstance(value, str) else str(value)
 
 
-def _from_bucket_block(name: str) -> tuple[str, dict[str, Any]]:
-    """Folder and client options of a GCS Bucket block; the machine's own sign-in where the block has none."""
-    from prefect_gcp.cloud_storage import GcsBucket
+def loaded_block(kind: Any, name: str) -> Any:
+    """Return a block of Prefect's.
 
-    bucket = _loaded(GcsBucket, name)
-    account = bucket.gcp_credentials.service_account_info
-    file = bucket.gcp_credentials.service_account_file
-    token = account.get_secret_value() if account is not None else (str(file) if file is not None else None)
-    options = {"token": token} if token else {}
-    return f"gs://{bucket.bucket}/{bucket.bucket_folder.strip('/')}".rstrip("/"), options
-
-
-def _loaded(kind: Any, name: str) -> Any:
+    Raises:
+        SinkFailed: it cannot be loaded.
+    """
     try:
         return kind.load(name, _sync=True)
     except Exception as error:  # noqa: BLE001 - a boundary: Prefect raises its client's and pydantic's errors

@@ -7,7 +7,7 @@ from elsewhere; only the numbers of the same benchmark from the same evaluator a
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
@@ -15,10 +15,31 @@ from resources.errors import SinkFailed
 from resources.storage import storage
 from tasks.records.record import RECORD_NAME, Record
 from tasks.sinks.announcement import Announcement
-from tasks.spec.sinks import HuggingFaceSink
+from tasks.spec.sinks import SinkConfig
 
 CARD_NAME = "README.md"
 _FRONT_MATTER = re.compile(r"\A---\r?\n(.*?)^---\r?\n?", re.DOTALL | re.MULTILINE)
+
+
+class HuggingFaceSink(SinkConfig):
+    """The results as metadata of a model card, one card for each checkpoint. Nothing is uploaded."""
+
+    secret_variables = ("HF_TOKEN",)
+
+    kind: Literal["hugging_face"] = "hugging_face"
+    """Says that this sink is a model card."""
+    path: str | None = None
+    """Folder that gets `<run>/step-<N>/README.md`; the folder of the records when unset."""
+    task_type: str = "text-generation"
+    """The hub's name for what the model does."""
+
+    @property
+    def name(self) -> str:
+        """Its name in records."""
+        return f"hugging_face:{self.path.rstrip('/') if self.path else 'beside the records'}"
+
+
+CONFIG = HuggingFaceSink
 
 
 def send(announcement: Announcement, sink: HuggingFaceSink) -> str | None:

@@ -12,23 +12,74 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import yaml
-from mlflow import MlflowClient
-from mlflow.entities import Metric, RunTag
-from mlflow.exceptions import MlflowException
+from pydantic import field_validator
 
 from resources.errors import SinkFailed
 from resources.storage import storage
 from tasks.records.record import RECORD_NAME, Record
 from tasks.sinks.announcement import REPORT_NAME, Announcement, metric_values
-from tasks.spec.sinks import MlflowSink
+from tasks.sinks.credentials import secrets_of_blocks
+from tasks.spec.sinks import Access, SinkConfig, web_address
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 SERIES_TAG = "assay.series"
 _TAG_CHARACTERS = 5000
 _HARNESS_CONFIGURATION = "work"
 """Folder in an attempt's with the files that the harness was given."""
+
+
+class MlflowSink(SinkConfig):
+    """A run in MLflow for each training run. User name, password or token are in MLflow's own variables."""
+
+    secret_variables = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+
+    kind: Literal["mlflow"] = "mlflow"
+    """Says that this sink is MLflow."""
+    tracking_uri: str
+    """Address of the tracking server, such as http://10.0.0.15:5000."""
+    experiment: str
+    """The experiment, which is made if it is not there."""
+    tags: dict[str, str] = {}
+    """Tags of the run, beside Assay's own."""
+    harness_output: bool = True
+    """Send the harness's own output as artifacts too, which holds questions and answers."""
+    username: str | None = None
+    """User name, in place of MLFLOW_TRACKING_USERNAME."""
+    password_block: str | None = None
+    """Name of a Prefect Secret block, in place of MLFLOW_TRACKING_PASSWORD."""
+    token_block: str | None = None
+    """Name of a Prefect Secret block, in place of MLFLOW_TRACKING_TOKEN."""
+
+    @field_validator("tracking_uri")
+    @classmethod
+    def _isweb_address(cls, address: str) -> str:
+        return web_address(address)
+
+    @field_validator("experiment")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if not name.strip() or name.strip() != name or len(name) > 500:
+            raise ValueError(f"expected 1 to 500 characters without space around them, found {name!r}")
+        return name
+
+    @property
+    def name(self) -> str:
+        """Its name in records."""
+        return f"mlflow:{self.tracking_uri.rstrip('/')} {self.experiment}"
+
+    def access(self) -> Access:
+        """Return the user's name, and the password or token where a block has it."""
+        blocks = {"MLFLOW_TRACKING_PASSWORD": self.password_block, "MLFLOW_TRACKING_TOKEN": self.token_block}
+        user = {"MLFLOW_TRACKING_USERNAME": self.username} if self.username is not None else {}
+        return Access(variables={**secrets_of_blocks(blocks), **user})
+
+
+CONFIG = MlflowSink
 
 
 def send(announcement: Announcement, sink: MlflowSink) -> str | None:
@@ -39,6 +90,8 @@ def send(announcement: Announcement, sink: MlflowSink) -> str | None:
     """
     if announcement.record is None and not storage.exists(announcement.report_uri):
         return None
+    from mlflow import MlflowClient
+
     with _explained(sink):
         client = MlflowClient(tracking_uri=sink.tracking_uri)
         experiment = _experiment(client, sink)
@@ -55,6 +108,8 @@ def send(announcement: Announcement, sink: MlflowSink) -> str | None:
 
 
 def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
+    from mlflow.exceptions import MlflowException
+
     found = client.get_experiment_by_name(sink.experiment)
     if found is None:
         try:
@@ -82,6 +137,8 @@ def _run(client: MlflowClient, experiment: str, announcement: Announcement) -> s
 
 
 def _add_record(client: MlflowClient, run: str, announcement: Announcement, sink: MlflowSink) -> None:
+    from mlflow.entities import Metric, RunTag
+
     record = announcement.known
     # The server keeps one of several metrics with the same name, value, step and time.
     at = int(record.created.timestamp() * 1000)
@@ -156,6 +213,8 @@ def _allowed(name: str) -> str:
 
 @contextmanager
 def _explained(sink: MlflowSink) -> Iterator[None]:
+    from mlflow.exceptions import MlflowException
+
     try:
         yield
     except SinkFailed:

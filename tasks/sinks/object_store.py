@@ -15,43 +15,103 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import fsspec
+from pydantic import Field, model_validator
 
 from resources.errors import SinkFailed
 from resources.storage import storage
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, Announcement
-from tasks.spec.sinks import ObjectStoreSink
+from tasks.sinks.credentials import loaded_block
+from tasks.spec.sinks import Access, SinkConfig
 
 _PERMISSION = re.compile(r"\b(?:storage\.[a-z]+\.\w+|s3:\w+)\b")
 _NEEDED = "storage.objects.list, .get, .create and .delete, or s3:ListBucket, s3:GetObject and s3:PutObject"
 
 
-def send(announcement: Announcement, url: str, sink: ObjectStoreSink, *, options: dict[str, Any]) -> str | None:
-    """Copies a record with its attempt, or the report page; says where to.
+class ObjectStoreSink(SinkConfig):
+    """The tree of records, copied to an object store or any other place that fsspec can write."""
+
+    secret_variables = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_CONNECTION_STRING")
+
+    kind: Literal["object_store"] = "object_store"
+    """Says that this sink is an object store."""
+    url: str | None = None
+    """Folder that gets the tree, such as gs://bucket/evaluations; signed in to as the machine is."""
+    block: str | None = None
+    """Name of a Prefect block of type GCS Bucket, in place of url: its folder, and its credentials."""
+    harness_output: bool = True
+    """Copy the harness's own output too, which holds questions and answers."""
+    timeout_seconds: float = Field(default=900.0, gt=0)
+    """Wall clock of one record; what arrived by then is not sent again."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> ObjectStoreSink:
+        if (self.url is None) == (self.block is None):
+            raise ValueError("expected either url or block, found " + ("both" if self.url else "neither"))
+        return self
+
+    @property
+    def name(self) -> str:
+        """Its name in records."""
+        return f"object_store:{self.url.rstrip('/') if self.url else f'block {self.block}'}"
+
+    def access(self) -> Access:
+        """Return the folder and the client's options of the block; the machine's own sign-in where it has none."""
+        if self.block is None:
+            return Access()
+        from prefect_gcp.cloud_storage import GcsBucket
+
+        bucket = loaded_block(GcsBucket, self.block)
+        account = bucket.gcp_credentials.service_account_info
+        file = bucket.gcp_credentials.service_account_file
+        token = account.get_secret_value() if account is not None else (str(file) if file is not None else None)
+        url = f"gs://{bucket.bucket}/{bucket.bucket_folder.strip('/')}".rstrip("/")
+        secrets = (str(token.get("private_key")),) if isinstance(token, dict) else ()
+        return Access(arguments={"place": url, "options": {"token": token} if token else {}}, secrets=secrets)
+
+
+CONFIG = ObjectStoreSink
+
+
+def send(
+    announcement: Announcement,
+    sink: ObjectStoreSink,
+    *,
+    place: str | None = None,
+    options: dict[str, Any] | None = None,
+) -> str | None:
+    """Copies a record with its attempt, or the report page, and returns its place there.
+
+    Args:
+        announcement: the record or the report.
+        sink: the store.
+        place: the folder that a block named, in place of the sink's url.
+        options: options of the store's client, with its credentials.
 
     Raises:
         SinkFailed: the store did not take it, or is where the records lie.
     """
+    url = place or str(sink.url)
     if storage.absolute(url).rstrip("/") == announcement.series.evaluation_path:
         raise SinkFailed(
             expected="another place than the records' own", found=url, remedy="name another url, or drop this sink"
         )
     with _explained(url), _local_files(announcement, sink) as files:
-        store, root = fsspec.core.url_to_fs(storage.absolute(url), **options)
+        store, root = fsspec.core.url_to_fs(storage.absolute(url), **(options or {}))
         run = announcement.run_uri.removeprefix(announcement.series.evaluation_path).strip("/")
-        place = f"{run}/{REPORT_NAME}" if announcement.record is None else announcement.place
+        path = f"{run}/{REPORT_NAME}" if announcement.record is None else announcement.place
         if announcement.record is None:
             if not storage.exists(announcement.report_uri):
                 return None
-            _write(store, posixpath.join(root, place), storage.read_bytes(announcement.report_uri))
+            _write(store, posixpath.join(root, path), storage.read_bytes(announcement.report_uri))
         else:
-            folder = posixpath.join(root, place)
+            folder = posixpath.join(root, path)
             _copy_missing(store, files, folder)
             _write(store, posixpath.join(folder, RECORD_NAME), announcement.record_json())
-    return storage.join(url, place)
+    return storage.join(url, path)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from tasks.records.record import Record, SinkState, now
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import Credentials, credentials_of, scrub
 from tasks.sinks.sending import Answer, Job
-from tasks.spec.sinks import Sink
+from tasks.spec.sinks import SINKS, Sink
 
 _REASON_CHARACTERS = 800
 _SENDING_POLL_SECONDS = 0.1
@@ -148,10 +148,10 @@ def _ask(sending: _Sending, credentials: Credentials) -> Answer:
         SinkFailed: it did not end in time, or without an answer.
     """
     job = Job(
-        sink=sending.sink,
+        module=SINKS[sending.sink.kind],
+        sink=sending.sink.model_dump(mode="json"),
         announcement=sending.announcement,
-        storage_options=credentials.storage_options,
-        url=credentials.url,
+        arguments=credentials.arguments,
     )
     with tempfile.TemporaryFile() as errors:  # not a pipe: what a library leaves running would hold it open
         process = subprocess.Popen(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from importlib import import_module
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from resources.errors import AssayError, SinkFailed
 from tasks.sinks.announcement import Announcement
-from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
 
 
 class Job(BaseModel):
@@ -24,12 +24,13 @@ class Job(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    sink: Sink
+    module: str
+    """The sink's module, which has `CONFIG` and `send`."""
+    sink: dict[str, Any]
+    """Its configuration."""
     announcement: Announcement
-    storage_options: dict[str, Any] = {}
-    """Options of the object store's client, with its credentials."""
-    url: str | None = None
-    """The place that a block named, in place of the sink's own."""
+    arguments: dict[str, Any] = {}
+    """Further arguments of `send`, with credentials."""
 
 
 class Answer(BaseModel):
@@ -44,28 +45,13 @@ class Answer(BaseModel):
 
 
 def send(job: Job) -> str | None:
-    """Sends it, and says where it is to be seen; None if this sink takes no such thing.
+    """Send it, and return the place where it can be seen; None if this sink takes no such thing.
 
     Raises:
         AssayError: the sink did not take it.
     """
-    match job.sink:
-        case ObjectStoreSink() as sink:
-            from tasks.sinks import object_store
-
-            return object_store.send(job.announcement, job.url or str(sink.url), sink, options=job.storage_options)
-        case WeightsAndBiasesSink() as sink:
-            from tasks.sinks import weights_and_biases
-
-            return weights_and_biases.send(job.announcement, sink)
-        case MlflowSink() as sink:
-            from tasks.sinks import mlflow_runs
-
-            return mlflow_runs.send(job.announcement, sink)
-        case HuggingFaceSink() as sink:
-            from tasks.sinks import hugging_face
-
-            return hugging_face.send(job.announcement, sink)
+    sink = import_module(job.module)
+    return sink.send(job.announcement, sink.CONFIG.model_validate(job.sink), **job.arguments)
 
 
 def answer_to(job: Job) -> Answer:
@@ -76,7 +62,7 @@ def answer_to(job: Job) -> Answer:
         return Answer(expected=error.expected, found=error.found, remedy=error.remedy)
     except Exception as error:  # noqa: BLE001  a boundary: a sink that fails never fails a cell
         unknown = SinkFailed(
-            expected=f"{job.sink.kind} to take the record",
+            expected=f"{job.sink['kind']} to take the record",
             found=f"{type(error).__name__}: {error}",
             remedy="mend what it says, then: assay publish",
         )

@@ -7,22 +7,28 @@ of its history cannot be replaced, so one that is there is not sent twice.
 
 from __future__ import annotations
 
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
-import wandb
+from pydantic import Field, field_validator
 
 from resources.errors import SinkFailed
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import REPORT_NAME, STEP_METRIC, Announcement, metric_values
-from tasks.spec.sinks import WeightsAndBiasesSink
+from tasks.sinks.credentials import secrets_of_blocks
+from tasks.spec.sinks import Access, SinkConfig, web_address
 
+if TYPE_CHECKING:
+    import wandb
+
+_PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 _FINISHED = ".finished"
 _FIXED: dict[str, Any] = {
     "silent": True,
@@ -43,6 +49,63 @@ _FIXED: dict[str, Any] = {
     "x_file_transfer_retry_max": 4,
     "x_file_transfer_retry_wait_max_seconds": 4,
 }
+
+
+class WeightsAndBiasesSink(SinkConfig):
+    """A run in Weights & Biases for each training run, over its training steps. The key is in WANDB_API_KEY."""
+
+    secret_variables = ("WANDB_API_KEY",)
+
+    kind: Literal["wandb"] = "wandb"
+    """Says that this sink is Weights & Biases."""
+    project: str
+    """The project, which is made if it is not there."""
+    entity: str | None = None
+    """The team or user that the project belongs to; the key's own when unset."""
+    base_url: str | None = None
+    """Address of a server of one's own; WANDB_BASE_URL, or else the public one, when unset."""
+    mode: Literal["online", "offline"] = "online"
+    """Send to the server, or write files for `wandb sync`."""
+    folder: str | None = None
+    """Local folder for offline files; `wandb` beside the report when unset."""
+    tags: tuple[str, ...] = ()
+    """Tags of the run, beside those of the records."""
+    max_samples: int = Field(default=50, ge=0)
+    """Questions with answers that go into the table of a checkpoint; none with 0."""
+    api_key_block: str | None = None
+    """Name of a Prefect Secret block with the key, in place of WANDB_API_KEY."""
+
+    @field_validator("project", "entity")
+    @classmethod
+    def _can_be_in_an_address(cls, name: str | None) -> str | None:
+        if name is not None and not (_PROJECT.fullmatch(name) and name.strip() == name):
+            raise ValueError(f"expected 1 to 128 characters, none of them / \\ # ? % :, found {name!r}")
+        return name
+
+    @field_validator("base_url")
+    @classmethod
+    def _isweb_address(cls, address: str | None) -> str | None:
+        return web_address(address) if address is not None else None
+
+    @field_validator("folder")
+    @classmethod
+    def _is_local(cls, folder: str | None) -> str | None:
+        if folder is not None and not storage.is_local(folder):
+            raise ValueError(f"expected a local folder, found {folder!r}")
+        return folder
+
+    @property
+    def name(self) -> str:
+        """Its name in records."""
+        where = f"{self.entity}/{self.project}" if self.entity else self.project
+        return f"wandb:{where}" + (" offline" if self.mode == "offline" else "")
+
+    def access(self) -> Access:
+        """Return the key, where a block has it."""
+        return Access(variables=secrets_of_blocks({"WANDB_API_KEY": self.api_key_block}))
+
+
+CONFIG = WeightsAndBiasesSink
 
 
 def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
@@ -92,6 +155,8 @@ def _folder(announcement: Announcement, sink: WeightsAndBiasesSink) -> Iterator[
 
 @contextmanager
 def _run(announcement: Announcement, sink: WeightsAndBiasesSink, folder: Path) -> Iterator[wandb.Run]:
+    import wandb
+
     series, record = announcement.series, announcement.record
     # Otherwise files of artifacts lie in the user's home until they are sent.
     kept = {f"WANDB_{name}_DIR": str(folder / name.lower()) for name in ("DATA", "CACHE", "CONFIG", "ARTIFACT")}
@@ -169,6 +234,8 @@ def _configuration(announcement: Announcement) -> dict[str, Any]:
 
 
 def _table(announcement: Announcement, sink: WeightsAndBiasesSink) -> wandb.Table | None:
+    import wandb
+
     samples = list(announcement.samples(sink.max_samples)) if sink.max_samples else []
     if not samples:
         return None
@@ -183,6 +250,8 @@ def _table(announcement: Announcement, sink: WeightsAndBiasesSink) -> wandb.Tabl
 
 def _add_file(run: wandb.Run, name: str, kind: str, file: str, content: bytes) -> None:
     """An artifact of the run; W&B keeps no second version of the same content."""
+    import wandb
+
     cleaned = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name)
     artifact = wandb.Artifact(f"{run.id}-{cleaned}"[:128], type=kind)
     # W&B takes a copy. A record.json that stayed among the records would be taken for one of them.

@@ -74,7 +74,7 @@ class CheckpointSelection(Config):
 class EvaluationConfig(Config):
     """An evaluation of one checkpoint, or of every checkpoint of a run."""
 
-    evaluator: AnyEvaluator = Field(default=DEFAULT_EVALUATOR, validate_default=True)
+    evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
     """The harness that asks the questions and scores the answers: its name, or its options with its name."""
     model_path: str
     """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""

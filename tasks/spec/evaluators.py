@@ -8,23 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import cache
 from importlib import import_module
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
-    TypeAdapter,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, GetJsonSchemaHandler, field_validator, model_validator
 from pydantic.json_schema import JsonSchemaValue
-from pydantic_core import CoreSchema, core_schema
+from pydantic_core import CoreSchema
 
 from resources.config import AnyOfInForms, Config
+from tasks.spec.registered import OneOfTheRegistered
 
 EVALUATORS: dict[str, str] = {
     "lm_evaluation_harness": "tasks.evaluators.lm_eval",
@@ -155,27 +147,8 @@ def spelled_out(evaluator: Any) -> Any:
     return {"name": DEFAULT_EVALUATOR, **evaluator} if isinstance(evaluator, dict) else evaluator
 
 
-def _registered_options() -> TypeAdapter[Any]:
-    return _union(tuple(options_kind(name) for name in EVALUATORS))
-
-
-@cache
-def _union(kinds: tuple[type[EvaluatorOptions], ...]) -> TypeAdapter[Any]:
-    return TypeAdapter(Annotated[Union[kinds], Field(discriminator="name")])  # noqa: UP007  built from a table
-
-
-class _OneOfTheRegistered:
-    """Validates options of any registered evaluator as a union told apart by `name`, built when first needed."""
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(_options)
-
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return handler(_registered_options().core_schema)
-
-
-def _options(value: Any) -> EvaluatorOptions:
-    return _registered_options().validate_python(spelled_out(value))
+def _option_kinds() -> tuple[type[EvaluatorOptions], ...]:
+    return tuple(options_kind(name) for name in EVALUATORS)
 
 
 class _RegisteredNames:
@@ -191,7 +164,9 @@ def _registered(name: str) -> str:
     return name
 
 
-AnyEvaluator = Annotated[EvaluatorOptions, _OneOfTheRegistered(), AnyOfInForms()]
+AnyEvaluator = Annotated[
+    EvaluatorOptions, OneOfTheRegistered(_option_kinds, tag="name", spelled_out=spelled_out), AnyOfInForms()
+]
 """The options of one evaluator, told apart by `name`; a bare name stands for that evaluator's defaults."""
 EvaluatorName = Annotated[str, AfterValidator(_registered), _RegisteredNames()]
 """Name of a registered evaluator."""

@@ -1,15 +1,30 @@
-"""The sinks and their options. Keys and passwords never stand here."""
+"""The sinks there are, and the base of their configurations. Keys and passwords never stand here.
+
+A sink is a module with `CONFIG`, its kind of configuration, and `send`, which sends an announcement and returns the
+place where it can be seen. It is imported when a configuration with sinks is first read, or by the process that sends.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from abc import abstractmethod
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from resources.config import AnyOfInForms, Config
 from resources.errors import BadInput
-from resources.storage import storage
+from tasks.spec.registered import OneOfTheRegistered
+
+SINKS: dict[str, str] = {
+    "object_store": "tasks.sinks.object_store",
+    "wandb": "tasks.sinks.weights_and_biases",
+    "mlflow": "tasks.sinks.mlflow_runs",
+    "hugging_face": "tasks.sinks.hugging_face",
+}
+"""The module of each sink, by the kind that its configuration names."""
 
 _KEY_FIELD = re.compile(r"key|token|secret|passw|credential|auth", re.IGNORECASE)
 _KEY_VALUE = re.compile(
@@ -18,18 +33,47 @@ _KEY_VALUE = re.compile(
     r"|^[0-9a-f]{40}$|^wandb_v\d|^hf_\w{20}|^sk-\w{8}|^AIza|^ya29\.|-----BEGIN",
     re.IGNORECASE,
 )
-_PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 _REMEDY = (
     "take it out, and change the key if the file was shared: keys are read from the environment, "
     "or from the Prefect block that a field ending in _block names"
 )
 
 
-class _SinkConfig(Config):
-    """A sink's configuration, which holds no key."""
+@dataclass(frozen=True)
+class Access:
+    """Keys and places from outside the configuration."""
+
+    variables: dict[str, str] = field(default_factory=dict)
+    """Variables for the environment of the process that sends."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the sink's `send`, as JSON has them."""
+    secrets: tuple[str, ...] = ()
+    """Texts in the arguments that are kept out of what is written."""
+
+
+class SinkConfig(Config):
+    """Configuration of a sink, which holds no key. A kind adds `kind: Literal[...]`, its tag, and its options."""
+
+    secret_variables: ClassVar[tuple[str, ...]] = ()
+    """Variables of the environment that hold keys of this sink; their values are kept out of what is written."""
 
     timeout_seconds: float = Field(default=120.0, gt=0)
     """Wall clock of one record; after it the sink counts as failed for this record."""
+    kind: Any
+    """The sink's kind, as its registry has it; each configuration has a Literal of its own."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Its name in records."""
+
+    def access(self) -> Access:
+        """Return what `send` needs beside the configuration; called where Prefect's blocks can be loaded.
+
+        Raises:
+            SinkFailed: a block that the configuration names cannot be loaded.
+        """
+        return Access()
 
     @model_validator(mode="before")
     @classmethod
@@ -55,143 +99,19 @@ def _texts(value: Any) -> list[str]:
     return [text for item in value for text in _texts(item)] if isinstance(value, list | tuple) else []
 
 
-class ObjectStoreSink(_SinkConfig):
-    """The tree of records, copied to an object store or any other place that fsspec can write."""
-
-    kind: Literal["object_store"] = "object_store"
-    """Says that this sink is an object store."""
-    url: str | None = None
-    """Folder that gets the tree, such as gs://bucket/evaluations; signed in to as the machine is."""
-    block: str | None = None
-    """Name of a Prefect block of type GCS Bucket, in place of url: its folder, and its credentials."""
-    harness_output: bool = True
-    """Copy the harness's own output too, which holds questions and answers."""
-    timeout_seconds: float = Field(default=900.0, gt=0)
-    """Wall clock of one record; what arrived by then is not sent again."""
-
-    @model_validator(mode="after")
-    def _one_place(self) -> ObjectStoreSink:
-        if (self.url is None) == (self.block is None):
-            raise ValueError("expected either url or block, found " + ("both" if self.url else "neither"))
-        return self
-
-    @property
-    def name(self) -> str:
-        """Its name in records."""
-        return f"object_store:{self.url.rstrip('/') if self.url else f'block {self.block}'}"
-
-
-class WeightsAndBiasesSink(_SinkConfig):
-    """A run in Weights & Biases for each training run, over its training steps. The key is in WANDB_API_KEY."""
-
-    kind: Literal["wandb"] = "wandb"
-    """Says that this sink is Weights & Biases."""
-    project: str
-    """The project, which is made if it is not there."""
-    entity: str | None = None
-    """The team or user that the project belongs to; the key's own when unset."""
-    base_url: str | None = None
-    """Address of a server of one's own; WANDB_BASE_URL, or else the public one, when unset."""
-    mode: Literal["online", "offline"] = "online"
-    """Send to the server, or write files for `wandb sync`."""
-    folder: str | None = None
-    """Local folder for offline files; `wandb` beside the report when unset."""
-    tags: tuple[str, ...] = ()
-    """Tags of the run, beside those of the records."""
-    max_samples: int = Field(default=50, ge=0)
-    """Questions with answers that go into the table of a checkpoint; none with 0."""
-    api_key_block: str | None = None
-    """Name of a Prefect Secret block with the key, in place of WANDB_API_KEY."""
-
-    @field_validator("project", "entity")
-    @classmethod
-    def _can_be_in_an_address(cls, name: str | None) -> str | None:
-        if name is not None and not (_PROJECT.fullmatch(name) and name.strip() == name):
-            raise ValueError(f"expected 1 to 128 characters, none of them / \\ # ? % :, found {name!r}")
-        return name
-
-    @field_validator("base_url")
-    @classmethod
-    def _is_web_address(cls, address: str | None) -> str | None:
-        return _web_address(address) if address is not None else None
-
-    @field_validator("folder")
-    @classmethod
-    def _is_local(cls, folder: str | None) -> str | None:
-        if folder is not None and not storage.is_local(folder):
-            raise ValueError(f"expected a local folder, found {folder!r}")
-        return folder
-
-    @property
-    def name(self) -> str:
-        """Its name in records."""
-        where = f"{self.entity}/{self.project}" if self.entity else self.project
-        return f"wandb:{where}" + (" offline" if self.mode == "offline" else "")
-
-
-class MlflowSink(_SinkConfig):
-    """A run in MLflow for each training run. User name, password or token are in MLflow's own variables."""
-
-    kind: Literal["mlflow"] = "mlflow"
-    """Says that this sink is MLflow."""
-    tracking_uri: str
-    """Address of the tracking server, such as http://10.0.0.15:5000."""
-    experiment: str
-    """The experiment, which is made if it is not there."""
-    tags: dict[str, str] = {}
-    """Tags of the run, beside Assay's own."""
-    harness_output: bool = True
-    """Send the harness's own output as artifacts too, which holds questions and answers."""
-    username: str | None = None
-    """User name, in place of MLFLOW_TRACKING_USERNAME."""
-    password_block: str | None = None
-    """Name of a Prefect Secret block, in place of MLFLOW_TRACKING_PASSWORD."""
-    token_block: str | None = None
-    """Name of a Prefect Secret block, in place of MLFLOW_TRACKING_TOKEN."""
-
-    @field_validator("tracking_uri")
-    @classmethod
-    def _is_web_address(cls, address: str) -> str:
-        return _web_address(address)
-
-    @field_validator("experiment")
-    @classmethod
-    def _is_a_name(cls, name: str) -> str:
-        if not name.strip() or name.strip() != name or len(name) > 500:
-            raise ValueError(f"expected 1 to 500 characters without space around them, found {name!r}")
-        return name
-
-    @property
-    def name(self) -> str:
-        """Its name in records."""
-        return f"mlflow:{self.tracking_uri.rstrip('/')} {self.experiment}"
-
-
-class HuggingFaceSink(_SinkConfig):
-    """The results as metadata of a model card, one card for each checkpoint. Nothing is uploaded."""
-
-    kind: Literal["hugging_face"] = "hugging_face"
-    """Says that this sink is a model card."""
-    path: str | None = None
-    """Folder that gets `<run>/step-<N>/README.md`; the folder of the records when unset."""
-    task_type: str = "text-generation"
-    """The hub's name for what the model does."""
-
-    @property
-    def name(self) -> str:
-        """Its name in records."""
-        return f"hugging_face:{self.path.rstrip('/') if self.path else 'beside the records'}"
-
-
-def _web_address(address: str) -> str:
+def web_address(address: str) -> str:
+    """Return an address of a server without a slash at its end; a ValueError where it is none."""
     if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", address):
         raise ValueError(f"expected an address that begins with http:// or https://, found {address!r}")
     return address.rstrip("/")
 
 
-Sink = Annotated[
-    ObjectStoreSink | WeightsAndBiasesSink | MlflowSink | HuggingFaceSink, Field(discriminator="kind"), AnyOfInForms()
-]
+def sink_kinds() -> tuple[type[SinkConfig], ...]:
+    """Return the configuration of each registered sink."""
+    return tuple(import_module(module).CONFIG for module in SINKS.values())
+
+
+Sink = Annotated[SinkConfig, OneOfTheRegistered(sink_kinds, tag="kind"), AnyOfInForms()]
 """A place where results are announced; `kind` tells them apart."""
 
 

@@ -48,7 +48,7 @@ class SuiteEvaluation(Config):
 
     label: str
     """Its name within the suite."""
-    evaluator: AnyEvaluator = Field(default=DEFAULT_EVALUATOR, validate_default=True)
+    evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
     """The harness that asks the questions and scores the answers: its name, or its options with its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
     """Benchmarks: the name of a set, which is written in capitals, or a list of such names and of benchmarks."""

@@ -22,8 +22,12 @@ from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ensure_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.records.record import note_sinks, read_record
+from tasks.sinks.hugging_face import HuggingFaceSink
+from tasks.sinks.mlflow_runs import MlflowSink
+from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import missing_sinks, publish_record
-from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, Sink, WeightsAndBiasesSink
+from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
+from tasks.spec.sinks import Sink
 
 KEY = "f00dfacef00dfacef00dfacef00dfacef00dface"
 NUMBERS = {

@@ -15,8 +15,8 @@ from fakes.broken_servers import broken_server
 from fakes.cells import make_cell
 from fakes.gcs import FakeGcs, fake_gcs
 from tasks.records.record import Record
+from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record, publish_report
-from tasks.spec.sinks import ObjectStoreSink
 
 SINK = ObjectStoreSink(url="gs://bucket/evaluations", timeout_seconds=60)
 

@@ -15,8 +15,8 @@ from fakes.broken_servers import Way, broken_server
 from fakes.cells import make_cell
 from fakes.mlflow_server import mlflow_server
 from fakes.records import make_metric, make_record
+from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import publish_record, publish_report
-from tasks.spec.sinks import MlflowSink
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from fakes.wandb_files import OfflineRun, read_offline_run
 from fakes.wandb_server import fake_wandb
 from tasks.records.record import read_records
 from tasks.sinks.publishing import publish_record, publish_report
-from tasks.spec.sinks import WeightsAndBiasesSink
+from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 
 KEY = "f00dfacef00dfacef00dfacef00dfacef00dface"
 OFFLINE = WeightsAndBiasesSink(project="p", entity="team", mode="offline", tags=("nightly",))

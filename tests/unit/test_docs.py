@@ -49,10 +49,13 @@ from tasks.policies.policy import Policy, PolicySuite, RetryBudget
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
 from tasks.sinks.backlog import sinks_in
+from tasks.sinks.hugging_face import HuggingFaceSink
+from tasks.sinks.mlflow_runs import MlflowSink
+from tasks.sinks.object_store import ObjectStoreSink
+from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 from tasks.spec.evaluation import CheckpointSelection, EvalTaskConfig, EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS, EvaluatorOptions, Judge, LevanterComputation, options_kind
 from tasks.spec.loading import load_config
-from tasks.spec.sinks import HuggingFaceSink, MlflowSink, ObjectStoreSink, WeightsAndBiasesSink
 from tasks.spec.suites import Suite, SuiteEvaluation, SuiteRequest, load_suite
 from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
 

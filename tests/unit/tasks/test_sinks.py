@@ -18,9 +18,9 @@ from tasks.records.record import note_sinks, read_record
 from tasks.sinks.announcement import Announcement, metric_values
 from tasks.sinks.backlog import publish_missing, sinks_in
 from tasks.sinks.credentials import credentials_of, scrub
-from tasks.sinks.hugging_face import with_results
+from tasks.sinks.hugging_face import HuggingFaceSink, with_results
 from tasks.sinks.publishing import publish_record
-from tasks.spec.sinks import HuggingFaceSink, Sinks
+from tasks.spec.sinks import Sinks
 
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 SINKS: TypeAdapter[Any] = TypeAdapter(Sinks)
