@@ -17,9 +17,11 @@ import yaml
 from fakes.browser import Page, browser
 from fakes.polling import eventually
 from flows.deploy.flows import deployments_for
+from flows.evaluation import evaluate_checkpoint
 from flows.suites import evaluate_suite
 from resources.config import TpuConfig
 from resources.settings import process_environment
+from tasks.evaluators.helm.options import HelmOptions
 from tasks.gates.gate import BaselineRule, Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.spec.evaluation import CheckpointSelection
@@ -237,6 +239,22 @@ def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
     assert asked["selection"] == CheckpointSelection(which="latest")
     rule = BaselineRule(benchmark="mmlu*", metric="acc", not_worse_than="base@1000", by_more_than=0.02)
     assert asked["gate"] == Gate(rules=(rule,))
+
+
+def test_evaluator_is_lm_eval_until_another_is_chosen(page: Page, prefect_ui: str, deployed: dict[str, str]):
+    form = opened(page, prefect_ui, deployed, "evaluate-checkpoint")
+    assert form.tabs("config", "evaluator") == ["LmEvalOptions", "HelmOptions", "AlpacaEvalOptions", "LevanterOptions"]
+    chosen = f"{_field('config', 'evaluator')}.querySelector('[role=tab][aria-selected=true]').textContent"
+    assert page.value(chosen) == "LmEvalOptions"
+    form.tab("config", "evaluator", choose="HelmOptions")
+    form.type("config", "evaluator", "request_retries", text="5")
+    form.type("config", "model_path", text="gs://bucket/runs/a")
+    form.add("config", "evals")
+    form.type("config", "evals", "name", text="mmlu")
+    form.submit()
+    [run] = eventually(lambda: runs_of(prefect_ui, deployed["evaluate-checkpoint"]))
+    asked = evaluate_checkpoint.validate_parameters(run["parameters"])["config"]
+    assert asked.evaluator == HelmOptions(request_retries=5)
 
 
 def test_wrong_value_is_refused_in_words_and_nothing_is_started(page: Page, prefect_ui: str, deployed: dict[str, str]):
