@@ -52,14 +52,17 @@ def remote(tmp_path: Path, seed: int, *, shards: int = 1) -> tuple[str, ModelDig
 
 
 def in_child(work: Callable[[], object]) -> ForkProcess:
-    def told() -> None:
+    def work_alone() -> None:
+        code = 1
         try:
             work()
-        except BaseException:
-            os.write(2, traceback.format_exc().encode())  # the child's own streams are pytest's
-            raise
+            code = 0
+        finally:
+            if code:
+                os.write(2, traceback.format_exc().encode())  # the child's own streams are pytest's
+            os._exit(code)  # a fork would also do what Prefect, used by an earlier test, does at its parent's exit
 
-    child = _fork.Process(target=told)
+    child = _fork.Process(target=work_alone)
     child.start()
     return child
 
