@@ -122,7 +122,7 @@ def test_kept_pool_survives_the_process_that_made_it(tmp_path: Path, checkpoints
     take_down("warm")
     assert find("warm") is None
     assert len(pids) >= 2
-    assert not any(is_alive(pid) for pid in pids)
+    eventually(lambda: not any(is_alive(pid) for pid in pids))  # orphans of the maker: init reaps them
 
 
 def test_kept_pool_ends_when_its_last_user_has_gone_for_the_idle_time(
