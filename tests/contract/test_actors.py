@@ -242,7 +242,7 @@ def test_calls_on_their_way_and_later_ones_end_when_the_actor_dies(client: Clien
             future.result(ANSWER_SECONDS)
     with pytest.raises(ActorDied):
         mortal.add()
-    assert mortal.job.wait(1, raise_on_failure=False) is JobStatus.FAILED
+    assert mortal.job.wait(ANSWER_SECONDS, raise_on_failure=False) is JobStatus.FAILED
 
 
 def test_calls_end_when_the_job_of_the_actor_is_terminated(client: Client, tmp_path: Path) -> None:

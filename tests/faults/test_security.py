@@ -160,6 +160,7 @@ def _use_a_pool(folder: Path) -> _Used:
     ) as pool:
         opened = pool.session.open(MODEL, cell="cell", attempt="first", mirror=str(evaluation))
         _ask_for_the_canary(opened.running.base_url, pool.key)
+        others |= {pid for other in others for pid in descendants(other)}  # a shared cluster starts workers meanwhile
         running = [pid for pid in descendants(os.getpid()) if pid not in others]
         command_lines = tuple(" ".join(command_line(pid)) for pid in running)
         listening = tuple(place for pid in running for place in listens_on(pid))
