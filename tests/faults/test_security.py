@@ -19,6 +19,7 @@ import pytest
 import pools.proxy.server
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
+from fakes.polling import eventually
 from fakes.proxy import ADMIN_KEY, CLIENT_KEY, JOIN_TOKEN, PoolState, RunningProxy, running_proxy
 from faults.scenarios.processes import command_line, descendants, listens_on
 from pools.config import InferencePoolConfig
@@ -160,10 +161,18 @@ def _use_a_pool(folder: Path) -> _Used:
     ) as pool:
         opened = pool.session.open(MODEL, cell="cell", attempt="first", mirror=str(evaluation))
         _ask_for_the_canary(opened.running.base_url, pool.key)
-        others |= {pid for other in others for pid in descendants(other)}  # a shared cluster starts workers meanwhile
-        running = [pid for pid in descendants(os.getpid()) if pid not in others]
+
+        def started() -> list[int]:
+            theirs = others | {pid for other in others for pid in descendants(other)}  # a cluster starts workers, too
+            return [pid for pid in descendants(os.getpid()) if pid not in theirs]
+
+        def places() -> tuple[tuple[str, int], ...]:
+            return tuple(place for pid in started() for place in listens_on(pid))
+
+        # A proxy and two engines: the second may begin to listen after the first has answered.
+        listening = eventually(lambda: found if len(found := places()) >= 3 else ())
+        running = started()
         command_lines = tuple(" ".join(command_line(pid)) for pid in running)
-        listening = tuple(place for pid in running for place in listens_on(pid))
         headers = {"Authorization": f"Bearer {pool.key}"}
         root = pool.base_url.removesuffix("/v1")
         metrics = httpx.get(f"{root}/metrics", headers=headers).text
@@ -200,7 +209,7 @@ def _ask_for_the_canary(base_url: str, key: str) -> None:
 
 
 def test_pool_listens_on_loopback_only(used: _Used) -> None:
-    assert len(used.listening) >= 3  # a proxy and two engines
+    assert len(used.listening) >= 3
     assert {address for address, _ in used.listening} == {"127.0.0.1"}
 
 
