@@ -64,9 +64,8 @@ def tpus() -> Iterator[Tpus]:
 
 @asynccontextmanager
 async def placed(resources: ResourceConfig, replicas: int = 1) -> AsyncIterator[Placement]:
-    """A placement that is there at once, for the length of a block."""
-    async with asyncio.timeout(20):
-        placement = await place(ray, resources, replicas, on_waiting=lambda reason: None)
+    """A placement for which there is room, for the length of a block; Ray may look at others that wait first."""
+    placement = await place(ray, resources, replicas, on_waiting=lambda reason: None)
     try:
         yield placement
     finally:
