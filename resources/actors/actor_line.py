@@ -33,7 +33,7 @@ class Patience:
     unreachable_seconds: float = 30.0
     """For an announced address to answer; a stale one changes long before, as a job's end is seen in a second."""
     unexplained_seconds: float = 10.0
-    """For the job to say why a connection broke."""
+    """For the job to say why a connection broke whose other end is still announced."""
     silent_seconds: float = 5.0
     """Between two looks at the job while calls are on their way."""
 
@@ -187,15 +187,15 @@ class ActorLine:
             if details.status.finished:
                 raise death_of(self._job, details, name=self._name)
             address = self._job.announced()
-            late = time.monotonic() > deadline
-            # An address that is gone says only that the process is: the job may be about to end, or to try again.
-            if details.attempts > self._attempts or (address != self._address and (address or late)):
+            moved = address is not None and address != self._address
+            if moved or details.attempts > self._attempts or details.status is JobStatus.PENDING:
                 return ActorRestarted(
                     expected=f"actor {self._name} to answer",
                     found=f"it was ended from outside, and has started or will start again (job {details.job_id})",
                     remedy="Make the call again if it does no harm twice; what the actor knew is gone.",
                 )
-            if late:
+            # An address that is gone says only that the process is: the job is about to end, or to try again.
+            if address is not None and time.monotonic() > deadline:
                 return ActorCallLost(
                     expected=f"actor {self._name} to answer",
                     found=f"the connection to {self._address} broke, and its job is still running",

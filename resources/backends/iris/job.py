@@ -60,7 +60,8 @@ class IrisJob:
             raise self._unknown()
         status, tasks = job_status(seen.state), self._controller.tasks(self._job_id, every_attempt=True)
         records = {} if status.finished else self._records()
-        counted = counts(status, tasks, restarts_now=[int(record.get("restarts", 0)) for record in records.values()])
+        restarts = [int(records.get(str(index), {}).get("restarts", 0)) for index in range(len(tasks))]
+        counted = counts(status, tasks, restarts_now=restarts)
         why = reason(seen, tasks)
         if status is JobStatus.STOPPED and (own := self._last_words(tasks)):
             why = own

@@ -6,7 +6,7 @@ Names are those of Iris' states, such as `JOB_STATE_RUNNING`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -133,7 +133,7 @@ def restarts(error: str) -> int:
     return int(found["restarts"] or 0) if found else 0
 
 
-def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Iterable[int] = ()) -> Counts:
+def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[int] = ()) -> Counts:
     """Returns the number of starts of all replicas, and the ends of those attempts.
 
     A lost machine may hold several replicas, whose loss is one preemption; a failure is always one replica's own.
@@ -141,7 +141,8 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Iterable[i
     Args:
         status: where the job stands.
         tasks: of this job.
-        restarts_now: how often each running replica has begun again in its present attempt.
+        restarts_now: how often each replica has begun again in its present attempt; counted where that still runs,
+            since an attempt that has ended says it itself.
     """
     failures = preemptions_here = 0
     preemptions_of_tasks = [0]
@@ -155,9 +156,13 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Iterable[i
             taken += ending == "preempted" and not said(attempt.error).startswith(_GAVE_UP)
             preemptions_here += restarts(attempt.error)
         preemptions_of_tasks.append(taken)
-    preemptions = max(preemptions_of_tasks) + preemptions_here + sum(restarts_now)
-    started = any(task.attempts for task in tasks)
-    present = started and status in {JobStatus.RUNNING, JobStatus.SUCCEEDED, JobStatus.STOPPED}
+    here = zip(tasks, restarts_now or [0] * len(tasks), strict=True)
+    restarted_now = sum(count for task, count in here if task.is_on_a_worker)
+    preemptions = max(preemptions_of_tasks) + preemptions_here + restarted_now
+    if status is JobStatus.RUNNING:  # as the job said it; its tasks were asked later, and may have ended meanwhile
+        present = any(task.is_on_a_worker or task.state == "TASK_STATE_SUCCEEDED" for task in tasks)
+    else:
+        present = status in {JobStatus.SUCCEEDED, JobStatus.STOPPED} and any(task.attempts for task in tasks)
     return Counts(attempts=failures + preemptions + present, failures=failures, preemptions=preemptions)
 
 

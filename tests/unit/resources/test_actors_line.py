@@ -122,12 +122,15 @@ def test_broken_connection_of_a_running_actor_loses_the_call_and_the_next_one_co
     assert line.call("echo", b"again").result(ANSWER_SECONDS).body == b"again"
 
 
-@pytest.mark.parametrize(("attempts", "address"), [(2, None), (1, "127.0.0.1:1"), (1, None)])
+@pytest.mark.parametrize(
+    ("attempts", "address", "status"),
+    [(2, None, JobStatus.RUNNING), (1, "127.0.0.1:1", JobStatus.RUNNING), (1, None, JobStatus.PENDING)],
+)
 def test_broken_connection_of_a_new_attempt_is_a_restart(
-    job: ScriptedJob, actor: Any, attempts: int, address: str | None
+    job: ScriptedJob, actor: Any, attempts: int, address: str | None, status: JobStatus
 ) -> None:
     def restart(connection: socket.socket, frame: Frame) -> bool:
-        job.attempts, job.address = attempts, address
+        job.attempts, job.address, job.now = attempts, address, status
         return False
 
     actor(restart)
@@ -138,7 +141,7 @@ def test_broken_connection_of_a_new_attempt_is_a_restart(
 def test_broken_connection_of_a_job_that_is_about_to_end_is_a_death(job: ScriptedJob, actor: Any) -> None:
     def end(connection: socket.socket, frame: Frame) -> bool:
         job.address = None
-        threading.Timer(0.1, job.terminate).start()
+        threading.Timer(2 * IMPATIENT.unexplained_seconds, job.terminate).start()  # a backend that takes its time
         return False
 
     actor(end)

@@ -67,6 +67,12 @@ def test_iris_counts_failures_of_each_replica_and_a_lost_machine_once() -> None:
     assert counted.attempts == 1 + 4 + 1
 
 
+def test_iris_counts_an_attempt_that_ended_after_its_job_was_asked_once() -> None:
+    failed = task("TASK_STATE_FAILED", Attempt("TASK_STATE_FAILED", OWN_END))
+    counted = counts(JobStatus.RUNNING, [failed], restarts_now=[2])
+    assert (counted.failures, counted.preemptions, counted.attempts) == (1, 2, 3)
+
+
 def test_iris_counts_no_attempt_of_a_job_that_waits() -> None:
     assert counts(JobStatus.PENDING, [task("TASK_STATE_PENDING")]).attempts == 0
 
