@@ -11,13 +11,23 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
+_PAUSE_SECONDS = 0.02, 1.0
+
+
 def eventually(condition: Callable[[], Value], *, seconds: float = 20.0) -> Value:
-    """What `condition` returns once that is true; an assertion fails if it is not in time."""
+    """What `condition` returns once that is true; an assertion fails if it is not in time.
+
+    Pauses four times as long as a look took, so that a costly look leaves the cores to those that are waited for.
+    """
+    shortest, longest = _PAUSE_SECONDS
     deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not true within {seconds:g} s"
-        time.sleep(0.02)
-    return value
+    while True:
+        looked = time.monotonic()
+        if value := condition():
+            return value
+        now = time.monotonic()
+        assert now < deadline, f"not true within {seconds:g} s"
+        time.sleep(min(max(shortest, 4 * (now - looked)), longest))
 
 
 def eventual_pid(path: Path) -> int:
