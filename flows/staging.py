@@ -24,17 +24,17 @@ class StagingRequest(Config):
     tokenizers: tuple[str, ...] = ()
     """Tokenizers on the hub, as owner/name or owner/name@revision."""
     revisions: dict[str, str] = {}
-    """Branch, tag or commit by data set, SHA-256 by address; as the suites say, or the newest, when unset."""
+    """As in a suite; the suites' own, or the newest, when unset."""
     benchmarks_path: str | None = None
-    """Local folder with benchmarks of one's own, as YAML files of the harness."""
+    """Local folder with your own benchmarks."""
     texts_from: str | None = None
-    """Folder or address with the same files, from which texts are read in place of their source."""
+    """Folder or address with the same texts, in place of their source."""
     fill_from: str | None = None
     """A shared copy to fill this machine's cache from, in place of the hub."""
     target: str | None = None
     """A shared copy to bring up to date afterwards; local, gs:// or s3://."""
     refresh: bool = False
-    """Fetch the newest revision of what is there already, too."""
+    """Fetch the newest revision of everything."""
     prove: bool = True
     """Load everything once more without a network."""
 

@@ -52,10 +52,9 @@ class ModelConfig(Config):
     engine_kwargs: dict[str, Any] = {}
     """Engine arguments as vLLM names them, such as max_model_len; true becomes a flag without a value."""
     apply_chat_template: bool = False
-    """Send benchmarks as conversations, through the model's own chat template."""
+    """Ask through the model's own chat template."""
     generation_params: dict[str, Any] | None = None
-    """Sampling defaults of the engine, such as temperature, for requests that do not set them; AlpacaEval sends them,
-    and stop_token_ids, with every instruction."""
+    """Sampling defaults, such as temperature, for requests that set none; AlpacaEval sends them, and stop_token_ids."""
 
     @field_validator("name")
     @classmethod
@@ -93,38 +92,36 @@ class InferencePoolConfig(Config):
     model: ModelConfig = Field(validation_alias=AliasChoices("model", "model_config"))
     """The model to serve. In Python, YAML and JSON `model_config` is accepted too."""
     proxy_host: str = "auto"
-    """Address the proxy listens on; auto is loopback where jobs run on this machine, else the proxy's own machine's."""
+    """Address the proxy listens on; auto is loopback, or the proxy's machine's where jobs run elsewhere."""
     proxy_port: int = Field(default=0, ge=0, le=65535)
     """Port of the proxy; 0 takes a free one."""
     startup_timeout_seconds: float = Field(default=1800, gt=0)
     """Longest time until a replica's model answers."""
     engine_timeout_seconds: float = Field(default=600, gt=0)
-    """Longest time for one request at a replica, before it is sent to another."""
+    """Longest time of a request at a replica, before it is sent to another."""
     proxy_timeout_seconds: float = Field(default=1800, gt=0)
-    """Longest time that the proxy holds a request while no replica is ready."""
+    """Longest time that a request is held while no replica is ready."""
     client_timeout_seconds: float = Field(default=7200, gt=0)
     """Longest time that an evaluator waits for one answer."""
     max_pending_requests: int = Field(default=20_000, ge=1)
     """Requests that the proxy holds at once; one more is answered 429."""
     max_replica_restarts: int = Field(default=2, ge=0)
-    """Restarts of a replica whose engine dies, at most."""
+    """Most restarts of a replica whose engine dies."""
     reload_in_place: bool = True
-    """Load the next checkpoint into the running engine where its architecture allows; else restart it."""
+    """Load the next checkpoint into the running engine where that is possible; else restart it."""
     reload_audit_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of such loads that is compared with a cold start, beside the first of each architecture."""
+    """Share of such loads that is compared with a cold start, beside each architecture's first."""
     lease_seconds: float = Field(default=30, gt=0)
     """Longest silence of a replica, a hanging engine included, before its requests go to another."""
     longest_wait_seconds: float = Field(default=600, gt=0)
-    """Longest wait of requests for one checkpoint while others keep every replica busy."""
+    """Longest wait for a checkpoint while others keep every replica busy."""
     journal: bool = True
-    """Keep every whole answer in a file of its owner's alone, and beside the record of an evaluation that goes on, and
-    answer from that when the same request comes again. Without it nothing of a prompt or an answer is written by the
-    pool: for confidential sets."""
+    """Keep every whole answer, and give it again when the same request comes. Without it the pool writes nothing of
+    prompts and answers: for confidential sets."""
     journal_max_bytes: int = Field(default=4 * 2**30, ge=2**20)
     """Bound on the journal's size on this machine; the oldest answers go first."""
     journal_prompts: bool = False
-    """Keep the prompts beside their answers; else a request is stored as its hash. An answer that echoes its prompt
-    is stored either way."""
+    """Keep prompts beside their answers; else only a hash of each request."""
 
     @model_validator(mode="after")
     def _timeouts_are_ordered(self) -> InferencePoolConfig:

@@ -61,7 +61,7 @@ class TpuConfig(Config):
     variant: str = "v5litepod-8"
     """Slice type, such as v4-8, v5litepod-16 (or v5e-16), v5p-8, v6e-8. `type` is accepted too."""
     topology: str | None = None
-    """Physical arrangement of the chips, such as 2x2x1, where the default one will not do."""
+    """Arrangement of the chips, such as 2x2x1, where the default will not do."""
 
     @model_validator(mode="before")
     @classmethod

@@ -33,27 +33,26 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="ASSAY_", frozen=True, extra="ignore")
 
     cache_dir: Path = Field(default_factory=lambda: _user_cache() / "assay")
-    """Environments, engine compile caches, staged checkpoints, job logs. Safe to delete when nothing runs."""
+    """Environments, journal, copies of checkpoints, logs of jobs."""
 
     python: Path | None = None
-    """Interpreter that engine and evaluator environments are built on; the running one when unset."""
+    """Interpreter that environments are built on; the running one when unset."""
 
     jobs: str | None = None
     """Place of jobs: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`, `kubernetes://context/namespace`.
-    Set in every job, so that jobs submitted inside it go to the same backend."""
+    Set in every job, for the jobs inside it."""
 
     job_image: str | None = None
     """Container image of jobs on Kubernetes that name none themselves."""
 
     job_lease_seconds: float = Field(default=300.0, gt=0)
-    """Time that pods on Kubernetes go on without a sign of the process that submitted their job; 180 or more."""
+    """Time that pods on Kubernetes go on without a sign of their submitter; 180 or more."""
 
     regions: Path | None = None
     """File that describes regions, buckets and prices, in place of `deployments/regions.yaml`."""
 
     prefix: str | None = None
-    """Place of this machine's data, such as `gs://marin-us-central2`: says its region where nothing else does.
-    `MARIN_PREFIX` is read where it is unset."""
+    """Place of this machine's data, such as `gs://marin-us-central2`, which says its region; else `MARIN_PREFIX`."""
 
     endpoint_api_key: SecretStr | None = None
     """Key for an already running endpoint given with `--base-url`."""
@@ -65,7 +64,7 @@ class Settings(BaseSettings):
     """Tell harnesses and engines not to look for anything on a hub."""
 
     staging_max_bytes: int = Field(default=200 * 2**30, ge=0)
-    """Bound on the local copies of checkpoints from object stores; the least recently used ones go first."""
+    """Bound on local copies of checkpoints; the least recently used go first."""
 
     @property
     def environments_dir(self) -> Path:

@@ -75,9 +75,9 @@ class Region(Config):
     cloud: str = "gcp"
     """Whose it is."""
     continent: str
-    """Continent, which decides the price of reading from elsewhere."""
+    """Continent, for the price of reading from elsewhere."""
     zones: tuple[str, ...] = ()
-    """Its zones; machines without accelerators are in any of them."""
+    """Its zones."""
     tpus: dict[str, tuple[str, ...]] = {}
     """TPU generations, such as v5litepod, each with the zones that have them."""
     gpus: dict[str, tuple[str, ...]] = {}
@@ -97,7 +97,7 @@ class Region(Config):
     iris_address: str | None = None
     """Address of its Iris controller, such as iris://10.0.0.2:10000."""
     chip_hour: dict[str, Price] = {}
-    """Prices that differ here, by TPU generation or GPU model; once read, those of all."""
+    """Prices that differ here, by TPU generation or GPU model."""
     vcpu_hour: Price | None = None
     """One CPU core for an hour, where it differs here."""
     memory_gb_hour: Price | None = None

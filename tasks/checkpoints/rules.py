@@ -14,7 +14,7 @@ class CheckpointRule(Config):
     """One rule that takes checkpoints; `latest` alone, in YAML, means `{which: latest}`."""
 
     which: Literal["all", "latest", "first", "final"] | None = None
-    """Every checkpoint, the one with the highest or the lowest step, or the one of the policy's final_step."""
+    """Every checkpoint, the one with the highest or lowest step, or that of final_step."""
     every_n_steps: int | None = Field(default=None, ge=1)
     """Steps that are multiples of this; unlike in a selection, not the last one of a run that goes on."""
     steps: tuple[int, ...] = ()

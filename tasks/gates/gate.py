@@ -18,11 +18,11 @@ class _Scored(Config):
     """The scores that a rule is about."""
 
     benchmark: str
-    """Benchmark as its metrics are published, or a pattern such as mmlu*; every score that matches must pass."""
+    """Benchmark, or a pattern such as mmlu*; every score that matches must pass."""
     metric: str
-    """Metric as the harness calls it, such as acc, or a pattern."""
+    """Metric, such as acc, or a pattern."""
     evaluator: EvaluatorName | None = None
-    """Only scores of this harness; those of every harness when unset."""
+    """Only scores of this harness; every one when unset."""
 
     @property
     def scores(self) -> str:
@@ -34,9 +34,9 @@ class BoundRule(_Scored):
     """A score must not be below, or above, a number."""
 
     at_least: float | None = None
-    """The lowest value that passes, on the harness's own scale."""
+    """The lowest value that passes."""
     at_most: float | None = None
-    """The highest value that passes, for metrics where less is better."""
+    """The highest value that passes."""
 
     @model_validator(mode="after")
     def _bounded(self) -> BoundRule:
@@ -59,11 +59,11 @@ class BaselineRule(_Scored):
     samples."""
 
     not_worse_than: str
-    """The other checkpoint as `assay compare` takes it: NAME, RUN@STEP, PATH:NAME or the folder of a record."""
+    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, PATH:NAME or the folder of a record."""
     by_more_than: float = Field(default=0.0, ge=0)
-    """The most that it may be worse by, on the harness's own scale."""
+    """The most that it may be worse by."""
     significantly: bool = False
-    """Refuse only what is more than chance: adjusted p below 0.05 in the test of `assay compare`."""
+    """Refuse only what is more than chance: adjusted p below 0.05."""
     anyway: bool = False
     """Compare also what was not measured alike."""
 
@@ -94,10 +94,10 @@ class Gate(Config):
     name: str = "gate"
     """Name of the gate in verdicts."""
     checkpoints: Literal["latest", "every"] = "latest"
-    """Judge the checkpoint with the highest step of those looked at, or each of them."""
+    """Judge the checkpoint with the highest step, or each."""
     rules: tuple[Rule, ...] = ()
     """Rules for scores; each must hold."""
     max_withheld: int = Field(default=0, ge=0)
-    """Cells of a checkpoint whose score may be withheld, since counts did not agree."""
+    """Cells of a checkpoint whose score may be withheld."""
     max_failed: int = Field(default=0, ge=0)
     """Cells of a checkpoint that may have failed, or have no record."""

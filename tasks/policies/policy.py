@@ -85,15 +85,15 @@ class Policy(PolicyServing):
     """The evaluations wanted of some training runs, now and as they go on."""
 
     name: str
-    """Name of the policy, in tags of records and in overrides."""
+    """Its name, in tags of records and in overrides."""
     runs: tuple[str, ...] = Field(min_length=1)
-    """Runs that hold checkpoints as hf/step-N, or patterns of such, as gs://bucket/runs/llama-*."""
+    """Runs, or patterns such as gs://bucket/runs/llama-*."""
     checkpoints: tuple[CheckpointRule, ...] = (CheckpointRule(which="all"),)
-    """Rules for checkpoints: those that any of them takes are wanted."""
+    """Rules; a checkpoint is wanted if any of them takes it."""
     final_step: int | None = Field(default=None, ge=0)
     """Last training step, for the rule `final`."""
     suites: tuple[PolicySuite, ...] = Field(min_length=1)
-    """The suites they are asked. One that is added later is asked of earlier checkpoints too."""
+    """The suites; one that is added later is asked of earlier checkpoints too."""
     evaluation_path: str
     """Folder for records; local, gs:// or s3://."""
     retries: RetryBudget = RetryBudget()
@@ -103,14 +103,13 @@ class Policy(PolicyServing):
     tags: tuple[str, ...] = ()
     """Tags that go into every record, beside those of suite and policy."""
     native_reference: str | None = None
-    """Folder with config and tokenizer for checkpoints in Levanter's own layout; an export of the run when unset."""
+    """Config and tokenizer for checkpoints in Levanter's own layout; an export of the run when unset."""
     most_cells_at_once: int = Field(default=200, ge=1)
-    """Cells that one reconciliation takes on; the others stay for the next, or for another machine."""
+    """Cells that one reconciliation takes on; the others stay for the next."""
     dispatch: Literal["here", "work_pools"] = "here"
-    """The place where cells are evaluated: that of the reconciliation itself, or flow runs of their own, each at the
-    work pool of the best region that offers its resources."""
+    """Evaluate cells where the policy is reconciled, or by flow runs at the work pool of the best region."""
     max_egress_usd: float = Field(default=0.0, ge=0)
-    """The most that reading the checkpoints of one such flow run from another region may cost."""
+    """Most that reading checkpoints from another region may cost each such flow run."""
 
     def __str__(self) -> str:
         """Its name, for the names of flow runs."""

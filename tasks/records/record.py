@@ -43,11 +43,11 @@ class Metric(_Part):
     value: float
     """Its value, on the harness's own scale (accuracies from 0 to 1)."""
     stderr: float | None
-    """Standard error of the value, where the harness gives one."""
+    """Its standard error, where the harness gives one."""
     n: int
     """Questions it was taken over."""
     higher_is_better: bool | None = True
-    """Direction of improvement; empty where neither is better, or the harness does not say."""
+    """Direction of improvement; empty where it is unknown."""
 
 
 class Counts(_Part):
@@ -60,11 +60,11 @@ class Counts(_Part):
     scored: int
     """Questions the harness scored."""
     skipped: int = 0
-    """Questions left out because their prompts are too long, where that was asked for; not among those requested."""
+    """Questions left out because their prompts are too long; not among those requested."""
     truncated: int = 0
-    """Questions whose prompts were cut on the left to fit, where that was asked for."""
+    """Questions whose prompts were cut on the left to fit."""
     judge_errors: int = 0
-    """Answers that the judge gave no usable verdict on; those that are tolerated are not among those requested."""
+    """Answers without a usable verdict of the judge; tolerated ones are not among those requested."""
 
 
 class CheckpointReference(_Part):
@@ -103,9 +103,9 @@ class Record(_Part):
     """The outcome of one cell."""
 
     schema_version: Literal[1, 2] = 2
-    """Version of this layout; 1 had no samples, links and sinks, and counted three numbers."""
+    """Version of this layout; 1 had no samples, links and sinks."""
     status: RecordStatus
-    """succeeded, failed (the model or benchmark), infra_failed (ours, worth another try) or withheld."""
+    """The outcome."""
     reason: str | None
     """Reason of a failure; empty for a success."""
     cell: str
@@ -115,11 +115,11 @@ class Record(_Part):
     evaluator: str
     """The harness."""
     benchmarks: tuple[str, ...]
-    """The benchmarks, by the names they are published under."""
+    """The benchmarks, as they are published."""
     metrics: tuple[Metric, ...]
     """The numbers; empty unless it succeeded."""
     counts: Counts | None
-    """Requested, answered, scored; empty if it never came so far."""
+    """Requested, answered, scored; empty if it never came to them."""
     evaluation: dict[str, Any]
     """The whole configuration."""
     evaluation_hash: str
@@ -133,13 +133,13 @@ class Record(_Part):
     hardware: dict[str, Any]
     """Device, replicas, machine."""
     served: dict[str, Any]
-    """The way the checkpoint came into the engine: cold start, reload or restart, and why; or the endpoint used."""
+    """The way the checkpoint came into the engine, or the endpoint used."""
     seconds: dict[str, float]
     """Wall seconds by phase."""
     chip_seconds: float
     """Accelerators times seconds of this cell; 0 on CPU."""
     requests: dict[str, int]
-    """Requests of this cell as the proxy counted them: answered, errors, retried; empty for a foreign endpoint."""
+    """Requests of this cell as the proxy counted them; empty for a foreign endpoint."""
     tags: tuple[str, ...] = ()
     """Free labels."""
     samples: int | None = None
@@ -149,10 +149,9 @@ class Record(_Part):
     sinks: dict[str, SinkState] = {}
     """The state of this record at each sink it is for."""
     infra_failures: int | None = None
-    """Outcomes in a row that were `infra_failed`, this one included unless it was interrupted; empty for any other
-    outcome."""
+    """Outcomes in a row that were `infra_failed`, this one included unless it was interrupted."""
     interrupted: bool = False
-    """True if the run was told to end, by a person or by who took its machine away: that is no failure."""
+    """True if the run was told to end from outside: that is no failure."""
     attempt: str
     """Folder beside the record that holds the harness's own output."""
     created: datetime

@@ -43,7 +43,7 @@ class Sample(BaseModel):
     output: _Text
     """The model's answer; for a choice, the one it found likeliest."""
     target: _Text | None
-    """The right answer, or the output it was compared with, where there is one."""
+    """The right answer, or the output it was compared with."""
     scores: dict[str, float]
     """By metric, named as in the record; empty for a question that was left out."""
 

@@ -43,11 +43,11 @@ class MlflowSink(SinkConfig):
     tracking_uri: str
     """Address of the tracking server, such as http://10.0.0.15:5000."""
     experiment: str
-    """The experiment, which is made if it is not there."""
+    """The experiment; made if it is not there."""
     tags: dict[str, str] = {}
     """Tags of the run, beside Assay's own."""
     harness_output: bool = True
-    """Send the harness's own output as artifacts too, which holds questions and answers."""
+    """Send the harness's own output too, which holds questions and answers."""
     username: str | None = None
     """User name, in place of MLFLOW_TRACKING_USERNAME."""
     password_block: str | None = None

@@ -59,11 +59,11 @@ class WeightsAndBiasesSink(SinkConfig):
     kind: Literal["wandb"] = "wandb"
     """Says that this sink is Weights & Biases."""
     project: str
-    """The project, which is made if it is not there."""
+    """The project; made if it is not there."""
     entity: str | None = None
     """The team or user that the project belongs to; the key's own when unset."""
     base_url: str | None = None
-    """Address of a server of one's own; WANDB_BASE_URL, or else the public one, when unset."""
+    """Your own server; WANDB_BASE_URL, or else the public one, when unset."""
     mode: Literal["online", "offline"] = "online"
     """Send to the server, or write files for `wandb sync`."""
     folder: str | None = None
@@ -71,7 +71,7 @@ class WeightsAndBiasesSink(SinkConfig):
     tags: tuple[str, ...] = ()
     """Tags of the run, beside those of the records."""
     max_samples: int = Field(default=50, ge=0)
-    """Questions with answers that go into the table of a checkpoint; none with 0."""
+    """Questions with answers in the table of a checkpoint."""
     api_key_block: str | None = None
     """Name of a Prefect Secret block with the key, in place of WANDB_API_KEY."""
 

@@ -25,7 +25,7 @@ class EvalTaskConfig(Config):
     num_fewshot: int | None = Field(default=None, ge=0)
     """Worked examples in front of each question; the benchmark's own number when unset."""
     task_alias: str | None = None
-    """Name under which its metrics are published, where one benchmark is wanted in two forms."""
+    """Name under which its metrics are published."""
     task_kwargs: dict[str, Any] = {}
     """Overrides of the benchmark's own configuration in lm-eval; arguments of the run entry in HELM."""
 
@@ -50,7 +50,7 @@ class CheckpointSelection(Config):
     every_n_steps: int | None = Field(default=None, ge=1)
     """Keep only steps that are multiples of this, and the last one."""
     wait_for_incomplete_seconds: float = Field(default=0.0, ge=0)
-    """Longest wait for checkpoints that are still being written before they are left out."""
+    """Longest wait for checkpoints that are still being written."""
 
     @property
     def words(self) -> str:
@@ -75,7 +75,7 @@ class EvaluationConfig(Config):
     """An evaluation of one checkpoint, or of every checkpoint of a run."""
 
     evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
-    """The harness that asks the questions and scores the answers: its name, or its options with its name."""
+    """The harness: its name, or its options with its name."""
     model_path: str
     """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
@@ -83,23 +83,23 @@ class EvaluationConfig(Config):
     evaluation_path: str = "evaluations"
     """Folder for records and the harness's own output; local, gs:// or s3://."""
     model_name: str | None = None
-    """Name of the run in records and reports; the pool's model name, or else the path's, when unset."""
+    """The run's name in records and reports; the pool's model name, else the path's, when unset."""
     pool_config: InferencePoolConfig | None = None
-    """The inference pool to start; a pool on this machine's CPU when neither it nor base_url is given."""
+    """The pool to start; one on this machine's CPU when nothing else serves the model."""
     pool_name: str | None = None
-    """A pool on this machine that is kept up (`assay pool up`), in place of one that is started for this run."""
+    """A kept pool of this machine (`assay pool up`), in place of pool_config."""
     base_url: str | None = None
-    """An OpenAI-compatible endpoint that already serves the checkpoint, in place of a pool; ends in /v1."""
+    """An OpenAI-compatible endpoint that serves the checkpoint, in place of a pool; ends in /v1."""
     served_model_name: str | None = None
-    """Name under which base_url serves the one checkpoint, where it is neither the checkpoint's nor its path."""
+    """The checkpoint's name at base_url, where that is neither its own name nor its path."""
     discover_latest_checkpoint: bool = False
     """Take the newest complete checkpoint below model_path."""
     max_eval_instances: int | None = Field(default=None, ge=1)
-    """Questions per benchmark, for a quick look; all when unset."""
+    """Questions per benchmark; all when unset."""
     apply_chat_template: bool | None = None
-    """Ask through the model's chat template; as the pool's model configuration says when unset."""
+    """Ask through the model's chat template; as the pool says when unset."""
     benchmarks_path: str | None = None
-    """Folder with benchmarks of one's own, as YAML files of the harness; those bundled with Assay when unset."""
+    """Folder with your own benchmarks; those bundled with Assay when unset."""
     resource_config: ResourceConfig | None = None
     """Resources of an evaluator that loads the checkpoint itself; this machine's CPU when unset."""
     sinks: Sinks = ()

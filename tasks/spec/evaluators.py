@@ -60,7 +60,7 @@ class LmEvalBenchmarkOptions(EvaluatorOptions):
     long_prompts: Literal["truncate_left", "skip", "fail"] = "truncate_left"
     """Prompts too long for the model: cut on the left as lm-eval does, leave the question out, or refuse to begin."""
     allow_code_execution: tuple[str, ...] = ()
-    """Benchmarks that may run code written by the model, on this machine, each by its name, such as humaneval."""
+    """Benchmarks that may run the model's code on this machine, such as humaneval."""
 
 
 class NativeOptions(EvaluatorOptions):
@@ -74,11 +74,11 @@ class LevanterComputation(Config):
     """Options for Levanter's computation of log-probabilities."""
 
     max_length: int = Field(default=4096, ge=2)
-    """Most tokens of a request, as far as the model holds as many; longer ones are cut on the left."""
+    """Most tokens of a request; longer ones are cut on the left."""
     precision: str | None = None
     """A policy such as p=f32,c=bfloat16 (parameters, computation); float32 on a CPU, this one elsewhere when unset."""
     rows_per_device: int = Field(default=4, ge=1)
-    """Rows computed at once on each device; a row holds many short requests."""
+    """Rows computed at once on each device; one holds many short requests."""
 
     @field_validator("precision")
     @classmethod
@@ -100,7 +100,7 @@ class Judge(Config):
     annotator: str = "weighted_alpaca_eval_gpt4_turbo"
     """Configuration of the judge: one of AlpacaEval's own, a bundled one, or a folder in benchmarks_path."""
     constrained: bool = False
-    """Let the judge say nothing but one of the verdicts; needs vLLM, and a configuration with fixed verdicts."""
+    """Let the judge say only a verdict; needs vLLM, and a configuration with fixed verdicts."""
 
     @model_validator(mode="after")
     def _one_judge(self) -> Judge:

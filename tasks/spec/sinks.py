@@ -58,7 +58,7 @@ class SinkConfig(Config):
     """Variables of the environment that hold keys of this sink; their values are kept out of what is written."""
 
     timeout_seconds: float = Field(default=120.0, gt=0)
-    """Wall clock of one record; after it the sink counts as failed for this record."""
+    """Time limit of one record; after it the sink has failed for this record."""
     kind: Any
     """The sink's kind, as its registry has it; each configuration has a Literal of its own."""
 

@@ -49,15 +49,15 @@ class SuiteEvaluation(Config):
     label: str
     """Its name within the suite."""
     evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
-    """The harness that asks the questions and scores the answers: its name, or its options with its name."""
+    """The harness: its name, or its options with its name."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
-    """Benchmarks: the name of a set, which is written in capitals, or a list of such names and of benchmarks."""
+    """Benchmarks, and names of sets in capitals."""
     apply_chat_template: bool | None = None
     """Ask through the model's chat template; as the pool says when unset."""
     max_eval_instances: int | None = Field(default=None, ge=1)
     """Questions per benchmark, unless the request says another number."""
     texts: str | None = None
-    """A folder of benchmarks with texts that `assay stage` prepares, in place of benchmarks_path."""
+    """A folder of benchmarks that `assay stage` prepares, in place of benchmarks_path."""
 
     @model_validator(mode="before")
     @classmethod
@@ -104,8 +104,7 @@ class Suite(Config):
     description: str
     """Its purpose, in a sentence."""
     extends: str | None = None
-    """Another suite, whose evaluations come first, and whose engine arguments hold where this one has none; unset
-    once that is done."""
+    """Another suite, whose evaluations come first and whose engine arguments hold where this one has none."""
     evaluations: tuple[SuiteEvaluation, ...] = Field(min_length=1)
     """The evaluations, in order."""
     engine_kwargs: dict[str, Any] = _ENGINE_KWARGS
@@ -113,7 +112,7 @@ class Suite(Config):
     resources: ResourceConfig | None = None
     """Resources of engines where the request names none; their device, where the request names no accelerator."""
     revisions: dict[str, str] = {}
-    """Branch, tag or commit by data set, SHA-256 by address, for `assay stage`; the newest where it does not say."""
+    """Branch, tag or commit by data set, SHA-256 by address, for `assay stage`; else the newest."""
 
     @model_validator(mode="before")
     @classmethod
@@ -195,7 +194,7 @@ class SuiteRequest(Config):
     only: tuple[str, ...] = ()
     """Labels of the evaluations that are wanted; all when empty."""
     allow_code_execution: tuple[str, ...] = ()
-    """Benchmarks that may run code written by the model, on this machine, each by its name, such as humaneval."""
+    """Benchmarks that may run the model's code on this machine, such as humaneval."""
     judge: Judge | None = None
     """The judge of evaluations that need one; as the suite says when unset."""
     sinks: Sinks = ()

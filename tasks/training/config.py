@@ -37,20 +37,20 @@ class TrainLmOnPodConfig(Config):
     """A training by Levanter's `train_lm`, on resources of whichever backend runs the jobs."""
 
     train_config: dict[str, Any] | str
-    """Levanter's own configuration of `train_lm`: its content, or a YAML file with it, in any store."""
+    """Levanter's own configuration of `train_lm`, or a YAML file with it, in any store."""
     resources: ResourceConfig = ResourceConfig()
-    """Resources it runs on; each slice of `replicas` TPU slices is one replica."""
+    """Its resources; a TPU slice is one replica."""
     output_path: str | None = None
     """Folder for checkpoints/, hf/ and logs/, local, gs:// or s3://; where train_config says when unset."""
     impute_run_id_from_output_path: bool = True
-    """Call the run what output_path ends in, unless an id is given; else every run has a folder of its own below."""
+    """Call the run what output_path ends in, unless an id is given; else each run gets a folder below it."""
     env_vars: dict[str, str] = Field(default={}, repr=False)
     """Variables of the training, which win over all defaults."""
     auto_build_caches: bool = False
     """Tokenize data that has no cache yet, rather than refuse it."""
     temporary_path: str | None = None
-    """Folder of a store that deletes ttl=14d/ and ttl=30d/ after so many days, for temporary checkpoints and compiled
-    programs; tmp/ in the bucket of output_path when unset."""
+    """Folder for temporary checkpoints (ttl=14d/) and compiled programs (ttl=30d/), which its store deletes after so
+    many days; tmp/ in the bucket of output_path when unset."""
 
     @field_validator("train_config")
     @classmethod
@@ -158,11 +158,11 @@ class TrainAndEvaluateConfig(Config):
     suite: SuiteName | None = None
     """A suite by its name or file, in place of evaluations."""
     request: ExportsRequest | None = None
-    """The place of the suite's records, and the resources of its engines."""
+    """As for a suite: the place of its records, the resources of its engines."""
     every_n_steps: int | None = Field(default=None, ge=1)
     """Evaluate only steps that are multiples of this, and the last one."""
     poll_seconds: float = Field(default=2.0, gt=0)
-    """Time between two listings of the exports. A checkpoint is taken once two lists agree about it."""
+    """Time between two listings of the exports; a checkpoint is taken once two agree about it."""
 
     @model_validator(mode="before")
     @classmethod

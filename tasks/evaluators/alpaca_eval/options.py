@@ -18,23 +18,23 @@ class GenerationParams(Config):
     """Sampling of outputs; a field that is unset is as in the model's generation_params, or else as stated."""
 
     temperature: float | None = Field(default=None, ge=0)
-    """0.7 when unset there too."""
+    """0.7 when unset."""
     top_p: float | None = Field(default=None, gt=0, le=1)
-    """1 when unset there too."""
+    """1 when unset."""
     top_k: int | None = Field(default=None, ge=-1)
-    """-1, which is all tokens, when unset there too."""
+    """-1, which is all tokens, when unset."""
     min_p: float | None = Field(default=None, ge=0, le=1)
-    """Not sent when unset there too."""
+    """Not sent when unset."""
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """0 when unset there too."""
+    """0 when unset."""
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
-    """0 when unset there too."""
+    """0 when unset."""
     repetition_penalty: float | None = Field(default=None, gt=0)
-    """1 when unset there too."""
+    """1 when unset."""
     stop_token_ids: tuple[int, ...] | None = None
-    """Tokens that end an output, beside the model's own; not sent when unset there too."""
+    """Tokens that end an output, beside the model's own; not sent when unset."""
     max_new_tokens: int | None = Field(default=None, ge=1)
-    """Longest output; 2048 or half of what the model holds, whichever is less, when unset there too."""
+    """Longest output; 2048 tokens, or half of the context if that is less, when unset."""
 
 
 _DEFAULTS = GenerationParams(
@@ -54,13 +54,13 @@ class AlpacaEvalOptions(JudgedOptions):
     engine_parameters: bool = True
     """Send top_k, min_p, repetition_penalty and stop_token_ids, which vLLM knows and OpenAI's own service refuses."""
     prompt_template: str = DEFAULT_PROMPT
-    """The prompt where no chat template is applied; {instruction} stands for the instruction."""
+    """The prompt where no chat template is applied."""
     prompt_stops: tuple[str, ...] = ("### Instruction:",)
     """Texts that end an output there; up to four."""
     instructions_path: str | None = None
-    """JSON file on this machine with instructions of one's own, in place of the set that evals names."""
+    """Local JSON file with your own instructions, in place of the set that evals names."""
     reference_outputs_path: str | None = None
-    """JSON file on this machine with the outputs to compare with; those beside the instructions when unset."""
+    """Local JSON file with the outputs to compare with; those beside the instructions when unset."""
     length_control_path: str | None = None
     """AlpacaEval's df_gamed.csv, for the length-controlled win rate where there is no hub."""
     max_judge_errors: float = Field(default=0.0, ge=0, lt=1)

@@ -18,8 +18,8 @@ class HelmOptions(EvaluatorOptions):
     name: Literal["helm"] = "helm"
     """Says that this evaluator is HELM."""
     run_specs_path: str | None = None
-    """File of run entries (HOCON), local, gs:// or s3://. Benchmarks are then entries of it: a name stands for all
-    entries of that name that agree with task_kwargs, the name all for every entry. Models in it are not looked at."""
+    """HOCON file of run entries, local, gs:// or s3://. A benchmark is then a name in it, for all entries of that name
+    that agree with task_kwargs, or `all`. Models in it are ignored."""
     priority: int | None = Field(default=None, ge=1)
     """Only entries of the file with this priority or a lower number."""
     groups: tuple[str, ...] = ()
@@ -29,13 +29,13 @@ class HelmOptions(EvaluatorOptions):
     num_threads: int | None = Field(default=None, ge=1)
     """Requests at once; as many as the endpoint works on, 64 at most, when unset."""
     request_retries: int = Field(default=2, ge=0)
-    """Further tries of a request that failed, within seconds, before its question counts as not answered."""
+    """Further tries of a failed request, within seconds."""
     exit_on_error: bool = False
-    """End at the first request without an answer and the first run that fails, instead of finishing the others."""
+    """End at the first request without an answer or run that fails, instead of finishing the others."""
     skip_completed_runs: bool = True
     """Take over runs that an earlier attempt at the same cell has finished."""
     site: bool = True
-    """Leave HELM's web site of the results, 2 MB, in the attempt's folder."""
+    """Keep HELM's web site of the results (2 MB)."""
 
     def score_inputs(self) -> dict[str, Any]:
         """Return the options that can change a score: not how fast, how often or how patiently it is asked."""
