@@ -119,7 +119,7 @@ def demo(
     folder: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("demo"),
     as_json: Json = False,
 ) -> None:
-    """Train a tiny model on this CPU and evaluate its checkpoints: the whole path, in minutes."""
+    """Train a tiny model on this CPU and evaluate its checkpoints."""
     home = (folder / "prefect").absolute()
     home.mkdir(parents=True, exist_ok=True)
     set_process_environment_defaults({"PREFECT_HOME": str(home)})

@@ -41,7 +41,7 @@ def gate(
     summary: _Summary = None,
     as_json: Json = False,
 ) -> None:
-    """Say GO or NO-GO on recorded results, with the reasons. Exit code 0 is GO, 1 is NO-GO."""
+    """Say GO (exit code 0) or NO-GO (1) on recorded results, with the reasons."""
     from tasks.gates.verdict import judge
 
     wanted = load_gate(file)

@@ -24,7 +24,7 @@ _NoIndex = Annotated[bool, typer.Option("--no-index", help="Read every record, w
 
 
 def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
-    """Show what a policy would run now: which cells, in which order, where, and what they are expected to take."""
+    """Show what a policy would run now, in which order, where, and what it is expected to take."""
     from tasks.policies.snapshot import Estimates
     from tasks.policies.views import plan_json, plan_table
 
@@ -42,7 +42,7 @@ def plan(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> 
 
 
 def gaps(policy: _Policy, no_index: _NoIndex = False, as_json: Json = False) -> None:
-    """Show what a policy wants and has no result, and why: incomplete, failed, being evaluated, and until when."""
+    """Show what a policy wants and has no result for, and why."""
     from tasks.policies.views import gaps_json, gaps_table
 
     wanted, _, found = _snapshot(policy, use_index=not no_index)
@@ -61,7 +61,7 @@ def status(
     no_index: _NoIndex = False,
     as_json: Json = False,
 ) -> None:
-    """Show the grid of a policy: its checkpoints, and how far each suite is with them."""
+    """Show how far each suite of a policy is with each checkpoint."""
     from rich.console import Group
     from rich.live import Live
 
@@ -89,7 +89,7 @@ def retry(
     failed: Annotated[bool, typer.Option("--failed", help="Only what failed, not what was cancelled.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Have cells tried again that failed, failed too often or were cancelled; no record is removed."""
+    """Have cells tried again that failed or were cancelled; no record is removed."""
     from tasks.policies.actions import chosen
     from tasks.policies.actions import retry as clear
     from tasks.spec.names import how_many
@@ -105,7 +105,7 @@ def retry(
 
 
 def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
-    """End what runs of a policy, or of some of its cells, and let nothing more of it begin until assay retry."""
+    """End what runs of a policy, or of some of its cells; nothing more begins until assay retry."""
     from tasks.policies.actions import cancel as stop
     from tasks.policies.actions import chosen
     from tasks.spec.names import how_many

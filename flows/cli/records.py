@@ -50,7 +50,7 @@ def records(
     output: Annotated[str | None, typer.Option(help="File to write, here or in an object store.")] = None,
     as_json: _Json = False,
 ) -> None:
-    """Show recorded results, or export them: one row for each metric; as JSON, whole records."""
+    """Show recorded results, or export them."""
     from tasks.records.export import exported, measured_rows
     from tasks.records.record import read_records
     from tasks.records.search import RecordFilter
@@ -114,7 +114,7 @@ def compare(
     anyway: Annotated[bool, typer.Option("--anyway", help="Also compare what was not measured alike.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Compare two checkpoints on the questions both were asked: is the difference more than chance?"""
+    """Compare two checkpoints question by question: is the difference more than chance?"""
     from tasks.records.search import RecordFilter, records_of_checkpoints
     from tasks.reports.comparison import compare as compare_records
     from tasks.reports.comparison_views import comparison_json, comparison_table
@@ -168,7 +168,7 @@ def publish(
     again: Annotated[bool, typer.Option("--again", help="Send also what a sink has already.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Send recorded results to Weights & Biases, MLflow, an object store or a model card; only what is missing."""
+    """Send recorded results that are missing at Weights & Biases, MLflow, an object store or a model card."""
     from rich.table import Table
 
     from resources.errors import SinkFailed

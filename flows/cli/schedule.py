@@ -69,7 +69,7 @@ def watch(
     policy: _Policy,
     every: Annotated[str, typer.Option(help="Time between two looks.")] = "5s",
 ) -> None:
-    """Say when a checkpoint of a policy's runs is complete, until Ctrl-C: what --on-event waits for."""
+    """Tell Prefect when a checkpoint of a policy's runs is complete, until Ctrl-C."""
     from flows.deploy.watching import watch as look_again
     from flows.reconcile import load_policy
     from tasks.prefect_server.client import require_server
@@ -86,7 +86,7 @@ def notify(
     uri: Annotated[str, typer.Argument(help="A checkpoint, or any file of it.", metavar="CHECKPOINT")],
     as_json: Json = False,
 ) -> None:
-    """Say that a checkpoint is complete, if it is: for notifications of a bucket."""
+    """Tell Prefect that a checkpoint is complete, if it is: for notifications of a bucket."""
     from tasks.policies.events import CompleteCheckpoint, checkpoint_of, send
     from tasks.prefect_server.client import require_server
 

@@ -21,7 +21,7 @@ def suites(
     benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own, for --check.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the suites there are, what they ask, and what they need."""
+    """Show the suites, what they ask, and what they need."""
     from tasks.spec.names import how_many
     from tasks.spec.suites import built_in_suites, load_suite
 
@@ -65,7 +65,7 @@ def stage(
     prove: Annotated[bool, typer.Option(help="Load everything once more without a network.")] = True,
     as_json: Json = False,
 ) -> None:
-    """Stage data sets, texts and tokenizers once, for workers that reach no hub (ASSAY_OFFLINE=1)."""
+    """Stage data sets, texts and tokenizers for workers that reach no hub (ASSAY_OFFLINE=1)."""
     from flows.staging import StagingRequest, staged_by
     from tasks.spec.loading import build_config
 

@@ -31,7 +31,7 @@ def apply(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Make the server's work pools as the regions file says, and deploy what is sent to them; twice changes nothing."""
+    """Make the work pools of the regions file, and deploy what is sent to them; twice changes nothing."""
     from flows.deploy.flows import deploy_to
     from flows.deploy.policies import watch_over_flow_runs
     from flows.deploy.regions import deploy_sent_flows
