@@ -112,7 +112,7 @@ class InferencePoolConfig(Config):
     reload_audit_share: float = Field(default=0.01, ge=0, le=1)
     """Share of such loads that is compared with a cold start, beside each architecture's first."""
     lease_seconds: float = Field(default=30, gt=0)
-    """Longest silence of a replica, a hanging engine included, before its requests go to another."""
+    """Longest silence of a replica before its requests go to another."""
     longest_wait_seconds: float = Field(default=600, gt=0)
     """Longest wait for a checkpoint while others keep every replica busy."""
     journal: bool = True

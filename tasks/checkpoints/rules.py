@@ -16,7 +16,7 @@ class CheckpointRule(Config):
     which: Literal["all", "latest", "first", "final"] | None = None
     """Every checkpoint, the one with the highest or lowest step, or that of final_step."""
     every_n_steps: int | None = Field(default=None, ge=1)
-    """Steps that are multiples of this; unlike in a selection, not the last one of a run that goes on."""
+    """Steps that are multiples of this; not also the last one, as in a selection."""
     steps: tuple[int, ...] = ()
     """These steps, whether they are written yet or not."""
 

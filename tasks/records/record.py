@@ -83,7 +83,7 @@ class CheckpointReference(_Part):
     weights_digest: str
     """Over the weights alone."""
     listing: str | None = None
-    """Over names, sizes, and checksums or times of its files: what a listing tells of this very state."""
+    """Over names, sizes, and checksums or times of its files."""
 
 
 class SinkState(_Part):

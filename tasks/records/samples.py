@@ -45,7 +45,7 @@ class Sample(BaseModel):
     target: _Text | None
     """The right answer, or the output it was compared with."""
     scores: dict[str, float]
-    """By metric, named as in the record; empty for a question that was left out."""
+    """By metric; empty for a question that was left out."""
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> int:

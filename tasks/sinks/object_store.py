@@ -41,7 +41,7 @@ class ObjectStoreSink(SinkConfig):
     url: str | None = None
     """Folder that gets the tree, such as gs://bucket/evaluations; signed in to as the machine is."""
     block: str | None = None
-    """Name of a Prefect block of type GCS Bucket, in place of url: its folder, and its credentials."""
+    """Name of a Prefect block of type GCS Bucket, in place of url."""
     harness_output: bool = True
     """Copy the harness's own output too, which holds questions and answers."""
     timeout_seconds: float = Field(default=900.0, gt=0)

@@ -64,7 +64,7 @@ class AlpacaEvalOptions(JudgedOptions):
     length_control_path: str | None = None
     """AlpacaEval's df_gamed.csv, for the length-controlled win rate where there is no hub."""
     max_judge_errors: float = Field(default=0.0, ge=0, lt=1)
-    """Share of outputs without a usable verdict up to which the win rate over the others is published."""
+    """Most outputs without a usable verdict, as a share; the win rate is over the others."""
 
     @field_validator("prompt_template")
     @classmethod

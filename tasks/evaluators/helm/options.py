@@ -18,14 +18,14 @@ class HelmOptions(EvaluatorOptions):
     name: Literal["helm"] = "helm"
     """Says that this evaluator is HELM."""
     run_specs_path: str | None = None
-    """HOCON file of run entries, local, gs:// or s3://. A benchmark is then a name in it, for all entries of that name
-    that agree with task_kwargs, or `all`. Models in it are ignored."""
+    """HOCON file of run entries, local, gs:// or s3://. A benchmark then names the entries that agree with task_kwargs;
+    `all` names every one. Models in it are ignored."""
     priority: int | None = Field(default=None, ge=1)
     """Only entries of the file with this priority or a lower number."""
     groups: tuple[str, ...] = ()
     """Only runs that belong to one of these groups of HELM."""
     num_train_trials: int | None = Field(default=None, ge=1)
-    """Times each question is asked with other examples in front; the run entry's own number when unset."""
+    """Times each question is asked, with other examples in front; the run entry's own when unset."""
     num_threads: int | None = Field(default=None, ge=1)
     """Requests at once; as many as the endpoint works on, 64 at most, when unset."""
     request_retries: int = Field(default=2, ge=0)

@@ -18,7 +18,7 @@ class LmEvalOptions(LmEvalBenchmarkOptions):
     name: Literal["lm_evaluation_harness"] = "lm_evaluation_harness"
     """Says that this evaluator is lm-eval."""
     endpoint: Literal["completions", "chat_completions"] = "completions"
-    """Route for prompts: token ids to /completions, or messages to /chat/completions, which can only generate."""
+    """Token ids to /completions, or messages to /chat/completions, which can only generate."""
     max_gen_toks: int | None = Field(default=None, ge=1)
     """Most tokens of an answer where a benchmark sets none; 256 when unset, and never over half of the context."""
     without_prompt_logprobs: Literal["refuse", "levanter"] = "refuse"
