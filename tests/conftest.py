@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from fakes import ray_variables  # noqa: F401 before any test imports ray
+from fakes.prefect_database import write_prefect_database
 from resources.settings import settings
 
 TOGETHER = {
@@ -87,10 +89,13 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder for all tests of this process: digests, staged copies, job folders, verdicts on reloads.
 
     Environments, and what engines compile once, stay in the user's cache: they take minutes to make, and are named
-    after their content.
+    after their content. A new database of Prefect is shared by the processes of this run.
     """
-    folder = tmp_path_factory.getbasetemp() / "cache"
+    own = tmp_path_factory.getbasetemp()
+    folder, shared = own / "cache", (own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own) / "prefect"
     folder.mkdir()
+    shared.mkdir(exist_ok=True)
+    (folder / "prefect").symlink_to(shared)
     for kept in (settings().environments_dir, settings().engine_cache_dir):
         kept.mkdir(parents=True, exist_ok=True)
         (folder / kept.name).symlink_to(kept.resolve())
@@ -116,13 +121,17 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def prefect_api() -> Iterator[str]:
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Prefect server for these tests; flows called in this process use it by themselves."""
     from prefect.settings import PREFECT_API_URL
     from prefect.testing.utilities import prefect_test_harness
 
-    with prefect_test_harness(server_startup_timeout=180):  # 22 s at its very first start on two cores
-        yield str(PREFECT_API_URL.value())
+    folder = tmp_path_factory.mktemp("prefect-harness")
+    write_prefect_database(folder / "prefect-test.db")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("prefect.testing.utilities.mkdtemp", lambda: str(folder))
+        with prefect_test_harness(server_startup_timeout=180):  # 22 s at its very first start on two cores
+            yield str(PREFECT_API_URL.value())
 
 
 @pytest.fixture(scope="session", autouse=True)

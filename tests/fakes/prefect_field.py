@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes.polling import eventually
+from fakes.prefect_database import write_prefect_database
 from resources.settings import process_environment
 
 _BIN = Path(sys.executable).parent
@@ -96,7 +97,10 @@ class Field:
             return False
 
     def start_server(self) -> None:
-        """Returns once it answers; 12 s on two cores."""
+        """Returns once it answers; 9 s on two cores."""
+        content = self.folder / "prefect" / "prefect.db"
+        if self.database is None and not content.exists():
+            write_prefect_database(content)
         with (self.folder / "server.log").open("ab") as log:
             self._server = self._start("server", "start", "--port", str(self.port), "--no-ui", log=log)
         eventually(self.answers, seconds=120)
