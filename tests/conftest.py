@@ -121,7 +121,20 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 
 
 @pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def _kept_servers() -> Iterator[None]:
+    """Flows that run in this process import each harness once."""
+    from fakes.warm_servers import KeptServers
+    from tasks.running import scheduler
+
+    servers = KeptServers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(scheduler, "warmed", servers.warmed)
+        yield
+    servers.close()
+
+
+@pytest.fixture(scope="session")
+def prefect_api(_kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Prefect server for these tests; flows called in this process use it by themselves."""
     from prefect.settings import PREFECT_API_URL
     from prefect.testing.utilities import prefect_test_harness

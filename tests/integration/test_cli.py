@@ -1,4 +1,4 @@
-"""The `assay` command: as a process where exit codes and error texts matter, through typer's runner elsewhere."""
+"""The `assay` command: what it shows, its exit codes and its errors; two tests start it as a process of its own."""
 
 from __future__ import annotations
 
@@ -12,21 +12,20 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fakes.command import run_command
 from fakes.models import write_checkpoint, write_run
 from fakes.records import make_metric, make_record
 from flows.cli.app import app
 from resources.settings import deployment_data, process_environment, settings
 from tasks.records.record import Record, write_record
 
-ASSAY = Path(sys.executable).with_name("assay")
 SERVED_ELSEWHERE = ("--base-url", "http://127.0.0.1:9/v1")
 
 
-def assay(*arguments: str | Path, api: str | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs the command as a user does, in a wide terminal, against a Prefect server if there is one."""
-    variables = {"COLUMNS": "300"} | ({"PREFECT_API_URL": api} if api else {})
-    command = [str(ASSAY), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=process_environment(variables))
+def assay_process(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs the command as a user does."""
+    command = [str(Path(sys.executable).with_name("assay")), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, env=process_environment())
 
 
 def assert_refused(done: subprocess.CompletedProcess[str], *hints: str) -> None:
@@ -81,7 +80,7 @@ def test_checkpoints_as_json_tells_complete_from_not(half_written: Path):
 
 
 def test_checkpoints_of_a_folder_that_is_not_there_are_refused(tmp_path: Path):
-    assert_refused(assay("checkpoints", tmp_path / "nowhere"), "nowhere is not there")
+    assert_refused(assay_process("checkpoints", tmp_path / "nowhere"), "nowhere is not there")
 
 
 def test_records_show_the_newest_of_each_checkpoint_and_as_json_all_of_them(tmp_path: Path):
@@ -96,7 +95,7 @@ def test_records_show_the_newest_of_each_checkpoint_and_as_json_all_of_them(tmp_
 
 
 def test_records_of_a_folder_without_any_are_refused(tmp_path: Path):
-    assert_refused(assay("records", tmp_path), "records below")
+    assert_refused(run_command("records", tmp_path), "records below")
 
 
 def test_report_on_a_folder_of_records_is_one_page(tmp_path: Path):
@@ -129,16 +128,16 @@ def test_doctor_on_a_machine_without_disk_space_ends_as_infrastructure_does(monk
 
 
 def test_evaluate_without_a_model_or_a_benchmark_is_refused():
-    assert_refused(assay("evaluate"), "--model", "--eval")
+    assert_refused(run_command("evaluate"), "--model", "--eval")
 
 
 def test_evaluate_two_benchmarks_with_one_metric_key_is_refused(run: Path):
     given = ("--model", run, "--eval", "demo_facts", "--eval", "demo_facts")
-    assert_refused(assay("evaluate", *given), "demo_facts", "task_alias")
+    assert_refused(run_command("evaluate", *given), "demo_facts", "task_alias")
 
 
 def test_evaluate_with_traceback_shows_it_and_the_same_exit_code(run: Path):
-    done = assay("evaluate", "--traceback", "--model", run, "--eval", "demo_facts:many")
+    done = assay_process("evaluate", "--traceback", "--model", run, "--eval", "demo_facts:many")
     assert done.returncode == 3
     assert "Traceback" in done.stderr and "To do:" in done.stderr
 
@@ -149,36 +148,40 @@ def test_evaluate_unknown_key_in_a_file_asks_whether_another_was_meant(tmp_path:
         f"model_path: {run}\nevals: [{{name: demo_facts}}]\n"
         "pool_config: {model: {name: tiny, engine_kwarg: {dtype: float32}}}\n"
     )
-    assert_refused(assay("evaluate", "--config", file), "pool_config.model.engine_kwarg", "did you mean engine_kwargs?")
+    assert_refused(
+        run_command("evaluate", "--config", file), "pool_config.model.engine_kwarg", "did you mean engine_kwargs?"
+    )
 
 
-def test_evaluate_a_path_that_is_a_file_is_refused(tmp_path: Path, prefect_api: str):
+@pytest.mark.usefixtures("prefect_api")
+def test_evaluate_a_path_that_is_a_file_is_refused(tmp_path: Path):
     file = tmp_path / "weights.bin"
     file.touch()
     given = ("--model", file, "--eval", "demo_facts", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
-    assert_refused(assay("evaluate", *given, api=prefect_api), f"{file} is a file")
+    assert_refused(run_command("evaluate", *given), f"{file} is a file")
 
 
-def test_evaluate_an_empty_run_is_refused(tmp_path: Path, prefect_api: str):
+@pytest.mark.usefixtures("prefect_api")
+def test_evaluate_an_empty_run_is_refused(tmp_path: Path):
     (tmp_path / "run" / "hf").mkdir(parents=True)
     given = ("--model", tmp_path / "run", "--eval", "demo_facts", *SERVED_ELSEWHERE, "--output", tmp_path / "out")
-    assert_refused(assay("evaluate", *given, api=prefect_api), "an empty folder")
+    assert_refused(run_command("evaluate", *given), "an empty folder")
 
 
-def test_evaluate_into_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, run: Path, prefect_api: str):
+@pytest.mark.usefixtures("prefect_api")
+def test_evaluate_into_a_folder_that_cannot_be_written_is_refused(tmp_path: Path, run: Path):
     in_the_way = tmp_path / "evaluations"
     in_the_way.touch()
     given = ("--model", run, "--eval", "demo_facts", *SERVED_ELSEWHERE, "--output", in_the_way / "here")
-    assert_refused(assay("evaluate", *given, api=prefect_api), str(in_the_way))
+    assert_refused(run_command("evaluate", *given), str(in_the_way))
 
 
 @pytest.mark.harness
 @pytest.mark.timeout(900)
-def test_evaluate_an_unknown_benchmark_names_the_likely_one_and_parses_as_json(
-    tmp_path: Path, run: Path, prefect_api: str
-):
+@pytest.mark.usefixtures("prefect_api")
+def test_evaluate_an_unknown_benchmark_names_the_likely_one_and_parses_as_json(tmp_path: Path, run: Path):
     given = ("--model", run, "--eval", "demo_fact", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
-    assert_refused(assay("evaluate", *given, "--json", api=prefect_api), "demo_fact", "did you mean demo_facts")
+    assert_refused(run_command("evaluate", *given, "--json"), "demo_fact", "did you mean demo_facts")
 
 
 def test_publish_copies_what_a_sink_has_not_and_the_second_time_nothing(tmp_path: Path):
@@ -194,11 +197,11 @@ def test_publish_copies_what_a_sink_has_not_and_the_second_time_nothing(tmp_path
 
 
 def test_publish_without_a_file_of_sinks_is_refused(tmp_path: Path):
-    assert_refused(assay("publish", tmp_path, "--sink", tmp_path / "none.yaml"), "none.yaml")
+    assert_refused(run_command("publish", tmp_path, "--sink", tmp_path / "none.yaml"), "none.yaml")
 
 
 def test_demo_train_without_a_checkpoint_to_evaluate_is_refused(tmp_path: Path):
-    done = assay("demo-train", "--folder", tmp_path / "demo", "--exports", "0")
+    done = run_command("demo-train", "--folder", tmp_path / "demo", "--exports", "0")
     assert done.returncode == 3
     assert "--exports" in done.stderr and not (tmp_path / "demo").exists()
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from fakes.command import run_command
 from fakes.hub import running_hub
 from fakes.models import write_nano_llama
 from fakes.suites import endpoint, in_lm_eval, write_benchmark
@@ -26,7 +25,7 @@ from flows import suites as flows
 from flows.cli.app import app
 from resources.environments.environments import ensure_environment
 from resources.errors import UnknownBenchmark
-from resources.settings import deployment_data, process_environment, settings
+from resources.settings import deployment_data, settings
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.index import listed_benchmarks
@@ -206,8 +205,8 @@ def test_runner_evaluates_its_suite_and_publishes_every_benchmark(
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A machine of its own, which has the environments and no data yet; its cache folder."""
+def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of its own, which has the environments and no data yet."""
     environments, cache = settings().environments_dir, tmp_path / "cache"
     cache.mkdir()
     (cache / "environments").symlink_to(environments)
@@ -215,15 +214,14 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
         monkeypatch.delenv(name, raising=False)
     settings.cache_clear()
-    return cache
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_path: Path, served: Served, machine: Path):
+def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_path: Path, served: Served):
     entries = options_as(HelmOptions, load_suite("helm").evaluations[0].evaluator).run_specs_path
     subjects = re.findall("subject=([a-z_]+)", Path(str(entries)).read_text())
     for split in ("dev", "val", "test"):  # as `assay stage` leaves them
-        folder = machine / "helm" / "scenarios" / "mmlu" / "data" / split
+        folder = settings().cache_dir / "helm" / "scenarios" / "mmlu" / "data" / split
         folder.mkdir(parents=True)
         for subject in subjects:
             (folder / f"{subject}_{split}.csv").write_text(
@@ -241,7 +239,7 @@ def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_pat
     assert {"mmlu", "mmlu.subject=anatomy"} <= {metric.benchmark for metric in record.metrics}
 
 
-@pytest.mark.usefixtures("prefect_api", "machine")
+@pytest.mark.usefixtures("prefect_api", "_own_machine")
 def test_alpaca_runner_compares_with_the_official_outputs_as_the_named_judge_says(
     tmp_path: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ):
@@ -319,9 +317,7 @@ def test_fresh_texts_staged_from_a_folder_give_bits_per_byte_without_a_network(
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_suite_file_on_the_command_line_runs_several_evaluators_on_one_endpoint(
-    tmp_path: Path, served: Served, prefect_api: str
-):
+def test_suite_file_on_the_command_line_runs_several_evaluators_on_one_endpoint(tmp_path: Path, served: Served):
     suite = tmp_path / "mine.yaml"
     content = {
         "name": "mine",
@@ -332,15 +328,8 @@ def test_suite_file_on_the_command_line_runs_several_evaluators_on_one_endpoint(
         ],
     }
     suite.write_text(json.dumps(content))
-    command = [str(Path(sys.executable).with_name("assay")), "evaluate", "--suite", str(suite), "--step", "2", "--json"]
-    command += ["--model", str(served.run), "--base-url", served.base_url, "--output", str(tmp_path / "out")]
-    done = subprocess.run(
-        [*command, "--limit", str(QUESTIONS)],
-        capture_output=True,
-        text=True,
-        env=process_environment({"PREFECT_API_URL": prefect_api}),
-        timeout=600,
-    )
+    given = ["--model", served.run, "--base-url", served.base_url, "--output", tmp_path / "out"]
+    done = run_command("evaluate", "--suite", suite, "--step", "2", "--json", *given, "--limit", str(QUESTIONS))
     assert done.returncode == 0, done.stderr
     found = {record["evaluator"]: record["status"] for record in json.loads(done.stdout)["records"]}
     assert found == {"lm_evaluation_harness": "succeeded", "helm": "succeeded"}

@@ -1,0 +1,29 @@
+"""The `assay` command in the process of the test: what a user sees, without the seconds that importing it takes."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from subprocess import CompletedProcess
+from unittest.mock import patch
+
+from flows.cli.app import main
+
+
+def run_command(*arguments: str | Path) -> CompletedProcess[str]:
+    """Runs a command line to its end, errors and exit code included; Prefect's server is the one of this process."""
+    argv = ["assay", *map(str, arguments)]
+    out, errors = io.StringIO(), io.StringIO()
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        with patch("sys.argv", argv), patch.dict(os.environ), redirect_stdout(out), redirect_stderr(errors):
+            main()
+        code = 0
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+    return CompletedProcess(argv, code, out.getvalue(), errors.getvalue())

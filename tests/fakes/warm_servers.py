@@ -1,0 +1,49 @@
+"""Fork servers of the flows that run in the test process, kept from one flow to the next."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from resources.jobs.jobs import Client
+from resources.settings import process_environment
+from resources.warm.fork_server import ForkServer
+from tasks.evaluators.evaluator import Evaluator
+from tasks.evaluators.harness import warmed
+from tasks.spec.evaluation import EvaluationConfig
+
+_OF_EACH_TEST = {"PYTEST_CURRENT_TEST"}
+_MOST = 6  # each holds 0.2 to 0.5 GB
+
+
+class KeptServers:
+    """Hands out servers as `warmed` does, but ends them with the session: importing a harness takes seconds.
+
+    Two flows share one only if everything is the same that it was started with.
+    """
+
+    def __init__(self) -> None:
+        self._servers: dict[object, tuple[ForkServer | None, ExitStack]] = {}
+
+    @contextmanager
+    def warmed(
+        self, evaluator: Evaluator, configs: Sequence[EvaluationConfig], *, python: Path, client: Client
+    ) -> Iterator[ForkServer | None]:
+        """Stands in for `tasks.evaluators.harness.warmed`."""
+        arguments = frozenset(argument for config in configs for argument in evaluator.preload_arguments(config))
+        environment = {name: value for name, value in process_environment().items() if name not in _OF_EACH_TEST}
+        key = (evaluator.name, python, client, arguments, frozenset(environment.items()))
+        kept = self._servers.pop(key, None)
+        if kept is None:
+            stack = ExitStack()
+            kept = stack.enter_context(warmed(evaluator, configs, python=python, client=client)), stack
+        self._servers[key] = kept  # the newest is last
+        yield kept[0]
+        while len(self._servers) > _MOST:
+            self._servers.pop(next(iter(self._servers)))[1].close()
+
+    def close(self) -> None:
+        """Ends them all."""
+        while self._servers:
+            self._servers.popitem()[1][1].close()
