@@ -19,10 +19,11 @@ from resources.settings import settings
 
 TOGETHER = {
     "one Prefect server": (
-        "e2e/test_train_and_evaluate.py",
-        *("integration/test_cli.py", "integration/test_evaluations_together.py", "integration/test_flow_runs.py"),
-        *("integration/test_flows.py", "integration/test_gcs_sink.py", "integration/test_reconcile_flow.py"),
-        "integration/test_suites_real.py",
+        *("integration/test_bucket_blocks.py", "integration/test_cli.py", "integration/test_evaluations_together.py"),
+        *("integration/test_flows.py", "integration/test_suites_real.py", "integration/test_wheel.py"),
+    ),
+    "another Prefect server": (
+        *("e2e/test_train_and_evaluate.py", "integration/test_flow_runs.py", "integration/test_reconcile_flow.py"),
     ),
     "one Ray and one Iris": (
         *("contract/test_actors.py", "contract/test_job_clients.py", "contract/test_leased_queue.py"),
@@ -32,6 +33,7 @@ TOGETHER = {
         *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
         "integration/test_warm_lm_eval.py",
     ),
+    "one MLflow": ("contract/test_sinks.py", "integration/test_mlflow_sink.py"),
 }
 """Files that share what is slow to start, and so run in one process."""
 _GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
@@ -145,6 +147,15 @@ def prefect_api(_kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -
         patch.setattr("prefect.testing.utilities.mkdtemp", lambda: str(folder))
         with prefect_test_harness(server_startup_timeout=180):  # 22 s at its very first start on two cores
             yield str(PREFECT_API_URL.value())
+
+
+@pytest.fixture(scope="session")
+def mlflow_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of an MLflow server, on which each test has experiments of its own."""
+    from fakes.mlflow_server import mlflow_server
+
+    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as address:
+        yield address
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -10,10 +10,10 @@ from resources.jobs.jobs import Client
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Evaluator
-from tasks.evaluators.harness import warmed
+from tasks.evaluators.harness import cache_variables, warmed
 from tasks.spec.evaluation import EvaluationConfig
 
-_OF_EACH_TEST = {"PYTEST_CURRENT_TEST"}
+_NOT_READ_BY_HARNESSES = ("PYTEST_", "ASSAY_", "PREFECT_", "DO_NOT_TRACK")
 _MOST = 6  # each holds 0.2 to 0.5 GB
 
 
@@ -32,8 +32,9 @@ class KeptServers:
     ) -> Iterator[ForkServer | None]:
         """Stands in for `tasks.evaluators.harness.warmed`."""
         arguments = frozenset(argument for config in configs for argument in evaluator.preload_arguments(config))
-        environment = {name: value for name, value in process_environment().items() if name not in _OF_EACH_TEST}
-        key = (evaluator.name, python, client, arguments, frozenset(environment.items()))
+        present = {**process_environment(), **cache_variables()}.items()
+        read = frozenset(item for item in present if not item[0].startswith(_NOT_READ_BY_HARNESSES))
+        key = (evaluator.name, python, client, arguments, read)
         kept = self._servers.pop(key, None)
         if kept is None:
             stack = ExitStack()

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
 
 from fakes.broken_servers import broken_server
 from fakes.cells import make_cell
@@ -124,45 +121,6 @@ def test_sink_that_hangs_is_given_up_in_its_time(tmp_path: Path, monkeypatch: py
         sink = SINK.model_copy(update={"timeout_seconds": 3.0})
         state = publish_record(record, str(cell), (sink,))[sink.name]
     assert state.reason is not None and "within 3 s" in state.reason
-
-
-def test_bucket_block_names_place_and_account(
-    store: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: str
-):
-    from prefect_gcp import GcpCredentials
-    from prefect_gcp.cloud_storage import GcsBucket
-
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
-    account = {
-        "type": "service_account",
-        "project_id": "p",
-        "private_key_id": "1",
-        "private_key": key.decode(),
-        "client_email": "robot@p.iam.gserviceaccount.com",
-        "client_id": "1",
-        "token_uri": f"{store.address}/token",
-    }
-    GcsBucket(
-        bucket="bucket",
-        bucket_folder="from/a/block",
-        gcp_credentials=GcpCredentials(service_account_info=account),  # pyright: ignore[reportArgumentType]
-    ).save("results", overwrite=True, _sync=True)  # pyright: ignore[reportCallIssue]
-    record, cell = make_cell(tmp_path)
-    sink = ObjectStoreSink(block="results")
-    state = publish_record(record, str(cell), (sink,))[sink.name]
-    assert (state.status, state.reason) == ("published", None)
-    assert state.where is not None and state.where.startswith("gs://bucket/from/a/block/run-a/step-100/")
-    assert len(store.sign_ins) == 1, "the block's own account was used"
-    assert "private" not in json.dumps(state.model_dump(mode="json"))
-
-
-def test_block_that_is_not_there_is_reported(tmp_path: Path, prefect_api: str):
-    record, cell = make_cell(tmp_path)
-    sink = ObjectStoreSink(block="no-such-block")
-    reason = publish_record(record, str(cell), (sink,))[sink.name].reason
-    assert reason is not None and "the Prefect block no-such-block of type GcsBucket" in reason
 
 
 def test_many_files_and_cells_at_once_all_arrive(store: FakeGcs, tmp_path: Path):

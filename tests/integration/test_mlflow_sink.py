@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
-from mlflow import MlflowClient
 
 from fakes.broken_servers import Way, broken_server
 from fakes.cells import make_cell
-from fakes.mlflow_server import mlflow_server
 from fakes.records import make_metric, make_record
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import publish_record, publish_report
 
-
-@pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as started:
-        yield started
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 
 @pytest.fixture
-def sink(address: str, request: pytest.FixtureRequest) -> MlflowSink:
-    return MlflowSink(tracking_uri=address, experiment=f"of {request.node.name}", tags={"creator": "a test"})
+def sink(mlflow_address: str, request: pytest.FixtureRequest) -> MlflowSink:
+    return MlflowSink(tracking_uri=mlflow_address, experiment=f"of {request.node.name}", tags={"creator": "a test"})
+
+
+def client_of(sink: MlflowSink) -> MlflowClient:
+    from mlflow import MlflowClient  # two seconds, for whom collects these tests and runs others
+
+    return MlflowClient(sink.tracking_uri)
 
 
 def runs_of(sink: MlflowSink) -> list[Any]:
-    client = MlflowClient(sink.tracking_uri)
+    client = client_of(sink)
     experiment = client.get_experiment_by_name(sink.experiment)
     assert experiment is not None
     return list(client.search_runs([experiment.experiment_id]))
 
 
 def files_of(sink: MlflowSink, run_id: str, folder: str = "") -> list[str]:
-    found = MlflowClient(sink.tracking_uri).list_artifacts(run_id, folder)
+    found = client_of(sink).list_artifacts(run_id, folder)
     return [path for one in found for path in (files_of(sink, run_id, one.path) if one.is_dir else [one.path])]
 
 
@@ -61,7 +61,7 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: Mlfl
     (run,) = runs_of(sink)
     assert state.where is not None and state.where.endswith(f"/runs/{run.info.run_id}")
     assert (run.info.run_name, run.info.status) == ("run-a lm_evaluation_harness", "FINISHED")
-    history = MlflowClient(sink.tracking_uri).get_metric_history(run.info.run_id, "demo_facts/acc")
+    history = client_of(sink).get_metric_history(run.info.run_id, "demo_facts/acc")
     assert sorted((one.step, one.value) for one in history) == [(100, 0.5), (200, 0.5)]
     tags = run.data.tags
     assert {name: tags[name] for name in ("accelerator", "cpu", "memory", "image", "image_tag")} == {
@@ -84,35 +84,31 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: Mlfl
         "harness_run_output/harness.log",
         "harness_run_output/samples.jsonl.gz",
     }
-    local = MlflowClient(sink.tracking_uri).download_artifacts(
-        run.info.run_id, tags["config_path_git_repo"], str(tmp_path)
-    )
+    local = client_of(sink).download_artifacts(run.info.run_id, tags["config_path_git_repo"], str(tmp_path))
     assert yaml.safe_load(Path(local).read_text()) == evaluation
 
 
-def test_metric_names_that_mlflow_refuses_are_rewritten(sink: MlflowSink, tmp_path: Path):
+def test_names_that_mlflow_refuses_are_rewritten_and_the_report_comes_without_harness_output(
+    sink: MlflowSink, tmp_path: Path
+):
+    sink = sink.model_copy(update={"harness_output": False})
     metric = make_metric("mmlu:subject=law", 0.5, name="exact_match,strict", stderr=None, n=9)
     record, cell = make_cell(tmp_path, metrics=(metric,))
     assert publish_record(record, str(cell), (sink,))[sink.name].status == "published"
+    (tmp_path / "run-a" / "report.html").write_text("<html>")
+    assert publish_report(record, str(cell), (sink,))[sink.name].status == "published"
     (run,) = runs_of(sink)
     assert run.data.metrics == {
         "mmlu:subject_law/exact_match_strict": 0.5,
         "mmlu:subject_law/exact_match_strict_n": 9.0,
     }
-
-
-def test_report_is_an_artifact_of_the_run(sink: MlflowSink, tmp_path: Path):
-    record, cell = make_cell(tmp_path)
-    publish_record(record, str(cell), (sink.model_copy(update={"harness_output": False}),))
-    (tmp_path / "run-a" / "report.html").write_text("<html>")
-    assert publish_report(record, str(cell), (sink,))[sink.name].status == "published"
-    (run,) = runs_of(sink)
-    assert "report.html" in files_of(sink, run.info.run_id)
-    assert not [path for path in files_of(sink, run.info.run_id) if "harness_run_output" in path]
+    files = files_of(sink, run.info.run_id)
+    assert "report.html" in files
+    assert not [path for path in files if "harness_run_output" in path]
 
 
 def test_experiment_that_was_deleted_is_reported(sink: MlflowSink, tmp_path: Path):
-    client = MlflowClient(sink.tracking_uri)
+    client = client_of(sink)
     client.delete_experiment(client.create_experiment(sink.experiment))
     record, cell = make_cell(tmp_path)
     reason = publish_record(record, str(cell), (sink,))[sink.name].reason
