@@ -9,13 +9,11 @@ from pathlib import Path
 import pytest
 
 from fakes.engine import FakeEngine
-from fakes.lm_eval import DEMO, PROGRAM, Harness, make_config, make_model, samples
+from fakes.lm_eval import DEMO, Harness, make_config, make_model, samples
 from fakes.polling import eventually
 from fakes.tokenizers import BOS, write_byte_tokenizer
 from resources.errors import UnknownBenchmark
-from resources.warm.fork_server import ForkServer
-from tasks.evaluators.harness import LOG_NAME, REFUSAL_NAME, verify_counts, warmed
-from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.evaluators.harness import LOG_NAME, REFUSAL_NAME, verify_counts
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
@@ -31,16 +29,15 @@ async def test_cells_from_forks_have_the_numbers_and_samples_of_a_process_of_the
     config = make_config(*DEMO)
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, plain)
-        with warmed(LmEval(), [config], python=lm_eval.python, client=lm_eval.client) as server:
-            assert server is not None
-            warm, cold = Harness(lm_eval.python, lm_eval.client, server), Harness(lm_eval.python, lm_eval.client)
-            both = await asyncio.gather(
-                warm.evaluate(model, config, tmp_path / "warm-1"), warm.evaluate(model, config, tmp_path / "warm-2")
-            )
-            engine.bodies.clear()
-            await warm.evaluate(make_model(engine, with_bos), make_config(DEMO[1]), tmp_path / "bos")
-            assert {json.loads(body)["prompt"][0][0] for body in engine.bodies} == {BOS}
-            assert "threads run after preloading" not in eventually(server.logs)
+        assert lm_eval.server is not None
+        cold = Harness(lm_eval.python, lm_eval.client)
+        both = await asyncio.gather(
+            lm_eval.evaluate(model, config, tmp_path / "warm-1"), lm_eval.evaluate(model, config, tmp_path / "warm-2")
+        )
+        engine.bodies.clear()
+        await lm_eval.evaluate(make_model(engine, with_bos), make_config(DEMO[1]), tmp_path / "bos")
+        assert {json.loads(body)["prompt"][0][0] for body in engine.bodies} == {BOS}
+        assert "threads run after preloading" not in eventually(lm_eval.server.logs)
         expected = await cold.evaluate(model, config, tmp_path / "cold")
     verify_counts(expected)
     for folder in ("warm-1", "warm-2", "bos"):
@@ -63,12 +60,13 @@ async def test_refusal_of_a_cell_in_a_fork_is_the_same_file(tmp_path: Path, lm_e
     assert (tmp_path / "warm" / REFUSAL_NAME).read_text() == (tmp_path / "cold" / REFUSAL_NAME).read_text()
 
 
-async def test_cell_whose_variables_were_not_there_at_import_starts_cold_and_is_right(tmp_path: Path, lm_eval: Harness):
-    """The marker for a missing answer is read at import: without it, no answer would be scored as a wrong one."""
+async def test_cell_whose_variables_were_not_there_at_import_starts_cold_and_is_right(
+    tmp_path: Path, lm_eval: Harness, monkeypatch: pytest.MonkeyPatch
+):
+    """Variables of lm-eval are read at import: with those of the server, a cell could be scored by other rules."""
+    monkeypatch.setenv("LMEVAL_OF_THIS_CELL", "1")
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
-        with ForkServer(PROGRAM, python=lm_eval.python, client=lm_eval.client) as server:
-            other = Harness(lm_eval.python, lm_eval.client, server)
-            verify_counts(await other.evaluate(model, make_config(DEMO[1]), tmp_path / "cell"))
+        verify_counts(await lm_eval.evaluate(model, make_config(DEMO[1]), tmp_path / "cell"))
     told = log_of(tmp_path / "cell")
-    assert "imported with other values of" in told and "LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER" in told
+    assert "imported with other values of" in told and "LMEVAL_OF_THIS_CELL" in told
