@@ -15,6 +15,7 @@ import pytest
 
 from fakes import ray_variables  # noqa: F401 before any test imports ray
 from fakes.prefect_database import write_prefect_database
+from fakes.shared import end_shared
 from resources.settings import settings
 
 TOGETHER = {
@@ -49,6 +50,14 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return _GROUPS.get(file, file)
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Ends what a group of files, or a file, has shared: it would take its part of the processor to the end."""
+    groups = {_GROUPS.get(path, path) for path in (test.nodeid.split("::")[0] for test in (item, nextitem) if test)}
+    if nextitem is None or len(groups) > 1:
+        end_shared()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -32,8 +32,7 @@ CLIENTS: dict[str, Callable[[Path], Client]] = {
     "local": lambda folder: LocalClient(folder / "jobs", grace_seconds=GRACE_SECONDS),
     "ray": lambda _: _ray_client(),
 }
-"""From a folder of the test's own to a client with little grace; an expensive cluster is started once per
-process by the entry itself, and ended at exit."""
+"""From a folder of the test's own to a client with little grace; an expensive cluster is shared, as the entry says."""
 
 
 def kill_for_want_of_memory(client: Client, job: JobHandle, *, pid: int, counter: Path) -> None:

@@ -1,24 +1,21 @@
-"""A real Iris cluster of this machine: controller, autoscaler and workers in one process, jobs as processes.
-
-Run as a program it obeys lines on standard input, and ends with it: `restart` stops the controller and starts another
-on the same port and database, `stop` and `start` do one of the two.
-"""
+"""A real Iris cluster of this machine, run by `iris_program.py`."""
 
 from __future__ import annotations
 
-import atexit
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
+from fakes.shared import shared
 from resources.backends.iris.client import IrisClient
 
 _READY = "ready"
+_PROGRAM = Path(__file__).with_name("iris_program.py")
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ def start_cluster() -> IrisCluster:
         port = free.getsockname()[1]
     with (home / "cluster.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(port)],
+            [sys.executable, str(_PROGRAM), str(port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -83,36 +80,9 @@ def start_cluster() -> IrisCluster:
     return cluster
 
 
-@cache
-def shared_cluster() -> IrisCluster:
-    """The cluster of this test process, ended with it."""
+@shared
+def shared_cluster() -> Iterator[IrisCluster]:
+    """The cluster of this test process."""
     cluster = start_cluster()
-    atexit.register(cluster.end)
-    return cluster
-
-
-def main(port: int) -> None:
-    """Runs a cluster with one kind of machine, which has room for many jobs."""
-    from datetime import timedelta
-
-    from iris.cluster.backends.local.cluster import LocalCluster, make_local_cluster_config
-    from iris.cluster.controller import service
-
-    service.FRESHNESS_WINDOW = timedelta(days=36500)  # it refuses clients that were built over 14 days ago
-    config = make_local_cluster_config(2)
-    config.controller.local.port = port
-    config.storage.remote_state_dir = f"file://{Path.home()}/state"  # else gone with the first controller
-    machine = config.scale_groups["local-cpu"].resources
-    machine.cpu_millicores, machine.memory_bytes, machine.disk_bytes = 900_000, 900 * 2**30, 90 * 2**40
-    cluster = LocalCluster(config)
-    for line in sys.stdin:
-        if line.strip() in {"stop", "restart"}:
-            cluster.stop()
-        if line.strip() in {"start", "restart"}:
-            cluster.start()
-        print(_READY, flush=True)
-    cluster.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    yield cluster
+    cluster.end()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import tempfile
-from functools import cache
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import kubernetes
 
 from fakes.kubernetes_server import KubernetesServer
+from fakes.shared import shared
 from resources.backends.kubernetes.client import KubernetesClient
 from resources.backends.kubernetes.cluster import Cluster
 
@@ -18,12 +18,12 @@ IMAGE = "registry.example/assay:1"
 LEASE_SECONDS = 6.0
 
 
-@cache
-def shared_server() -> KubernetesServer:
-    """One for all tests of this process, ended with it."""
+@shared
+def shared_server() -> Iterator[KubernetesServer]:
+    """One for all tests of this process."""
     server = KubernetesServer(Path(tempfile.mkdtemp(prefix="kubernetes-")))
-    atexit.register(server.close)
-    return server
+    yield server
+    server.close()
 
 
 def cluster_of(server: KubernetesServer, *, patience_seconds: float = 5.0) -> Cluster:

@@ -6,16 +6,15 @@ configuration imports `fakes.ray_variables` before; a script does so itself.
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import ray
 from ray.cluster_utils import Cluster
 
+from fakes.shared import shared
 from resources.backends.ray.client import RayClient
 
 OBJECT_STORE_BYTES = 100 * 2**20
@@ -47,7 +46,8 @@ def add_node(
         options: other fields of `ray._private.parameter.RayParams`.
     """
     if cluster.head_node is None:
-        options = {"include_dashboard": False, "node_ip_address": "127.0.0.1", **options}
+        spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        options = {**spared, "node_ip_address": "127.0.0.1", **options}
     return cluster.add_node(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
@@ -85,13 +85,11 @@ def connected(address: str, **options: Any) -> Iterator[None]:
         ray.shutdown()
 
 
-@cache
-def shared_ray() -> str:
-    """The address of one node with 8 CPUs for all tests of this process; started on first use, gone at its end."""
-    cluster = Cluster()
-    atexit.register(_stop, cluster)
-    add_node(cluster)
-    return str(cluster.address)
+@shared
+def shared_ray() -> Iterator[str]:
+    """The address of one node with 8 CPUs for all tests of this process."""
+    with ray_cluster() as cluster:
+        yield str(cluster.address)
 
 
 def client_of(address: str, *, grace_seconds: float = 0.5) -> RayClient:

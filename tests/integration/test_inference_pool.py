@@ -115,7 +115,7 @@ def engine_pids(folder: Path) -> list[int]:
     return [json.loads(path.read_text())["pid"] for path in folder.glob("engine-*.json")]
 
 
-def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
+def test_checkpoints_are_loaded_in_place_when_asked_for_and_each_answers_with_its_own_weights(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path)
@@ -130,6 +130,9 @@ def test_checkpoints_are_loaded_in_place_and_each_answers_with_its_own_weights(
         again, loaded = pool.load("run-1")
         assert ask(again).json()["choices"][0]["logprobs"]["token_logprobs"] == answers[0]
         assert pool.load("run-1")[1].how == "already loaded"
+        unasked_for = ask(again, model="run-2")  # it is held until the pool has swapped
+        assert unasked_for.json()["choices"][0]["logprobs"]["token_logprobs"] == answers[1]
+        assert ask(again, model="run-9").status_code == 404
         pids = engine_pids(tmp_path)
     assert launcher.launches == ["run-1"]
     assert len({tuple(answer) for answer in answers}) == 3
@@ -343,21 +346,6 @@ def test_proxy_that_is_killed_is_started_again_on_its_address_and_answers_as_bef
         assert [lease.holder for lease in pool.proxy_status().leases.values()] == ["the pool's owner"]
 
 
-def test_agent_that_is_killed_is_started_again_and_its_engine_with_it(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        running, _ = pool.load("run-1")
-        before = ask(running).json()["choices"]
-        engines = engine_pids(tmp_path)
-        [job] = [folder for folder in settings().jobs_dir.glob("replica-0-*") if is_alive(agent_pid(folder))]
-        os.kill(agent_pid(job), signal.SIGKILL)
-        answer = ask(running)
-        assert answer.status_code == 200
-        assert answer.json()["choices"] == before
-        eventually(lambda: not any(is_alive(pid) for pid in engines))
-
-
 def agent_pid(folder: Path) -> int:
     return json.loads((folder / "status.json").read_text())["replicas"][0]["pid"]
 
@@ -371,21 +359,7 @@ def test_other_architecture_is_restarted_without_trying(tmp_path: Path, client: 
         assert pool.load("b")[1].reason == "its config differs (hidden_size)"
 
 
-def test_request_for_a_checkpoint_not_loaded_is_held_until_the_pool_has_swapped(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        running, _ = pool.load("run-1")
-        first = ask(running).json()["choices"]
-        unasked_for = ask(running, model="run-2")
-        assert unasked_for.status_code == 200
-        assert unasked_for.json()["choices"] != first
-        assert unasked_for.json()["choices"] == ask(pool.load("run-2")[0]).json()["choices"]
-        assert ask(running, model="run-1").json()["choices"] == first
-        assert ask(running, model="run-9").status_code == 404
-
-
-def test_engine_that_dies_is_started_again_and_no_request_is_lost(
+def test_engine_or_agent_that_is_killed_is_started_again_and_no_request_is_lost(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path)
@@ -397,7 +371,14 @@ def test_engine_that_dies_is_started_again_and_no_request_is_lost(
         assert answer.status_code == 200
         assert answer.json()["choices"] == before
         pool.session.check("run-1")
-    assert launcher.launches == ["run-1", "run-1"]
+        assert launcher.launches == ["run-1", "run-1"]
+        engines = engine_pids(tmp_path)
+        [job] = [folder for folder in settings().jobs_dir.glob("replica-0-*") if is_alive(agent_pid(folder))]
+        os.kill(agent_pid(job), signal.SIGKILL)
+        answer = ask(running)
+        assert answer.status_code == 200
+        assert answer.json()["choices"] == before
+        eventually(lambda: not any(is_alive(pid) for pid in engines))
 
 
 def test_engine_that_keeps_dying_fails_the_pool_with_its_last_words(

@@ -94,7 +94,7 @@ class IrisJob:
         return wait_until_finished(self, 0, raise_on_failure=raise_on_failure, where=self._where)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
-        """See `JobHandle.logs`; lines of several hosts of one replica follow each other."""
+        """See `JobHandle.logs`; lines of several hosts of one replica follow each other, a second after they came."""
         tasks = self._controller.tasks(self._job_id)
         count = max(len(tasks) // self._hosts, 1)
         deadline = time.monotonic() + _LOG_END_SECONDS  # one for all: replicas of a lost machine say nothing more
@@ -127,15 +127,18 @@ class IrisJob:
             seen.job_id for seen in self._controller.jobs(f"{self._job_id}/") if not job_status(seen.state).finished
         ]
         for job_id in (self._job_id, *inside):
-            tell(self._controller, job_id, STOP, {"reason": "terminated"})
+            self._tell_to_stop(job_id)
         return inside
 
     @property
     def _where(self) -> str:
         return f"look for {self._job_id} on the dashboard at {self._controller.address}"
 
-    def _records(self, job_id: str | None = None) -> dict[str, dict[str, str]]:
-        found = self._controller.records(f"{job_id or self._job_id}/{RECORDS}")
+    def _tell_to_stop(self, job_id: str) -> None:
+        tell(self._controller, job_id, STOP, {"reason": "terminated"})
+
+    def _records(self) -> dict[str, dict[str, str]]:
+        found = self._controller.records(f"{self._job_id}/{RECORDS}")
         return {key: record for key, record in found.items() if key.isdigit()}
 
     def _stops_until(self, deadline: float, job_id: str) -> bool:
@@ -148,10 +151,11 @@ class IrisJob:
         states = self._controller.job_states([job_id])
         if job_id not in states or job_status(states[job_id]).finished:
             return True
-        records = self._records(job_id)
+        records = self._controller.records(f"{job_id}/{RECORDS}")
         for index, task in enumerate(self._controller.tasks(job_id)):
-            record = records.get(str(index))
-            if task.is_on_a_worker and (record is None or record.get("state") != "stopped"):
+            if task.is_on_a_worker and records.get(str(index), {}).get("state") != "stopped":
+                if STOP not in records:  # no attempt had begun that could be told, or another one has since
+                    self._tell_to_stop(job_id)
                 return False
         return True
 

@@ -1,0 +1,37 @@
+"""Runs a real Iris cluster of this machine: controller, autoscaler and workers in one process, jobs as processes.
+
+It obeys lines on standard input, and ends with it: `restart` stops the controller and starts another on the same port
+and database, `stop` and `start` do one of the two; each is answered by a line, `ready`.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def main(port: int) -> None:
+    """Runs a cluster with one kind of machine, which has room for many jobs."""
+    from datetime import timedelta
+
+    from iris.cluster.backends.local.cluster import LocalCluster, make_local_cluster_config
+    from iris.cluster.controller import service
+
+    service.FRESHNESS_WINDOW = timedelta(days=36500)  # it refuses clients that were built over 14 days ago
+    config = make_local_cluster_config(2)
+    config.controller.local.port = port
+    config.storage.remote_state_dir = f"file://{Path.home()}/state"  # else gone with the first controller
+    machine = config.scale_groups["local-cpu"].resources
+    machine.cpu_millicores, machine.memory_bytes, machine.disk_bytes = 900_000, 900 * 2**30, 90 * 2**40
+    cluster = LocalCluster(config)
+    for line in sys.stdin:
+        if line.strip() in {"stop", "restart"}:
+            cluster.stop()
+        if line.strip() in {"start", "restart"}:
+            cluster.start()
+        print("ready", flush=True)
+    cluster.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,56 @@
+"""A handle on a job of Iris, on a controller whose task begins between one question and the next."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from resources.backends.iris.controller import RECORDS, STOP, Controller
+from resources.backends.iris.job import IrisJob
+from resources.backends.iris.states import Task
+from resources.jobs.jobs import JobStatus
+
+JOB = "/user/job-0123abcd"
+
+
+class LateController:
+    """Its job's only task gets its attempt once somebody has looked for it, and stops when it is told to."""
+
+    address = "127.0.0.1:1"
+
+    def __init__(self) -> None:
+        self.attempt = -1
+        self.seen: dict[str, dict[str, str]] = {}
+        self.ended: list[str] = []
+
+    def job_states(self, job_ids: Sequence[str]) -> dict[str, str]:
+        return dict.fromkeys(job_ids, "JOB_STATE_KILLED" if self.ended else "JOB_STATE_PENDING")
+
+    def jobs(self, prefix: str) -> list[Any]:
+        return []
+
+    def tasks(self, job_id: str) -> list[Task]:
+        task = Task(f"{job_id}/0", "TASK_STATE_RUNNING" if self.attempt == 0 else "TASK_STATE_PENDING", self.attempt)
+        self.attempt = 0
+        return [task]
+
+    def records(self, name: str) -> dict[str, dict[str, str]]:
+        assert name == f"{JOB}/{RECORDS}"
+        return self.seen
+
+    def register(self, name: str, *, record_id: str, task_id: str, attempt: int, metadata: Mapping[str, str]) -> bool:
+        if attempt != self.attempt or attempt < 0:
+            return False
+        self.seen = {record_id.rpartition("#")[2]: dict(metadata), "0": {"state": "stopped"}}
+        return True
+
+    def terminate(self, job_id: str) -> None:
+        self.ended.append(job_id)
+
+
+def test_task_that_begins_after_its_job_was_asked_to_end_is_told_once_it_is_there() -> None:
+    controller = LateController()
+    job = IrisJob(cast("Controller", controller), JOB, hosts=1, grace_seconds=0)
+    job.terminate()
+    assert controller.seen[STOP] == {"reason": "terminated"}
+    assert (controller.ended, job.status()) == ([JOB], JobStatus.STOPPED)
