@@ -32,9 +32,9 @@ class KeptServers:
     ) -> Iterator[ForkServer | None]:
         """Stands in for `tasks.evaluators.harness.warmed`."""
         arguments = frozenset(argument for config in configs for argument in evaluator.preload_arguments(config))
-        present = {**process_environment(), **cache_variables()}.items()
+        present = {**process_environment(), **cache_variables(), **evaluator.import_variables}.items()
         read = frozenset(item for item in present if not item[0].startswith(_NOT_READ_BY_HARNESSES))
-        key = (evaluator.name, python, client, arguments, read)
+        key = (evaluator.program, python, client, arguments, read)
         kept = self._servers.pop(key, None)
         if kept is None:
             stack = ExitStack()

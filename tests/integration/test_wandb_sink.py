@@ -25,10 +25,13 @@ def runs_below(folder: Path) -> list[OfflineRun]:
     return [read_offline_run(path) for path in sorted(folder.rglob("*.wandb"))]
 
 
-def test_checkpoints_of_a_series_are_one_run_over_training_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_checkpoints_of_a_series_are_one_run_over_training_steps_whose_files_hold_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # As in the environment of the training job that evaluates itself.
     monkeypatch.setenv("WANDB_RUN_ID", "the-training-run")
     monkeypatch.setenv("WANDB_MODE", "disabled")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
     cells = [make_cell(tmp_path, step=step, tags=("mine",)) for step in (300, 100, 200)]
     with ThreadPoolExecutor(3) as threads:
         states = list(threads.map(lambda one: publish_record(one[0], str(one[1]), (OFFLINE,)), cells))
@@ -43,6 +46,8 @@ def test_checkpoints_of_a_series_are_one_run_over_training_steps(tmp_path: Path,
     assert all(run.config["evaluation_hash"] == cells[0][0].evaluation_hash for run in runs)
     assert "record" in {kind for run in runs for kind in run.artifacts.values()}
     assert len(read_records(str(tmp_path))) == 3, "W&B's files are not taken for records"
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(files) > len(runs) and not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
 @pytest.mark.parametrize(("most", "rows"), [(4, 4), (0, None)])
@@ -58,30 +63,17 @@ def test_table_of_samples_is_bounded(tmp_path: Path, most: int, rows: int | None
         assert tables[0]["data"][0][:4] == [100, "demo_facts", "0", "Question 0?"]
 
 
-def test_try_that_was_cut_off_is_made_again_not_added_to(tmp_path: Path):
+def test_try_that_was_cut_off_is_made_again_not_added_to_and_the_report_joins_the_same_run(tmp_path: Path):
     record, cell = make_cell(tmp_path)
     folder = Path(str(publish_record(record, str(cell), (OFFLINE,))[OFFLINE.name].where))
     (folder / ".finished").unlink()
     assert publish_record(record, str(cell), (OFFLINE,))[OFFLINE.name].status == "published"
     assert [line["training_step"] for run in runs_below(tmp_path) for line in run.history] == [100]
-
-
-def test_report_is_an_artifact_of_the_same_run(tmp_path: Path):
-    record, cell = make_cell(tmp_path)
-    publish_record(record, str(cell), (OFFLINE,))
     (tmp_path / "run-a" / "report.html").write_text("<html>")
     publish_report(record, str(cell), (OFFLINE,))
     runs = runs_below(tmp_path)
     assert len({run.id for run in runs}) == 1
     assert "report" in {kind for run in runs for kind in run.artifacts.values()}
-
-
-def test_key_is_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("WANDB_API_KEY", KEY)
-    record, cell = make_cell(tmp_path)
-    publish_record(record, str(cell), (OFFLINE,))
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert files and not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
 def test_server_s_run_is_resumed_and_takes_a_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
