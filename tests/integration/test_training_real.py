@@ -69,7 +69,8 @@ def test_training_on_a_cluster_exports_checkpoints_and_says_last_that_it_is_done
 def test_training_that_is_killed_goes_on_where_it_was(client_of: Any, data: Path, tmp_path: Path) -> None:
     wanted = config(data, tmp_path / "killed", steps=120, every=40)
     with training(wanted, client=client_of("local")) as job:
-        eventually(lambda: (tmp_path / "killed" / "hf" / "step-40" / "model.safetensors").exists(), seconds=120)
+        weights = tmp_path / "killed" / "hf" / "step-40" / "model.safetensors"
+        eventually(lambda: weights.exists() and 40 in exported(tmp_path / "killed"), seconds=120)
         [trainer] = trainers_of("killed")
         os.kill(trainer, signal.SIGKILL)
         assert finished(job) is JobStatus.SUCCEEDED
