@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from fakes import ray_variables  # noqa: F401 before any test imports ray
-from fakes.prefect_database import write_prefect_database
+from fakes.prefect_database import new_databases, write_prefect_database
 from fakes.shared import end_shared
 from resources.settings import settings
 
@@ -100,14 +99,11 @@ def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder for all tests of this process: digests, staged copies, job folders, verdicts on reloads.
 
     Environments, and what engines compile once, stay in the user's cache: they take minutes to make, and are named
-    after their content. A new database of Prefect is shared by the processes of this run.
+    after their content. So does the database of a new Prefect server.
     """
-    own = tmp_path_factory.getbasetemp()
-    folder, shared = own / "cache", (own.parent if os.environ.get("PYTEST_XDIST_WORKER") else own) / "prefect"
+    folder = tmp_path_factory.getbasetemp() / "cache"
     folder.mkdir()
-    shared.mkdir(exist_ok=True)
-    (folder / "prefect").symlink_to(shared)
-    for kept in (settings().environments_dir, settings().engine_cache_dir):
+    for kept in (settings().environments_dir, settings().engine_cache_dir, new_databases()):
         kept.mkdir(parents=True, exist_ok=True)
         (folder / kept.name).symlink_to(kept.resolve())
     return folder

@@ -52,8 +52,8 @@ class Deployed:
         found = (self.folder / "out").rglob("attempt-*")
         return Counter(str(path.parent) for path in found if path.is_dir())
 
-    def succeeded(self) -> set[str]:
-        return {one.checkpoint.name for one in read_records(str(self.folder / "out")) if one.succeeded}
+    def succeeded(self, place: str = "out") -> set[str]:
+        return {one.checkpoint.name for one in read_records(str(self.folder / place)) if one.succeeded}
 
     def event(self, step: int) -> CompleteCheckpoint:
         return CompleteCheckpoint(str(self.folder / "run" / "hf" / f"step-{step}"), "run", f"run-{step}", step)
@@ -95,7 +95,7 @@ class Deployed:
 
 
 @contextmanager
-def deployed_policy(folder: Path, *, database: str | None = None) -> Iterator[Deployed]:
+def deployed_policy(folder: Path, *, database: str) -> Iterator[Deployed]:
     """A server and a policy about a run that has no checkpoint yet, for as long as the block lasts; no worker."""
     ensure_environment(LM_EVAL)
     with (

@@ -16,13 +16,16 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
 from fakes.polling import eventually
 from fakes.prefect_database import write_prefect_database
+from flows.cli.app import app
 from resources.settings import process_environment
 
 _BIN = Path(sys.executable).parent
 _QUICK = {
-    "PREFECT_WORKER_QUERY_SECONDS": "1",
+    "PREFECT_WORKER_QUERY_SECONDS": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "1",
     "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
@@ -50,15 +53,9 @@ class Field:
         return process_environment({**_QUICK, **own})
 
     def assay(self, *arguments: str) -> Any:
-        """What the command prints as JSON."""
-        done = subprocess.run(
-            [str(_BIN / "assay"), *arguments, "--json"],
-            capture_output=True,
-            text=True,
-            env=self.environment(),
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
+        """What the command prints as JSON; carried out in this process, whose settings name the server."""
+        done = CliRunner().invoke(app, [*arguments, "--json"])
+        assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
 
     def ask(self, path: str, content: Mapping[str, Any] | None = None, *, method: str | None = None) -> Any:

@@ -211,7 +211,7 @@ def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     content["deployments"] = [one for one in content["deployments"] if one["entrypoint"].endswith("evaluate_suite")]
     folder = tmp_path_factory.mktemp("worker")
     (folder / "prefect.yaml").write_text(yaml.safe_dump(content))
-    env = process_environment({"PREFECT_API_URL": prefect_api, "PREFECT_WORKER_QUERY_SECONDS": "1"})
+    env = process_environment({"PREFECT_API_URL": prefect_api, "PREFECT_WORKER_QUERY_SECONDS": "2"})
     prefect = [sys.executable, "-m", "prefect"]
     deploy = [*prefect, "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
     done = subprocess.run(deploy, env=env, cwd=folder, capture_output=True, text=True, timeout=180)

@@ -1,14 +1,19 @@
-"""Policies that carry themselves out: a server with its services, a worker, lm-eval, the deterministic engine."""
+"""Policies that carry themselves out: a server with its services, a worker, lm-eval, the deterministic engine.
+
+Flow runs are ended, and at last the server is killed; the evaluation goes on.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -27,22 +32,24 @@ from tasks.policies.snapshot import take_snapshot
 from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL
 
-pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.harness, pytest.mark.postgresql, pytest.mark.timeout(600)]
 
-ON_SQLITE = pytest.mark.parametrize("deployed", ["sqlite"], indirect=True)
-ON_POSTGRESQL = pytest.mark.parametrize(
-    "deployed", [pytest.param("postgresql", marks=pytest.mark.postgresql)], indirect=True
-)
+ASSAY = Path(sys.executable).with_name("assay")
+PLACES = ("out", "by-hand")
 
 
 @pytest.fixture(scope="module")
-def deployed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
-    """A server on one of the databases, a worker, and a policy."""
-    with ExitStack() as stack:
-        database = stack.enter_context(postgresql()) if request.param == "postgresql" else None
-        one = stack.enter_context(deployed_policy(tmp_path_factory.mktemp("field"), database=database))
-        stack.enter_context(one.field.worker(LOCAL_WORK_POOL))
-        yield one
+def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+    """A server, a worker, and a policy.
+
+    The database is PostgreSQL's: on SQLite the server loses an event now and then, which the schedule makes good.
+    """
+    with (
+        postgresql() as database,
+        deployed_policy(tmp_path_factory.mktemp("field"), database=database) as policy,
+        policy.field.worker(LOCAL_WORK_POOL),
+    ):
+        yield policy
 
 
 SILENCE = "assay: flow runs without a sign of life"
@@ -52,7 +59,6 @@ ON_EVENT = "reconcile-policy/watched on checkpoint.complete"
 DEPLOYMENT = "reconcile-policy/watched"
 
 
-@ON_SQLITE
 def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
     names = [DEPLOYMENT, ON_EVENT, SILENCE, PENDING, CANCELLING]
     created = [(name, "create") for name in names]
@@ -77,7 +83,28 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
         deployed.apply(silent_after=timedelta(minutes=3))
 
 
-@ON_POSTGRESQL  # on SQLite the server loses an event now and then, which the schedule makes good
+def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_out(deployed: Deployed):
+    eight = ResourceConfig.with_tpu("v6e-8")
+    with accelerators_reserved(eight):  # nobody has set a limit
+        pass
+    limit_accelerators(8)
+
+    def held() -> int:
+        return deployed.field.ask(f"/v2/concurrency_limits/{ACCELERATOR_LIMIT}")["active_slots"]
+
+    with accelerators_reserved(ResourceConfig()):
+        assert held() == 0
+    with pytest.raises(EngineStartFailed), accelerators_reserved(eight):
+        assert held() == 8
+        raise EngineStartFailed(expected="an engine", found="none", remedy="look")
+    eventually(lambda: held() == 0)
+    with (
+        pytest.raises(UnsatisfiableResources, match="at most 8"),
+        accelerators_reserved(ResourceConfig.with_tpu("v6e-16")),
+    ):
+        pass
+
+
 def test_checkpoint_is_evaluated_by_itself_and_once_however_often_it_is_told(deployed: Deployed):
     deployed.apply()
     eventually(lambda: not deployed.field.busy(), seconds=300)
@@ -108,7 +135,6 @@ def test_checkpoint_is_evaluated_by_itself_and_once_however_often_it_is_told(dep
     assert states.keys() <= {"Completed", "Cancelled"} and 2 <= states["Completed"] <= 3, states
 
 
-@ON_SQLITE
 @pytest.mark.parametrize(
     ("ending", "state"), [(None, "Cancelled"), (signal.SIGKILL, "Crashed"), (signal.SIGTERM, "Crashed")]
 )
@@ -152,34 +178,43 @@ def reconciled(deployed: Deployed) -> Reconciliation:
     return reconcile(take_snapshot(policy), policy, now=time.time())
 
 
-@ON_SQLITE
-def test_cell_whose_flow_runs_were_ended_is_evaluated_by_the_next_one(deployed: Deployed):
-    deployed.apply()
-    deployed.engine.answers_take(0)
+def evaluate_by_hand(deployed: Deployed) -> subprocess.Popen[str]:
+    options = ["--model", str(deployed.folder / "run" / "hf" / "step-3"), "--eval", "demo_facts", "--limit", "2"]
+    places = ["--base-url", deployed.engine.base_url, "--output", str(deployed.folder / "by-hand"), "--json"]
+    command = [str(ASSAY), "evaluate", *options, *places]
+    return subprocess.Popen(command, env=deployed.field.environment(), stdout=subprocess.PIPE, text=True)
+
+
+def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deployed: Deployed):
+    field, engine = deployed.field, deployed.engine
+    deployed.apply(every=None, on_event=False)
+    engine.answers_take(3)
     if not (deployed.folder / "run/hf/step-3").exists():
         deployed.checkpoint(3)
-    deployed.begin()
-    eventually(lambda: "run-3" in deployed.succeeded(), seconds=300)
+    asked = engine.requests
+    run = deployed.begin()  # of a cell whose flow runs were ended, where the tests before have been run
+    by_hand = evaluate_by_hand(deployed)
+    eventually(lambda: all(deployed.live_claims(place) for place in PLACES), seconds=120)
+    eventually(lambda: engine.requests >= asked + 2, seconds=60)
+    runs = {one["id"] for one in field.runs("Running")}
+    assert run in runs and len(runs) == 2
 
+    field.kill_server()
+    asked = engine.requests
+    engine.answers_take(0)
+    for place in PLACES:
+        eventually(lambda place=place: "run-3" in deployed.succeeded(place), seconds=60)
+        eventually(lambda place=place: not deployed.live_claims(place))
+    assert engine.requests > asked
+    assert by_hand.poll() is None and field.process_of(run)  # their end is not told yet
 
-@ON_SQLITE
-def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_out(deployed: Deployed):
-    eight = ResourceConfig.with_tpu("v6e-8")
-    with accelerators_reserved(eight):  # nobody has set a limit
-        pass
-    limit_accelerators(8)
-
-    def held() -> int:
-        return deployed.field.ask(f"/v2/concurrency_limits/{ACCELERATOR_LIMIT}")["active_slots"]
-
-    with accelerators_reserved(ResourceConfig()):
-        assert held() == 0
-    with pytest.raises(EngineStartFailed), accelerators_reserved(eight):
-        assert held() == 8
-        raise EngineStartFailed(expected="an engine", found="none", remedy="look")
-    eventually(lambda: held() == 0)
-    with (
-        pytest.raises(UnsatisfiableResources, match="at most 8"),
-        accelerators_reserved(ResourceConfig.with_tpu("v6e-16")),
-    ):
-        pass
+    field.start_server()
+    eventually(lambda: {one["id"] for one in field.runs("Completed")} >= runs, seconds=90)
+    printed, _ = by_hand.communicate(timeout=60)
+    assert by_hand.returncode == 0, printed
+    of_both = {"flow_runs": {"id": {"any_": list(runs)}}}
+    shown = field.ask("/artifacts/filter", {**of_both, "artifacts": {"key": {"any_": ["run-progress", "run-results"]}}})
+    told = {(one["key"], one["flow_run_id"]) for one in shown}
+    assert told == {(key, one) for key in ("run-progress", "run-results") for one in runs}
+    assert {one["data"] for one in shown if one["type"] == "progress"} == {100.0}
+    eventually(lambda: not [job for job in LocalClient().jobs() if not job.status.finished])

@@ -20,14 +20,16 @@ import pytest
 import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
+from typer.testing import CliRunner
 
 from fakes.endpoints import Endpoint, endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
 from fakes.tokenizers import write_byte_tokenizer
+from flows.cli.app import app
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import EnvironmentSpec, ensure_environment
-from resources.errors import EvaluationIncomplete, EvaluationInterrupted
+from resources.errors import EvaluationIncomplete, EvaluationInterrupted, GateRefused
 from resources.settings import process_environment
 from tasks.evaluators.evaluator import HarnessCommand, Parsed
 from tasks.evaluators.levanter.evaluator import Levanter
@@ -88,23 +90,14 @@ class Watched:
     def reconcile(self, gate: Gate | None = None) -> dict[str, Any]:
         return reconcile_policy(load_policy(str(self.policy)), gate)
 
-    def command(self, *arguments: str) -> list[str]:
-        return [str(ASSAY), *arguments, str(self.policy)]
-
-    def start(self, *options: str) -> subprocess.Popen[str]:
+    def start(self) -> subprocess.Popen[str]:
         env = process_environment({"PREFECT_API_URL": self.api})
-        command = [*self.command("reconcile"), "--json", *options]
+        command = [str(ASSAY), "reconcile", str(self.policy), "--json"]
         return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def ask(self, *arguments: str) -> dict[str, Any]:
-        done = subprocess.run(
-            [*self.command(*arguments), "--json"],
-            capture_output=True,
-            text=True,
-            env=process_environment(),
-            timeout=120,
-        )
-        assert done.returncode == 0, done.stderr
+        done = CliRunner().invoke(app, [*arguments, str(self.policy), "--json"])
+        assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
 
     def missing(self) -> dict[str, int]:
@@ -163,10 +156,9 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
         assert run.reconcile(Gate.model_validate({"rules": [rule | {"at_least": 0.0}]}))["succeeded"] == 0
         strict = run.folder / "gate.yaml"
         strict.write_text(yaml.safe_dump({"rules": [rule | {"at_least": 2.0}]}))
-        refused = run.start("--gate", str(strict))
-        printed, errors = refused.communicate(timeout=300)
-        assert refused.returncode == 1 and "run-2: demo_" in errors, errors
-        assert [verdict["verdict"] for verdict in json.loads(printed)["gate"]] == ["NO-GO"]
+        refused = CliRunner().invoke(app, ["reconcile", "--gate", str(strict), str(run.policy), "--json"])
+        assert isinstance(refused.exception, GateRefused) and "run-2: demo_" in str(refused.exception), refused.output
+        assert [verdict["verdict"] for verdict in json.loads(refused.stdout)["gate"]] == ["NO-GO"]
         with get_client(sync_client=True) as client:
             assert client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["run-gate"])))
 

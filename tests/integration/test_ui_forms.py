@@ -16,6 +16,7 @@ import yaml
 
 from fakes.browser import Page, browser
 from fakes.polling import eventually
+from fakes.prefect_database import write_prefect_database
 from flows.deploy.flows import deployments_for
 from flows.evaluation import evaluate_checkpoint
 from flows.suites import evaluate_suite
@@ -110,9 +111,11 @@ def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Prefect server with its UI, which Prefect's own server for tests does not serve."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    home = tmp_path_factory.mktemp("prefect")
+    write_prefect_database(home / "prefect.db")
     env = process_environment(
         {
-            "PREFECT_HOME": str(tmp_path_factory.mktemp("prefect")),
+            "PREFECT_HOME": str(home),
             "PREFECT_UI_API_URL": f"{address}/api",
             "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
         }
@@ -175,47 +178,50 @@ def runs_of(server: str, deployment: str) -> list[dict[str, Any]]:
     return httpx.post(f"{server}/api/flow_runs/filter", json=wanted).json()
 
 
-@pytest.mark.parametrize(
-    ("flow", "tabs", "resources"),
-    [
-        ("evaluate-checkpoint", [("config", "resource_config", "ResourceConfig")], ("config", "resource_config")),
-        ("evaluate-checkpoints", [("config", "resource_config", "ResourceConfig")], ("config", "resource_config")),
-        ("evaluate-suite", [("request", "resource_config", "ResourceConfig")], ("request", "resource_config")),
-        (
-            "reconcile-policy",
-            [("policy", "Policy"), ("policy", "resource_config", "ResourceConfig")],
-            ("policy", "resource_config"),
-        ),
-        ("train-and-evaluate", [], ("config", "training", "resources")),
-    ],
-)
-def test_form_explains_every_field_and_offers_the_device_as_one_of_three(
-    page: Page, prefect_ui: str, deployed: dict[str, str], flow: str, tabs: list[tuple[str, ...]], resources: Any
-):
-    form = opened(page, prefect_ui, deployed, flow)
+def explains_every_field(form: Form, *resources: str, tabs: tuple[tuple[str, ...], ...] = ()) -> None:
+    """Asserts that each field has a help text, and that the device of the resources is one of three."""
     for *field, choice in tabs:
         form.tab(*field, choose=choice)
-    page.until(f"!!{_field(*resources, 'device')}")
+    form.page.until(f"!!{_field(*resources, 'device')}")
     assert form.tabs(*resources, "device") == ["CpuConfig", "GpuConfig", "TpuConfig"]
     explained = form.help_texts()
     assert len(explained) > 12
     assert [name for name, text in explained.items() if not text] == []
     form.tab(*resources, "device", choose="GpuConfig")
-    page.until(f"!!{_field(*resources, 'device', 'count')}")
+    form.page.until(f"!!{_field(*resources, 'device', 'count')}")
     form.tab(*resources, "device", choose="CpuConfig")
-    page.until(f"!{_field(*resources, 'device', 'count')}")
+    form.page.until(f"!{_field(*resources, 'device', 'count')}")
+
+
+CONFIG = ("config", "resource_config")
+REQUEST = ("request", "resource_config")
+POLICY = ("policy", "resource_config")
+WHOLE = "ResourceConfig"
+
+
+@pytest.mark.parametrize(
+    ("flow", "tabs", "resources"),
+    [
+        ("reconcile-policy", (("policy", "Policy"), (*POLICY, WHOLE)), POLICY),
+        ("train-and-evaluate", (), ("config", "training", "resources")),
+    ],
+)
+def test_form_explains_every_field_and_offers_the_device_as_one_of_three(
+    page: Page, prefect_ui: str, deployed: dict[str, str], flow: str, tabs: Any, resources: tuple[str, ...]
+):
+    explains_every_field(opened(page, prefect_ui, deployed, flow), *resources, tabs=tabs)
 
 
 def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
     page: Page, prefect_ui: str, deployed: dict[str, str]
 ):
     form = opened(page, prefect_ui, deployed, "evaluate-suite")
+    explains_every_field(form, *REQUEST, tabs=((*REQUEST, WHOLE),))
     assert form.tabs("suite") == ["built in", "file", "Suite"]
     assert form.choices("suite") == list(built_in_suites())
     form.choose("suite", choice="key_evals")
     form.type("request", "model_path", text="gs://bucket/runs/a")
     form.type("request", "evaluation_path", text="gs://bucket/evaluations")
-    form.tab("request", "resource_config", choose="ResourceConfig")
     form.tab("request", "resource_config", "device", choose="TpuConfig")
     form.type("request", "resource_config", "device", "variant", text="v5p-8")
     form.choose("selection", "which", choice="latest")
@@ -243,6 +249,7 @@ def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
 
 def test_evaluator_is_lm_eval_until_another_is_chosen(page: Page, prefect_ui: str, deployed: dict[str, str]):
     form = opened(page, prefect_ui, deployed, "evaluate-checkpoint")
+    explains_every_field(form, *CONFIG, tabs=((*CONFIG, WHOLE),))
     assert form.tabs("config", "evaluator") == ["LmEvalOptions", "HelmOptions", "AlpacaEvalOptions", "LevanterOptions"]
     chosen = f"{_field('config', 'evaluator')}.querySelector('[role=tab][aria-selected=true]').textContent"
     assert page.value(chosen) == "LmEvalOptions"
@@ -259,6 +266,7 @@ def test_evaluator_is_lm_eval_until_another_is_chosen(page: Page, prefect_ui: st
 
 def test_wrong_value_is_refused_in_words_and_nothing_is_started(page: Page, prefect_ui: str, deployed: dict[str, str]):
     form = opened(page, prefect_ui, deployed, "evaluate-checkpoints")
+    explains_every_field(form, *CONFIG, tabs=((*CONFIG, WHOLE),))
     form.type("selection", "wait_for_incomplete_seconds", text="-5")
     form.submit()
     waiting = f"{_field('selection', 'wait_for_incomplete_seconds')}.querySelector('input')"

@@ -1,4 +1,7 @@
-"""Cells sent to work pools: two regions of a real server, lm-eval, and the deterministic engine."""
+"""Cells sent to work pools: two regions of a real server, lm-eval, and the deterministic engine.
+
+At last their workers go, and what they leave behind is ended.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,19 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
+from uuid import UUID, uuid4
 
 import pytest
 import yaml
+from prefect import flow
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.actions import WorkPoolCreate
+from prefect.client.schemas.objects import State
 from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.states import Cancelling, Pending, Running
 from typer.testing import CliRunner
 
 from fakes import engine as engine_program
@@ -25,12 +34,13 @@ from fakes.prefect_field import Field, prefect_field
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
 from flows.cli.app import app
-from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION
+from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION, watch_over_flow_runs
 from flows.reconcile import load_policy, reconcile_policy
 from resources.environments.environments import ensure_environment
 from resources.errors import NoUsableWorkPool, UnknownBenchmark
 from resources.settings import settings
 from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.policies.dispatch import TAG
 from tasks.prefect_server.work_pools import work_pool_states
 from tasks.records.record import read_records
 
@@ -272,3 +282,49 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
     assert len([one for one in read_records(str(sent.output)) if one.succeeded]) == 2
     attempts = Counter(path.parent for path in sent.output.rglob("attempt-*") if path.is_dir())
     assert set(attempts.values()) == {1}
+
+
+LEFT: dict[str, tuple[str, tuple[State, ...]]] = {
+    "begun by nobody": ("process", (Pending(),)),
+    "waits for its machine": ("kubernetes", (Pending(),)),
+    "silent": ("kubernetes", (Pending(), Running())),
+    "cancelled": ("process", (Pending(), Running(), Cancelling())),
+}
+"""Flow runs by name: the type of their work pool, and the states that they have had when their worker goes."""
+
+
+@flow
+def nothing() -> None:
+    """Is never run here."""
+
+
+def left_by_its_worker(client: SyncPrefectClient, deployment: UUID, name: str, states: tuple[State, ...]) -> str:
+    run = client.create_flow_run_from_deployment(deployment, name=name, tags=[TAG])
+    for state in states:
+        client.set_flow_run_state(run.id, state, force=True)
+    return str(run.id)
+
+
+def test_flow_runs_whose_worker_is_gone_are_ended_and_those_that_wait_for_a_machine_are_not(
+    field: Field, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
+    with temporary_settings({PREFECT_API_URL: field.url}), get_client(sync_client=True) as client:
+        assert {change.action for change in watch_over_flow_runs(timedelta(seconds=45))} == {"update"}
+        assert watch_over_flow_runs(timedelta(seconds=45)) == []
+        identifier, deployments = client.create_flow(nothing), {}
+        for type_ in ("process", "kubernetes"):
+            client.create_work_pool(WorkPoolCreate(name=type_, type=type_))
+            deployments[type_] = client.create_deployment(
+                identifier, name=type_, work_pool_name=type_, entrypoint="nothing.py:nothing"
+            )
+        runs = {
+            left_by_its_worker(client, deployments[type_], name, states): name for name, (type_, states) in LEFT.items()
+        }
+
+    def states() -> dict[str, str]:
+        found = field.ask("/flow_runs/filter", {"flow_runs": {"id": {"any_": list(runs)}}})
+        return {runs[run["id"]]: run["state"]["name"] for run in found}
+
+    ended = {"begun by nobody": "Crashed", "silent": "Crashed", "cancelled": "Cancelled"}
+    eventually(lambda: states() == {**ended, "waits for its machine": "Pending"}, seconds=180)
