@@ -303,12 +303,14 @@ def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
     story.look("another checkpoint")
     story.until_missing("claimed")
     story.look("being evaluated again")
-    plans = len(story.moments["all done"].attempts) - 1  # the one that failed had none
-    eventually(lambda: len(list(story.out.rglob("attempt-*/plan.json"))) > plans, seconds=240)
     [run] = story.prefect.runs("Running")
     story.killed = run["id"]
+    carries_out = story.prefect.process_of(story.killed)
+    plans = len(story.moments["all done"].attempts) - 1  # the one that failed had none
+    # From the plan on it is a matter of a second or two, so nothing else is asked before the end.
+    eventually(lambda: len(list(story.out.rglob("attempt-*/plan.json"))) > plans, seconds=240)
     os.kill(worker.pid, signal.SIGKILL)
-    os.kill(story.prefect.process_of(story.killed), signal.SIGKILL)
+    os.kill(carries_out, signal.SIGKILL)
     worker.wait()
     eventually(lambda: not processes_of([story.killed]) and not unfinished_jobs(), seconds=30)
     story.look("the worker is gone")

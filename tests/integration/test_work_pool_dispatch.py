@@ -309,8 +309,10 @@ def test_flow_runs_whose_worker_is_gone_are_ended_and_those_that_wait_for_a_mach
     field: Field, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
+    for automation in field.ask("/automations/filter", {}):  # those of the work pools are more patient
+        field.ask(f"/automations/{automation['id']}", method="DELETE")
     with temporary_settings({PREFECT_API_URL: field.url}), get_client(sync_client=True) as client:
-        assert {change.action for change in watch_over_flow_runs(timedelta(seconds=45))} == {"update"}
+        assert {change.action for change in watch_over_flow_runs(timedelta(seconds=45))} == {"create"}
         assert watch_over_flow_runs(timedelta(seconds=45)) == []
         identifier, deployments = client.create_flow(nothing), {}
         for type_ in ("process", "kubernetes"):
