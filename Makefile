@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh machine with Python >= 3.11: `make demo` and `make test`.
 PYTHON ?= python3
 LISTS := resources/environments/requirements
-
+# Where it is set, every process of the tests compiles our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo demo-train test test-fast check faults bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
