@@ -47,8 +47,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
 _BIN = Path(sys.executable).parent
 RUN = "tiny"
-QUESTIONS = {"facts": 8, "shared": 8, "later": 40}
-"""How many each suite asks."""
+QUESTIONS = {"facts": 8, "shared": 8, "later": 100}
+"""How many each suite asks; the last one enough to be killed in the midst of."""
 BENCHMARKS = {"facts": "demo_facts", "shared": "shared_facts", "later": "demo_backwards"}
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
 LATE_BYTES = 100

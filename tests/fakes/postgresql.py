@@ -13,24 +13,19 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from fakes.polling import eventually
 
 _NOBODY = 65534
 
 
-def postgresql_programs() -> Path:
-    """The folder of PostgreSQL's programs; the test is skipped without them.
+def postgresql_programs() -> Path | None:
+    """The folder of PostgreSQL's programs, if this machine has them.
 
     They lie beside each other, and have to be called from where they are: Debian puts only links on the path, or none.
     """
-    found = [Path(one).resolve().parent for one in [shutil.which("postgres")] if one]
+    found = [Path(path).resolve().parent for path in [shutil.which("postgres")] if path]
     found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    for folder in found:
-        if (folder / "initdb").is_file():
-            return folder
-    pytest.skip("no PostgreSQL: install one (apt-get install postgresql, or brew install postgresql)")
+    return next((folder for folder in found if (folder / "initdb").is_file()), None)
 
 
 @contextmanager
@@ -40,6 +35,7 @@ def postgresql() -> Iterator[str]:
     PostgreSQL refuses to run as root, and runs as nobody there.
     """
     programs = postgresql_programs()
+    assert programs is not None
     with tempfile.TemporaryDirectory(prefix="assay-postgresql-") as name:
         folder = Path(name)
         own: dict[str, Any] = {"cwd": folder, "stderr": subprocess.STDOUT}
