@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test test-fast check faults bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: demo demo-train test tests test-fast check lint types faults bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -15,18 +15,25 @@ demo-train: .venv/.complete
 PYTEST := .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=20
 
 # Three workers for two cores, since tests wait for other processes half of the time; see tests/conftest.py.
-test: check
+test: lint
+	$(MAKE) --no-print-directory --jobs=2 types tests
+
+tests: .venv/.development
 	$(PYTEST) -n 3
 
 # No engine, no harness, no cluster, no server that takes seconds to start.
 test-fast: .venv/.development
 	$(PYTEST) -n 2 tests/unit
 
-check: .venv/.development
+check: lint types
+
+lint: .venv/.development
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
-	.venv/bin/pyright
 	.venv/bin/lint-imports
+
+types: .venv/.development
+	.venv/bin/pyright
 
 # The fault scenarios at full size, then those that real engines allow on two of them.
 faults: .venv/.development

@@ -82,6 +82,11 @@ class Settings(BaseSettings):
         return self.cache_dir / "engines"
 
     @property
+    def jax_cache_dir(self) -> Path:
+        """Folder for what JAX compiles in trainings and in Levanter's evaluations."""
+        return self.cache_dir / "jax"
+
+    @property
     def journal_path(self) -> Path:
         """The journal's file, shared by the pools of this machine."""
         return self.cache_dir / "journal" / "journal.sqlite"

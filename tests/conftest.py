@@ -8,13 +8,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 
 from fakes import ray_variables  # noqa: F401 before any test imports ray
 from fakes.prefect_database import new_databases, write_prefect_database
-from fakes.shared import end_shared
+from fakes.shared import end_shared, shared
 from resources.settings import settings
 
 TOGETHER = {
@@ -98,12 +99,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A cache folder for all tests of this process: digests, staged copies, job folders, verdicts on reloads.
 
-    Environments, and what engines compile once, stay in the user's cache: they take minutes to make, and are named
-    after their content. So does the database of a new Prefect server.
+    Environments, and what engines and JAX compile once, stay in the user's cache: they take minutes to make, and are
+    named after their content. So does the database of a new Prefect server.
     """
     folder = tmp_path_factory.getbasetemp() / "cache"
     folder.mkdir()
-    for kept in (settings().environments_dir, settings().engine_cache_dir, new_databases()):
+    for kept in (settings().environments_dir, settings().engine_cache_dir, settings().jax_cache_dir, new_databases()):
         kept.mkdir(parents=True, exist_ok=True)
         (folder / kept.name).symlink_to(kept.resolve())
     return folder
@@ -127,31 +128,29 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
     settings.cache_clear()
 
 
-@pytest.fixture(scope="session")
-def _kept_servers() -> Iterator[None]:
-    """Flows that run in this process import each harness once."""
-    from fakes.warm_servers import KeptServers
-    from tasks.running import scheduler
-
-    servers = KeptServers()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scheduler, "warmed", servers.warmed)
-        yield
-    servers.close()
-
-
-@pytest.fixture(scope="session")
-def prefect_api(_kept_servers: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a Prefect server for these tests; flows called in this process use it by themselves."""
+@shared
+def _prefect_server() -> Iterator[str]:
+    """A Prefect server; flows that run in this process meanwhile import each harness once."""
     from prefect.settings import PREFECT_API_URL
     from prefect.testing.utilities import prefect_test_harness
 
-    folder = tmp_path_factory.mktemp("prefect-harness")
-    write_prefect_database(folder / "prefect-test.db")
+    from fakes.warm_servers import KeptServers
+    from tasks.running import scheduler
+
+    servers, folder = KeptServers(), mkdtemp(prefix="assay-prefect-")  # the harness removes it
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("prefect.testing.utilities.mkdtemp", lambda: str(folder))
+        write_prefect_database(Path(folder) / "prefect-test.db")
+        patch.setattr("prefect.testing.utilities.mkdtemp", lambda: folder)
+        patch.setattr(scheduler, "warmed", servers.warmed)
         with prefect_test_harness(server_startup_timeout=180):  # 22 s at its very first start on two cores
             yield str(PREFECT_API_URL.value())
+        servers.close()
+
+
+@pytest.fixture(scope="module")
+def prefect_api() -> str:
+    """Address of a Prefect server for these tests; flows called in this process use it by themselves."""
+    return _prefect_server()
 
 
 @pytest.fixture(scope="session")

@@ -117,6 +117,7 @@ def checkpoints(
 
 def demo(
     folder: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("demo"),
+    steps: Annotated[int, typer.Option(help="Training steps, unless the model is there already.", min=20)] = 480,
     as_json: Json = False,
 ) -> None:
     """Train a tiny model on this CPU and evaluate its checkpoints."""
@@ -125,7 +126,7 @@ def demo(
     set_process_environment_defaults({"PREFECT_HOME": str(home)})
     from flows.demo.demo import next_steps, prepare, run_demo
 
-    prepare(folder, console=ERR)
+    prepare(folder, steps=steps, console=ERR)
     result = run_demo(folder, console=ERR)
     show_series(result, as_json=as_json)
     if not as_json:

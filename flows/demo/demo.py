@@ -33,7 +33,7 @@ _TRAINER_SECONDS = 240.0  # half a minute on two idle cores; a slower machine st
 _TRAINING_SECONDS = _TRAINER_SECONDS + 60.0
 
 
-def prepare(folder: Path, *, console: Console) -> None:
+def prepare(folder: Path, *, steps: int, console: Console) -> None:
     """Builds the environments and trains the model, each unless it is there already.
 
     Raises:
@@ -53,7 +53,7 @@ def prepare(folder: Path, *, console: Console) -> None:
         job = current_client().submit(
             JobRequest(
                 name="train-demo-model",
-                entrypoint=Command(str(python), _trainer_arguments(checkpoints)),
+                entrypoint=Command(str(python), _trainer_arguments(checkpoints, steps=steps)),
                 resources=ResourceConfig(cpu=2),
                 environment=create_environment(),
                 max_retries_preemption=0,
@@ -73,8 +73,9 @@ def prepare(folder: Path, *, console: Console) -> None:
         (checkpoints / _SUMMARY).write_text(log.rstrip().splitlines()[-1] + "\n")
 
 
-def _trainer_arguments(checkpoints: Path) -> tuple[str, ...]:
-    return (str(_TRAINER), "--output", str(checkpoints.absolute()), "--seconds-limit", str(_TRAINER_SECONDS))
+def _trainer_arguments(checkpoints: Path, *, steps: int) -> tuple[str, ...]:
+    limits = ("--steps", str(steps), "--seconds-limit", str(_TRAINER_SECONDS))
+    return (str(_TRAINER), "--output", str(checkpoints.absolute()), *limits)
 
 
 def _describe(line: str) -> str:

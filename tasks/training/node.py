@@ -48,7 +48,7 @@ def train(train_config: Mapping[str, Any], *, device: str, trained: str | None, 
 def _run(command: list[str], folder: Path) -> int:
     """Runs the training to its end; it ends with us, however we end, since then its standard input closes."""
     variables = process_environment()
-    variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(settings().cache_dir.absolute() / "jax"))
+    variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(settings().jax_cache_dir.absolute()))
     with (
         subprocess.Popen(command, cwd=folder, env=variables, stdin=subprocess.PIPE) as training,
         _passing_on_sigterm(training),

@@ -145,7 +145,7 @@ def test_terminate_lets_a_process_clean_up_and_ends_the_whole_tree_however_it_hi
     with pytest.raises(JobFailed, match="stopped"):
         handle.wait(1)
     handle.terminate()
-    assert handle.logs().endswith("bye")
+    assert "bye" in handle.logs().splitlines()  # a shell may add that its children were killed
     assert handle.status() is JobStatus.STOPPED
 
 
@@ -315,7 +315,8 @@ def test_job_terminated_while_it_starts_is_stopped_and_leaves_nothing(client: Cl
     handle = client.submit(job(shell(f"echo $$ > {tmp_path}/pid; {FOR_EVER}")))
     handle.terminate()
     assert handle.status() is JobStatus.STOPPED
-    assert not (tmp_path / "pid").exists() or not is_alive(eventual_pid(tmp_path / "pid"))
+    written = (tmp_path / "pid").read_text().strip() if (tmp_path / "pid").exists() else ""
+    assert not written or not is_alive(int(written))  # it may have ended between opening the file and writing
 
 
 def test_job_inside_a_job_runs_on_the_same_backend_and_ends_with_it(client: Client, tmp_path: Path) -> None:

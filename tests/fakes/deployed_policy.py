@@ -95,7 +95,7 @@ class Deployed:
 
 
 @contextmanager
-def deployed_policy(folder: Path, *, database: str) -> Iterator[Deployed]:
+def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]:
     """A server and a policy about a run that has no checkpoint yet, for as long as the block lasts; no worker."""
     ensure_environment(LM_EVAL)
     with (

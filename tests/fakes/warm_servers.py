@@ -18,7 +18,7 @@ _MOST = 6  # each holds 0.2 to 0.5 GB
 
 
 class KeptServers:
-    """Hands out servers as `warmed` does, but ends them with the session: importing a harness takes seconds.
+    """Hands out servers as `warmed` does, but keeps them until `close`: importing a harness takes seconds.
 
     Two flows share one only if everything is the same that it was started with.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import socket
@@ -198,6 +199,16 @@ def test_job_that_outlives_its_driver_is_waited_for_by_another_and_the_driver_s_
     assert client.attach(job_id).logs() == "kept"
 
 
+def test_job_goes_on_when_its_process_reaches_the_same_cluster_by_another_name(client: RayClient) -> None:
+    job_id = client.submit(shell(FOR_EVER)).job_id
+    eventually(lambda: client.attach(job_id).status() is JobStatus.RUNNING)
+    other = RayClient("auto", grace_seconds=0.5)
+    for name in ("first", "second"):
+        gc.collect()  # a controller that nobody here holds any more would end, and its jobs with it
+        assert other.submit(shell("true", name)).wait(60) is JobStatus.SUCCEEDED
+    assert client.attach(job_id).status() is JobStatus.RUNNING
+
+
 def test_many_jobs_at_once_all_succeed_with_few_workers(client: RayClient) -> None:
     jobs = [client.submit(shell("true", f"one-{index}", resources=on("here", cpu=2))) for index in range(20)]
     assert set(wait_all(jobs, 110)) == {JobStatus.SUCCEEDED}
@@ -349,6 +360,7 @@ def test_lost_head_is_said_and_the_driver_goes_on(tmp_path: Path) -> None:
         )
         eventually((tmp_path / "ready").exists, seconds=60)
         pid = eventual_pid(tmp_path / "pid")
+        assert cluster.head_node is not None
         raylet = cluster.head_node.all_processes["raylet"][0].process.pid
         agents = [pid for pid in descendants(raylet) if "agent" in " ".join(command_line(pid)).lower()]
         cluster.remove_node(cluster.head_node, allow_graceful=False)

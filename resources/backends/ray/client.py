@@ -184,16 +184,17 @@ class RayClient:
         return RayJob(connection, controller, connection.ask(controller, "details", job_id=job_id), own=own)
 
 
-_connections: dict[str, RayConnection] = {}
+_open_connection: list[RayConnection] = []
 
 
 def _connection(address: str) -> RayConnection:
-    """The connection of this process, which can have one; made anew when somebody has closed or changed it."""
-    known = _connections.get(address)
-    if known is None or not known.is_open():
-        _connections.clear()
-        known = _connections[address] = RayConnection(ray, address)
-    return known
+    """The connection of this process, which can have one; made anew when somebody has closed or changed it.
+
+    By whatever name it was asked for: the handle of its controller keeps that alive, and must not be replaced.
+    """
+    if not (_open_connection and _open_connection[0].is_open()):
+        _open_connection[:] = [RayConnection(ray, address)]
+    return _open_connection[0]
 
 
 def _sent(connection: RayConnection, controller: Any, workspace: Path) -> str:

@@ -101,7 +101,7 @@ class Levanter:
                 "kind": model.kind,
                 "reference": model.tokenizer or model.uri,
             },
-            "compiled": str(settings().cache_dir / "jax"),
+            "compiled": str(settings().jax_cache_dir),
             "output": str(output),
             "results_folder": RESULTS_FOLDER,
         }
