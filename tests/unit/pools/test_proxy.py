@@ -537,11 +537,12 @@ async def test_all_replicas_gone_and_back_loses_no_request(
     proxy: RunningProxy, engine: FakeEngine, other_engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
     proxy.tell(state_of(model, engine, other_engine))
-    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 0.2
+    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 600  # none is answered before they go
     asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(40)]
     await until(lambda: engine.stats.in_flight + other_engine.stats.in_flight == 40)
     await engine.stop()
     await other_engine.stop()
+    engine.faults.delay_seconds = other_engine.faults.delay_seconds = 0
     asked += [asyncio.create_task(_ask(http, proxy, model)) for _ in range(40)]
     await until(lambda: proxy.client.status().held == 80)
     async with engine, other_engine:
