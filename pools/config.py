@@ -121,7 +121,8 @@ class InferencePoolConfig(Config):
     journal_max_bytes: int = Field(default=4 * 2**30, ge=2**20)
     """Bound on the journal's size on this machine; the oldest answers go first."""
     journal_prompts: bool = False
-    """Keep prompts beside their answers; else only a hash of each request."""
+    """Keep prompts beside their answers; else a hash of each request. An answer that echoes its prompt is kept whole
+    either way."""
 
     @model_validator(mode="after")
     def _timeouts_are_ordered(self) -> InferencePoolConfig:
