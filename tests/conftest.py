@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory, mkdtemp
 from typing import Any
 
 import pytest
@@ -153,13 +153,18 @@ def prefect_api() -> str:
     return _prefect_server()
 
 
-@pytest.fixture(scope="session")
-def mlflow_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of an MLflow server, on which each test has experiments of its own."""
+@shared
+def _mlflow_server() -> Iterator[str]:
     from fakes.mlflow_server import mlflow_server
 
-    with mlflow_server(tmp_path_factory.mktemp("mlflow")) as address:
+    with TemporaryDirectory(prefix="assay-mlflow-") as folder, mlflow_server(Path(folder)) as address:
         yield address
+
+
+@pytest.fixture(scope="module")
+def mlflow_address() -> str:
+    """Address of an MLflow server, on which each test has experiments of its own."""
+    return _mlflow_server()
 
 
 @pytest.fixture(scope="session", autouse=True)
