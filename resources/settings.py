@@ -83,8 +83,8 @@ class Settings(BaseSettings):
 
     @property
     def jax_cache_dir(self) -> Path:
-        """Folder for what JAX compiles in trainings and in Levanter's evaluations."""
-        return self.cache_dir / "jax"
+        """Folder for what JAX compiles in trainings and Levanter's evaluations; resolved, since JAX's keys name it."""
+        return (self.cache_dir / "jax").resolve()
 
     @property
     def journal_path(self) -> Path:

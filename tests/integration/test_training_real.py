@@ -67,16 +67,16 @@ def test_training_on_a_cluster_exports_checkpoints_and_says_last_that_it_is_done
 
 
 def test_training_that_is_killed_goes_on_where_it_was(client_of: Any, data: Path, tmp_path: Path) -> None:
-    wanted = config(data, tmp_path / "killed", steps=120, every=40)
+    wanted = config(data, tmp_path / "killed", steps=60, every=20)
     with training(wanted, client=client_of("local")) as job:
-        weights = tmp_path / "killed" / "hf" / "step-40" / "model.safetensors"
-        eventually(lambda: weights.exists() and 40 in exported(tmp_path / "killed"), seconds=120)
+        weights = tmp_path / "killed" / "hf" / "step-20" / "model.safetensors"
+        eventually(lambda: weights.exists() and 20 in exported(tmp_path / "killed"), seconds=120)
         [trainer] = trainers_of("killed")
         os.kill(trainer, signal.SIGKILL)
         assert finished(job) is JobStatus.SUCCEEDED
     assert job.details().preemptions == 1
     assert "Resuming training from step" in job.logs(100_000)
-    assert exported(tmp_path / "killed") == [40, 80, 119]
+    assert exported(tmp_path / "killed") == [20, 40, 59]
     assert is_trained(plan_training(wanted)) and trainers_of("killed") == []
 
 
