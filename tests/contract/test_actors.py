@@ -24,7 +24,7 @@ from resources.config import ResourceConfig
 from resources.errors import ActorDied, ActorMethodFailed, ActorRestarted, BadInput, JobTimeout
 from resources.jobs.jobs import Client, Entrypoint, JobAlreadyExists, JobRequest, JobStatus, create_environment
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("small_workspace")]
 
 AT_ONCE = 4
 ANSWER_SECONDS = 30.0

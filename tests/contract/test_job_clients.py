@@ -33,7 +33,7 @@ from resources.jobs.jobs import (
     wait_all,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("small_workspace")]
 
 ON_CPU = ResourceConfig.with_cpu()
 FOR_EVER = "while :; do sleep 1; done"

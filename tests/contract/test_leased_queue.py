@@ -19,7 +19,7 @@ from resources.actors.leased_queue import LeasedQueue, LeaseLost
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Client, Entrypoint, JobRequest, JobStatus, create_environment
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("small_workspace")]
 
 ITEMS = 40
 LEASE_SECONDS = 2.0  # of the consumer that is killed; those of the others are longer than the test

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,10 @@ _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VERSION = "1.34"
 _LARGEST_BYTES = 1 << 20
 _TICK_SECONDS = 0.02
+
+kubernetes_validate.utils.schema_contents = cache(
+    kubernetes_validate.utils.schema_contents
+)  # 1.5 MB, read for each object
 
 
 @dataclass
