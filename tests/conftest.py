@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory, mkdtemp
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 
 from fakes import ray_variables  # noqa: F401 before any test imports ray
-from fakes.prefect_database import new_databases, write_prefect_database
+from fakes.prefect_database import new_databases
 from fakes.shared import end_shared, shared
 from resources.settings import settings
 
@@ -131,20 +131,30 @@ def _own_cache(session_cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator
 @shared
 def _prefect_server() -> Iterator[str]:
     """A Prefect server; flows that run in this process meanwhile import each harness once."""
-    from prefect.settings import PREFECT_API_URL
-    from prefect.testing.utilities import prefect_test_harness
+    from prefect.context import get_settings_context
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+    from prefect.settings import PREFECT_API_URL, temporary_settings
 
+    from fakes.prefect_server import FEW_SERVICES, NO_UI, free_port, start_prefect_server
+    from fakes.processes import end
     from fakes.warm_servers import KeptServers
     from tasks.running import scheduler
 
-    servers, folder = KeptServers(), mkdtemp(prefix="assay-prefect-")  # the harness removes it
-    with pytest.MonkeyPatch.context() as patch:
-        write_prefect_database(Path(folder) / "prefect-test.db")
-        patch.setattr("prefect.testing.utilities.mkdtemp", lambda: folder)
-        patch.setattr(scheduler, "warmed", servers.warmed)
-        with prefect_test_harness(server_startup_timeout=180):  # 22 s at its very first start on two cores
-            yield str(PREFECT_API_URL.value())
-        servers.close()
+    servers, port = KeptServers(), free_port()
+    address = f"http://127.0.0.1:{port}/api"
+    with TemporaryDirectory(prefix="assay-prefect-") as home, pytest.MonkeyPatch.context() as patch:
+        server = start_prefect_server(Path(home), port, variables={**FEW_SERVICES, **NO_UI})
+        try:
+            with temporary_settings({PREFECT_API_URL: address}):
+                patch.setattr(scheduler, "warmed", servers.warmed)
+                patch.setattr("prefect.context.GLOBAL_SETTINGS_CONTEXT", get_settings_context())  # of other threads
+                yield address
+                for worker in (APILogWorker, EventsWorker):
+                    worker.drain_all(timeout=30, at_exit=False)
+        finally:
+            servers.close()
+            end(server)
 
 
 @pytest.fixture(scope="module")

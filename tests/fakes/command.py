@@ -10,6 +10,8 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
 
+import prefect.main  # noqa: F401 the log goes to what is standard error now, not to that of a command that is over
+
 from flows.cli.app import main
 
 

@@ -12,31 +12,41 @@ from tempfile import TemporaryDirectory
 
 from resources.settings import process_environment, settings
 
-_UPGRADE = """
-import anyio
-from anyio import to_thread
-from prefect.server.database.alembic_commands import alembic_upgrade
-anyio.run(to_thread.run_sync, alembic_upgrade)
+_WRITE = """
+import asyncio
+from prefect.plugins import load_prefect_collections
+from prefect.server.database import provide_database_interface
+from prefect.server.models.block_registration import run_block_auto_registration
+
+async def write():
+    database = provide_database_interface()
+    await database.create_db()
+    load_prefect_collections()
+    async with await database.session() as session:
+        await run_block_auto_registration(session=session)
+    await (await database.engine()).dispose()
+
+asyncio.run(write())
 """
 
 
 def new_databases() -> Path:
-    """Folder of databases of SQLite that migrations have made, one per version of Prefect."""
+    """Folder of new databases of SQLite, one per version of Prefect."""
     return settings().cache_dir / "prefect-databases"
 
 
 def write_prefect_database(file: Path) -> None:
-    """Writes a database without content; only the first one of a version is made by its migrations."""
+    """Writes a database with types of blocks alone; only the first one of a version is made by its migrations."""
     folder = new_databases()
     folder.mkdir(parents=True, exist_ok=True)
-    made = folder / f"{version('prefect')}.db"
+    made = folder / f"prefect-{version('prefect')}.db"
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not made.exists():
             with TemporaryDirectory(dir=folder) as home:
                 address = {"PREFECT_SERVER_DATABASE_CONNECTION_URL": f"sqlite+aiosqlite:///{home}/prefect.db"}
                 env = process_environment({"PREFECT_HOME": home, **address})
-                subprocess.run([sys.executable, "-c", _UPGRADE], env=env, check=True, timeout=300)
+                subprocess.run([sys.executable, "-c", _WRITE], env=env, check=True, timeout=300)
                 (Path(home) / "prefect.db").replace(made)
     file.parent.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(made, file)

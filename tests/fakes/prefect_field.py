@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import socket
 import subprocess
 import sys
 import urllib.error
@@ -19,7 +17,8 @@ from typing import Any
 from typer.testing import CliRunner
 
 from fakes.polling import eventually
-from fakes.prefect_database import write_prefect_database
+from fakes.prefect_server import NO_UI, free_port, start_prefect_server
+from fakes.processes import end
 from flows.cli.app import app
 from resources.settings import process_environment
 
@@ -27,7 +26,6 @@ _BIN = Path(sys.executable).parent
 _QUICK = {
     "PREFECT_WORKER_QUERY_SECONDS": "2",
     "PREFECT_SERVER_SERVICES_EVENT_PERSISTER_FLUSH_INTERVAL": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "DO_NOT_TRACK": "1",
 }
 
@@ -48,8 +46,6 @@ class Field:
 
     def environment(self) -> dict[str, str]:
         own = {"PREFECT_API_URL": self.url, "PREFECT_HOME": str(self.folder / "prefect")}
-        if self.database is not None:
-            own["PREFECT_API_DATABASE_CONNECTION_URL"] = self.database
         return process_environment({**_QUICK, **own})
 
     def assay(self, *arguments: str) -> Any:
@@ -86,21 +82,14 @@ class Field:
                     return int(path.name)
         raise AssertionError(f"nobody carries flow run {run} out")
 
-    def answers(self) -> bool:
-        """Whether the server is there."""
-        try:
-            return bool(self.ask("/health"))
-        except (urllib.error.URLError, ConnectionError, TimeoutError):
-            return False
-
     def start_server(self) -> None:
-        """Returns once it answers; 9 s on two cores."""
-        content = self.folder / "prefect" / "prefect.db"
-        if self.database is None and not content.exists():
-            write_prefect_database(content)
+        """Returns once it answers."""
+        variables = {**_QUICK, **NO_UI}
+        if self.database is not None:
+            variables["PREFECT_API_DATABASE_CONNECTION_URL"] = self.database
+            variables["PREFECT_API_DATABASE_MIGRATE_ON_START"] = str(self._server is None)
         with (self.folder / "server.log").open("ab") as log:
-            self._server = self._start("server", "start", "--port", str(self.port), "--no-ui", log=log)
-        eventually(self.answers, seconds=120)
+            self._server = start_prefect_server(self.folder / "prefect", self.port, variables=variables, log=log)
 
     def kill_server(self) -> None:
         """Takes it away as a machine that fails does: nothing is said to anybody, nothing is written any more."""
@@ -111,21 +100,18 @@ class Field:
     def stop_server(self) -> None:
         """Ends it, if it is there."""
         if self._server is not None:
-            _end(self._server)
+            end(self._server)
 
     @contextmanager
     def worker(self, work_pool: str) -> Iterator[subprocess.Popen[bytes]]:
         """A worker, for as long as the block lasts."""
         with (self.folder / "worker.log").open("ab") as log:
-            process = self._start("worker", "start", "--pool", work_pool, "--type", "process", log=log)
+            command = [str(_BIN / "prefect"), "worker", "start", "--pool", work_pool, "--type", "process"]
+            process = subprocess.Popen(command, env=self.environment(), cwd=self.folder, stdout=log, stderr=log)
         try:
             yield process
         finally:
-            _end(process)
-
-    def _start(self, *arguments: str, log: Any) -> subprocess.Popen[bytes]:
-        command = [str(_BIN / "prefect"), *arguments]
-        return subprocess.Popen(command, env=self.environment(), cwd=self.folder, stdout=log, stderr=log)
+            end(process)
 
 
 def _answer(request: urllib.request.Request) -> tuple[Any] | None:
@@ -140,15 +126,6 @@ def _answer(request: urllib.request.Request) -> tuple[Any] | None:
     return (json.loads(body) if body else None,)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(20)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 WAITING = ("Pending", "Submitting", "Late")
 """States of flow runs that are to begin by themselves, and soon."""
 _BEGUN = (*WAITING, "Running", "Cancelling", "Cancelled", "Completed", "Failed", "Crashed")
@@ -157,11 +134,9 @@ _BEGUN = (*WAITING, "Running", "Cancelling", "Cancelled", "Completed", "Failed",
 @contextmanager
 def prefect_field(folder: Path, *, database: str | None = None) -> Iterator[Field]:
     """A server, for as long as the block lasts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        one = Field(folder, probe.getsockname()[1], database)
+    started = Field(folder, free_port(), database)
     try:
-        one.start_server()
-        yield one
+        started.start_server()
+        yield started
     finally:
-        one.stop_server()
+        started.stop_server()

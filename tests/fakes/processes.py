@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,5 +16,15 @@ def running_program(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:
     try:
         yield process
     finally:
+        process.kill()
+        process.wait()
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Asks a process to end, and kills it where it does not."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

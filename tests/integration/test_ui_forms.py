@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +15,8 @@ import yaml
 
 from fakes.browser import Page, browser
 from fakes.polling import eventually
-from fakes.prefect_database import write_prefect_database
+from fakes.prefect_server import NO_SERVICES, free_port, start_prefect_server
+from fakes.processes import end
 from flows.deploy.flows import deployments_for
 from flows.evaluation import evaluate_checkpoint
 from flows.suites import evaluate_suite
@@ -109,32 +109,14 @@ def _field(*names: str) -> str:
 @pytest.fixture(scope="module")
 def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Address of a Prefect server with its UI, which Prefect's own server for tests does not serve."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    home = tmp_path_factory.mktemp("prefect")
-    write_prefect_database(home / "prefect.db")
-    env = process_environment(
-        {
-            "PREFECT_HOME": str(home),
-            "PREFECT_UI_API_URL": f"{address}/api",
-            "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
-        }
-    )
-    command = [sys.executable, "-m", "prefect", "server", "start", "--no-services", "--port", address.split(":")[-1]]
-    with subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as server:
-        try:
-            eventually(lambda: _listens(address) or server.poll() is not None, seconds=180)
-            yield address
-        finally:
-            server.terminate()
-
-
-def _listens(address: str) -> bool:
+    port = free_port()
+    address = f"http://127.0.0.1:{port}"
+    variables = {**NO_SERVICES, "PREFECT_UI_API_URL": f"{address}/api"}
+    server = start_prefect_server(tmp_path_factory.mktemp("prefect"), port, variables=variables)
     try:
-        socket.create_connection(("127.0.0.1", int(address.split(":")[-1]))).close()
-    except ConnectionRefusedError:
-        return False
-    return True
+        yield address
+    finally:
+        end(server)
 
 
 @pytest.fixture(scope="module")
