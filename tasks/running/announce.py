@@ -13,6 +13,7 @@ from tasks.prefect_server.progress import report_event
 from tasks.records.record import FoundRecord, note_sinks
 from tasks.running.cells import Cell, standing_record
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+from tasks.sinks.senders import Senders
 from tasks.spec.sinks import Sink
 
 
@@ -28,27 +29,29 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
         since: when the run began.
     """
     reports: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
-    for cell in cells:
-        found = standing_record(cell) if cell.config.sinks else None
-        if found is None:
-            continue
-        if cell.done:
-            found = _caught_up(found, cell.config.sinks)
-        record = found.record
-        for sink in cell.config.sinks:
-            state = record.sinks.get(sink.name)
-            if state is not None and state.at >= since:
-                if state.status == "published":
-                    reports[record.evaluator, sink.name] = (found, sink)
-                else:
-                    reason = " ".join((state.reason or "").split())
-                    report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
-    for found, sink in reports.values():
-        for name, state in publish_report(found.record, found.cell_uri, (sink,)).items():
-            if state.status == "failed":
-                report_event(f"{name} does not have the report: {state.reason}")
+    with Senders() as senders:
+        for cell in cells:
+            found = standing_record(cell) if cell.config.sinks else None
+            if found is None:
+                continue
+            if cell.done:
+                found = _caught_up(found, cell.config.sinks, senders)
+            record = found.record
+            for sink in cell.config.sinks:
+                state = record.sinks.get(sink.name)
+                if state is not None and state.at >= since:
+                    if state.status == "published":
+                        reports[record.evaluator, sink.name] = (found, sink)
+                    else:
+                        reason = " ".join((state.reason or "").split())
+                        report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
+        for found, sink in reports.values():
+            for name, state in publish_report(found.record, found.cell_uri, (sink,), senders=senders).items():
+                if state.status == "failed":
+                    report_event(f"{name} does not have the report: {state.reason}")
 
 
-def _caught_up(found: FoundRecord, sinks: Sequence[Sink]) -> FoundRecord:
-    states = publish_record(found.record, found.cell_uri, missing_sinks(found.record, sinks))
+def _caught_up(found: FoundRecord, sinks: Sequence[Sink], senders: Senders) -> FoundRecord:
+    missing = missing_sinks(found.record, sinks)
+    states = publish_record(found.record, found.cell_uri, missing, senders=senders)
     return replace(found, record=note_sinks(found.cell_uri, states) or found.record)

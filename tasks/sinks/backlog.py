@@ -13,6 +13,7 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.records.record import RECORD_NAME, Record, SinkState, find_records, note_sinks
 from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+from tasks.sinks.senders import Senders
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.loading import build_config, load_config
 from tasks.spec.names import how_many
@@ -107,16 +108,17 @@ def publish_missing(
             on_published(outcomes[-1])
 
     changed: dict[tuple[str, str], tuple[str, Record, Sink]] = {}
-    for cell, record in found:
-        due = tuple(wanted[cell]) if again else missing_sinks(record, wanted[cell])
-        states = publish_record(record, cell, due)
-        note_sinks(cell, states)
-        note(f"{record.checkpoint.name} {record.evaluator}", states)
-        for sink in due:
-            if states[sink.name].status == "published":
-                changed[(f"{record.checkpoint.run} {record.evaluator}", sink.name)] = (cell, record, sink)
-    for cell, record, sink in changed.values():
-        note(f"report of {record.checkpoint.run}", publish_report(record, cell, (sink,)))
+    with Senders() as senders:
+        for cell, record in found:
+            due = tuple(wanted[cell]) if again else missing_sinks(record, wanted[cell])
+            states = publish_record(record, cell, due, senders=senders)
+            note_sinks(cell, states)
+            note(f"{record.checkpoint.name} {record.evaluator}", states)
+            for sink in due:
+                if states[sink.name].status == "published":
+                    changed[(f"{record.checkpoint.run} {record.evaluator}", sink.name)] = (cell, record, sink)
+        for cell, record, sink in changed.values():
+            note(f"report of {record.checkpoint.run}", publish_report(record, cell, (sink,), senders=senders))
     return outcomes
 
 

@@ -25,6 +25,7 @@ class HuggingFaceSink(SinkConfig):
     """The results as metadata of a model card, one card for each checkpoint. Nothing is uploaded."""
 
     secret_variables = ("HF_TOKEN",)
+    client_lasts = True
 
     kind: Literal["hugging_face"] = "hugging_face"
     """Says that this sink is a model card."""

@@ -35,6 +35,7 @@ class ObjectStoreSink(SinkConfig):
     """The tree of records, copied to an object store or any other place that fsspec can write."""
 
     secret_variables = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_CONNECTION_STRING")
+    client_lasts = True
 
     kind: Literal["object_store"] = "object_store"
     """Says that this sink is an object store."""
@@ -101,6 +102,7 @@ def send(
         )
     with _explained(url), _local_files(announcement, sink) as files:
         store, root = fsspec.core.url_to_fs(storage.absolute(url), **(options or {}))
+        store.invalidate_cache()  # listings that this process has read for an earlier record
         run = announcement.run_uri.removeprefix(announcement.series.evaluation_path).strip("/")
         path = f"{run}/{REPORT_NAME}" if announcement.record is None else announcement.place
         if announcement.record is None:

@@ -1,22 +1,29 @@
-"""The process that talks to one sink: `python -m tasks.sinks.sending`, started by `publishing`.
+"""The process that talks to one sink: `python -m tasks.sinks.sending`, started by `senders`.
 
 A process of its own can be ended when a sink hangs, has an environment of its own, and takes along what client
-libraries leave running. It reads one line of JSON (`Job`), answers with one (`Answer`), and dies with whoever started
+libraries leave running. It reads lines of JSON (`Job`), answers each with one (`Answer`), and dies with whoever started
 it, since then its standard input ends.
 """
 
 from __future__ import annotations
 
+import gc
 import os
+import signal
 import sys
 import threading
+from contextlib import suppress
 from importlib import import_module
+from queue import SimpleQueue
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from resources.errors import AssayError, SinkFailed
 from tasks.sinks.announcement import Announcement
+
+_GARBAGE_THRESHOLD = 50_000
+"""New objects before a collection; at Python's 700, a tenth of importing a tracker's client is collections."""
 
 
 class Job(BaseModel):
@@ -69,20 +76,25 @@ def answer_to(job: Job) -> Answer:
         return Answer(expected=unknown.expected, found=unknown.found, remedy=unknown.remedy)
 
 
-def _end_with_our_parent() -> None:
-    sys.stdin.read()
+def _read(jobs: SimpleQueue[str]) -> None:
+    """Hands on the lines of standard input; when it ends, ends this process, and what libraries have started."""
+    for line in sys.stdin:
+        jobs.put(line)
+    with suppress(ProcessLookupError):  # started by hand, we lead no group
+        os.killpg(os.getpid(), signal.SIGKILL)
     os._exit(1)
 
 
 def main() -> None:
-    """Answers the job on standard input. Only the answer goes to standard output; libraries write beside it."""
+    """Answers the jobs on standard input. Only answers go to standard output; libraries write beside it."""
+    gc.set_threshold(_GARBAGE_THRESHOLD)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    job = Job.model_validate_json(sys.stdin.readline())
-    threading.Thread(target=_end_with_our_parent, daemon=True).start()
-    answers.write(answer_to(job).model_dump_json() + "\n")
-    answers.flush()
-    os._exit(0)  # not waiting for threads that a library left behind: what was to be sent is sent
+    jobs: SimpleQueue[str] = SimpleQueue()
+    threading.Thread(target=_read, args=(jobs,), daemon=True).start()
+    while True:
+        answers.write(answer_to(Job.model_validate_json(jobs.get())).model_dump_json() + "\n")
+        answers.flush()
 
 
 if __name__ == "__main__":

@@ -56,6 +56,8 @@ class SinkConfig(Config):
 
     secret_variables: ClassVar[tuple[str, ...]] = ()
     """Variables of the environment that hold keys of this sink; their values are kept out of what is written."""
+    client_lasts: ClassVar[bool] = False
+    """Tells that a process which has sent a record sends the next as well as a new one would."""
 
     timeout_seconds: float = Field(default=120.0, gt=0)
     """Time limit of one record; after it the sink has failed for this record."""

@@ -20,11 +20,12 @@ from fakes.records import make_metric
 from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ensure_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.records.record import note_sinks, read_record
+from tasks.records.record import Record, SinkState, note_sinks, read_record
 from tasks.sinks.hugging_face import HuggingFaceSink
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import missing_sinks, publish_record
+from tasks.sinks.senders import Senders
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 from tasks.spec.sinks import Sink
 
@@ -52,6 +53,12 @@ class Place:
 def refusing() -> Iterator[str]:
     with broken_server("refusing") as address:
         yield address
+
+
+@pytest.fixture
+def senders() -> Iterator[Senders]:
+    with Senders() as started:
+        yield started
 
 
 @pytest.fixture(params=["object_store", "wandb", "mlflow", "hugging_face"])
@@ -173,30 +180,36 @@ def of_metrics(metrics: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def test_sink_shows_every_number_with_error_and_n_and_publishing_twice_is_the_same_as_once(
-    place: Place, tmp_path: Path
+    place: Place, senders: Senders, tmp_path: Path
 ):
     record, cell = make_cell(tmp_path / "evaluations")
-    first = publish_record(record, str(cell), (place.sink,))
+    first = publish_record(record, str(cell), (place.sink,), senders=senders)
     state = first[place.sink.name]
     assert (state.status, state.reason) == ("published", None)
     assert place.numbers() == {100: NUMBERS}
     before = place.everything()
     noted = note_sinks(str(cell), first)
     assert noted is not None
-    again = publish_record(noted, str(cell), (place.sink,))
+    again = publish_record(noted, str(cell), (place.sink,), senders=senders)
     assert {name: (state.status, state.where) for name, state in again.items()} == {
         name: (state.status, state.where) for name, state in first.items()
     }
     assert place.everything() == before
 
 
-def test_cells_that_finish_at_once_and_out_of_order_stand_at_their_steps(place: Place, tmp_path: Path):
+def test_cells_that_finish_at_once_and_out_of_order_stand_at_their_steps(
+    place: Place, senders: Senders, tmp_path: Path
+):
+    def publish(written: tuple[Record, Path]) -> dict[str, SinkState]:
+        record, cell = written
+        return publish_record(record, str(cell), (place.sink,), senders=senders)
+
     cells = [
         make_cell(tmp_path / "evaluations", step=step, metrics=(make_metric(value=step / 1000, stderr=None),))
         for step in (200, 100)
     ]
     with ThreadPoolExecutor(2) as threads:
-        states = list(threads.map(lambda one: publish_record(one[0], str(one[1]), (place.sink,)), cells))
+        states = list(threads.map(publish, cells))
     assert {state[place.sink.name].status for state in states} == {"published"}
     assert {step: found["demo_facts/acc"] for step, found in place.numbers().items()} == {100: 0.1, 200: 0.2}
 

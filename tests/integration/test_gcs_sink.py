@@ -14,6 +14,7 @@ from fakes.gcs import FakeGcs, fake_gcs
 from tasks.records.record import Record
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record, publish_report
+from tasks.sinks.senders import Senders
 
 SINK = ObjectStoreSink(url="gs://bucket/evaluations", timeout_seconds=60)
 
@@ -22,6 +23,12 @@ SINK = ObjectStoreSink(url="gs://bucket/evaluations", timeout_seconds=60)
 def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGcs]:
     with fake_gcs("bucket", "busy") as started:
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", started.address)
+        yield started
+
+
+@pytest.fixture
+def senders() -> Iterator[Senders]:
+    with Senders() as started:
         yield started
 
 
@@ -50,11 +57,12 @@ def test_record_alone_arrives_where_the_harness_output_is_not_wanted(store: Fake
     assert store.uploads == [f"{place_of(record)}/record.json"]
 
 
-def test_report_arrives_beside_the_run_s_records(store: FakeGcs, tmp_path: Path):
+def test_report_arrives_beside_the_run_s_records(store: FakeGcs, senders: Senders, tmp_path: Path):
     record, cell = make_cell(tmp_path)
-    assert publish_report(record, str(cell), (SINK,)) == {}, "there is none yet"
+    assert publish_report(record, str(cell), (SINK,), senders=senders) == {}, "there is none yet"
     (tmp_path / "run-a" / "report.html").write_text("<html>")
-    assert publish_report(record, str(cell), (SINK,))[SINK.name].where == "gs://bucket/evaluations/run-a/report.html"
+    (state,) = publish_report(record, str(cell), (SINK,), senders=senders).values()
+    assert state.where == "gs://bucket/evaluations/run-a/report.html"
     assert store.content("bucket", "evaluations/run-a/report.html") == b"<html>"
 
 
@@ -70,11 +78,11 @@ def test_upload_that_was_cut_off_goes_on_without_what_is_there(store: FakeGcs, t
     assert store.uploads[3:] == [f"{place}/attempt-1/z.log", f"{place}/record.json"]
 
 
-def test_file_that_differs_at_the_same_size_is_sent_again(store: FakeGcs, tmp_path: Path):
+def test_file_that_differs_at_the_same_size_is_sent_again(store: FakeGcs, senders: Senders, tmp_path: Path):
     record, cell = make_cell(tmp_path)
-    publish_record(record, str(cell), (SINK,))
+    publish_record(record, str(cell), (SINK,), senders=senders)
     (cell / "attempt-1" / "harness.log").write_text("harness of step 999\n")
-    publish_record(record, str(cell), (SINK,))
+    publish_record(record, str(cell), (SINK,), senders=senders)
     assert store.content("bucket", f"{place_of(record)}/attempt-1/harness.log") == b"harness of step 999\n"
 
 
@@ -123,10 +131,11 @@ def test_sink_that_hangs_is_given_up_in_its_time(tmp_path: Path, monkeypatch: py
     assert state.reason is not None and "within 3 s" in state.reason
 
 
-def test_many_files_and_cells_at_once_all_arrive(store: FakeGcs, tmp_path: Path):
+def test_many_files_and_cells_at_once_all_arrive(store: FakeGcs, senders: Senders, tmp_path: Path):
     cells = [make_cell(tmp_path, step=step) for step in (100, 200, 300)]
     with ThreadPoolExecutor(3) as threads:
-        list(threads.map(lambda one: publish_record(one[0], str(one[1]), (SINK,)), cells))
+        for record, cell in cells:
+            threads.submit(publish_record, record, str(cell), (SINK,), senders=senders)
     assert [name for name in store.names("bucket") if name.endswith("record.json")] == [
         f"{place_of(record)}/record.json" for record, _ in cells
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from fakes.cells import make_cell
 from fakes.records import make_metric, make_record
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.publishing import publish_record, publish_report
+from tasks.sinks.senders import Senders
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -22,6 +24,12 @@ if TYPE_CHECKING:
 @pytest.fixture
 def sink(mlflow_address: str, request: pytest.FixtureRequest) -> MlflowSink:
     return MlflowSink(tracking_uri=mlflow_address, experiment=f"of {request.node.name}", tags={"creator": "a test"})
+
+
+@pytest.fixture
+def senders() -> Iterator[Senders]:
+    with Senders() as started:
+        yield started
 
 
 def client_of(sink: MlflowSink) -> MlflowClient:
@@ -42,7 +50,9 @@ def files_of(sink: MlflowSink, run_id: str, folder: str = "") -> list[str]:
     return [path for one in found for path in (files_of(sink, run_id, one.path) if one.is_dir else [one.path])]
 
 
-def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: MlflowSink, tmp_path: Path):
+def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(
+    sink: MlflowSink, senders: Senders, tmp_path: Path
+):
     evaluation = {
         **make_record().evaluation,
         "pool_config": {
@@ -56,7 +66,7 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: Mlfl
     }
     for step in (200, 100):
         record, cell = make_cell(tmp_path, step=step, evaluation=evaluation, tags=("nightly", "suite=demo"))
-        state = publish_record(record, str(cell), (sink,))[sink.name]
+        state = publish_record(record, str(cell), (sink,), senders=senders)[sink.name]
         assert (state.status, state.reason) == ("published", None)
     (run,) = runs_of(sink)
     assert state.where is not None and state.where.endswith(f"/runs/{run.info.run_id}")
@@ -89,14 +99,14 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(sink: Mlfl
 
 
 def test_names_that_mlflow_refuses_are_rewritten_and_the_report_comes_without_harness_output(
-    sink: MlflowSink, tmp_path: Path
+    sink: MlflowSink, senders: Senders, tmp_path: Path
 ):
     sink = sink.model_copy(update={"harness_output": False})
     metric = make_metric("mmlu:subject=law", 0.5, name="exact_match,strict", stderr=None, n=9)
     record, cell = make_cell(tmp_path, metrics=(metric,))
-    assert publish_record(record, str(cell), (sink,))[sink.name].status == "published"
+    assert publish_record(record, str(cell), (sink,), senders=senders)[sink.name].status == "published"
     (tmp_path / "run-a" / "report.html").write_text("<html>")
-    assert publish_report(record, str(cell), (sink,))[sink.name].status == "published"
+    assert publish_report(record, str(cell), (sink,), senders=senders)[sink.name].status == "published"
     (run,) = runs_of(sink)
     assert run.data.metrics == {
         "mmlu:subject_law/exact_match_strict": 0.5,

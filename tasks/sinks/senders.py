@@ -1,0 +1,171 @@
+"""The processes that talk to sinks, each kept for what follows at the same sink, until their series is over.
+
+Importing a tracker's client takes seconds, so a series of records pays for it once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Event, Lock
+from typing import Self
+
+from pydantic import ValidationError
+
+from resources.errors import SinkFailed
+from tasks.sinks.announcement import Announcement
+from tasks.sinks.credentials import Credentials
+from tasks.sinks.sending import Answer, Job
+from tasks.spec.sinks import SINKS, Sink
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True, eq=False)
+class Sending:
+    """One announcement on its way to one sink. `stop` is set when nobody waits for it any more."""
+
+    announcement: Announcement
+    sink: Sink
+    stop: Event
+    deadline: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "deadline", time.monotonic() + self.sink.timeout_seconds)
+
+    @property
+    def over(self) -> bool:
+        """Tells if the time is up, or the publishing was stopped."""
+        return self.stop.is_set() or time.monotonic() > self.deadline
+
+
+class Senders:
+    """The processes of a series of announcements; those that are idle end with the `with` block, all others before.
+
+    Threads may share it: a process has one announcement at a time, and who finds none idle starts another.
+    """
+
+    def __init__(self) -> None:
+        self._idle: list[_Sender] = []
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        """Starts nothing: the first announcement does."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends the processes, with all they started."""
+        while self._idle:
+            self._idle.pop().end()
+
+    def ask(self, sending: Sending, credentials: Credentials) -> Answer:
+        """Lets a process send it. One that takes too long, does not answer or is refused ends, with all it started.
+
+        Raises:
+            SinkFailed: it did not end in time, or without an answer.
+        """
+        sender = self._take(sending.sink, credentials) or _Sender(sending.sink, credentials)
+        good = False
+        try:
+            answer = sender.ask(sending)
+            good = answer.found is None
+        finally:
+            if good and sending.sink.client_lasts:
+                self._idle.append(sender)
+            else:
+                sender.end()
+        return answer
+
+    def _take(self, sink: Sink, credentials: Credentials) -> _Sender | None:
+        """Returns an idle process that has this very sink's keys and environment."""
+        with self._lock:
+            same = (sender for sender in self._idle if (sender.sink, sender.credentials) == (sink, credentials))
+            if (sender := next(same, None)) is None:
+                return None
+            self._idle.remove(sender)
+        if sender.runs:
+            return sender
+        sender.end()
+        return None
+
+
+class _Sender:
+    """A process that sends announcements to one sink, one after another."""
+
+    def __init__(self, sink: Sink, credentials: Credentials) -> None:
+        self.sink = sink
+        self.credentials = credentials
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  not a pipe: what a library leaves running would hold it
+        self._process = subprocess.Popen(
+            # -P: modules are not looked for in the folder we are in.
+            [sys.executable, "-P", "-m", "tasks.sinks.sending"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=credentials.variables,
+            text=True,
+            start_new_session=True,
+        )
+
+    @property
+    def runs(self) -> bool:
+        """Tells if the process is there to be asked."""
+        return self._process.poll() is None
+
+    def end(self) -> None:
+        """Ends the process, with all it started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        with suppress(BrokenPipeError), self._errors, self._process:
+            pass
+
+    def ask(self, sending: Sending) -> Answer:
+        """Returns what the process answers.
+
+        Raises:
+            SinkFailed: it did not end in time, or without an answer.
+        """
+        said_before = os.fstat(self._errors.fileno()).st_size
+        with ThreadPoolExecutor(1, thread_name_prefix="sink-answer") as reader:
+            line: Future[str] = reader.submit(self._exchange, sending.announcement)
+            while not line.done() and not sending.over:
+                with suppress(TimeoutError):
+                    line.result(timeout=POLL_SECONDS)
+            if not line.done():
+                self._process.kill()
+                raise SinkFailed(
+                    expected=f"{sending.sink.name} to take it within {sending.sink.timeout_seconds:g} s",
+                    found="no answer, so it was given up",
+                    remedy="see that it is up and reachable, or raise the sink's timeout_seconds; then: assay publish",
+                )
+        try:
+            return Answer.model_validate_json(line.result())
+        except ValidationError:
+            self._errors.seek(said_before)
+            tail = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
+            raise SinkFailed(
+                expected=f"an answer from the process that sends to {sending.sink.name}",
+                found=tail[0] if tail else f"it ended with exit code {self._process.wait()}",
+                remedy="send it again: assay publish",
+            ) from None
+
+    def _exchange(self, announcement: Announcement) -> str:
+        """Tells a job and reads the answer, empty if there is none. Standard input stays open: its end is an order."""
+        job = Job(
+            module=SINKS[self.sink.kind],
+            sink=self.sink.model_dump(mode="json"),
+            announcement=announcement,
+            arguments=self.credentials.arguments,
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(job.model_dump_json() + "\n")
+            self._process.stdin.flush()
+        return self._process.stdout.readline()
