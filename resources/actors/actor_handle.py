@@ -161,12 +161,12 @@ class ActorHandle:
         deadline = None if timeout is None else time.monotonic() + timeout
         pauses = growing_pauses()
         while True:
-            details = self._job.details()
-            if details.status.finished:
-                raise death_of(self._job, details, name=self._name)
+            if self._job.status().finished:
+                raise death_of(self._job, self._job.details(), name=self._name)
             if self._job.announced():
                 return
             if deadline is not None and time.monotonic() >= deadline:
+                details = self._job.details()
                 raise JobTimeout(
                     expected=f"actor {self._name} to be ready after {timeout:g} s",
                     found=f"its job is {details.status}" + (f": {details.reason}" if details.reason else ""),

@@ -116,10 +116,10 @@ class ActorLine:
         pauses = growing_pauses()
         refused_address, refused_since = None, 0.0
         while True:
-            details = self._job.details()
-            if details.status.finished:
-                raise death_of(self._job, details, name=self._name)
+            if self._job.status().finished:
+                raise death_of(self._job, self._job.details(), name=self._name)
             if address := self._job.announced():
+                attempts = self._job.details().attempts
                 if address != refused_address:
                     refused_address, refused_since = address, time.monotonic()
                 try:
@@ -128,7 +128,7 @@ class ActorLine:
                     if time.monotonic() - refused_since > self._patience.unreachable_seconds:
                         raise self._unreachable(address, error) from error
                 else:
-                    self._begin(connection, address, details.attempts)
+                    self._begin(connection, address, attempts)
                     return
             time.sleep(next(pauses))
 

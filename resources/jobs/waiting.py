@@ -10,7 +10,7 @@ from typing import TypeVar
 from resources.errors import BadInput, JobFailed, JobTimeout
 from resources.jobs.jobs import JobAlreadyExists, JobHandle, JobStatus
 
-_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.01, 1.0
+_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
 _SHOWN_LINES = 20
 
 

@@ -135,7 +135,8 @@ class Records:
     def _keep(self) -> None:
         while True:
             in_step = self._count == 1 or self._mine["state"] == RUNNING
-            self._changed.wait(self._poll_seconds if in_step else min(_FAST_SECONDS, self._poll_seconds))
+            calm = in_step and self._published is not None
+            self._changed.wait(self._poll_seconds if calm else min(_FAST_SECONDS, self._poll_seconds))
             self._changed.clear()
             try:
                 with suppress(urllib.error.HTTPError):  # an attempt that Iris has given up is heard no more
@@ -170,8 +171,7 @@ class Records:
             for record in answer.get("endpoints", [])
         }
         if str(self._index) not in records:
-            self._published = None  # a controller that began anew has forgotten it
-            self._changed.set()
+            self._published = None  # a controller that began anew has forgotten it, or has given this attempt up
         others = {int(key): record for key, record in records.items() if key.isdigit() and int(key) != self._index}
         for index in range(self._count) if self._count > 1 else ():
             if index not in others and index != self._index and self._has_succeeded(index):

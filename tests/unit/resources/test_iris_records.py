@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import runpy
 import socket
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Mapping, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +22,8 @@ from resources.errors import BackendUnavailable, BadInput
 
 pytestmark = pytest.mark.timeout(60)
 
-RECORDS = runpy.run_path(str(Path(resources.__file__).parent / "backends/programs/iris_records.py"))
+PROGRAMS = Path(resources.__file__).parent / "backends/programs"
+RECORDS = runpy.run_path(str(PROGRAMS / "iris_records.py"))
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n{", b"no HTTP at all\r\n\r\n", b""])
@@ -36,6 +41,42 @@ def test_answer_that_breaks_off_is_an_unreachable_controller_and_nothing_else(an
         with pytest.raises(OSError):
             RECORDS["call_controller"](f"127.0.0.1:{server.getsockname()[1]}", "ListEndpoints")
         thread.join()
+
+
+def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:
+    asked: list[str] = []
+
+    class Refusal(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked.append(self.path)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(412 if self.path.endswith("RegisterEndpoint") else 200)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    waiting = textwrap.dedent(
+        """
+        import sys, time
+        from iris_records import Records
+        place = {"job_id": "/me/job-1", "index": 0, "count": 1, "attempt": 0}
+        records = Records(sys.argv[1], **place, poll_seconds=5.0, lease_seconds=0.5)
+        records.start()
+        while not records.stop_reason:  # nobody renews its lease
+            time.sleep(0.02)
+        """
+    )
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            address = f"127.0.0.1:{server.server_port}"
+            subprocess.run([sys.executable, "-S", "-c", waiting, address], cwd=PROGRAMS, check=True, timeout=50)
+        finally:
+            server.shutdown()
+    assert {path.rpartition("/")[2] for path in asked} == {"RegisterEndpoint", "ListEndpoints"}
+    assert len(asked) < 20
 
 
 class Controller:
