@@ -1,4 +1,6 @@
-"""Real Rays on this machine: one node or several, each a raylet of its own, on loopback, without a dashboard.
+"""Real Rays on this machine: one node or several, each a raylet of its own, on loopback, without what jobs do not need.
+
+That is agents, and the dashboard, unless it is included: those of six nodes take more of the processor than their jobs.
 
 A process can be connected to one Ray at a time, so whoever connects says to which one, with `connected`. The tests'
 configuration imports `fakes.ray_variables` before; a script does so itself.
@@ -7,11 +9,15 @@ configuration imports `fakes.ray_variables` before; a script does so itself.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import ray
+from ray._private import ray_constants, services
 from ray.cluster_utils import Cluster
 
 from fakes.shared import shared
@@ -20,6 +26,7 @@ from resources.backends.ray.client import RayClient
 OBJECT_STORE_BYTES = 100 * 2**20
 MEMORY_BYTES = 256 * 2**30
 """What a node claims to have; Ray only counts it."""
+_IDLE_AGENT = Path(__file__).with_name("idle_ray_agent.py")
 
 
 def add_node(
@@ -31,6 +38,7 @@ def add_node(
     resources: Mapping[str, float] | None = None,
     labels: Mapping[str, str] | None = None,
     env_vars: Mapping[str, str] | None = None,
+    runtime_environments: bool = False,
     **options: Any,
 ) -> Any:
     """Starts a node, the head if it is the first; `cluster.remove_node(node, allow_graceful=False)` kills it.
@@ -43,21 +51,43 @@ def add_node(
         resources: custom ones, such as `{"TPU-v4-8-head": 1, "TPU": 4}`.
         labels: such as `{"ray.io/availability-region": "us-east1"}`.
         env_vars: for its raylet and its workers: a `TMPDIR` of its own makes it look like another machine.
+        runtime_environments: whether it can make them, which Ray's own jobs and its server for Ray Client ask for.
         options: other fields of `ray._private.parameter.RayParams`.
     """
     if cluster.head_node is None:
-        spared = {"include_dashboard": False, "include_log_monitor": False, "no_monitor": True}
+        spared = {"include_log_monitor": False, "no_monitor": True}
         options = {**spared, "node_ip_address": "127.0.0.1", **options}
-    return cluster.add_node(
-        num_cpus=num_cpus,
-        num_gpus=num_gpus,
-        memory=memory_bytes,
-        object_store_memory=OBJECT_STORE_BYTES,
-        resources=dict(resources or {}),
-        labels=dict(labels or {}),
-        env_vars=dict(env_vars or {}),
-        **options,
-    )
+    dashboard = options.get("include_dashboard", False)
+    with nullcontext() if dashboard else _spared(runtime_environments=runtime_environments):
+        return cluster.add_node(
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            memory=memory_bytes,
+            object_store_memory=OBJECT_STORE_BYTES,
+            resources=dict(resources or {}),
+            labels=dict(labels or {}),
+            env_vars=dict(env_vars or {}),
+            **options,
+        )
+
+
+@contextmanager
+def _spared(*, runtime_environments: bool) -> Iterator[None]:
+    """Has nodes start no dashboard, which Ray does for one that is not included too, and idle agents."""
+    idle = {ray_constants.PROCESS_TYPE_DASHBOARD_AGENT}
+    if not runtime_environments:
+        idle.add(ray_constants.PROCESS_TYPE_RUNTIME_ENV_AGENT)
+    name = "_build_python_executable_command_memory_profileable"
+    python_for = getattr(services, name)
+
+    def python_of_ours_for(component: str, *arguments: Any, **options: Any) -> list[str]:
+        if component in idle:
+            return [sys.executable, "-I", "-S", str(_IDLE_AGENT)]
+        return python_for(component, *arguments, **options)
+
+    no_dashboard = patch.object(services, "start_api_server", lambda *_, **__: ("", None))
+    with patch.object(services, name, python_of_ours_for), no_dashboard:
+        yield
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import signal
@@ -15,11 +16,13 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
+from ray._raylet import GcsClient
 from ray.cluster_utils import Cluster
-from ray.job_submission import JobSubmissionClient
+from ray.dashboard.modules.job.job_manager import JobManager
 
 from fakes.polling import eventual_pid, eventually, is_alive
-from fakes.ray_cluster import add_node, client_of, ray_cluster
+from fakes.ray_cluster import add_node, client_of, connected, ray_cluster
 from faults.scenarios.processes import command_line, descendants, send
 from resources.backends.choice import client_from_url
 from resources.backends.ray.client import RayClient
@@ -42,11 +45,17 @@ def client_port() -> int:
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, client_port: int) -> Iterator[Cluster]:
-    """A head with a server for Ray Client, and a node that takes itself for another machine."""
-    with ray_cluster(num_cpus=4, labels=HERE, ray_client_server_port=client_port) as cluster:
-        add_other_machine(cluster, tmp_path_factory.mktemp("machine"))
+def head(client_port: int) -> Iterator[Cluster]:
+    """A head with a server for Ray Client."""
+    with ray_cluster(num_cpus=4, labels=HERE, runtime_environments=True, ray_client_server_port=client_port) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(head: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Cluster:
+    """The head, and a node that takes itself for another machine."""
+    add_other_machine(head, tmp_path_factory.mktemp("machine"))
+    return head
 
 
 def add_other_machine(cluster: Cluster, folder: Path) -> Any:
@@ -80,6 +89,50 @@ def shell(script: str, name: str = "job", **options: Any) -> JobRequest:
 
 def on(*regions: str, **options: Any) -> ResourceConfig:
     return ResourceConfig.with_cpu(regions=regions or None, **options)
+
+
+def test_job_inside_a_job_works_where_the_driver_is_a_job_of_ray_with_a_working_directory(
+    head: Cluster, tmp_path: Path
+) -> None:
+    """The first test: of two nodes on one machine, each removes what Ray has unpacked for the other."""
+    (tmp_path / "words.py").write_text("GREETING = 'hello from the working directory'")
+    (tmp_path / "main.py").write_text(
+        textwrap.dedent("""
+            from resources.backends.current import current_client
+            from resources.config import ResourceConfig
+            from resources.jobs.jobs import Entrypoint, JobRequest
+
+            def submit(function):
+                request = JobRequest(function.__name__, Entrypoint.from_callable(function), resources=ResourceConfig())
+                handle = current_client().submit(request)
+                handle.wait(60)
+                print(handle.logs(), flush=True)
+
+            def child():
+                print("child", flush=True)
+
+            def parent():
+                import words
+
+                print(words.GREETING, flush=True)
+                submit(child)
+
+            submit(parent)
+        """)
+    )
+    variables = {"ASSAY_JOBS": "ray://auto"}
+
+    async def run(environment: dict[str, Any]) -> tuple[str, str]:
+        service = JobManager(GcsClient(address=str(head.address)), str(tmp_path))  # Ray's own, without a server
+        job_id = await service.submit_job(entrypoint=f"{sys.executable} main.py", runtime_env=environment)
+        log = "".join([lines async for lines in service.tail_job_logs(job_id)])  # to its end
+        return str(await service.get_job_status(job_id)), log
+
+    with connected(str(head.address)):
+        sent = upload_working_dir_if_needed({"working_dir": str(tmp_path), "env_vars": variables}, True)
+        status, log = asyncio.run(run(sent))
+    assert status == "SUCCEEDED", log
+    assert log.splitlines()[-2:] == ["hello from the working directory", "child"]
 
 
 def test_other_machine_gets_the_workspace_without_what_git_ignores(client: RayClient, tmp_path: Path) -> None:
@@ -229,58 +282,6 @@ def test_client_protocol_of_ray_is_enough(cluster: Cluster, client_port: int, tm
     assert (tmp_path / "result").read_text().split() == ["succeeded", "hello", "ray://auto"]
 
 
-@pytest.mark.timeout(180)
-def test_job_inside_a_job_works_where_the_driver_is_a_job_of_ray_with_a_working_directory(
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "words.py").write_text("GREETING = 'hello from the working directory'")
-    (tmp_path / "main.py").write_text(
-        textwrap.dedent("""
-            from resources.backends.current import current_client
-            from resources.config import ResourceConfig
-            from resources.jobs.jobs import Entrypoint, JobRequest
-
-            def submit(function):
-                request = JobRequest(function.__name__, Entrypoint.from_callable(function), resources=ResourceConfig())
-                handle = current_client().submit(request)
-                handle.wait(60)
-                print(handle.logs(), flush=True)
-
-            def child():
-                print("child", flush=True)
-
-            def parent():
-                import words
-
-                print(words.GREETING, flush=True)
-                submit(child)
-
-            submit(parent)
-        """)
-    )
-    ray.shutdown()
-    # Of one node: two on one machine share, and remove, what Ray has unpacked there.
-    port = free_port()
-    dashboard = {"include_dashboard": True, "dashboard_host": "127.0.0.1", "dashboard_port": port}
-    with ray_cluster(num_cpus=2, dashboard_agent_listen_port=free_port(), **dashboard):
-        service = JobSubmissionClient(f"http://127.0.0.1:{port}")
-
-        def submitted() -> str | None:
-            try:
-                return service.submit_job(
-                    entrypoint=f"{sys.executable} main.py",
-                    runtime_env={"working_dir": str(tmp_path), "env_vars": {"ASSAY_JOBS": "ray://auto"}},
-                )
-            except RuntimeError:  # its agent has not started yet
-                return None
-
-        job_id = eventually(submitted, seconds=90) or ""
-        eventually(lambda: service.get_job_status(job_id) in {"SUCCEEDED", "FAILED"}, seconds=60)
-        log = service.get_job_logs(job_id)
-        assert service.get_job_status(job_id) == "SUCCEEDED", log
-    assert log.splitlines()[-2:] == ["hello from the working directory", "child"]
-
-
 def test_connecting_leaves_the_handler_of_sigterm_as_it_is(cluster: Cluster) -> None:
     ray.shutdown()
     signal.signal(signal.SIGTERM, before := lambda *_: None)
@@ -338,34 +339,41 @@ def write(path, text):
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "RAY_ADDRESS": ""})
 
 
-def test_lost_head_is_said_and_the_driver_goes_on(tmp_path: Path) -> None:
+def test_lost_head_is_said_and_the_driver_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+    """The last test: the cluster is gone after it."""
     ray.shutdown()
-    with ray_cluster(num_cpus=2) as cluster:
-        driver = start_driver(
-            str(cluster.address),
-            f"""
-            from resources.jobs.jobs import JobRequest
-            job = submit("job", "echo $$ > {tmp_path}/pid; {FOR_EVER}")
-            write({str(tmp_path / "ready")!r}, "")
-            while not Path({str(tmp_path / "go")!r}).exists():
-                time.sleep(0.1)
-            with open({str(tmp_path / "result")!r}, "w") as result:
-                asked = (lambda: job.wait(60), job.details, lambda: submit("other", "true"), jobs.jobs, job.terminate)
-                for ask in asked:
-                    try:
-                        ask()
-                    except AssayError as error:
-                        print(type(error).__name__, file=result)
-            """,
-        )
-        eventually((tmp_path / "ready").exists, seconds=60)
-        pid = eventual_pid(tmp_path / "pid")
-        assert cluster.head_node is not None
-        raylet = cluster.head_node.all_processes["raylet"][0].process.pid
-        agents = [pid for pid in descendants(raylet) if "agent" in " ".join(command_line(pid)).lower()]
-        cluster.remove_node(cluster.head_node, allow_graceful=False)
-        send(signal.SIGKILL, agents)  # they would look for the head in a loop for half a minute
-        (tmp_path / "go").touch()
-        assert driver.wait(90) == 0
-    assert (tmp_path / "result").read_text().splitlines() == ["BackendUnavailable"] * 5
+    for node in list(cluster.worker_nodes):
+        cluster.remove_node(node, allow_graceful=False)
+    driver = start_driver(
+        str(cluster.address),
+        f"""
+        from concurrent.futures import ThreadPoolExecutor
+        from resources.jobs.jobs import JobRequest
+        job = submit("job", "echo $$ > {tmp_path}/pid; {FOR_EVER}")
+        write({str(tmp_path / "ready")!r}, "")
+        while not Path({str(tmp_path / "go")!r}).exists():
+            time.sleep(0.1)
+
+        def error_of(ask):
+            try:
+                ask()
+            except AssayError as error:
+                return type(error).__name__
+
+        ended = error_of(lambda: job.wait(60))
+        asked = (job.details, lambda: submit("other", "true"), jobs.jobs, job.terminate)
+        with ThreadPoolExecutor() as threads:  # each takes Ray 2 s
+            write({str(tmp_path / "result")!r}, " ".join(map(str, (ended, *threads.map(error_of, asked)))))
+        """,
+    )
+    eventually((tmp_path / "ready").exists, seconds=60)
+    pid = eventual_pid(tmp_path / "pid")
+    assert cluster.head_node is not None
+    raylet = cluster.head_node.all_processes["raylet"][0].process.pid
+    agents = [pid for pid in descendants(raylet) if "agent" in " ".join(command_line(pid)).lower()]
+    cluster.remove_node(cluster.head_node, allow_graceful=False)
+    send(signal.SIGKILL, agents)  # they would look for the head in a loop for half a minute
+    (tmp_path / "go").touch()
+    assert driver.wait(90) == 0
+    assert (tmp_path / "result").read_text().split() == ["BackendUnavailable"] * 5
     eventually(lambda: not is_alive(pid))
