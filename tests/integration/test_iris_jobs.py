@@ -21,7 +21,7 @@ from resources.errors import BackendUnavailable, BadInput, JobFailed, JobTimeout
 from resources.jobs.jobs import Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
 
 FOR_EVER = "while :; do sleep 1; done"
-MANY = 16  # 200 take 36 s on two busy cores
+MANY = 8  # 200 take 36 s on two busy cores
 
 
 @pytest.fixture
