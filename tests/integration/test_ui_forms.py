@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
 import pytest
-import yaml
+from prefect import Flow
+from prefect.deployments.runner import RunnerDeployment
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.browser import Page, browser
 from fakes.polling import eventually
 from fakes.prefect_server import NO_SERVICES, free_port, start_prefect_server
 from fakes.processes import end
-from flows.deploy.flows import deployments_for
 from flows.evaluation import evaluate_checkpoint
+from flows.reconcile import reconcile_policy
+from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
+from flows.training import train_and_evaluate
 from resources.config import TpuConfig
-from resources.settings import process_environment
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.gates.gate import BaselineRule, Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
@@ -30,13 +31,7 @@ from tasks.spec.suites import built_in_suites
 
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
 
-FLOWS = {
-    "evaluate-checkpoint": "flows.evaluation.evaluate_checkpoint",
-    "evaluate-checkpoints": "flows.series.evaluate_checkpoints",
-    "evaluate-suite": "flows.suites.evaluate_suite",
-    "reconcile-policy": "flows.reconcile.reconcile_policy",
-    "train-and-evaluate": "flows.training.train_and_evaluate",
-}
+FLOWS = (evaluate_checkpoint, evaluate_checkpoints, evaluate_suite, reconcile_policy, train_and_evaluate)
 # A field is found by its label, inside the one it belongs to; a choice in a list by its text.
 FINDERS = """
 window.field = (...names) => names.reduce((root, name) => {
@@ -120,20 +115,19 @@ def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def deployed(prefect_ui: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def deployed(prefect_ui: str) -> dict[str, str]:
     """Deployments of this machine's work pool: ids by flow."""
     api = f"{prefect_ui}/api"
     pool = {"name": LOCAL_WORK_POOL, "type": "process", "base_job_template": base_job_template("process")}
     httpx.post(f"{api}/work_pools/", json=pool).raise_for_status()
-    content = deployments_for(LOCAL_WORK_POOL, name="local")
-    content["deployments"] = [one for one in content["deployments"] if one["entrypoint"] in FLOWS.values()]
-    file = tmp_path_factory.mktemp("deployments") / "prefect.yaml"
-    file.write_text(yaml.safe_dump(content))
-    deploy = [sys.executable, "-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
-    env = process_environment({"PREFECT_API_URL": api})
-    done = subprocess.run(deploy, env=env, cwd=file.parent, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {flow: httpx.get(f"{api}/deployments/name/{flow}/local").json()["id"] for flow in FLOWS}
+    with temporary_settings({PREFECT_API_URL: api}):
+        return {flow.name: _deploy(flow) for flow in FLOWS}
+
+
+def _deploy(flow: Flow[..., Any]) -> str:
+    deployment = flow.to_deployment("local", work_pool_name=LOCAL_WORK_POOL)
+    assert isinstance(deployment, RunnerDeployment)
+    return str(deployment.apply())
 
 
 @pytest.fixture(scope="module")

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("flows", "tasks", "pools", "resources")
 DEPLOYMENTS = [f"deployments/{name}" for name in ("prefect.yaml", "regions.yaml", "ray", "work-pools")]
+DEPLOYED = ("flows.series.evaluate_checkpoints", "flows.reconcile.reconcile_policy")
 IMPORT_EVERYTHING = """
 import importlib, pathlib, sys
 home = pathlib.Path(sys.argv[1])
@@ -118,14 +119,16 @@ def server(installed: Installed, prefect_api: str) -> dict[str, str]:
 
 
 def test_wheel_deploys_its_flows_with_prefect(installed: Installed, server: dict[str, str], prefect_api: str):
-    file = installed.packages / "resources/deployments/prefect.yaml"
-    deploy = ["-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", str(file)]
+    """Two of its list: that each is a flow of its module is seen without a server, and takes Prefect a second."""
+    content = yaml.safe_load((installed.packages / "resources/deployments/prefect.yaml").read_text())
+    content["deployments"] = [one for one in content["deployments"] if one["entrypoint"] in DEPLOYED]
+    (installed.folder / "prefect.yaml").write_text(yaml.safe_dump(content))
+    deploy = ["-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
     done = installed.run("python", *deploy, **server)
     assert done.returncode == 0, done.stdout + done.stderr
     local = {"deployments": {"name": {"any_": ["local"]}}, "limit": 200}
     deployed = httpx.post(f"{prefect_api}/deployments/filter", json=local).json()
-    wanted = {deployment["entrypoint"] for deployment in yaml.safe_load(file.read_text())["deployments"]}
-    assert wanted and wanted == {deployment["entrypoint"] for deployment in deployed}
+    assert {deployment["entrypoint"] for deployment in deployed} == set(DEPLOYED)
 
 
 def test_wheel_deploys_a_policy(installed: Installed, server: dict[str, str], tmp_path: Path):

@@ -171,7 +171,7 @@ def sent(field: Field, tmp_path: Path) -> Iterator[Sent]:
             one.change(work_pool, is_paused=False, concurrency_limit=None)
         yield one
         for run in one.runs():
-            if run["state"]["name"] == "Scheduled":  # else it takes a place from those of the next test
+            if run["state"]["type"] == "SCHEDULED":  # late ones, too: the worker of a later test would begin them
                 one.end(run, "Cancelled")
 
 
