@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from prefect.artifacts import Artifact
 
+from fakes.command import run_command
 from fakes.endpoints import endpoint
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
@@ -52,11 +54,11 @@ class Series:
             }
         )
 
-    def command(self) -> list[str]:
-        """The same evaluation as a command line."""
-        command = [str(ASSAY), "evaluate", "--model", str(self.run), "--output", str(self.evaluations)]
-        command += ["--eval", "demo_facts", "--eval", "demo_backwards", "--limit", str(QUESTIONS)]
-        return [*command, "--base-url", self.base_url, "--json"]
+    def arguments(self) -> list[str]:
+        """The same evaluation for the `assay` command."""
+        arguments = ["evaluate", "--model", str(self.run), "--output", str(self.evaluations)]
+        arguments += ["--eval", "demo_facts", "--eval", "demo_backwards", "--limit", str(QUESTIONS)]
+        return [*arguments, "--base-url", self.base_url, "--json"]
 
     def records(self) -> dict[str, Record]:
         """Cell folder → record."""
@@ -148,18 +150,21 @@ def test_endpoint_that_serves_other_models_is_refused_and_recorded_as_ours(
 
 
 def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failure(
-    tmp_path: Path, series: Callable[[str, list[int]], Series], prefect_api: str
+    tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
-    env = process_environment({"PREFECT_API_URL": prefect_api})
-    with endpoint(tmp_path, "run-1", delay_seconds=0.5) as served:
+    with endpoint(tmp_path, "run-1", delay_seconds=0.5) as served, ThreadPoolExecutor(1) as beside:
         one = series(served.base_url, [1])
-        with subprocess.Popen(one.command(), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-            eventually(lambda: served.requests > QUESTIONS or run.poll() is not None, seconds=120)
+
+        def kill_in_the_middle() -> None:
+            eventually(lambda: served.requests > QUESTIONS, seconds=120)
             served.process.kill()
-            printed, errors = run.communicate(timeout=300)
-    assert run.returncode == 2, errors
-    assert "Traceback" not in errors and "To do:" in errors
-    assert [record["status"] for record in json.loads(printed)["records"]] == ["infra_failed"]
+
+        killed = beside.submit(kill_in_the_middle)
+        done = run_command(*one.arguments())
+        killed.result()
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "To do:" in done.stderr
+    assert [record["status"] for record in json.loads(done.stdout)["records"]] == ["infra_failed"]
     [record] = one.records().values()
     assert record.status == "infra_failed" and record.metrics == ()
 
@@ -170,7 +175,9 @@ def test_two_runs_of_one_evaluation_at_once_leave_one_valid_record_per_cell(
     env = process_environment({"PREFECT_API_URL": prefect_api})
     with endpoint(tmp_path, "run-1") as served:
         one = series(served.base_url, [1])
-        other = subprocess.Popen(one.command(), env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        other = subprocess.Popen(
+            [str(ASSAY), *one.arguments()], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
         eventually(lambda: list(one.evaluations.rglob("attempt-*")) or other.poll() is not None, seconds=120)
         returned = evaluate_checkpoints(one.config)
         printed, errors = other.communicate(timeout=300)
