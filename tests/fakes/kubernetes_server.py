@@ -36,7 +36,7 @@ _PATH = re.compile(r"/(?:api/v1|apis/batch/v1)(?:/namespaces/([\w-]+))?/(\w+)(?:
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VERSION = "1.34"
 _LARGEST_BYTES = 1 << 20
-_TICK_SECONDS = 0.02
+_TICK_SECONDS = 0.04
 
 kubernetes_validate.utils.schema_contents = cache(
     kubernetes_validate.utils.schema_contents
