@@ -10,8 +10,10 @@ where a worker finds it. What a stand-in's answer makes of a metric is no matter
 What lies at an address has no revision. Its SHA-256 is noted, and another content is refused from then on.
 """
 
+# ruff: noqa: E402 - HELM is imported without the garbage collector
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
@@ -26,6 +28,7 @@ from typing import Any, NoReturn
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "helm" / "programs"))
 
+gc.disable()  # a quarter of the time would go to looking for garbage that is not there
 import helm.benchmark.runner as helm_runner
 import helm_asking
 import helm_runs
@@ -39,6 +42,9 @@ from helm.benchmark.model_metadata_registry import (
 )
 from helm.common import general
 from stage_hub import Pinned, begun, describe_datasets, patiently, shown, size_of, tell, write
+
+gc.freeze()
+gc.enable()
 
 PARTS = ("helm", "scenarios", "datasets")
 """Of the manifest; other parts are not ours, and are left as they are."""
