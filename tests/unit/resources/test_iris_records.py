@@ -54,7 +54,7 @@ def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:
             self.end_headers()
             self.wfile.write(b"{}")
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, format: str, *args: Any) -> None:
             pass
 
     waiting = textwrap.dedent(
