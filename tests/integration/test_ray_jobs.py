@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import ray
 from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
-from ray._raylet import GcsClient
+from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 from ray.cluster_utils import Cluster
 from ray.dashboard.modules.job.job_manager import JobManager
 
