@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -36,8 +37,10 @@ class FakeLauncher:
 
     def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
         """See `pools.engine.launch.Launcher`."""
-        number = len(self.launches)
-        with (self.folder / "launches.txt").open("a") as noted:
+        with (self.folder / "launches.txt").open("a+") as noted:
+            fcntl.flock(noted, fcntl.LOCK_EX)  # replicas launch at once
+            noted.seek(0)
+            number = len(noted.read().split())
             noted.write(f"{checkpoint.name}\n")
         if number in self.scripts:
             return Launch(sys.executable, ("-c", self.scripts[number], str(port)), {})

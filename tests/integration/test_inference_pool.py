@@ -389,10 +389,13 @@ def test_two_replicas_share_the_load_and_one_may_die(
 def test_replica_whose_engine_dies_at_start_tries_again_while_another_one_answers(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
-    launcher = FakeLauncher(tmp_path, scripts={1: "import time; time.sleep(1.5); raise SystemExit(3)"})
+    die = tmp_path / "die"
+    script = f"import os, time\nwhile not os.path.exists({str(die)!r}): time.sleep(0.05)\nraise SystemExit(3)"
+    launcher = FakeLauncher(tmp_path, scripts={1: script})
     config = pool_config(resource_config={"replicas": 2})
     with InferencePool(config, checkpoints, client=client, launcher=launcher) as pool:
         running, _ = pool.load("run-1")
+        die.touch()
         eventually(lambda: [one.announcement.state for one in pool.proxy_status().replicas] == ["ready", "ready"])
         assert pool.proxy_status().unusable == {}
         assert ask(running).status_code == 200
