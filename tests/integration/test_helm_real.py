@@ -32,6 +32,7 @@ from tasks.evaluators.helm.evaluator import Helm
 from tasks.records.record import begin_scope, end_scope
 from tasks.records.samples import SAMPLES_NAME, read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+from tasks.spec.suites import SuiteRequest, load_suite
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 
@@ -351,6 +352,8 @@ def test_check_finds_what_comes_with_helm_and_refuses_what_does_not(python: Path
     Helm().check(make_config("simple_mcqa", shapes(), NATURAL), python=python)
     subject = {"subject": "anatomy", "data_augmentation": "canonical"}
     Helm().check(make_config(EvalTaskConfig(name="mmlu", task_kwargs=subject)), python=python)
+    for config in load_suite("helm").evaluations_of(SuiteRequest(model_path="run")):
+        Helm().check(config, python=python)
     with pytest.raises(UnknownBenchmark, match="did you mean simple_mcqa"):
         Helm().check(make_config("simple_mcqaa"), python=python)
     with pytest.raises(BadInput, match="did you mean path"):

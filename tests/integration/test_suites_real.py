@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ from tasks.records.record import Record
 from tasks.spec.benchmark_sets import benchmark_sets, needs_of
 from tasks.spec.evaluation import EvalTaskConfig
 from tasks.spec.evaluators import Judge, options_as
-from tasks.spec.suites import SuiteRequest, load_suite
+from tasks.spec.suites import Suite, SuiteRequest, load_suite
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(900)]
 
@@ -176,12 +177,8 @@ def assert_succeeded(records: list[Record], *, cells: int, published: set[str]) 
     ("runner", "suite", "changes", "cells"),
     [
         ("default_key_evals", "default_key_evals", {"allow_code_execution": ["humaneval"]}, 2),
-        ("default_base_eval", "default_base_eval", {}, 5),
-        ("default_sft_eval", "default_sft_eval", {"allow_code_execution": ["humaneval"]}, 5),
-        ("run_key_evals", "key_evals", {"only": ["multiple_choice"]}, 1),
+        ("default_sft_eval", "default_sft_eval", {"only": ["leaderboard_gen"]}, 1),
         ("run_base_model_evals", "base_model", {}, 3),
-        ("run_sft_model_evals", "sft_model", {"only": ["leaderboard_gen"]}, 1),
-        ("run_on_gpu", "on_gpu", {}, 2),
         ("run_lm_eval_harness", "lm_eval_harness", {"only": ["truthfulness"]}, 2),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -217,9 +214,13 @@ def _own_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("prefect_api")
-def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_path: Path, served: Served):
-    entries = options_as(HelmOptions, load_suite("helm").evaluations[0].evaluator).run_specs_path
-    subjects = re.findall("subject=([a-z_]+)", Path(str(entries)).read_text())
+def test_suite_of_helm_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_path: Path, served: Served):
+    whole = load_suite("helm")
+    path = options_as(HelmOptions, whole.evaluations[0].evaluator).run_specs_path
+    entries = Path(str(path)).read_text().splitlines(keepends=True)
+    few = [line for line in entries if "subject=" not in line or re.search("=(anatomy|marketing|virology),", line)]
+    (tmp_path / "few.conf").write_text("".join(few))
+    subjects = re.findall("subject=([a-z_]+)", "".join(few))
     for split in ("dev", "val", "test"):  # as `assay stage` leaves them
         folder = settings().cache_dir / "helm" / "scenarios" / "mmlu" / "data" / split
         folder.mkdir(parents=True)
@@ -227,16 +228,21 @@ def test_helm_runner_asks_every_subject_of_mmlu_and_publishes_their_mean(tmp_pat
             (folder / f"{subject}_{split}.csv").write_text(
                 "".join(f"Is it {n}?,no,yes,never,who knows,B\n" for n in "12")
             )
+    evaluation = whole.evaluations[0].model_dump(mode="json")
+    evaluation["evaluator"]["run_specs_path"] = str(tmp_path / "few.conf")
+    suite = Suite.model_validate({**whole.model_dump(mode="json"), "evaluations": [evaluation]})
     request = SuiteRequest(
         model_path=str(served.run),
         evaluation_path=str(tmp_path / "evaluations"),
         base_url=served.base_url,
         max_eval_instances=1,
     )
-    [record] = run_deployed("run_helm", request=request, selection={"steps": [1]})
+    [record] = run_deployed("run_helm", suite=suite, request=request, selection={"steps": [1]})
     assert record.status == "succeeded" and record.counts is not None
-    assert record.counts.scored == len(subjects) == 57
-    assert {"mmlu", "mmlu.subject=anatomy"} <= {metric.benchmark for metric in record.metrics}
+    assert record.counts.scored == len(subjects) == 3
+    values = {m.benchmark: m.value for m in record.metrics if m.name == "exact_match"}
+    assert values.keys() == {"mmlu", *(f"mmlu.subject={subject}" for subject in subjects)}
+    assert values.pop("mmlu") == pytest.approx(statistics.fmean(values.values()))
 
 
 @pytest.mark.usefixtures("prefect_api", "_own_machine")
@@ -262,29 +268,17 @@ def test_alpaca_runner_compares_with_the_official_outputs_as_the_named_judge_say
 
 
 @pytest.mark.usefixtures("prefect_api")
-@pytest.mark.parametrize(
-    ("runner", "evaluator", "benchmark"),
-    [
-        ("evaluate_lm_evaluation_harness_on_step", "lm_evaluation_harness", "demo_facts"),
-        ("evaluate_helm_on_step", "helm", "demo_mcqa"),
-        ("evaluate_alpaca_eval_on_step", "alpaca_eval", "demo_instructions"),
-        ("evaluate_levanter_lm_evaluation_harness_on_step", "levanter_lm_evaluation_harness", "demo_facts"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_step_of_a_run_is_evaluated_by_its_number(
-    tmp_path: Path, served: Served, runner: str, evaluator: str, benchmark: str
-):
+def test_step_of_a_run_is_evaluated_by_its_number(tmp_path: Path, served: Served):
     request = SuiteRequest(
         model_path=str(served.run),
         evaluation_path=str(tmp_path / "evaluations"),
         base_url=served.base_url,
         max_eval_instances=QUESTIONS,
-        judge=Judge(annotator="demo_verdict", constrained=True),
     )
-    [record] = run_deployed(runner, request=request, evals=(EvalTaskConfig(name=benchmark),), step=1)
-    assert (record.checkpoint.step, record.evaluator, record.status) == (1, evaluator, "succeeded")
-    assert {metric.benchmark for metric in record.metrics} == {benchmark}
+    evals = (EvalTaskConfig(name="demo_mcqa"),)
+    [record] = run_deployed("evaluate_helm_on_step", request=request, evals=evals, step=1)
+    assert (record.checkpoint.step, record.evaluator, record.status) == (1, "helm", "succeeded")
+    assert {metric.benchmark for metric in record.metrics} == {"demo_mcqa"}
 
 
 @pytest.mark.usefixtures("prefect_api")
