@@ -8,9 +8,11 @@ afterwards. Only `datasets.load_dataset` is wrapped, to fetch one revision of a 
 that the manifest has already is not asked for again.
 """
 
+# ruff: noqa: E402 - the libraries are imported without the garbage collector
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import sys
 from collections.abc import Callable
@@ -21,10 +23,8 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path.append(str(Path(__file__).parents[2] / "evaluators" / "lm_eval" / "programs"))
 
+gc.disable()  # a quarter of the time would go to looking for garbage that is not there
 from huggingface_hub import HfApi, hf_hub_download, snapshot_download
-from lm_eval.tasks import TaskManager
-from lm_eval_index import use_remembered_index
-from lm_eval_loading import folder_of
 from stage_hub import (
     Pinned,
     begun,
@@ -37,7 +37,9 @@ from stage_hub import (
     tell,
     write,
 )
-from transformers import AutoTokenizer
+
+gc.freeze()
+gc.enable()
 
 PARTS = ("benchmarks", "datasets", "tokenizers", "files_of_datasets")
 """Of the manifest; other parts are not ours, and are left as they are."""
@@ -124,7 +126,7 @@ def prove(job: dict[str, Any]) -> None:
     for asked in job["tokenizers"]:
         name = asked.partition("@")[0]
         try:
-            AutoTokenizer.from_pretrained(name)
+            load_tokenizer(name)
         except Exception as error:  # noqa: BLE001 - as above
             problems[name] = shown(error)
     for path, files in job["files_of_datasets"].items():
@@ -138,8 +140,15 @@ def prove(job: dict[str, Any]) -> None:
 
 def loader(job: dict[str, Any]) -> Callable[[str], Any]:
     """Loads a benchmark with all its parts, as the program that evaluates does."""
+    gc.disable()
+    from lm_eval.tasks import TaskManager
+    from lm_eval_index import use_remembered_index
+    from lm_eval_loading import folder_of
+
     use_remembered_index()
     manager = TaskManager(include_path=job["benchmarks_path"])
+    gc.freeze()
+    gc.enable()
 
     def load(name: str) -> None:
         if name not in manager.task_index:
@@ -154,9 +163,16 @@ def fetch_tokenizer(name: str, revision: str | None) -> str:
     """Fetches one tokenizer; its commit."""
     commit = str(patiently(lambda: HfApi().model_info(name, revision=revision).sha))
     patiently(lambda: snapshot_download(name, revision=commit, allow_patterns=list(TOKENIZER_FILES)))
-    patiently(lambda: AutoTokenizer.from_pretrained(name, revision=commit))  # notes which files it may do without
+    patiently(lambda: load_tokenizer(name, revision=commit))  # notes which files it may do without
     call_it_main(repository_folder("models", name), commit)
     return commit
+
+
+def load_tokenizer(name: str, **options: Any) -> None:
+    """Loads one tokenizer, as the program that evaluates does."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(name, **options)
 
 
 def fetch_files(path: str, files: list[str], revision: str | None) -> str:
