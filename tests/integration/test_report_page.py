@@ -6,6 +6,7 @@ import html
 import json
 import re
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -77,22 +78,22 @@ addEventListener("load", () => {
 """
 
 
-@pytest.fixture(scope="module")
-def chromium() -> str:
-    return chromium_binary()
+Looks = tuple[dict[str, Any], dict[str, Any]]
+"""What Chromium makes of a page in a frame as wide as a phone, and in one as wide as a desktop."""
 
 
-def observed(chromium: str, folder: Path, page: str, *, dark: bool = False) -> list[dict[str, Any]]:
-    """What Chromium makes of a page in a frame as wide as a phone, and in one as wide as a desktop."""
+def observed(folder: Path, pages: Mapping[str, str], *, dark: bool = False) -> dict[str, Looks]:
+    """Shows pages side by side in one Chromium."""
     frames = "".join(
         f'<iframe style="border: 0; width: {width}px; height: 900px" srcdoc="{html.escape(page)}"></iframe>'
+        for page in pages.values()
         for width in (PHONE, DESKTOP)
     )
     harness = folder / "harness.html"
     harness.write_text(f"<!DOCTYPE html><meta charset=utf-8><pre></pre>{frames}<script>{OBSERVE}</script>")
     done = subprocess.run(
         [
-            chromium,
+            chromium_binary(),
             *FLAGS,
             f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             f"--user-data-dir={folder / 'profile'}",
@@ -106,7 +107,24 @@ def observed(chromium: str, folder: Path, page: str, *, dark: bool = False) -> l
     )
     answer = re.search(r"<pre>(.+?)</pre>", done.stdout, flags=re.DOTALL)
     assert answer, done.stderr[-2000:]
-    return json.loads(html.unescape(answer[1]))
+    seen = json.loads(html.unescape(answer[1]))
+    return dict(zip(pages, zip(seen[::2], seen[1::2], strict=True), strict=True))
+
+
+@pytest.fixture(scope="module")
+def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Looks]:
+    """Every page that the tests look at, in a light scheme."""
+    long_name = "another-run-with-a-rather-long-name-that-goes-on-and-on-2026-01-02"
+    growing = [make_record(step=step) for step in (0, *(2**power for power in range(0, 18)))]
+    pages = {
+        "two runs": render_report(series() + series(run=long_name), title="Demo"),
+        "every evaluator": render_report(
+            of_every_evaluator(), title="All", records_at="evaluations", page="report.html"
+        ),
+        "growing steps": render_report(growing, title="Demo"),
+        "nothing": render_report([], title="Nothing yet"),
+    }
+    return observed(tmp_path_factory.mktemp("light"), pages)
 
 
 def brightness(colour: str) -> float:
@@ -132,12 +150,8 @@ def series(*, run: str = "demo", steps: range = range(100, 700, 100)) -> list[Re
     ]
 
 
-def test_page_on_phone_and_desktop_is_laid_out_without_overlaps_or_sideways_scrolling(
-    chromium: str, tmp_path: Path
-) -> None:
-    records = series() + series(run="another-run-with-a-rather-long-name-that-goes-on-and-on-2026-01-02")
-
-    phone, desktop = observed(chromium, tmp_path, render_report(records, title="Demo"))
+def test_page_on_phone_and_desktop_is_laid_out_without_overlaps_or_sideways_scrolling(light: dict[str, Looks]) -> None:
+    phone, desktop = light["two runs"]
 
     assert phone["title"] == desktop["title"] == "Demo"
     assert phone["loaded"] == desktop["loaded"] == []
@@ -153,12 +167,8 @@ def test_page_on_phone_and_desktop_is_laid_out_without_overlaps_or_sideways_scro
     assert phone["firstColumnStays"] < 3
 
 
-def test_page_of_every_evaluator_is_laid_out_without_overlaps_or_sideways_scrolling(
-    chromium: str, tmp_path: Path
-) -> None:
-    page = render_report(of_every_evaluator(), title="All", records_at="evaluations", page="report.html")
-
-    phone, desktop = observed(chromium, tmp_path, page)
+def test_page_of_every_evaluator_is_laid_out_without_overlaps_or_sideways_scrolling(light: dict[str, Looks]) -> None:
+    phone, desktop = light["every evaluator"]
 
     assert phone["loaded"] == desktop["loaded"] == []
     assert phone["scrollWidth"] <= PHONE
@@ -168,25 +178,22 @@ def test_page_of_every_evaluator_is_laid_out_without_overlaps_or_sideways_scroll
     assert phone["firstColumnStays"] < 3
 
 
-def test_page_in_a_dark_scheme_has_light_text_on_dark_also_in_charts(chromium: str, tmp_path: Path) -> None:
-    for folder, dark in (("light", False), ("dark", True)):
-        (tmp_path / folder).mkdir()
-        phone, _ = observed(chromium, tmp_path / folder, render_report(series(), title="Demo"), dark=dark)
+def test_page_in_a_dark_scheme_has_light_text_on_dark_also_in_charts(light: dict[str, Looks], tmp_path: Path) -> None:
+    in_dark = observed(tmp_path, {"series": render_report(series(), title="Demo")}, dark=True)
+    for (phone, _), dark in ((light["two runs"], False), (in_dark["series"], True)):
         assert (brightness(phone["pageColour"]) < 60) == dark
         assert (brightness(phone["textColour"]) > 200) == dark
 
 
-def test_page_with_growing_steps_has_tick_labels_apart(chromium: str, tmp_path: Path) -> None:
-    records = [make_record(step=step) for step in (0, *(2**power for power in range(0, 18)))]
-
-    phone, desktop = observed(chromium, tmp_path, render_report(records, title="Demo"))
+def test_page_with_growing_steps_has_tick_labels_apart(light: dict[str, Looks]) -> None:
+    phone, desktop = light["growing steps"]
 
     assert phone["overlaps"] == desktop["overlaps"] == []
     assert phone["outside"] == desktop["outside"] == []
 
 
-def test_page_without_records_is_still_a_page(chromium: str, tmp_path: Path) -> None:
-    phone, _ = observed(chromium, tmp_path, render_report([], title="Nothing yet"))
+def test_page_without_records_is_still_a_page(light: dict[str, Looks]) -> None:
+    phone, _ = light["nothing"]
 
     assert phone["title"] == "Nothing yet"
     assert phone["scrollWidth"] <= PHONE
