@@ -38,6 +38,12 @@ TOGETHER = {
     "one MLflow": ("contract/test_sinks.py", "integration/test_mlflow_sink.py"),
 }
 """Files that share what is slow to start, and so run in one process."""
+IN_TURN = (
+    "one Ray and one Iris",
+    *("tests/integration/test_cli_jobs.py", "tests/integration/test_pool_on_ray.py"),
+    *("tests/integration/test_ray_jobs.py", "tests/integration/test_ray_tpu.py"),
+)
+"""Groups and files with a Ray each, one after another in one process: programs of Ray take one for the other."""
 _GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
 
 
@@ -58,7 +64,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return _GROUPS.get(file, file)
+            group = _GROUPS.get(file, file)
+            return IN_TURN[0] if group in IN_TURN else group
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
