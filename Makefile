@@ -14,12 +14,12 @@ demo-train: .venv/.complete
 
 PYTEST := .venv/bin/python -m pytest --dist loadfile --no-loadscope-reorder --durations=20
 
-# Three workers for two cores, since tests wait for other processes half of the time; see tests/conftest.py.
+# Four workers for two cores, since tests wait for other processes much of the time; see tests/conftest.py.
 test: lint
 	$(MAKE) --no-print-directory --jobs=2 types tests
 
 tests: .venv/.development
-	$(PYTEST) -n 3
+	$(PYTEST) -n 4
 
 # No engine, no harness, no cluster, no server that takes seconds to start.
 test-fast: .venv/.development
