@@ -198,23 +198,6 @@ def test_result_that_takes_too_long_is_a_timeout_and_can_still_come(kit: ActorHa
     assert futures[0].result(ANSWER_SECONDS) == AT_ONCE
 
 
-def test_handles_work_inside_jobs_when_sent_and_when_looked_up_by_name(
-    client: Client, kit: ActorHandle, tmp_path: Path
-) -> None:
-    def call(sent: ActorHandle, path: Path) -> None:
-        found = get_actor(current_client(), "kit")
-        path.write_text(f"{sent.pid()} {found.pid()}")
-
-    request = JobRequest(
-        "caller",
-        Entrypoint.from_callable(call, [kit, tmp_path / "pids"]),
-        resources=ResourceConfig(),
-        environment=create_environment(env_vars=actor_variables()),
-    )
-    client.submit(request).wait(60)
-    assert (tmp_path / "pids").read_text() == f"{kit.pid()} {kit.pid()}"
-
-
 def test_names_of_living_actors_are_taken_and_unknown_ones_are_refused(client: Client, kit: ActorHandle) -> None:
     kit.pid()
     assert get_actor(client, "kit").pid() == kit.pid()
@@ -222,14 +205,6 @@ def test_names_of_living_actors_are_taken_and_unknown_ones_are_refused(client: C
         create_actor(client, Kit, name="kit")
     with pytest.raises(BadInput, match="kit"):
         get_actor(client, "nobody")
-
-
-def test_actor_that_cannot_be_made_tells_its_callers_why(client: Client) -> None:
-    broken = create_actor(client, Broken, name="broken", max_restarts=5)
-    with pytest.raises(ActorDied, match="cannot make the unmakeable"):
-        broken.anything.remote().result(ANSWER_SECONDS)
-    with pytest.raises(ActorDied, match="cannot make the unmakeable"):
-        broken.wait_ready(ANSWER_SECONDS)
 
 
 def test_calls_on_their_way_and_later_ones_end_when_the_actor_dies(client: Client, tmp_path: Path) -> None:
@@ -245,23 +220,26 @@ def test_calls_on_their_way_and_later_ones_end_when_the_actor_dies(client: Clien
     assert mortal.job.wait(ANSWER_SECONDS, raise_on_failure=False) is JobStatus.FAILED
 
 
-def test_calls_end_when_the_job_of_the_actor_is_terminated(client: Client, tmp_path: Path) -> None:
-    doomed = create_actor(client, Kit, name="doomed")
+def test_calls_end_when_the_job_of_the_actor_is_terminated_and_its_name_is_free_again(
+    client: Client, tmp_path: Path
+) -> None:
+    doomed = create_actor(client, Kit, name="phoenix")
     hanging, waiting = doomed.touch_and_hang.remote(tmp_path / "hangs"), doomed.add.remote()
     eventually((tmp_path / "hangs").exists)
     doomed.job.terminate()
     for future in (hanging, waiting):
         with pytest.raises(ActorDied, match="stopped"):
             future.result(ANSWER_SECONDS)
-    assert create_actor(client, Kit, name="doomed").add() == 1
+    _begins_anew_as_often_as_allowed(client, tmp_path / "hangs-again")
 
 
-def test_actor_ended_from_outside_begins_anew_as_often_as_allowed(client: Client, tmp_path: Path) -> None:
+def _begins_anew_as_often_as_allowed(client: Client, hangs: Path) -> None:
+    """An actor that was ended from outside, until it may begin no more."""
     phoenix = create_actor(client, Kit, 5, name="phoenix", max_concurrency=2, max_restarts=1)
     assert phoenix.add() == 6
     first_pid = phoenix.pid()
-    hanging = phoenix.touch_and_hang.remote(tmp_path / "hangs")
-    eventually((tmp_path / "hangs").exists)
+    hanging = phoenix.touch_and_hang.remote(hangs)
+    eventually(hangs.exists)
     os.kill(first_pid, signal.SIGKILL)
     with pytest.raises(ActorRestarted, match="phoenix"):
         hanging.result(ANSWER_SECONDS)
@@ -271,17 +249,22 @@ def test_actor_ended_from_outside_begins_anew_as_often_as_allowed(client: Client
         phoenix.kill.remote(signal.SIGKILL).result(ANSWER_SECONDS)
 
 
-def test_actor_that_a_job_created_is_found_from_outside_and_dies_with_that_job(client: Client, tmp_path: Path) -> None:
-    def create(path: Path) -> None:
+def test_job_calls_actors_it_was_sent_or_looked_up_and_those_it_creates_die_with_it(
+    client: Client, kit: ActorHandle, tmp_path: Path
+) -> None:
+    def create(sent: ActorHandle, folder: Path) -> None:
+        found = get_actor(current_client(), "kit")
+        (folder / "pids").write_text(f"{sent.pid()} {found.pid()}")
         inner = create_actor(current_client(), Kit, name="inner", max_concurrency=2)
         inner.add()
-        path.touch()
+        (folder / "created").touch()
         time.sleep(300)
 
-    call = Entrypoint.from_callable(create, [tmp_path / "created"])
+    call = Entrypoint.from_callable(create, [kit, tmp_path])
     environment = create_environment(env_vars=actor_variables())
     creator = client.submit(JobRequest("creator", call, resources=ResourceConfig(), environment=environment))
     eventually((tmp_path / "created").exists, seconds=60)
+    assert (tmp_path / "pids").read_text() == f"{kit.pid()} {kit.pid()}"
     inner = get_actor(client, "inner")
     assert inner.add() == 2
     hanging = inner.touch_and_hang.remote(tmp_path / "hangs")
@@ -292,8 +275,8 @@ def test_actor_that_a_job_created_is_found_from_outside_and_dies_with_that_job(c
 
 
 def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_path: Path) -> None:
-    group = create_actor_group(client, Gated, tmp_path, name="gated", count=3)
-    assert [actor.name for actor in group] == ["gated-0", "gated-1", "gated-2"]
+    group = create_actor_group(client, Gated, tmp_path, name="gated", count=2)
+    assert [actor.name for actor in group] == ["gated-0", "gated-1"]
     assert group.ready_count == 0
     with pytest.raises(JobTimeout, match="gated"):
         group.wait_ready(1, timeout=0.05)
@@ -301,21 +284,24 @@ def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_pa
     (first,) = group.wait_ready(1, timeout=ANSWER_SECONDS)
     assert [actor.name for actor in group.discover_new()] == [first.name]
     assert group.discover_new() == []
-    for _ in range(2):
-        eventually(lambda: not (tmp_path / "go").exists())
-        (tmp_path / "go").touch()
-    assert len(group.wait_ready(timeout=ANSWER_SECONDS)) == 3
-    assert {actor.name for actor in group.discover_new()} == {"gated-0", "gated-1", "gated-2"} - {first.name}
-    assert group.statuses() == [JobStatus.RUNNING] * 3
+    (tmp_path / "go").touch()
+    assert len(group.wait_ready(timeout=ANSWER_SECONDS)) == 2
+    assert {actor.name for actor in group.discover_new()} == {"gated-0", "gated-1"} - {first.name}
+    assert group.statuses() == [JobStatus.RUNNING] * 2
     group.shutdown()
-    assert group.statuses() == [JobStatus.STOPPED] * 3
+    assert group.statuses() == [JobStatus.STOPPED] * 2
     assert group.ready_count == 0
 
 
-def test_group_that_can_never_have_enough_says_so_instead_of_waiting(client: Client) -> None:
-    group = create_actor_group(client, Broken, name="hopeless", count=2)
+def test_actors_that_cannot_be_made_tell_why_their_callers_and_who_waits_for_enough_of_them(client: Client) -> None:
+    group = create_actor_group(client, Broken, name="hopeless", count=2, max_restarts=5)
     with pytest.raises(ActorDied, match="cannot make the unmakeable"):
         group.wait_ready(1, timeout=ANSWER_SECONDS)
+    broken = next(iter(group))
+    with pytest.raises(ActorDied, match="cannot make the unmakeable"):
+        broken.anything.remote().result(ANSWER_SECONDS)
+    with pytest.raises(ActorDied, match="cannot make the unmakeable"):
+        broken.wait_ready(ANSWER_SECONDS)
     with pytest.raises(BadInput, match="at most 2"):
         group.wait_ready(3)
 

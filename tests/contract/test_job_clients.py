@@ -197,16 +197,6 @@ def test_job_killed_for_want_of_memory_fails_and_says_what_to_do(client: Client,
     assert "resources.ram" in (details.reason or "")
 
 
-def test_replicas_of_the_request_win_over_those_of_the_resources_and_know_their_place(client: Client) -> None:
-    script = shell("echo $ASSAY_REPLICA_INDEX of $ASSAY_REPLICA_COUNT")
-    handle = client.submit(job(script, replicas=3, resources=ResourceConfig(replicas=2)))
-    handle.wait(30)
-    assert [handle.logs(replica=index) for index in range(3)] == ["0 of 3", "1 of 3", "2 of 3"]
-    assert "1 of 3" in handle.logs()
-    with pytest.raises(BadInput):
-        handle.logs(replica=3)
-
-
 def test_replica_that_fails_takes_the_others_with_it_and_counts_once(client: Client, tmp_path: Path) -> None:
     script = (
         f"echo $$ > {tmp_path}/pid-$ASSAY_REPLICA_INDEX; [ $ASSAY_REPLICA_INDEX = 0 ] || {{ {FOR_EVER}; }}; "
@@ -285,18 +275,29 @@ def test_attaching_to_no_job_is_refused(client: Client, job_id: str) -> None:
         client.attach(job_id)
 
 
-def test_announcement_of_each_replica_reaches_the_handle_and_can_change(client: Client, tmp_path: Path) -> None:
+def test_replicas_of_the_request_win_over_those_of_the_resources_and_each_knows_its_place_and_announces(
+    client: Client, tmp_path: Path
+) -> None:
     def say(folder: Path) -> None:
+        print(os.environ["ASSAY_REPLICA_INDEX"], "of", os.environ["ASSAY_REPLICA_COUNT"])
         announce(f"first of {os.environ['ASSAY_REPLICA_INDEX']}")
         while not (folder / "go").exists():
             time.sleep(0.02)
         announce("second")
-        time.sleep(60)
+        while not (folder / "end").exists():
+            time.sleep(0.02)
 
-    handle = client.submit(job(Entrypoint.from_callable(say, [tmp_path]), replicas=2))
+    call = Entrypoint.from_callable(say, [tmp_path])
+    handle = client.submit(job(call, replicas=2, resources=ResourceConfig(replicas=3)))
     eventually(lambda: [handle.announced(index) for index in range(2)] == ["first of 0", "first of 1"])
     (tmp_path / "go").touch()
     eventually(lambda: client.attach(handle.job_id).announced(1) == "second")
+    (tmp_path / "end").touch()
+    assert handle.wait(30) is JobStatus.SUCCEEDED
+    assert [handle.logs(replica=index) for index in range(2)] == ["0 of 2", "1 of 2"]
+    assert "1 of 2" in handle.logs()
+    with pytest.raises(BadInput):
+        handle.logs(replica=2)
 
 
 def test_announcement_of_an_earlier_attempt_is_forgotten(client: Client, tmp_path: Path) -> None:
@@ -319,51 +320,10 @@ def test_job_terminated_while_it_starts_is_stopped_and_leaves_nothing(client: Cl
     assert not written or not is_alive(int(written))  # it may have ended between opening the file and writing
 
 
-def test_job_inside_a_job_runs_on_the_same_backend_and_ends_with_it(client: Client, tmp_path: Path) -> None:
-    def parent(folder: Path) -> None:
-        script = f"echo $$ > {folder}/pid; while :; do sleep 1; done"
-        child = current_client().submit(
-            JobRequest("child", Entrypoint.from_binary("sh", ["-c", script]), resources=ResourceConfig.with_cpu())
-        )
-        (folder / "unfinished").write_text(child.job_id)
-        (folder / "unfinished").rename(folder / "child")
-        child.wait()
-
-    handle = client.submit(job(Entrypoint.from_callable(parent, [tmp_path]), "parent"))
-    pid = eventual_pid(tmp_path / "pid")
-    eventually((tmp_path / "child").exists)
-    child = client.attach((tmp_path / "child").read_text())
-    eventually(lambda: child.status() is JobStatus.RUNNING)
-    handle.terminate()
-    eventually(lambda: child.status().finished)
-    eventually(lambda: not is_alive(pid))
-
-
-def test_job_inside_a_job_goes_on_after_it_if_it_outlives_its_parent(client: Client, tmp_path: Path) -> None:
-    def parent(folder: Path) -> None:
-        script = f"echo $$ > {folder}/pid; while :; do sleep 1; done"
-        request = JobRequest(
-            "child",
-            Entrypoint.from_binary("sh", ["-c", script]),
-            resources=ResourceConfig.with_cpu(),
-            outlives_parent=True,
-        )
-        (folder / "child").write_text(current_client().submit(request).job_id)
-        while not (folder / "pid").exists():
-            time.sleep(0.02)
-
-    assert client.submit(job(Entrypoint.from_callable(parent, [tmp_path]), "parent")).wait(60) is JobStatus.SUCCEEDED
-    child = client.attach((tmp_path / "child").read_text())
-    try:
-        eventually(lambda: child.status() is JobStatus.RUNNING)
-        assert is_alive(eventual_pid(tmp_path / "pid"))
-    finally:
-        child.terminate()
-    assert not is_alive(eventual_pid(tmp_path / "pid"))
-
-
-def test_jobs_are_seen_and_ended_from_another_process(client: Client, tmp_path: Path) -> None:
-    def operator(folder: Path, job_id: str) -> None:
+def test_job_sees_and_ends_others_and_its_children_end_with_it_unless_they_outlive_it(
+    client: Client, tmp_path: Path
+) -> None:
+    def parent(folder: Path, job_id: str) -> None:
         jobs = current_client()
         seen = [details.job_id for details in jobs.jobs()]
         other = jobs.attach(job_id)
@@ -372,8 +332,32 @@ def test_jobs_are_seen_and_ended_from_another_process(client: Client, tmp_path: 
             time.sleep(0.02)
         (folder / "seen").write_text(json.dumps([job_id in seen, other.announced(), other.logs()]))
         other.terminate()
+        for name in ("mortal", "lasting"):
+            script = f"echo $$ > {folder}/{name}-pid; while :; do sleep 1; done"
+            request = JobRequest(
+                name,
+                Entrypoint.from_binary("sh", ["-c", script]),
+                resources=ResourceConfig.with_cpu(),
+                outlives_parent=name == "lasting",
+            )
+            (folder / "unfinished").write_text(jobs.submit(request).job_id)
+            (folder / "unfinished").rename(folder / name)
+        time.sleep(300)
 
-    handle = client.submit(job(shell(f"echo hello; printf here > $ASSAY_ANNOUNCEMENT; {FOR_EVER}")))
-    client.submit(job(Entrypoint.from_callable(operator, [tmp_path, handle.job_id]), "operator")).wait(60)
+    other = client.submit(job(shell(f"echo hello; printf here > $ASSAY_ANNOUNCEMENT; {FOR_EVER}"), "other"))
+    handle = client.submit(job(Entrypoint.from_callable(parent, [tmp_path, other.job_id]), "parent"))
+    assert other.wait(60, raise_on_failure=False) is JobStatus.STOPPED
     assert json.loads((tmp_path / "seen").read_text()) == [True, "here", "hello"]
-    assert handle.wait(20, raise_on_failure=False) is JobStatus.STOPPED
+    eventually((tmp_path / "lasting").exists)
+    mortal, lasting = (client.attach((tmp_path / name).read_text()) for name in ("mortal", "lasting"))
+    try:
+        pids = [eventual_pid(tmp_path / f"{name}-pid") for name in ("mortal", "lasting")]
+        eventually(lambda: [child.status() for child in (mortal, lasting)] == [JobStatus.RUNNING] * 2)
+        handle.terminate()
+        eventually(lambda: mortal.status().finished)
+        eventually(lambda: not is_alive(pids[0]))
+        assert lasting.status() is JobStatus.RUNNING
+        assert is_alive(pids[1])
+    finally:
+        lasting.terminate()
+    assert not is_alive(pids[1])
