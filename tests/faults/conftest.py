@@ -42,7 +42,13 @@ def pair(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Targ
 
 
 @pytest.fixture(scope="module")
-def single(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
+def events() -> list[str]:
+    """Lines that the pool of one replica said."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def single(cache: Path, tmp_path_factory: pytest.TempPathFactory, events: list[str]) -> Iterator[Target]:
     """A pool of one replica."""
-    with running_target(tmp_path_factory.mktemp("single"), replicas=1) as target:
+    with running_target(tmp_path_factory.mktemp("single"), replicas=1, on_event=events.append) as target:
         yield target

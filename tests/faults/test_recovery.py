@@ -7,12 +7,11 @@ import os
 import signal
 import sqlite3
 from contextlib import closing
-from pathlib import Path
 
 import httpx
 import pytest
 
-from fakes.fault_target import MODEL, running_target
+from fakes.fault_target import MODEL
 from fakes.polling import eventually
 from faults.scenarios.processes import send
 from faults.scenarios.target import Target, kept_answers
@@ -53,37 +52,37 @@ def test_leases_of_users_are_known_again_after_a_restart_of_the_proxy(single: Ta
     eventually(lambda: before <= set(single.status().leases), seconds=30)
 
 
-def test_replica_that_hangs_with_its_agent_is_started_again_once(cache: Path, tmp_path: Path) -> None:
-    events: list[str] = []
-    with running_target(tmp_path, replicas=2, on_event=events.append) as target:
-        assert asyncio.run(target.settled()) is None
-        engine = target.engines()[0]
-        stopped = [target.agents()[engine.replica], engine.pid]
-        send(signal.SIGSTOP, stopped)
-        eventually(lambda: any("started again" in event for event in events), seconds=60)
-        assert asyncio.run(target.settled()) is None
-        agents = target.agents()
-        assert asyncio.run(target.settled()) is None
+def _started_again(events: list[str], replica: str) -> list[str]:
+    return [event for event in events if replica in event and "started again" in event]
+
+
+def test_replica_that_hangs_with_its_agent_is_started_again_once(single: Target, events: list[str]) -> None:
+    assert asyncio.run(single.settled()) is None
+    events.clear()
+    [engine] = single.engines()
+    stopped = [single.agents()[engine.replica], engine.pid]
+    send(signal.SIGSTOP, stopped)
+    eventually(lambda: _started_again(events, engine.replica), seconds=60)
+    assert asyncio.run(single.settled()) is None
+    agents = single.agents()
+    assert asyncio.run(single.settled()) is None
     assert stopped[0] not in agents.values()
-    assert [event for event in events if "started again" in event] == [
-        f"{engine.replica} was silent and is started again"
-    ]
+    assert _started_again(events, engine.replica) == [f"{engine.replica} was silent and is started again"]
 
 
-def test_engine_that_hangs_is_replaced_by_its_own_agent(cache: Path, tmp_path: Path) -> None:
-    events: list[str] = []
-    with running_target(tmp_path, replicas=1, on_event=events.append) as target:
-        assert asyncio.run(target.settled()) is None
-        [engine] = target.engines()
-        agents = target.agents()
-        send(signal.SIGSTOP, [engine.pid])
-        eventually(lambda: target.unsettled() is not None, seconds=30)
-        answer = _ask(target.endpoint.base_url, target.endpoint.key, temperature=0)
-        assert answer.status_code == 200
-        assert asyncio.run(target.settled()) is None
-        assert target.agents() == agents
-        assert target.engines()[0].pid != engine.pid
-    assert [event for event in events if "started again" in event] == [
+def test_engine_that_hangs_is_replaced_by_its_own_agent(single: Target, events: list[str]) -> None:
+    assert asyncio.run(single.settled()) is None
+    events.clear()
+    [engine] = single.engines()
+    agents = single.agents()
+    send(signal.SIGSTOP, [engine.pid])
+    eventually(lambda: single.unsettled() is not None, seconds=30)
+    answer = _ask(single.endpoint.base_url, single.endpoint.key, temperature=0)
+    assert answer.status_code == 200
+    assert asyncio.run(single.settled()) is None
+    assert single.agents() == agents
+    assert single.engines()[0].pid != engine.pid
+    assert _started_again(events, engine.replica) == [
         f"the engine of {engine.replica} died, or hung, and is started again"
     ]
 

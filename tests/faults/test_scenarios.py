@@ -11,10 +11,11 @@ from faults.scenarios.outcome import Scale
 from faults.scenarios.target import Target
 
 pytestmark = pytest.mark.timeout(90)
-WITH_ONE = ("replica-killed", "all-replicas-away", "proxy-killed")
+WITH_ONE = ("replica-killed", "owner-killed")
+NOT_WITH_TWO = ("computing-process-killed", "owner-killed")  # the latter starts pools of its own
 
 
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if name != "computing-process-killed"])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name not in NOT_WITH_TWO])
 async def test_scenario_on_two_replicas_holds(name: str, pair: Target, scale: Scale) -> None:
     if name == "replica-killed":
         scale = dataclasses.replace(scale, requests=2000)

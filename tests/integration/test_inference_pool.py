@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import textwrap
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,34 +28,46 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
+from pools.protocol import LoadReport
 from resources.backends.local.client import LocalClient
 from resources.errors import CheckpointChanged, EngineDied, EngineStartFailed, ModelUnusable, ProxyFailed
 from resources.settings import settings
 
 
+@dataclass(frozen=True)
+class FirstReloads:
+    """The loads of a pool whose engine's reloads nobody had compared with a cold start, and what was answered."""
+
+    cache: Path
+    loads: list[LoadReport]
+    answers: list[Any]
+
+
 @pytest.fixture(scope="module")
-def judged_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache in which the first reload of the fake engine was compared with a cold start, and agreed."""
+def first_reloads(tmp_path_factory: pytest.TempPathFactory) -> FirstReloads:
+    """Leaves a cache in which the first reload of the fake engine was compared with a cold start."""
     folder = tmp_path_factory.mktemp("judged")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ASSAY_CACHE_DIR", str(folder / "cache"))
         settings.cache_clear()
-        both = [
-            Servable.from_uri(f"run-{step}", str(write_checkpoint(folder / f"step-{step}", seed=step)))
-            for step in (1, 2)
-        ]
-        client = LocalClient()
-        with InferencePool(pool_config(), both, client=client, launcher=FakeLauncher(folder)) as pool:
-            assert [pool.load(checkpoint.name)[1].how for checkpoint in both] == ["cold start", "restart"]
+        served, loads, answers, client = write_checkpoints(folder), [], [], LocalClient()
+        with InferencePool(pool_config(), served, client=client, launcher=FakeLauncher(folder)) as pool:
+            for checkpoint in served:
+                running, report = pool.load(checkpoint.name)
+                loads.append(report)
+                answers.append(ask(running).json()["choices"])
         client.shutdown()
-    return folder / "cache"
+    return FirstReloads(folder / "cache", loads, answers)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def own_cache(
+    request: pytest.FixtureRequest, first_reloads: FirstReloads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Reloads are trusted already, but in tests marked `first_reload`."""
-    first = "first_reload" in request.keywords
-    cache = tmp_path / "cache" if first else request.getfixturevalue("judged_cache")
+    cache = tmp_path / "cache"
+    if "first_reload" not in request.keywords:
+        shutil.copytree(first_reloads.cache / "reloads", cache / "reloads")
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(cache))
     settings.cache_clear()
     yield
@@ -67,12 +81,16 @@ def client() -> Iterator[LocalClient]:
     made.shutdown()
 
 
-@pytest.fixture
-def checkpoints(tmp_path: Path) -> list[Servable]:
+def write_checkpoints(folder: Path) -> list[Servable]:
     return [
-        Servable.from_uri(f"run-{step}", str(write_checkpoint(tmp_path / f"step-{step}", seed=step)))
+        Servable.from_uri(f"run-{step}", str(write_checkpoint(folder / f"step-{step}", seed=step)))
         for step in (1, 2, 3)
     ]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> list[Servable]:
+    return write_checkpoints(tmp_path)
 
 
 def pool_config(**fields: Any) -> InferencePoolConfig:
@@ -117,7 +135,12 @@ def engine_pids(folder: Path) -> list[int]:
     return [json.loads(path.read_text())["pid"] for path in folder.glob("engine-*.json")]
 
 
-def test_checkpoints_are_loaded_in_place_when_asked_for_and_each_answers_with_its_own_weights(
+def test_first_reload_is_compared_with_a_cold_start_and_trusted_afterwards(first_reloads: FirstReloads) -> None:
+    assert [report.how for report in first_reloads.loads] == ["cold start", "restart", "reload"]
+    assert "compared with a cold start: they agree" in (first_reloads.loads[1].reason or "")
+
+
+def test_pool_that_trusts_reloads_loads_checkpoints_in_place_when_asked_for_and_each_answers_with_its_own_weights(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path)
@@ -160,21 +183,8 @@ def test_pool_writes_nothing_of_a_request_where_it_keeps_no_journal(
 
 
 @pytest.mark.first_reload
-def test_first_reload_is_compared_with_a_cold_start_and_trusted_afterwards(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    launcher = FakeLauncher(tmp_path)
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
-        loaded = [pool.load(name)[1] for name in ("run-1", "run-2", "run-3")]
-    assert [outcome.how for outcome in loaded] == ["cold start", "restart", "reload"]
-    assert "compared with a cold start: they agree" in (loaded[1].reason or "")
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        assert [pool.load(name)[1].how for name in ("run-1", "run-2")] == ["cold start", "reload"]
-
-
-@pytest.mark.first_reload
 def test_engine_that_reloads_only_a_part_is_never_trusted_and_always_restarted(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable], first_reloads: FirstReloads
 ) -> None:
     launcher = FakeLauncher(tmp_path, faults={"partial_reload": True})
     answers = []
@@ -184,8 +194,7 @@ def test_engine_that_reloads_only_a_part_is_never_trusted_and_always_restarted(
             answers.append(ask(running).json()["choices"])
     assert loaded.how == "restart"
     assert "differed from a cold start" in (loaded.reason or "")
-    with InferencePool(pool_config(), checkpoints[2:], client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        assert ask(pool.load("run-3")[0]).json()["choices"] == answers[2]
+    assert answers == first_reloads.answers
 
 
 def test_reload_that_goes_wrong_or_cannot_go_right_is_followed_by_a_restart(
@@ -257,37 +266,35 @@ def test_next_checkpoint_of_a_store_is_staged_here_while_the_present_one_is_serv
         assert ask(running).status_code == 200
 
 
-def test_checkpoint_written_again_since_it_was_planned_is_refused(
+def test_checkpoints_asked_for_at_once_are_spread_over_two_replicas_of_which_one_may_die_but_not_both(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        pool.load("run-1")
-        write_safetensors(tmp_path / "step-2" / "model.safetensors", seed=77)
-        with pytest.raises(CheckpointChanged, match="changed since it was planned"):
-            pool.load("run-2")
-        assert ask(pool.load("run-3")[0]).status_code == 200
-
-
-def test_checkpoints_asked_for_at_once_are_spread_over_the_replicas(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    config = pool_config(resource_config={"replicas": 2})
+    config = pool_config(resource_config={"replicas": 2}, max_replica_restarts=0)
     with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         running, _ = pool.load("run-1")
+        assert running.capacity == 64
         eventually(lambda: all(one.announcement.state == "ready" for one in pool.proxy_status().replicas))
         with ThreadPoolExecutor(6) as threads:
-            names = ["run-1", "run-2"] * 30
+            names = ["run-1", "run-2"] * 15
             answers = list(threads.map(lambda name: ask(running, model=name).status_code, names))
         assert set(answers) == {200}
         assert {one.announcement.model for one in pool.proxy_status().replicas} == {"run-1", "run-2"}
         reports = [load for one in pool.proxy_status().replicas for load in one.announcement.loads]
         assert sum(load.model == "run-2" for load in reports) == 1
+        first, second = engine_pids(tmp_path)
+        os.kill(first, signal.SIGKILL)
+        assert {ask(running, f"prompt {index}").status_code for index in range(20)} == {200}
+        pool.session.check("run-1")
+        os.kill(second, signal.SIGKILL)
+        assert ask(running).status_code == 503
+        with pytest.raises(EngineDied, match=r"it died, for the 1\. time"):
+            pool.session.check("run-1")
 
 
 def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one_is_busy(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
-    config = pool_config(longest_wait_seconds=1.0)
+    config = pool_config(longest_wait_seconds=0.3)
     stop = threading.Event()
     with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         running, _ = pool.load("run-1")
@@ -313,34 +320,11 @@ def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one
         assert loads[:2] == ["run-1", "run-2"]
 
 
-def test_proxy_that_is_killed_is_started_again_on_its_address_and_answers_as_before(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        running, _ = pool.load("run-1")
-        before, address = ask(running).json()["choices"], pool.base_url
-        os.kill(pool.proxy_pid, signal.SIGKILL)
-
-        def answers() -> bool:
-            try:
-                return ask(running).json()["choices"] == before
-            except httpx.TransportError:
-                return False
-
-        eventually(answers, seconds=30)
-        assert pool.base_url == address
-        assert ask(running, model="run-2").status_code == 200
-        pool.session.check(
-            "run-2"
-        )  # as evaluations do all the time: the session finds a new proxy and introduces itself
-        assert [lease.holder for lease in pool.proxy_status().leases.values()] == ["the pool's owner"]
-
-
 def agent_pid(folder: Path) -> int:
     return json.loads((folder / "status.json").read_text())["replicas"][0]["pid"]
 
 
-def test_engine_or_agent_that_is_killed_is_started_again_and_no_request_is_lost(
+def test_engine_agent_or_proxy_that_is_killed_is_started_again_and_answers_as_before(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
     launcher = FakeLauncher(tmp_path)
@@ -360,30 +344,20 @@ def test_engine_or_agent_that_is_killed_is_started_again_and_no_request_is_lost(
         assert answer.status_code == 200
         assert answer.json()["choices"] == before
         eventually(lambda: not any(is_alive(pid) for pid in engines))
+        address = pool.base_url
+        os.kill(pool.proxy_pid, signal.SIGKILL)
 
+        def answers() -> bool:
+            try:
+                return ask(running).json()["choices"] == before
+            except httpx.TransportError:
+                return False
 
-def test_engine_that_keeps_dying_fails_the_pool_with_its_last_words(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    config = pool_config(max_replica_restarts=0)
-    with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        running, _ = pool.load("run-1")
-        os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
-        assert ask(running).status_code == 503
-        with pytest.raises(EngineDied, match=r"it died, for the 1\. time"):
-            pool.session.check("run-1")
-
-
-def test_two_replicas_share_the_load_and_one_may_die(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    config = pool_config(resource_config={"replicas": 2}, max_replica_restarts=0)
-    with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
-        running, _ = pool.load("run-1")
-        assert running.capacity == 64
-        os.kill(engine_pids(tmp_path)[0], signal.SIGKILL)
-        assert {ask(running, f"prompt {index}").status_code for index in range(20)} == {200}
-        pool.session.check("run-1")
+        eventually(answers, seconds=30)
+        assert pool.base_url == address
+        assert ask(running, model="run-2").status_code == 200
+        pool.session.check("run-2")  # as evaluations do all the time: it introduces itself to a new proxy
+        assert [lease.holder for lease in pool.proxy_status().leases.values()] == ["the pool's owner"]
 
 
 def test_replica_whose_engine_dies_at_start_tries_again_while_another_one_answers(
@@ -417,12 +391,17 @@ def test_engine_that_dies_at_start_shows_its_log_and_the_command(
     assert launcher.launches == ["run-1"]
 
 
-def test_checkpoint_with_useless_weights_fails_alone_and_the_next_one_is_served(
+def test_checkpoint_with_useless_or_changed_weights_fails_alone_and_an_error_in_the_block_ends_every_process(
     tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
 ) -> None:
+    changed = Servable.from_uri("changed", str(write_checkpoint(tmp_path / "changed", seed=4)))
     launcher = FakeLauncher(tmp_path, scripts={1: NAN_ENGINE})
-    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+    pool = InferencePool(pool_config(), [*checkpoints, changed], client=client, launcher=launcher)
+    with pytest.raises(ZeroDivisionError), pool:
         pool.load("run-1")
+        write_safetensors(tmp_path / "changed" / "model.safetensors", seed=77)
+        with pytest.raises(CheckpointChanged, match="changed since it was planned"):
+            pool.load("changed")
         inject(pool.engine_urls()[0], {"fail_reload": True})
         with pytest.raises(ModelUnusable, match="diverged"):
             pool.load("run-2")
@@ -430,6 +409,10 @@ def test_checkpoint_with_useless_weights_fails_alone_and_the_next_one_is_served(
         assert loaded.how == "cold start"
         assert ask(running).status_code == 200
         pool.session.check("run-3")
+        assert any(is_alive(pid) for pid in engine_pids(tmp_path))
+        raise ZeroDivisionError
+    assert not any(is_alive(pid) for pid in engine_pids(tmp_path))
+    assert not is_alive(pool.proxy_pid)
 
 
 def test_engine_that_hangs_at_start_is_given_up_after_its_time(
@@ -457,18 +440,7 @@ def test_port_in_use_is_said_and_nothing_is_left(
             pass
 
 
-def test_error_inside_the_block_ends_every_process(
-    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
-) -> None:
-    pool = InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path))
-    with pytest.raises(ZeroDivisionError), pool:
-        pool.load("run-1")
-        raise ZeroDivisionError
-    assert not any(is_alive(pid) for pid in engine_pids(tmp_path))
-    assert not is_alive(pool.proxy_pid)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])  # SIGTERM ends it as SIGKILL does
 def test_signal_to_the_owner_ends_every_process(tmp_path: Path, number: signal.Signals) -> None:
     write_checkpoint(tmp_path / "step-1", seed=1)
     owner = tmp_path / "owner.py"
