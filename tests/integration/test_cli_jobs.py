@@ -16,6 +16,7 @@ from typing import IO
 import pytest
 
 from fakes.polling import eventually
+from resources.backends.local.client import LocalClient
 from resources.settings import process_environment
 
 ASSAY = str(Path(sys.executable).with_name("assay"))
@@ -66,7 +67,11 @@ def read_until(stream: IO[str] | None, text: str) -> str:
 def jobs(folder: Path) -> dict[str, str]:
     code, out, err = assay(folder, "jobs", "list", "--json", "-n", "500")
     assert code == 0, err
-    return {one["job_id"]: one["status"] for one in json.loads(out)}
+    return {job["job_id"]: job["status"] for job in json.loads(out)}
+
+
+def status(job_id: str) -> str:
+    return LocalClient().attach(job_id).status()
 
 
 def test_submit_writes_what_the_program_writes_and_ends_as_it_ends(project: Path):
@@ -90,7 +95,7 @@ def test_submit_no_wait_prints_an_id_by_which_other_processes_find_the_job(proje
         assert code == 0 and "stopped" in out, err
         assert following.wait(30) == 1
         assert following.stdout and following.stdout.read() == ""
-    assert jobs(project)[job_id] == "stopped"
+    assert status(job_id) == "stopped"
 
 
 @pytest.mark.parametrize(("options", "outcome"), [(("--auto-stop",), "stopped"), ((), "running")])
@@ -104,10 +109,10 @@ def test_submit_that_is_interrupted_ends_the_job_only_if_it_was_told_to(
         assert submitting.stderr
         said = submitting.stderr.read()
     job_id = said.split()[0]
-    assert jobs(project)[job_id] == outcome
+    assert status(job_id) == outcome
     if outcome == "running":
         assert f"assay jobs logs -f {job_id}" in said
-        assert assay(project, "jobs", "stop", job_id)[0] == 0
+        LocalClient().attach(job_id).terminate()
 
 
 def test_submit_whose_supervisor_is_killed_ends_as_infrastructure(project: Path, session_cache: Path):
@@ -115,8 +120,8 @@ def test_submit_whose_supervisor_is_killed_ends_as_infrastructure(project: Path,
         read_until(submitting.stdout, "colour")
         assert submitting.stderr
         job_id = submitting.stderr.readline().split()[0]
-        status = json.loads((session_cache / "jobs" / job_id / "status.json").read_text())
-        os.kill(status["supervisor_pid"], signal.SIGKILL)
+        told = json.loads((session_cache / "jobs" / job_id / "status.json").read_text())
+        os.kill(told["supervisor_pid"], signal.SIGKILL)
         assert submitting.wait(30) == 2
         assert "Expected" in submitting.stderr.read()
 
@@ -178,7 +183,7 @@ def test_cluster_whose_start_is_interrupted_leaves_no_head_behind(project: Path,
         starting.send_signal(signal.SIGINT)
         assert starting.wait(60) == 130
     [job_id] = set(heads()) - before
-    assert jobs(project)[job_id] == "stopped"
+    assert status(job_id) == "stopped"
     assert not processes_of(job_id)
 
 

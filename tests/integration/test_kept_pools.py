@@ -74,10 +74,12 @@ def pids_of(pool: KeptPool, folder: Path) -> list[int]:
     return [pool.access.address.pid, *engines]
 
 
-def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run(
+def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run_and_lends_no_name_twice(
     tmp_path: Path, checkpoints: list[Servable]
 ) -> None:
     pool = kept(tmp_path, checkpoints)
+    [file] = settings().pools_dir.glob("*.json")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600  # it has the key
     key = pool.access.key.get_secret_value()
     with openai.OpenAI(base_url=pool.access.address.base_url, api_key=key) as client:
         assert [model.id for model in client.models.list()] == ["run-1", "run-2", "run-3"]
@@ -86,6 +88,16 @@ def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run(
     [state] = list_kept()
     assert state.state == "up" and state.status is not None
     assert state.status.leases == {}
+    with pytest.raises(BadInput, match="assay pool down warm"):
+        kept(tmp_path, checkpoints)
+    assert find("warm") == pool
+    other = Servable.from_uri("run-1", checkpoints[1].uri)
+    with (
+        PoolSession(pool.access, checkpoints[:1], holder="the first"),
+        pytest.raises(ProxyFailed, match="the first uses the name run-1"),
+        PoolSession(pool.access, [other], holder="the second"),
+    ):
+        pass
 
 
 def test_kept_pool_survives_the_process_that_made_it(tmp_path: Path, checkpoints: list[Servable]) -> None:
@@ -151,37 +163,11 @@ def test_kept_pool_whose_owner_is_killed_leaves_nothing_and_is_not_listed(
         require("warm")
 
 
-def test_kept_pool_of_a_name_that_is_taken_is_refused(tmp_path: Path, checkpoints: list[Servable]) -> None:
-    pool = kept(tmp_path, checkpoints)
-    with pytest.raises(BadInput, match="assay pool down warm"):
-        kept(tmp_path, checkpoints)
-    assert find("warm") == pool
-
-
-def test_kept_pool_file_is_its_owners_alone(tmp_path: Path, checkpoints: list[Servable]) -> None:
-    kept(tmp_path, checkpoints)
-    [file] = settings().pools_dir.glob("*.json")
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
-
-
 def test_kept_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, checkpoints: list[Servable]) -> None:
     config = pool_config(proxy_host="203.0.113.1")
     with pytest.raises(ProxyFailed, match="to listen on"):
         keep_up("warm", config, checkpoints, idle_seconds=NEVER, launcher=FakeLauncher(tmp_path))
     assert list_kept() == []
-
-
-def test_session_with_another_checkpoint_under_a_name_in_use_is_refused(
-    tmp_path: Path, checkpoints: list[Servable]
-) -> None:
-    pool = kept(tmp_path, checkpoints)
-    other = Servable.from_uri("run-1", checkpoints[1].uri)
-    with (
-        PoolSession(pool.access, checkpoints[:1], holder="the first"),
-        pytest.raises(ProxyFailed, match="the first uses the name run-1"),
-        PoolSession(pool.access, [other], holder="the second"),
-    ):
-        pass
 
 
 @pytest.mark.engine
