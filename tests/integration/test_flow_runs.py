@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import httpx
 import pytest
 import yaml
+from prefect import Flow
+from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from typer.testing import CliRunner
 
 from fakes import engine as engine_program
 from fakes.models import CONFIG, write_checkpoint
@@ -20,8 +25,9 @@ from fakes.polling import eventually
 from fakes.processes import running_program
 from fakes.records import make_metric, make_record
 from fakes.tokenizers import write_byte_tokenizer
-from flows.deploy.flows import deployments_for
+from flows.cli.app import app
 from flows.series import evaluate_checkpoints
+from flows.suites import evaluate_suite
 from resources.environments.environments import ensure_environment
 from resources.errors import GateRefused
 from resources.settings import process_environment
@@ -124,45 +130,45 @@ def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
 
 @dataclass(frozen=True)
 class Checkout:
-    """What a runner of the workflow has: the team's files, and a run whose cells all have records."""
+    """The folder of a runner of the workflow: the team's files, and a run whose cells all have records."""
 
     folder: Path
     run: Path
     api: str
 
-    def step(self, job: str, name: str, *, gate: dict[str, Any]) -> list[str]:
-        """The shell's command for a step of the workflow, with a gate of its own."""
-        [script] = [one["run"] for one in WORKFLOW["jobs"][job]["steps"] if one.get("name") == name]
-        (self.folder / f"{gate['name']}.yaml").write_text(yaml.safe_dump(gate))
-        return ["bash", "-e", "-c", script]
+    def variables(self, gate: dict[str, Any]) -> dict[str, str]:
+        """Those that the workflow sets, with a gate of its own."""
+        file = self.folder / f"{gate['name']}.yaml"
+        file.write_text(yaml.safe_dump(gate))
+        return {
+            "PREFECT_API_URL": self.api,
+            "PREFECT_API_AUTH_STRING": "",  # of a secret that is not set
+            "DEPLOYMENT": "evaluate-suite/local",
+            "MODEL_PATH": str(self.run),
+            "RECORDS": str(self.folder / "records"),
+            "SUITE": str(self.folder / "mine.yaml"),
+            "GATE": str(file),
+            "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),
+        }
 
-    def environment(self, gate: dict[str, Any]) -> dict[str, str]:
-        """The variables that the workflow sets."""
-        venv = Path(sys.executable).parent
-        return process_environment(
-            {
-                "PATH": f"{venv}:/usr/local/bin:/usr/bin:/bin",
-                "PREFECT_API_URL": self.api,
-                "PREFECT_API_AUTH_STRING": "",  # of a secret that is not set
-                "DEPLOYMENT": "evaluate-suite/local",
-                "MODEL_PATH": str(self.run),
-                "RECORDS": str(self.folder / "records"),
-                "SUITE": str(self.folder / "mine.yaml"),
-                "GATE": f"{gate['name']}.yaml",
-                "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),
-            }
-        )
-
-    def start(self, job: str, name: str, gate: dict[str, Any]) -> subprocess.Popen[str]:
-        """Begins a step, as a runner does."""
-        return subprocess.Popen(
-            self.step(job, name, gate=gate),
+    def step(self, job: str, name: str, gate: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+        """Carries a step out, as a runner does."""
+        programs = {"PATH": f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"}
+        return subprocess.run(
+            ["bash", "-e", "-c", script(job, name)],
             cwd=self.folder,
-            env=self.environment(gate),
+            env=process_environment({**programs, **self.variables(gate)}),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            timeout=400,
         )
+
+
+def script(job: str, name: str) -> str:
+    """The script of a step of the workflow."""
+    [found] = [step["run"] for step in WORKFLOW["jobs"][job]["steps"] if step.get("name") == name]
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -192,9 +198,12 @@ NO_GO = {"name": "no-go", "rules": [HIGH]}
 
 
 def test_step_on_the_runner_ends_as_the_gate_says_and_leaves_a_summary(checkout: Checkout):
-    steps = [checkout.start("here", "Evaluate", gate) for gate in (GO, NO_GO)]
-    outputs = [step.communicate(timeout=300)[0] for step in steps]
-    assert [step.returncode for step in steps] == [0, 1], outputs
+    refused = checkout.step("here", "Evaluate", NO_GO)
+    line = Template(script("here", "Evaluate").replace("\\\n", " ")).substitute(checkout.variables(GO))
+    _, *options = shlex.split(line)
+    allowed = CliRunner().invoke(app, options)  # in this process, which the command takes seconds to start
+    outputs = [refused.stdout, allowed.output]
+    assert (refused.returncode, allowed.exit_code) == (1, 0), outputs
     assert all("Evaluated 0, already recorded 2" in text or "2 cells recorded already" in text for text in outputs), (
         outputs
     )
@@ -207,16 +216,13 @@ def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A worker of this machine's work pool, and the deployment of the flow for suites."""
     pool = {"name": LOCAL_WORK_POOL, "type": "process", "base_job_template": base_job_template("process")}
     httpx.post(f"{prefect_api}/work_pools/", json=pool)  # another test may have made it
-    content = deployments_for(LOCAL_WORK_POOL, name="local")
-    content["deployments"] = [one for one in content["deployments"] if one["entrypoint"].endswith("evaluate_suite")]
-    folder = tmp_path_factory.mktemp("worker")
-    (folder / "prefect.yaml").write_text(yaml.safe_dump(content))
+    flow: Flow[..., Any] = evaluate_suite
+    deployment = flow.to_deployment("local", work_pool_name=LOCAL_WORK_POOL, entrypoint_type=EntrypointType.MODULE_PATH)
+    assert isinstance(deployment, RunnerDeployment)
+    deployment.apply()
     env = process_environment({"PREFECT_API_URL": prefect_api, "PREFECT_WORKER_QUERY_SECONDS": "2"})
-    prefect = [sys.executable, "-m", "prefect"]
-    deploy = [*prefect, "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
-    done = subprocess.run(deploy, env=env, cwd=folder, capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stdout + done.stderr
-    start = [*prefect, "worker", "start", "--pool", LOCAL_WORK_POOL]
+    start = [sys.executable, "-m", "prefect", "worker", "start", "--pool", LOCAL_WORK_POOL]
+    folder = tmp_path_factory.mktemp("worker")
     with subprocess.Popen(start, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT) as process:
         try:
             yield
@@ -225,8 +231,9 @@ def worker(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 
 @pytest.mark.usefixtures("worker")
-def test_step_that_waits_for_a_deployed_flow_ends_as_the_gate_says(checkout: Checkout):
-    steps = [checkout.start("deployed", "Evaluate, and wait", gate) for gate in (GO, NO_GO)]
-    outputs = [step.communicate(timeout=400)[0] for step in steps]
-    assert [step.returncode for step in steps] == [0, 1], outputs
-    assert "Completed" in outputs[0] and "Failed" in outputs[1], outputs
+def test_step_that_waits_for_a_deployed_flow_fails_where_the_gate_refuses(checkout: Checkout):
+    refused = checkout.step("deployed", "Evaluate, and wait", NO_GO)
+    assert refused.returncode == 1 and "Failed" in refused.stdout, refused.stdout
+    wanted = {"flows": {"name": {"any_": ["evaluate-suite"]}}, "deployments": {"name": {"any_": ["local"]}}}
+    [run] = asked(checkout.api, "flow_runs", **wanted)
+    assert "NO-GO" in run["state"]["message"] and "no-go" in run["state"]["message"], run["state"]
