@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,20 +19,18 @@ from fakes.polling import eventually
 from fakes.prefect_server import NO_SERVICES, free_port, start_prefect_server
 from fakes.processes import end
 from flows.evaluation import evaluate_checkpoint
-from flows.reconcile import reconcile_policy
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
-from flows.training import train_and_evaluate
 from resources.config import TpuConfig
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.gates.gate import BaselineRule, Gate
-from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
+from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.suites import built_in_suites
 
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
 
-FLOWS = (evaluate_checkpoint, evaluate_checkpoints, evaluate_suite, reconcile_policy, train_and_evaluate)
+FLOWS = (evaluate_checkpoint, evaluate_checkpoints, evaluate_suite)
 # A field is found by its label, inside the one it belongs to; a choice in a list by its text.
 FINDERS = """
 window.field = (...names) => names.reduce((root, name) => {
@@ -117,10 +116,8 @@ def prefect_ui(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def deployed(prefect_ui: str) -> dict[str, str]:
     """Deployments of this machine's work pool: ids by flow."""
-    api = f"{prefect_ui}/api"
-    pool = {"name": LOCAL_WORK_POOL, "type": "process", "base_job_template": base_job_template("process")}
-    httpx.post(f"{api}/work_pools/", json=pool).raise_for_status()
-    with temporary_settings({PREFECT_API_URL: api}):
+    with temporary_settings({PREFECT_API_URL: f"{prefect_ui}/api"}):
+        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
         return {flow.name: _deploy(flow) for flow in FLOWS}
 
 
@@ -171,21 +168,7 @@ def explains_every_field(form: Form, *resources: str, tabs: tuple[tuple[str, ...
 
 CONFIG = ("config", "resource_config")
 REQUEST = ("request", "resource_config")
-POLICY = ("policy", "resource_config")
 WHOLE = "ResourceConfig"
-
-
-@pytest.mark.parametrize(
-    ("flow", "tabs", "resources"),
-    [
-        ("reconcile-policy", (("policy", "Policy"), (*POLICY, WHOLE)), POLICY),
-        ("train-and-evaluate", (), ("config", "training", "resources")),
-    ],
-)
-def test_form_explains_every_field_and_offers_the_device_as_one_of_three(
-    page: Page, prefect_ui: str, deployed: dict[str, str], flow: str, tabs: Any, resources: tuple[str, ...]
-):
-    explains_every_field(opened(page, prefect_ui, deployed, flow), *resources, tabs=tabs)
 
 
 def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
