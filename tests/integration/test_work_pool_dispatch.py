@@ -23,6 +23,7 @@ from prefect import flow
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import WorkPoolCreate
 from prefect.client.schemas.objects import State
+from prefect.flow_engine import run_flow
 from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Cancelling, Pending, Running
 from typer.testing import CliRunner
@@ -36,6 +37,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.cli.app import app
 from flows.deploy.policies import CANCELLING_AUTOMATION, PENDING_AUTOMATION, SILENCE_AUTOMATION, watch_over_flow_runs
 from flows.reconcile import load_policy, reconcile_policy
+from flows.series import evaluate_checkpoints
 from resources.environments.environments import ensure_environment
 from resources.errors import NoUsableWorkPool, UnknownBenchmark
 from resources.settings import settings
@@ -129,6 +131,12 @@ class Sent:
         done = CliRunner().invoke(app, [*command, self.policy, "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
+
+    def series(self, benchmark: str) -> list[str]:
+        """The command that has the run evaluated at a work pool."""
+        places = ["--model", str(self.folder / "run"), "--output", str(self.output)]
+        asked = ["--eval", benchmark, "--limit", "3", "--base-url", f"{self.engine}/v1"]
+        return ["evaluate", *places, *asked, "--on-work-pool"]
 
     def states(self) -> list[tuple[str, str]]:
         """Work pool and state of every flow run that was sent, the first one first."""
@@ -267,21 +275,36 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
     sent.write_policy("first")
     with sent.field.worker(US):
         assert sent.reconcile()["scheduled"] == 1
-        command = ["evaluate", "--model", str(sent.folder / "run"), "--eval", "demo_facts", "--limit", "3"]
-        command += ["--base-url", f"{sent.engine}/v1", "--output", str(sent.output), "--on-work-pool"]
-        done = CliRunner().invoke(app, [*command, "--json"])
+        done = CliRunner().invoke(app, [*sent.series("demo_facts"), "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         assert json.loads(done.stdout)["evaluated"] >= 1
-        unknown = ["no_such_benchmark" if word == "demo_facts" else word for word in command]
-        refused = CliRunner().invoke(app, unknown)
-        assert isinstance(refused.exception, UnknownBenchmark), refused.output
-        assert "no_such_benchmark" in refused.exception.found and "Found:" not in refused.exception.found
         eventually(lambda: not {"Scheduled", "Pending", "Running"} & {state for _, state in sent.states()}, seconds=60)
     assert sent.states() == [(US, "Completed")], [run["state"] for run in sent.runs()]
     assert sent.ask("gaps")["missing"] == {}
     assert len([one for one in read_records(str(sent.output)) if one.succeeded]) == 2
     attempts = Counter(path.parent for path in sent.output.rglob("attempt-*") if path.is_dir())
     assert set(attempts.values()) == {1}
+
+
+def test_series_that_is_refused_at_the_work_pool_is_refused_here_in_the_same_words(sent: Sent):
+    sent.alive(US)
+    with ThreadPoolExecutor(1) as beside:
+        there = beside.submit(copy_context().run, carry_out_series, sent)
+        refused = CliRunner().invoke(app, sent.series("no_such_benchmark"))
+        assert isinstance(there.exception(), UnknownBenchmark)
+    assert isinstance(refused.exception, UnknownBenchmark), refused.output
+    assert "no_such_benchmark" in refused.exception.found and "Found:" not in refused.exception.found
+
+
+def carry_out_series(sent: Sent) -> None:
+    """Carries out the series that waits for a worker, in this process."""
+    series, scheduled = {"name": {"any_": ["evaluate-checkpoints"]}}, {"state": {"type": {"any_": ["SCHEDULED"]}}}
+    [run] = eventually(
+        lambda: sent.field.ask("/flow_runs/filter", {"flows": series, "flow_runs": scheduled}), seconds=60
+    )
+    with get_client(sync_client=True) as client:
+        flow_run = client.read_flow_run(UUID(run["id"]))
+    run_flow(evaluate_checkpoints, flow_run=flow_run)
 
 
 LEFT: dict[str, tuple[str, tuple[State, ...]]] = {
