@@ -16,7 +16,8 @@ import httpx
 import pytest
 import yaml
 from prefect import Flow
-from prefect.deployments.runner import EntrypointType, RunnerDeployment
+from prefect.deployments.runner import RunnerDeployment
+from prefect.types.entrypoint import EntrypointType
 from typer.testing import CliRunner
 
 from fakes import engine as engine_program
