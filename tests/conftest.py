@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import resource
 import signal
 import subprocess
@@ -27,10 +28,7 @@ TOGETHER = {
     "another Prefect server": (
         *("e2e/test_train_and_evaluate.py", "integration/test_flow_runs.py", "integration/test_reconcile_flow.py"),
     ),
-    "one Ray and one Iris": (
-        *("contract/test_actors.py", "contract/test_job_clients.py", "contract/test_leased_queue.py"),
-        *("integration/test_iris_jobs.py", "integration/test_training_real.py"),
-    ),
+    "jobs on iris": ("integration/test_iris_jobs.py", "integration/test_training_real.py"),
     "one lm-eval": (
         *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
         "integration/test_warm_lm_eval.py",
@@ -39,12 +37,21 @@ TOGETHER = {
 }
 """Files that share what is slow to start, and so run in one process."""
 IN_TURN = (
-    "one Ray and one Iris",
+    "jobs on ray",
     *("tests/integration/test_cli_jobs.py", "tests/integration/test_pool_on_ray.py"),
     *("tests/integration/test_ray_jobs.py", "tests/integration/test_ray_tpu.py"),
 )
 """Groups and files with a Ray each, one after another in one process: programs of Ray take one for the other."""
 _GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
+_ON_A_CLUSTER = re.compile(r"tests/contract/\w+\.py::\w+\[(iris|ray)[-\]]")
+
+
+def _group_of(nodeid: str) -> str:
+    """The tests that a test shares servers and clusters with: those of its file, of several, or on a backend."""
+    if on_a_cluster := _ON_A_CLUSTER.match(nodeid):
+        return f"jobs on {on_a_cluster[1]}"
+    file = nodeid.split("::")[0]
+    return _GROUPS.get(file, file)
 
 
 gc.disable()  # until all is imported: a fifth of the time goes to looking for garbage that is not there
@@ -58,13 +65,12 @@ def pytest_runtestloop() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """`--dist loadfile` with some files taken as one."""
+    """`--dist loadfile` with some tests taken as of one file."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            group = _GROUPS.get(file, file)
+            group = _group_of(nodeid)
             return IN_TURN[0] if group in IN_TURN else group
 
     return Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
@@ -73,8 +79,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Ends what a group of files, or a file, has shared: it would take its part of the processor to the end."""
-    groups = {_GROUPS.get(path, path) for path in (test.nodeid.split("::")[0] for test in (item, nextitem) if test)}
-    if nextitem is None or len(groups) > 1:
+    if nextitem is None or _group_of(item.nodeid) != _group_of(nextitem.nodeid):
         end_shared()
 
 

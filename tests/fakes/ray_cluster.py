@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
@@ -95,19 +94,14 @@ def _spared(*, runtime_environments: bool) -> Iterator[None]:
 def ray_cluster(**head: Any) -> Iterator[Cluster]:
     """A cluster with its head node, started with the options of `add_node`; nobody is connected to it.
 
-    A head takes 4 s to start, a further node 2 s. All of it is gone at the end. Its files lie in a folder of its own,
-    since a job of Ray takes the cluster that was started last in that folder for the one it runs on.
+    A head takes 4 s to start, a further node 2 s. All of it is gone at the end.
     """
     cluster = Cluster()
-    with TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
-        in_folder = patch.dict("os.environ", RAY_TMPDIR=folder)
-        try:
-            with in_folder:
-                add_node(cluster, **head)
-            yield cluster
-        finally:
-            with in_folder:
-                _stop(cluster)
+    try:
+        add_node(cluster, **head)
+        yield cluster
+    finally:
+        _stop(cluster)
 
 
 @contextmanager
