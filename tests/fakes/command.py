@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import signal
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from subprocess import CompletedProcess
 from unittest.mock import patch
@@ -15,13 +16,25 @@ import prefect.main  # noqa: F401 the log goes to what is standard error now, no
 from flows.cli.app import main
 
 
+@contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Takes back what a command sets, and nothing else: threads of Ray read the environment while it is written."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
 def run_command(*arguments: str | Path) -> CompletedProcess[str]:
     """Runs a command line to its end, errors and exit code included; Prefect's server is the one of this process."""
     argv = ["assay", *map(str, arguments)]
     out, errors = io.StringIO(), io.StringIO()
     handler = signal.getsignal(signal.SIGTERM)
     try:
-        with patch("sys.argv", argv), patch.dict(os.environ), redirect_stdout(out), redirect_stderr(errors):
+        with patch("sys.argv", argv), _environment_kept(), redirect_stdout(out), redirect_stderr(errors):
             main()
         code = 0
     except SystemExit as ended:
