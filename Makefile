@@ -23,7 +23,7 @@ tests: .venv/.development
 
 # No engine, no harness, no cluster, no server that takes seconds to start.
 test-fast: .venv/.development
-	$(PYTEST) -n 2 tests/unit
+	$(PYTEST) -n 4 tests/unit
 
 check: lint types
 
