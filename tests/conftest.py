@@ -159,8 +159,8 @@ def _prefect_server() -> Iterator[str]:
     from prefect.logging.handlers import APILogWorker
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
-    from fakes.prefect_server import FEW_SERVICES, NO_UI, free_port, start_prefect_server
-    from fakes.processes import end
+    from fakes.prefect_server import FEW_SERVICES, NO_UI, start_prefect_server
+    from fakes.processes import end, free_port
     from fakes.warm_servers import KeptServers
     from tasks.running import scheduler
 

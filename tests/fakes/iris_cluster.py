@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -11,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from fakes.processes import free_port
 from fakes.shared import shared
 from resources.backends.iris.client import IrisClient
 
@@ -63,9 +63,7 @@ class IrisCluster:
 def start_cluster() -> IrisCluster:
     """A new cluster with a home folder of its own, where Iris keeps credentials."""
     home = Path(tempfile.mkdtemp(prefix="iris-home-"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (home / "cluster.log").open("wb") as log:
         process = subprocess.Popen(
             [sys.executable, str(_PROGRAM), str(port)],

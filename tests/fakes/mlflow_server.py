@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +12,7 @@ from pathlib import Path
 from urllib.error import URLError
 
 from fakes.polling import eventually
+from fakes.processes import free_port
 
 # 8 s alone, 45 s when first started beside other tests.
 _START_SECONDS = 110.0
@@ -22,9 +22,7 @@ _APPLICATION = "mlflow.server.fastapi_app:app"
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[str]:
     """Its address, while it lasts."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     address = f"http://127.0.0.1:{port}"
     with (folder / "log").open("wb") as log:
         server = subprocess.Popen(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fakes.polling import eventually
+from fakes.processes import free_port
 
 _NOBODY = 65534
 
@@ -42,7 +42,7 @@ def postgresql() -> Iterator[str]:
         if os.geteuid() == 0:
             own |= {"user": _NOBODY, "group": _NOBODY, "extra_groups": []}
             os.chown(folder, _NOBODY, _NOBODY)
-        data, port = folder / "data", _free_port()
+        data, port = folder / "data", free_port()
         make = [programs / "initdb", "-D", data, "-U", "postgres", "--auth=trust", "--no-sync", "--encoding=UTF8"]
         made = subprocess.run([*make, "--no-locale"], check=False, text=True, stdout=subprocess.PIPE, **own)
         assert made.returncode == 0, made.stdout
@@ -58,9 +58,3 @@ def postgresql() -> Iterator[str]:
         finally:
             process.send_signal(signal.SIGINT)  # ends those who are connected too
             process.wait(30)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

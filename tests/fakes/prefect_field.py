@@ -17,8 +17,8 @@ from typing import Any
 from typer.testing import CliRunner
 
 from fakes.polling import eventually
-from fakes.prefect_server import NO_UI, free_port, start_prefect_server
-from fakes.processes import end
+from fakes.prefect_server import NO_UI, start_prefect_server
+from fakes.processes import end, free_port
 from flows.cli.app import app
 from resources.settings import process_environment
 

@@ -26,13 +26,6 @@ _WRITTEN_ALREADY = {
 }
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def start_prefect_server(
     home: Path, port: int, *, variables: Mapping[str, str], log: Any = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -22,6 +21,7 @@ from ray.cluster_utils import Cluster
 from ray.dashboard.modules.job.job_manager import JobManager
 
 from fakes.polling import eventual_pid, eventually, is_alive
+from fakes.processes import free_port
 from fakes.ray_cluster import add_node, client_of, connected, ray_cluster
 from faults.scenarios.processes import command_line, descendants, send
 from resources.backends.choice import client_from_url
@@ -75,12 +75,6 @@ def client(cluster: Cluster) -> Iterator[RayClient]:
     client = client_of(str(cluster.address))
     yield client
     client.shutdown()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def shell(script: str, name: str = "job", **options: Any) -> JobRequest:

@@ -16,8 +16,8 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.browser import Page, browser
 from fakes.polling import eventually
-from fakes.prefect_server import NO_SERVICES, free_port, start_prefect_server
-from fakes.processes import end
+from fakes.prefect_server import NO_SERVICES, start_prefect_server
+from fakes.processes import end, free_port
 from flows.evaluation import evaluate_checkpoint
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 
 from fakes.models import write_nano_llama
 from fakes.polling import eventually
+from fakes.processes import free_port
 from fakes.tokenizers import write_byte_tokenizer
 from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
 from resources.backends.local.client import LocalClient
@@ -93,12 +93,6 @@ def answers(port: int) -> list[Any]:
         assert response.is_success, response.text
         said.append([response.json()["choices"], response.json()["usage"]])
     return said
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def processes_of(server: ForkServer) -> set[int]:
