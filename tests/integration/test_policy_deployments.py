@@ -21,7 +21,7 @@ import pytest
 
 from fakes.deployed_policy import Deployed, deployed_policy
 from fakes.polling import eventually
-from fakes.postgresql import postgresql, postgresql_programs
+from fakes.postgresql import postgresql, postgresql_programs, require_postgresql
 from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
@@ -106,8 +106,7 @@ def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_o
 
 @pytest.mark.postgresql
 def test_checkpoint_is_evaluated_by_itself_and_once_however_often_it_is_told(deployed: Deployed):
-    if deployed.field.database is None:
-        pytest.skip("no PostgreSQL (apt-get install postgresql): on SQLite the server loses an event now and then")
+    require_postgresql()
     deployed.apply()
     eventually(lambda: not deployed.field.busy(), seconds=300)
     before, told_before = {run["id"] for run in deployed.field.runs()}, deployed.told()
