@@ -8,7 +8,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,11 @@ def require_postgresql() -> None:
     """Skips a test that counts on events: on SQLite the server loses an event now and then, as the how-to says."""
     if postgresql_programs() is None:
         pytest.skip("no PostgreSQL (apt-get install postgresql): on SQLite the server loses an event now and then")
+
+
+def postgresql_or_sqlite() -> AbstractContextManager[str | None]:
+    """URL of a database as `postgresql` gives it; None, which is SQLite for a server, where this machine has none."""
+    return postgresql() if postgresql_programs() else nullcontext()
 
 
 @contextmanager

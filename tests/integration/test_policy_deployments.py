@@ -12,7 +12,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from operator import itemgetter
 from pathlib import Path
@@ -21,7 +20,7 @@ import pytest
 
 from fakes.deployed_policy import Deployed, deployed_policy
 from fakes.polling import eventually
-from fakes.postgresql import postgresql, postgresql_programs, require_postgresql
+from fakes.postgresql import postgresql_or_sqlite, require_postgresql
 from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
@@ -44,7 +43,7 @@ PLACES = ("out", "by-hand")
 def deployed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
     """A server, a worker, and a policy; the database is PostgreSQL's where this machine has one, else SQLite's."""
     with (
-        postgresql() if postgresql_programs() else nullcontext() as database,
+        postgresql_or_sqlite() as database,
         deployed_policy(tmp_path_factory.mktemp("field"), database=database) as policy,
         policy.field.worker(LOCAL_WORK_POOL),
     ):

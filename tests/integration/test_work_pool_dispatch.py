@@ -31,6 +31,7 @@ from typer.testing import CliRunner
 from fakes import engine as engine_program
 from fakes.models import CONFIG, write_checkpoint
 from fakes.polling import eventually
+from fakes.postgresql import postgresql_or_sqlite, require_postgresql
 from fakes.prefect_field import Field, prefect_field
 from fakes.processes import running_program
 from fakes.tokenizers import write_byte_tokenizer
@@ -153,7 +154,11 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     """A server with a work pool for each of two regions, whatever they have of workers."""
     folder = tmp_path_factory.mktemp("regions")
     (folder / "regions.yaml").write_text(yaml.safe_dump(REGIONS))
-    with pytest.MonkeyPatch.context() as patch, prefect_field(folder) as one:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        postgresql_or_sqlite() as database,
+        prefect_field(folder, database=database) as one,
+    ):
         patch.setenv("ASSAY_REGIONS", str(folder / "regions.yaml"))
         patch.setenv("ASSAY_PREFIX", "gs://bucket-us-central1")  # says that this machine is in America
         settings.cache_clear()
@@ -328,9 +333,11 @@ def left_by_its_worker(client: SyncPrefectClient, deployment: UUID, name: str, s
     return str(run.id)
 
 
+@pytest.mark.postgresql
 def test_flow_runs_whose_worker_is_gone_are_ended_and_those_that_wait_for_a_machine_are_not(
     field: Field, monkeypatch: pytest.MonkeyPatch
 ):
+    require_postgresql()
     monkeypatch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
     for automation in field.ask("/automations/filter", {}):  # those of the work pools are more patient
         field.ask(f"/automations/{automation['id']}", method="DELETE")
