@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.events.worker import EventsWorker
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from fakes.models import write_nano_llama
@@ -34,9 +35,10 @@ from fakes.tokenizers import write_byte_tokenizer
 from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from tasks.checkpoints.discovery import find_checkpoints
 from tasks.claims.files import Claim, claims_folder, read_claims
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint, send
+from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint, emit, send
 from tasks.policies.reconciliation import reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.policies.views import gaps_json
@@ -303,22 +305,27 @@ def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
 
 
 def be_wanted_by_everybody_at_once(story: Story) -> None:
-    """The training has gone on. A new worker, the deployment, woken 50 times, and a person want what is missing."""
+    """The training has gone on, and says so. A new worker, the deployment, woken 51 times, and a person want cells."""
     arrive(story, 30)
     story.look("nobody is there")
     story.told["retry"] = story.prefect.assay("retry", story.policy, "--failed")
     story.look("to be retried")
-    before = story.number_of_events(f"{RUN}-10")
+    before, begun = story.number_of_events(f"{RUN}-10"), {run["id"] for run in story.flow_runs()}
     with story.prefect.worker(LOCAL_WORK_POOL):  # as whatever keeps workers running starts another one
         send([CompleteCheckpoint(str(story.run / "hf" / "step-10"), RUN, f"{RUN}-10", 10)] * 50)
+        emit(find_checkpoints(str(story.run / "hf" / "step-30")))  # as the training flow does, beside the watcher
         by_hand = [str(_BIN / "assay"), "reconcile", story.policy, "--json"]
         done = subprocess.run(by_hand, env=story.prefect.environment(), stdout=subprocess.PIPE, check=True, timeout=300)
         story.told["reconcile"] = json.loads(done.stdout)
         eventually(lambda: story.number_of_events(f"{RUN}-10") == before + 50, seconds=120)
+        eventually(lambda: story.number_of_events(f"{RUN}-30") == 2, seconds=120)
         eventually(lambda: not story.now().missing, seconds=300)
         story.until_calm()
         eventually(lambda: not processes_of([run["id"] for run in story.flow_runs()]))
         story.look("the end")
+    woken = [run for run in story.flow_runs() if run["deployment_id"] and run["id"] not in begun]
+    story.told["woken"] = Counter(run["state"]["name"] for run in woken)
+    EventsWorker.drain_all(timeout=30, at_exit=False)  # it sends what this process emits to this server, for ever
 
 
 @pytest.fixture(scope="module")
@@ -392,6 +399,9 @@ def test_failure_can_be_seen_and_is_retried_by_a_command(story: Story) -> None:
 def test_fifty_events_and_two_reconcilers_at_once_evaluate_each_cell_once(story: Story) -> None:
     before, after = story.moments["to be retried"].attempts, story.moments["the end"].attempts
     assert story.told["reconcile"]["error"] is None
+    # The burst begins one flow run; what the watcher or the training says more than two seconds later another.
+    woken = story.told["woken"]
+    assert woken.keys() <= {"Completed", "Cancelled"} and 1 <= woken["Completed"] <= 3, woken
     missing = story.moments["to be retried"].missing
     assert before <= after and len(missing) == 8
     assert sorted(one.partition("/")[0] for one in after - before) == sorted(missing)

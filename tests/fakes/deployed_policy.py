@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ from flows.reconcile import load_policy
 from resources.environments.environments import ensure_environment
 from tasks.claims.files import claims_folder, read_claims
 from tasks.evaluators.lm_eval.environment import LM_EVAL
-from tasks.policies.events import CHECKPOINT_COMPLETE, CompleteCheckpoint
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 from tasks.records.record import read_records
 
@@ -48,15 +46,8 @@ class Deployed:
         config = {**CONFIG, "num_attention_heads": 1}
         return write_byte_tokenizer(write_checkpoint(folder, seed=step, config=config))
 
-    def attempts(self) -> Counter[str]:
-        found = (self.folder / "out").rglob("attempt-*")
-        return Counter(str(path.parent) for path in found if path.is_dir())
-
     def succeeded(self, place: str = "out") -> set[str]:
         return {one.checkpoint.name for one in read_records(str(self.folder / place)) if one.succeeded}
-
-    def event(self, step: int) -> CompleteCheckpoint:
-        return CompleteCheckpoint(str(self.folder / "run" / "hf" / f"step-{step}"), "run", f"run-{step}", step)
 
     def apply(
         self,
@@ -82,11 +73,6 @@ class Deployed:
         wanted = {"artifacts": {"type": {"any_": ["progress"]}}, "flow_runs": {"id": {"any_": [run]}}}
         [found] = self.field.ask("/artifacts/filter", wanted)
         return found
-
-    def told(self) -> int:
-        """Events of complete checkpoints that the server has."""
-        wanted = {"filter": {"event": {"name": [CHECKPOINT_COMPLETE]}}, "limit": 1}
-        return self.field.ask("/events/filter", wanted)["total"]
 
     def live_claims(self, place: str = "out") -> list[str]:
         """Those of records that go to a place, which is the policy's unless another is named."""

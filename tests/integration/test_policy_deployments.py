@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Iterator
 from datetime import timedelta
 from operator import itemgetter
@@ -20,14 +19,12 @@ import pytest
 
 from fakes.deployed_policy import Deployed, deployed_policy
 from fakes.polling import eventually
-from fakes.postgresql import postgresql_or_sqlite, require_postgresql
+from fakes.postgresql import postgresql_or_sqlite
 from flows.reconcile import load_policy
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import BadInput, EngineStartFailed, UnsatisfiableResources
-from tasks.checkpoints.discovery import find_checkpoints
 from tasks.policies.actions import retry
-from tasks.policies.events import emit, send
 from tasks.policies.reconciliation import Reconciliation, reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
@@ -101,38 +98,6 @@ def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_o
         accelerators_reserved(ResourceConfig.with_tpu("v6e-16")),
     ):
         pass
-
-
-@pytest.mark.postgresql
-def test_checkpoint_is_evaluated_by_itself_and_once_however_often_it_is_told(deployed: Deployed):
-    require_postgresql()
-    deployed.apply()
-    eventually(lambda: not deployed.field.busy(), seconds=300)
-    before, told_before = {run["id"] for run in deployed.field.runs()}, deployed.told()
-    one, two = (1, 2) if not (deployed.folder / "run").exists() else (11, 12)  # others where it is tried again
-    whole = deployed.checkpoint(one)
-    weights = whole / "model.safetensors"
-    content = weights.read_bytes()
-    weights.write_bytes(content[:-8])
-    told = deployed.field.assay("notify", str(weights))
-    assert told["sent"] is False and told["problems"], told
-    assert {run["id"] for run in deployed.field.runs()} == before
-    weights.write_bytes(content)
-    asked = deployed.engine.requests
-    send([deployed.event(one)] * 50)
-    eventually(lambda: deployed.engine.requests > asked, seconds=300)
-
-    deployed.checkpoint(two)  # while the first one is evaluated
-    emit(find_checkpoints(str(whole.with_name(f"step-{two}"))))  # as the training flow does
-    send([deployed.event(two)] * 49)
-    eventually(lambda: deployed.succeeded() >= {f"run-{one}", f"run-{two}"}, seconds=300)
-    eventually(lambda: deployed.told() == told_before + 100, seconds=300)
-    eventually(lambda: not deployed.field.busy(), seconds=300)
-    tries = {cell: n for cell, n in deployed.attempts().items() if f"/step-{one}/" in cell or f"/step-{two}/" in cell}
-    assert set(tries.values()) == {1}, tries
-    states = Counter(run["state"]["name"] for run in deployed.field.runs() if run["id"] not in before)
-    # The second burst begins one flow run, or two where what the training says comes later than two seconds.
-    assert states.keys() <= {"Completed", "Cancelled"} and 2 <= states["Completed"] <= 3, states
 
 
 @pytest.mark.parametrize(("ending", "state"), [(None, "Cancelled"), (signal.SIGTERM, "Crashed")])
