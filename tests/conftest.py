@@ -84,16 +84,16 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with engines come first, then those with harnesses, with servers, about the repository, and of pure logic.
+    """Files with engines come first, then all that has harnesses, servers or processes, then pure logic.
 
-    Workers take files in this order, so the long ones run side by side, and the short ones fill in at the end.
+    Workers take files in this order: the long ones first, those that compute beside those that mostly wait, and the
+    short ones fill in at the end.
     """
     ranks: dict[Path, int] = {}
     for item in items:
-        named = [item.get_closest_marker(need) is not None for need in ("engine", "harness")]
-        rank = named.index(True) if any(named) else 2 + ("unit" in item.path.parts)
+        rank = 0 if item.get_closest_marker("engine") else 1 + ("unit" in item.path.parts)
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
-    items.sort(key=lambda item: (ranks[item.path], len(item.path.parts) if ranks[item.path] == 3 else 0))
+    items.sort(key=lambda item: (ranks[item.path], len(item.path.parts) if ranks[item.path] == 2 else 0))
 
 
 @pytest.fixture
