@@ -86,15 +86,14 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with engines come first, then all that has harnesses, servers or processes, then pure logic.
 
-    Workers take files in this order: the long ones first, those that compute beside those that wait. Contract tests,
-    which mostly wait, are the last before pure logic, whose short files fill in at the end.
+    Workers take files in this order: the long ones first, those that compute beside those that mostly wait (contract
+    tests and faults), and the short ones fill in at the end.
     """
     ranks: dict[Path, int] = {}
     for item in items:
         rank = 0 if item.get_closest_marker("engine") else 1 + ("unit" in item.path.parts)
         ranks[item.path] = min(rank, ranks.get(item.path, rank))
-    places = {path: (n, -n, len(path.parts))[rank] for n, (path, rank) in enumerate(ranks.items())}
-    items.sort(key=lambda item: (ranks[item.path], places[item.path]))
+    items.sort(key=lambda item: (ranks[item.path], len(item.path.parts) if ranks[item.path] == 2 else 0))
 
 
 @pytest.fixture
