@@ -186,6 +186,8 @@ class Agent:
         except AssayError as error:
             failure = error
             _log.error("%s was not loaded: %s", model, error)
+        if failure is not None and self._stop.is_set():  # cut short by our own end: it says nothing of the checkpoint
+            return
         self._load_number += 1
         report = LoadReport(
             number=self._load_number,

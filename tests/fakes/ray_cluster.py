@@ -51,7 +51,8 @@ def add_node(
         resources: custom ones, such as `{"TPU-v4-8-head": 1, "TPU": 4}`.
         labels: such as `{"ray.io/availability-region": "us-east1"}`.
         env_vars: for its raylet and its workers: a `TMPDIR` of its own makes it look like another machine.
-        runtime_environments: whether it can make them, which Ray's own jobs and its server for Ray Client ask for.
+        runtime_environments: whether it can make them, which Ray's own jobs and its server for Ray Client ask of every
+            node: one that cannot ends by itself after 30 s.
         options: other fields of `ray._private.parameter.RayParams`.
     """
     if cluster.head_node is None:

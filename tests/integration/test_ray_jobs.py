@@ -66,6 +66,7 @@ def add_other_machine(cluster: Cluster, folder: Path) -> Any:
         num_cpus=4,
         node_ip_address="127.0.0.2",
         labels=THERE,
+        runtime_environments=True,
         env_vars={"TMPDIR": str(folder / "tmp"), "ASSAY_CACHE_DIR": str(folder / "cache")},
     )
 
@@ -189,7 +190,13 @@ def test_interpreter_that_a_node_lacks_fails_the_job_and_is_not_tried_again(clie
 def test_lost_node_costs_a_preemption_and_keeps_the_log(
     client: RayClient, cluster: Cluster, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    doomed = add_node(cluster, num_cpus=4, node_ip_address="127.0.0.3", labels={"ray.io/availability-region": "doomed"})
+    doomed = add_node(
+        cluster,
+        num_cpus=4,
+        node_ip_address="127.0.0.3",
+        labels={"ray.io/availability-region": "doomed"},
+        runtime_environments=True,
+    )
     mine = f"{tmp_path}/pid-$ASSAY_REPLICA_INDEX"
     script = f"echo attempt; [ -e {mine} ] && exit 0; echo $$ > {mine}; {FOR_EVER}"
     handle = client.submit(shell(script, resources=on("doomed", "here"), replicas=2))
