@@ -191,9 +191,9 @@ async def test_replicas_without_a_tpu_start_together_and_leave_slices_alone_whil
         assert "that stays" not in (reason := await stays.reason())
         assert reason == "waits for 2 CPUs, 1 GiB of memory: 0 of 4 CPUs, 254 of 256 GiB of memory free on 1 node"
         await stays.given_up()
-    all_at_once = Waiting(ResourceConfig(cpu=3, ram="1g"), 6)
-    async with placed(small):
-        pass
+    async with placed(small):  # on one of six nodes, of which each is wanted
+        all_at_once = Waiting(ResourceConfig(cpu=3, ram="1g"), 6)
+        await all_at_once.reason()
     (await all_at_once.granted()).release()
 
 
