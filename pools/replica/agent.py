@@ -186,8 +186,6 @@ class Agent:
         except AssayError as error:
             failure = error
             _log.error("%s was not loaded: %s", model, error)
-        if failure is not None and self._stop.is_set():  # cut short by our own end: it says nothing of the checkpoint
-            return
         self._load_number += 1
         report = LoadReport(
             number=self._load_number,
@@ -209,8 +207,9 @@ class Agent:
             if staged is not None:
                 staged.release()
             self._failed = (model, served.digest)
-        self._loads.append(report)
-        self._say_at_once()
+        if failure is None or not self._stop.is_set():  # one cut short by our own end says nothing of the checkpoint
+            self._loads.append(report)
+            self._say_at_once()
 
     def _watch(self) -> None:
         """Looks whether the engine lives and answers; starts one again that does not."""
