@@ -1,7 +1,9 @@
 """Runs a real Iris cluster of this machine: controller, autoscaler and workers in one process, jobs as processes.
 
 It obeys lines on standard input, and ends with it: `restart` stops the controller and starts another on the same port
-and database, `stop` and `start` do one of the two; each is answered by a line, `ready`.
+and database, `stop` and `start` do one of the two, `lose <worker>` has it give a machine up; each is answered by a
+line, `ready`. The cluster gives a machine up, as lost, with the first attempt that has failed before it was seen
+running: Iris does with the tenth.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ def main(port: int) -> None:
     gc.disable()  # a fifth of the time of these imports
     sys.modules["kubernetes"] = None  # pyright: ignore[reportArgumentType]; another fifth, and Iris does without
     from iris.cluster.backends.local.cluster import LocalCluster, make_local_cluster_config
-    from iris.cluster.controller import service
+    from iris.cluster.controller import service, worker_health
 
     gc.freeze()
     gc.enable()
 
     service.FRESHNESS_WINDOW = timedelta(days=36500)  # it refuses clients that were built over 14 days ago
+    worker_health.WorkerHealthTracker.__init__.__kwdefaults__["build_threshold"] = 1
     config = make_local_cluster_config(2)
     config.controller.local.port = port
     config.storage.remote_state_dir = f"file://{Path.home()}/state"  # else gone with the first controller
@@ -35,6 +38,8 @@ def main(port: int) -> None:
             cluster.stop()
         if line.strip() in {"start", "restart"}:
             cluster.start()
+        if line.startswith("lose "):
+            cluster._controller.request_worker_eviction([line.split()[1]])
         print("ready", flush=True)
     cluster.close()
 

@@ -16,6 +16,7 @@ import pytest
 from fakes.iris_cluster import IrisCluster, shared_cluster, start_cluster
 from fakes.polling import eventual_pid, eventually, is_alive
 from resources.backends.iris.client import IrisClient
+from resources.backends.programs.iris_records import call_controller
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, JobTimeout, UnsatisfiableResources
 from resources.jobs.jobs import Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
@@ -150,6 +151,29 @@ def test_iris_replicas_start_only_together(client: IrisClient, workspace: Path, 
     assert not list(tmp_path.glob("[0-9]"))
     handle.terminate()
     assert handle.status() is JobStatus.STOPPED
+
+
+def test_iris_job_fails_when_one_of_its_replicas_is_lost_for_good(
+    client: IrisClient, workspace: Path, tmp_path: Path
+) -> None:
+    script = f"echo $$ > {tmp_path}/$ASSAY_REPLICA_INDEX; {FOR_EVER}"
+    handle = client.submit(job(script, workspace, cpu=600, replicas=2, max_retries_preemption=0))
+    first, _ = [eventual_pid(tmp_path / index) for index in "01"]
+    answer = call_controller(shared_cluster().address, "GetTaskStatus", taskId=f"{handle.job_id}/1")
+    shared_cluster().tell(f"lose {answer['task']['workerId']}")
+    assert handle.wait(30, raise_on_failure=False) is JobStatus.FAILED
+    assert "replica 1 is lost" in (handle.details().reason or "")
+    assert not is_alive(first)
+
+
+def test_iris_job_that_fails_at_once_costs_no_other_job_its_machine(client: IrisClient, workspace: Path) -> None:
+    on_both_machines = client.submit(job(FOR_EVER, workspace, name="full", cpu=600, replicas=2))
+    eventually(lambda: on_both_machines.status() is JobStatus.RUNNING)
+    for name in ("fails", "fails-too"):  # the second is placed after the controller has dealt with the first
+        failing = client.submit(job("exit 1", workspace, name=name))
+        assert failing.wait(30, raise_on_failure=False) is JobStatus.FAILED
+    details = on_both_machines.details()
+    assert (details.status, details.preemptions) == (JobStatus.RUNNING, 0)
 
 
 def test_iris_job_that_waits_for_room_says_so(client: IrisClient, workspace: Path) -> None:

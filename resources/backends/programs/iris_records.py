@@ -22,6 +22,12 @@ LEASE, STOP = "lease", "stop"
 WAITING, RUNNING, DONE, ENDING, STOPPED = "waiting", "running", "done", "ending", "stopped"
 _TIMEOUT_SECONDS = 10.0
 _FAST_SECONDS = 0.2
+_SUCCEEDED = "TASK_STATE_SUCCEEDED"
+_LOST = {
+    f"TASK_STATE_{state}"
+    for state in ("FAILED", "KILLED", "WORKER_FAILED", "PREEMPTED", "COSCHED_FAILED", "UNSCHEDULABLE")
+}
+"""States of a task that Iris starts no more; one that it will start again is pending."""
 
 
 def call_controller(controller: str, method: str, /, **fields: Any) -> dict[str, Any]:
@@ -61,6 +67,8 @@ class Records:
     ) -> None:
         self.stop_reason: str | None = None
         self.asked_to_stop = False
+        self.lost: str | None = None
+        """Which other replica has ended for good without success, and why: Iris lets the rest wait for it."""
         self._controller = controller
         self._job_id = job_id
         self._index = index
@@ -174,8 +182,13 @@ class Records:
             self._published = None  # a controller that began anew has forgotten it, or has given this attempt up
         others = {int(key): record for key, record in records.items() if key.isdigit() and int(key) != self._index}
         for index in range(self._count) if self._count > 1 else ():
-            if index not in others and index != self._index and self._has_succeeded(index):
+            if index in others or index == self._index:
+                continue
+            task = call_controller(self._controller, "GetTaskStatus", taskId=f"{self._job_id}/{index}").get("task", {})
+            if task.get("state") == _SUCCEEDED:
                 others[index] = {"state": DONE, "finished": "yes"}
+            elif task.get("state") in _LOST:
+                self.lost = f"replica {index} is lost: {task.get('error') or task['state']}"
         self._others = others
         if STOP in records and not self.stop_reason:
             self.asked_to_stop = True
@@ -184,7 +197,3 @@ class Records:
             self._beat, self._beat_at = beat, time.monotonic()
         if self._lease_seconds is not None and time.monotonic() - self._beat_at > self._lease_seconds:
             self.stop_reason = self.stop_reason or "the process that submitted it has ended"
-
-    def _has_succeeded(self, index: int) -> bool:
-        answer = call_controller(self._controller, "GetTaskStatus", taskId=f"{self._job_id}/{index}")
-        return answer.get("task", {}).get("state") == "TASK_STATE_SUCCEEDED"

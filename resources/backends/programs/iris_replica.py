@@ -39,6 +39,7 @@ _DRAIN_SECONDS = 0.05  # longest wait for a reader of our output; a slow one get
 _LONGEST_LINE_BYTES = 1 << 16
 _PEERS_END_SECONDS = 15.0
 _UNASKED_SECONDS = 20.0  # who asks a job to end also ends its entry at the controller; after this time we do
+_SEEN_SECONDS = 10.0
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _BUILD_FAILED = 1
 
@@ -85,7 +86,8 @@ class Replica:
             return self._end(_BUILD_FAILED, f"its environment could not be built: {error}")
         while True:
             if self._count > 1 and not self._joined():
-                return self._stopped()
+                lost = None if self._to_end() == "stopped" else self._records.lost
+                return self._end(1, f"{GAVE_UP}{lost}") if lost else self._stopped()
             self._records.say(state=RUNNING)
             outcome, code, reason = self._run_once(argv)
             if outcome == "stopped":
@@ -193,10 +195,10 @@ class Replica:
         return self._to_end() == "stopped"
 
     def _joined(self) -> bool:
-        """Waits until every replica is there and ready for the same round; False when it is to stop."""
+        """Waits until every replica is there and ready for the same round; False when it is to stop or one is lost."""
         self._records.say(state=WAITING, announcement=None)
         while not self._records.all_ready():
-            if self._stop_within(_WAIT_SECONDS):
+            if self._records.lost or self._stop_within(_WAIT_SECONDS):
                 return False
         return True
 
@@ -236,7 +238,22 @@ class Replica:
         """Iris keeps the last line of the error output with the attempt; it also marks the end of the log."""
         self._write(f"{MARK}{reason}; restarted here: {self._restarts}\n".encode())
         shutil.rmtree(self._run_folder, ignore_errors=True)
+        deadline = time.monotonic() + _SEEN_SECONDS
+        while code and not self._seen_running() and time.monotonic() < deadline:
+            time.sleep(_WAIT_SECONDS)
         return code
+
+    def _seen_running(self) -> bool:
+        """Returns True if the controller has seen this attempt run.
+
+        Iris takes a failure before that for the machine's own, and gives the machine up after ten of them, with all
+        that runs there.
+        """
+        try:
+            task = call_controller(self._controller, "GetTaskStatus", taskId=self._task)["task"]
+        except (OSError, ValueError, KeyError):
+            return False
+        return task["state"] not in ("TASK_STATE_ASSIGNED", "TASK_STATE_BUILDING")
 
     def _argv(self) -> list[str]:
         """The command of the job, in the interpreter it is to have."""
