@@ -21,12 +21,13 @@ def main(port: int) -> None:
     sys.modules["kubernetes"] = None  # pyright: ignore[reportArgumentType]; another fifth, and Iris does without
     from iris.cluster.backends.local.cluster import LocalCluster, make_local_cluster_config
     from iris.cluster.controller import service, worker_health
+    from iris.cluster.types import WorkerId
 
     gc.freeze()
     gc.enable()
 
     service.FRESHNESS_WINDOW = timedelta(days=36500)  # it refuses clients that were built over 14 days ago
-    worker_health.WorkerHealthTracker.__init__.__kwdefaults__["build_threshold"] = 1
+    worker_health.WorkerHealthTracker.__init__.__kwdefaults__["build_threshold"] = 1  # pyright: ignore
     config = make_local_cluster_config(2)
     config.controller.local.port = port
     config.storage.remote_state_dir = f"file://{Path.home()}/state"  # else gone with the first controller
@@ -38,8 +39,8 @@ def main(port: int) -> None:
             cluster.stop()
         if line.strip() in {"start", "restart"}:
             cluster.start()
-        if line.startswith("lose "):
-            cluster._controller.request_worker_eviction([line.split()[1]])
+        if line.startswith("lose ") and (controller := cluster._controller):
+            controller.request_worker_eviction([WorkerId(line.split()[1])])
         print("ready", flush=True)
     cluster.close()
 
