@@ -23,11 +23,8 @@ WAITING, RUNNING, DONE, ENDING, STOPPED = "waiting", "running", "done", "ending"
 _TIMEOUT_SECONDS = 10.0
 _FAST_SECONDS = 0.2
 _SUCCEEDED = "TASK_STATE_SUCCEEDED"
-_LOST = {
-    f"TASK_STATE_{state}"
-    for state in ("FAILED", "KILLED", "WORKER_FAILED", "PREEMPTED", "COSCHED_FAILED", "UNSCHEDULABLE")
-}
-"""States of a task that Iris starts no more; one that it will start again is pending."""
+_LOST = {"TASK_STATE_WORKER_FAILED", "TASK_STATE_PREEMPTED", "TASK_STATE_COSCHED_FAILED"}
+"""States of a task that Iris starts no more, and that end no job while another task of it runs."""
 
 
 def call_controller(controller: str, method: str, /, **fields: Any) -> dict[str, Any]:
