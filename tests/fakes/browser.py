@@ -31,6 +31,20 @@ _FLAGS = (
     "--remote-debugging-port=0",
 )
 _LARGEST_MESSAGE = 64 * 2**20  # a screenshot of a long page
+# Says where an element is, and until `aimed` is called keeps from the page what a mouse does elsewhere.
+_AIM = """((find) => {
+  find().scrollIntoView({block: "center"});
+  const box = find().getBoundingClientRect();
+  const kinds = ["pointerdown", "mousedown", "pointerup", "mouseup", "click"];
+  let hit = null;
+  const look = (event) => {
+    hit ??= !!find()?.contains(event.target);
+    if (!hit) { event.preventDefault(); event.stopImmediatePropagation(); }
+  };
+  for (const kind of kinds) window.addEventListener(kind, look, true);
+  window.aimed = () => { for (const kind of kinds) window.removeEventListener(kind, look, true); return hit; };
+  return [box.x + box.width / 2, box.y + box.height / 2];
+})"""
 
 
 def chromium_binary() -> str:
@@ -93,14 +107,14 @@ class Page:
         return eventually(found, seconds=seconds)
 
     def click(self, element: str) -> None:
-        """Brings an element into view and clicks it, as a mouse does."""
-        self.until(f"!!({element})")
-        place = self.value(
-            f"(() => {{ const one = ({element}); one.scrollIntoView({{block: 'center'}});"
-            " const box = one.getBoundingClientRect(); return [box.x + box.width / 2, box.y + box.height / 2]; })()"
-        )
+        """Brings an element into view and clicks it, as a mouse does; once more where it has moved away meanwhile."""
+        eventually(lambda: self._hits(element))
+
+    def _hits(self, element: str) -> bool:
+        x, y = self.until(f"{_AIM}(() => ({element}))")
         for kind in ("mousePressed", "mouseReleased"):
-            self.call("Input.dispatchMouseEvent", type=kind, x=place[0], y=place[1], button="left", clickCount=1)
+            self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        return self.value("!window.aimed || window.aimed()")  # another page has none
 
     def fill(self, element: str, text: str) -> None:
         """Clicks a field, selects what is in it, and types a text in its place."""
