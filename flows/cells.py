@@ -11,7 +11,7 @@ from flows.hooks import leave_nothing
 from flows.reconcile import reconcile_once
 from tasks.policies.dispatched import FLOW, CellNames, name_of_cell
 from tasks.policies.policy import Policy
-from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import settle_lost
 
 
@@ -36,7 +36,7 @@ def evaluate_cells(policy: Policy, cells: CellNames) -> dict[str, Any]:
         settle_lost(deployment.id)
     wanted = frozenset(cells.names)
     here = policy.model_copy(update={"dispatch": "here"})
-    with end_is_told():
+    with end_reported():
         outcome = reconcile_once(here, only=lambda cell: name_of_cell(cell) in wanted)
         if outcome.error is not None:
             raise outcome.error

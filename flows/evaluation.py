@@ -10,7 +10,7 @@ from flows.hooks import leave_nothing
 from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for
 from tasks.gates.conclude import conclude_by
 from tasks.gates.gate import Gate
-from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
@@ -55,7 +55,7 @@ def evaluate(
         GateRefused: the gate says NO-GO; it may let pass that a cell failed or was withheld.
     """
     configs = [as_served(config) for config in configs]
-    with marked(configs), end_is_told():
+    with marked(configs), end_reported():
         cells = plan_cells(configs, checkpoints)
         run_pending(configs, cells, wait=True)
         return conclude(cells) if gate is None else conclude_by(gate, cells)

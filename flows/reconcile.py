@@ -24,7 +24,7 @@ from tasks.policies.gate import conclude_policy
 from tasks.policies.policy import Policy, check_policy_paths
 from tasks.policies.reconciliation import OpenCell, Reconciliation, reconcile
 from tasks.policies.snapshot import take_snapshot
-from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.flow_runs import collapse_waiting, settle_lost
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
@@ -82,7 +82,7 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
     if deployment.id:
         collapse_waiting(deployment.id, beside=str(flow_run.id))
         settle_lost(deployment.id)
-    with end_is_told():
+    with end_reported():
         wanted = load_policy(policy) if isinstance(policy, str) else policy
         outcome = reconcile_once(wanted)
         if gate is not None:

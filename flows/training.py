@@ -15,7 +15,7 @@ from tasks.claims.files import claims_folder
 from tasks.gates.conclude import conclude_by
 from tasks.gates.gate import Gate
 from tasks.policies.events import emit
-from tasks.prefect_server.client import end_is_told
+from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
@@ -53,7 +53,7 @@ def train_and_evaluate(config: TrainAndEvaluateConfig, gate: Gate | None = None)
         AssayError: the request cannot be right, the training failed, or a wanted cell has no succeeded record.
         GateRefused: the gate says NO-GO.
     """
-    with end_is_told():
+    with end_reported():
         return _trained_and_evaluated(config, gate)
 
 

@@ -213,14 +213,14 @@ class SinkFailed(AssayError):
 
 
 class EvaluationIncomplete(AssayError):
-    """Some wanted cells have no succeeded record: the model, a benchmark or the counts were at fault."""
+    """Wanted cells have no succeeded record: the model, a benchmark or the counts were at fault."""
 
     record_status = "failed"
     exit_code = 1
 
 
 class StagingIncomplete(AssayError):
-    """Some data could not be fetched for workers without a network, or does not load there."""
+    """Data could not be fetched for workers without a network, or does not load there."""
 
 
 class GateRefused(AssayError):
@@ -231,7 +231,7 @@ class GateRefused(AssayError):
 
 
 class EvaluationInterrupted(AssayError):
-    """Some wanted cells have no succeeded record, and running again may well give them one."""
+    """Wanted cells have no succeeded record, and running again may well give them one."""
 
 
 class ClaimLost(EvaluationInterrupted):

@@ -202,7 +202,7 @@ def mlflow_address() -> str:
 
 @pytest.fixture(scope="session", autouse=True)
 def _interruptible() -> None:
-    """What started us may have told us to ignore SIGINT (a shell's &) or SIGHUP (nohup); our processes would, too."""
+    """Listens to SIGINT and SIGHUP where a shell's & or nohup had us ignore them; our processes would, too."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:

@@ -53,18 +53,18 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
     _refuse_beside("--eval", options.given("only"), "it chooses among the evaluations of a suite")
     evaluator = _evaluator(options.evaluator)
     kind, judge = options_kind(evaluator), _judge(options)
-    told: dict[str, Any] = {"name": evaluator}
+    chosen: dict[str, Any] = {"name": evaluator}
     if judge is not None:
         if not issubclass(kind, JudgedOptions):
             _refuse_beside(f"--evaluator {options.evaluator or 'lm-eval'}", options.given(*_JUDGE), "it needs no judge")
-        told["judge"] = judge
+        chosen["judge"] = judge
     if options.allow_code:
         if not issubclass(kind, LmEvalBenchmarkOptions):
             _refuse_beside(f"--evaluator {options.evaluator}", ["--allow-code"], "it runs no code the model wrote")
-        told["allow_code_execution"] = options.allow_code
+        chosen["allow_code_execution"] = options.allow_code
     content: dict[str, Any] = {
         **_content(options),
-        "evaluator": told,
+        "evaluator": chosen,
         "evals": [_benchmark(text) for text in options.evals],
     }
     if issubclass(kind, NativeOptions):

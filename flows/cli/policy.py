@@ -185,11 +185,11 @@ def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], R
     listings = take_snapshot(wanted, use_index=use_index)
     found = decide(listings, wanted, now=time.time())
     if wanted.dispatch == "work_pools":
-        found = _less_what_is_scheduled(wanted, listings, found)
+        found = _without_scheduled(wanted, listings, found)
     return wanted, listings, found
 
 
-def _less_what_is_scheduled(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> Reconciliation:
+def _without_scheduled(wanted: Policy, listings: list[RunListing], found: Reconciliation) -> Reconciliation:
     from resources.errors import BadInput, PrefectUnavailable
     from tasks.policies.dispatched import read_dispatches, with_dispatches
     from tasks.prefect_server.client import require_server

@@ -94,15 +94,15 @@ def notify(
     found = checkpoint_of(uri)
     if found is not None and found.complete:
         send([CompleteCheckpoint(found.uri, found.run, found.name, found.step)])
-        said, problems = f"{found.name} is complete: said so", []
+        outcome, problems = f"{found.name} is complete: said so", []
     else:  # no failure: a bucket tells of each file, and one of them is the last
         problems = list(found.problems) if found is not None else ["no checkpoint is there yet"]
-        said = f"not said: {'; '.join(problems)}"
+        outcome = f"not said: {'; '.join(problems)}"
     if as_json:
         sent = not problems
         print_json({"checkpoint": found.uri if found is not None else uri, "sent": sent, "problems": problems})
     else:
-        OUT.print(said, highlight=False, markup=False, soft_wrap=True)
+        OUT.print(outcome, highlight=False, markup=False, soft_wrap=True)
 
 
 def duration(text: str) -> timedelta:

@@ -80,9 +80,9 @@ def follow(
                 anything = True
         if finished:
             return details
-        if (said := _remark(details)) and said != noted:
-            note(said)
-        noted = said or noted
+        if (remark := _remark(details)) and remark != noted:
+            note(remark)
+        noted = remark or noted
         pause = _FIRST_PAUSE_SECONDS if anything else min(pause * 1.5, _LAST_PAUSE_SECONDS)
         time.sleep(pause)
 

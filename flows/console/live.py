@@ -102,9 +102,9 @@ def _share(cell: CellProgress) -> float:
 def _counts(cell: CellProgress) -> str:
     """Returns what the pool counted for a cell, as far as it is not zero."""
     words = {"journal_hits": "from the journal", "retried": "sent again", "server_errors": "failed"}
-    told = [f"{cell.counts[name]} {word}" for name, word in words.items() if cell.counts.get(name)]
+    counted = [f"{cell.counts[name]} {word}" for name, word in words.items() if cell.counts.get(name)]
     tokens = cell.counts.get("prompt_tokens", 0) + cell.counts.get("completion_tokens", 0)
-    return "".join(f", {part}" for part in [*told, *([f"{tokens:,} tokens"] if tokens else [])])
+    return "".join(f", {part}" for part in [*counted, *([f"{tokens:,} tokens"] if tokens else [])])
 
 
 def _minutes(seconds: float) -> str:

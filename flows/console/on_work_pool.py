@@ -159,16 +159,16 @@ def _choice(
 
 def _ended(run: UUID, on_event: Callable[[str], None]) -> FlowRun:
     """A flow run, once it is over; each state on the way is told."""
-    told: str | None = None
+    reported: str | None = None
     try:
         while True:
             with prefect_client() as client:
                 found = client.read_flow_run(run)
             state = found.state
             assert state is not None, "a flow run that was sent has a state"
-            if state.name != told:
+            if state.name != reported:
                 on_event(f"{state.name}")
-                told = state.name
+                reported = state.name
             if state.is_final():
                 return found
             time.sleep(_FLOW_RUN_POLL_SECONDS)

@@ -210,7 +210,7 @@ def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
         "work pool": there.work_pool_name,
         "work queue": there.work_queue_name,
         "entrypoint": there.entrypoint,
-        "schedule": [_as_told(schedule.schedule) for schedule in there.schedules if schedule.active],
+        "schedule": [_as_configured(schedule.schedule) for schedule in there.schedules if schedule.active],
         "runs at once": _runs_at_once(client, there),
         "tags": sorted(there.tags),
     }
@@ -219,7 +219,7 @@ def _deployment(client: SyncPrefectClient, wanted: PolicyDeployment) -> Change:
         "work pool": wanted.work_pool,
         "work queue": wanted.work_queue,
         "entrypoint": ENTRYPOINT,
-        "schedule": [_as_told(schedule.schedule) for schedule in wanted.schedules()],
+        "schedule": [_as_configured(schedule.schedule) for schedule in wanted.schedules()],
         "runs at once": 1,
         "tags": sorted(_tags(wanted)),
     }
@@ -234,7 +234,7 @@ def _runs_at_once(client: SyncPrefectClient, there: DeploymentResponse) -> int |
         return None
 
 
-def _as_told(schedule: Any) -> Any:
+def _as_configured(schedule: Any) -> Any:
     """A schedule without what the server adds to it."""
     return getattr(schedule, "cron", None) or getattr(schedule, "interval", None)
 

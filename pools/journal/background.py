@@ -33,7 +33,7 @@ class _OpenCell:
     mirror: Mirror | None
     loaded: bool
     news_bytes: int = 0
-    told: bool = False
+    warned: bool = False
 
 
 class Background:
@@ -190,14 +190,14 @@ class Background:
         try:
             await asyncio.get_running_loop().run_in_executor(self._mirror_thread, act)
         except Exception as error:  # noqa: BLE001 - the boundary: every store's client has errors of its own
-            if not cell.told:
-                cell.told = True
+            if not cell.warned:
+                cell.warned = True
                 reason = " ".join(str(error).split())
                 self._warn(
                     f"The mirror of cell {cell.attempt.scope.cell} cannot be used now, it is tried again: {reason}"
                 )
             return False
-        cell.told = False
+        cell.warned = False
         return True
 
     async def _in_file_thread(self, act: Callable[..., Any], *arguments: Any) -> Any:

@@ -123,8 +123,8 @@ def _tag(uri: str) -> str | None:
     if protocol not in (*_GOOGLE, *_AMAZON):
         return None
     filesystem, path = _store(uri)
-    told = filesystem.info(path)
-    found = told.get("generation") if protocol in _GOOGLE else told.get("ETag")
+    status = filesystem.info(path)
+    found = status.get("generation") if protocol in _GOOGLE else status.get("ETag")
     return str(found) if found is not None else None
 
 

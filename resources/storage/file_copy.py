@@ -233,16 +233,16 @@ class _Crc32c:
 
 
 def _as_the_store_says(source: FileInfo, digest: str) -> bool:
-    said = source.content_hash
-    if said is None or said.value == digest or len(said.value) != len(digest):  # of another kind: no crc32c here
+    listed = source.content_hash
+    if listed is None or listed.value == digest or len(listed.value) != len(digest):  # of another kind: no crc32c here
         return True
-    return said.kind == "etag" and not storage.etag_is_md5(source.uri)
+    return listed.kind == "etag" and not storage.etag_is_md5(source.uri)
 
 
 def _corrupt(source: FileInfo, digest: str) -> StorageError:
-    said = source.content_hash
+    listed = source.content_hash
     return StorageError(
-        expected=f"{source.uri} with {said.kind} {said.value}" if said else source.uri,
+        expected=f"{source.uri} with {listed.kind} {listed.value}" if listed else source.uri,
         found=f"{digest} over the {source.size} bytes that arrived, which were removed",
         remedy="run again, and the file is copied anew; if that repeats, look at the disk, the memory and the network",
     )

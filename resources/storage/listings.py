@@ -81,10 +81,10 @@ def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
                     files += _link(entry)
                     continue
                 try:
-                    told = entry.stat(follow_symlinks=False)
+                    status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:  # gone since it was listed
                     continue
-                files.append((name, told.st_size, told.st_mtime, told.st_mtime_ns))
+                files.append((name, status.st_size, status.st_mtime, status.st_mtime_ns))
     yield path, files
     for folder in folders:
         try:
@@ -102,7 +102,7 @@ def _link(entry: os.DirEntry[str]) -> list[LocalFile]:
         behind = entry.stat()
     except OSError:
         return [(entry.name, 0, own.st_mtime, own.st_mtime_ns)]
-    last = max(own, behind, key=lambda told: told.st_mtime_ns)
+    last = max(own, behind, key=lambda status: status.st_mtime_ns)
     return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns)]
 
 

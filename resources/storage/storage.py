@@ -285,8 +285,8 @@ def etag_is_md5(uri: str) -> bool:
     bucket, _, key = path.partition("/")
     if bucket.endswith("--x-s3"):
         return False
-    said = ask("head_object", Bucket=bucket, Key=key)
-    return not (str(said.get("ServerSideEncryption")).startswith("aws:kms") or said.get("SSECustomerAlgorithm"))
+    head = ask("head_object", Bucket=bucket, Key=key)
+    return not (str(head.get("ServerSideEncryption")).startswith("aws:kms") or head.get("SSECustomerAlgorithm"))
 
 
 def is_folder(uri: str) -> bool:

@@ -41,13 +41,13 @@ def list_tree(uri: str, *, between: Sequence[str] = ()) -> Tree:
         return Tree(_digest(uri, folders), lambda: listings.files_of_walk(uri, folders))
     objects = storage.bucket_objects(uri, between=between)
     if objects is not None:
-        told = [(item["name"], item.get("size"), item.get("md5Hash") or item.get("crc32c") or item.get("updated"))
+        listed = [(item["name"], item.get("size"), item.get("md5Hash") or item.get("crc32c") or item.get("updated"))
                 for item in objects]  # fmt: skip
-        return Tree(_digest(uri, told), lambda: listings.files_of_bucket(uri, objects))
+        return Tree(_digest(uri, listed), lambda: listings.files_of_bucket(uri, objects))
     files = storage.list_files(uri)
     return Tree(_digest(uri, [(file.uri, file.size, file.checksum or file.modified) for file in files]), lambda: files)
 
 
-def _digest(uri: str, told: list[Any]) -> str:
+def _digest(uri: str, listed: list[Any]) -> str:
     # Names on disk need not be UTF-8, as JSON would want. From version 3 on equal values need not be written alike.
-    return hashlib.blake2b(marshal.dumps((uri, told), 2), digest_size=16).hexdigest()
+    return hashlib.blake2b(marshal.dumps((uri, listed), 2), digest_size=16).hexdigest()

@@ -26,7 +26,7 @@ class CheckpointRule(Config):
         return {"which": values} if isinstance(values, str) else values
 
     @model_validator(mode="after")
-    def _one(self) -> CheckpointRule:
+    def _has_one_choice(self) -> CheckpointRule:
         given = [name for name in ("which", "every_n_steps", "steps") if getattr(self, name)]
         if len(given) != 1:
             found = " and ".join(given) or "none"

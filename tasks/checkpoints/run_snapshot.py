@@ -65,8 +65,8 @@ class SeenCheckpoint:
 def listing_digest(folder: str, files: Iterable[FileInfo]) -> str:
     """Over what a listing tells of the files of a folder: the same as long as none was written again."""
     start = len(folder.rstrip("/")) + 1
-    told = sorted((file.uri[start:], file.size, file.checksum or file.modified) for file in files)
-    return hashlib.blake2b(repr(told).encode(), digest_size=12).hexdigest()
+    listed = sorted((file.uri[start:], file.size, file.checksum or file.modified) for file in files)
+    return hashlib.blake2b(repr(listed).encode(), digest_size=12).hexdigest()
 
 
 def expand_runs(patterns: Sequence[str]) -> list[str]:

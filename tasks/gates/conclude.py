@@ -45,7 +45,7 @@ def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
         by_name.setdefault(cell.reference.name, []).append(cell)
-    checkpoints = [_judged(name, ones) for name, ones in by_name.items()]
+    checkpoints = [_judged(name, cells_of_checkpoint) for name, cells_of_checkpoint in by_name.items()]
     run, evaluation_path = cells[0].reference.run, cells[0].config.evaluation_path
     return judge_checkpoints(gate, checkpoints, run=run, evaluation_path=evaluation_path)
 
@@ -61,8 +61,8 @@ def judge_checkpoints(
     """
     verdict = judge(gate, checkpoints, evaluation_path=evaluation_path)
     report_event(f"gate {verdict.gate} on {run}: {verdict.word}")
-    told = {"key": f"{artifact_key(run)}-gate", "description": f"Gate {gate.name} on {run}"}
-    show("the verdict", lambda: create_markdown_artifact(verdict_markdown(verdict), **told))
+    labels = {"key": f"{artifact_key(run)}-gate", "description": f"Gate {gate.name} on {run}"}
+    show("the verdict", lambda: create_markdown_artifact(verdict_markdown(verdict), **labels))
     return verdict
 
 

@@ -205,7 +205,7 @@ def _scenarios() -> Path:
 
 
 def _without(names: Any, left_out: Mapping[str, str]) -> Any:
-    """Some names, or what is known by them, without those that are in the way; a tokenizer's has no revision there."""
+    """Names, or what is known by them, without those that are in the way; a tokenizer's has no revision there."""
     if isinstance(names, Mapping):
         return {name: value for name, value in names.items() if name not in left_out}
     return [name for name in names if name.partition("@")[0] not in left_out]

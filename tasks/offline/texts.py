@@ -143,8 +143,8 @@ def _read(uri: str) -> bytes:
                 raise _missing(uri) from None
             if error.code not in _PASSING or attempt == _ATTEMPTS:
                 raise _unreadable(uri, error) from error
-            told = error.headers.get("Retry-After", "")
-            seconds = min(float(told), _LONGEST_WAIT_SECONDS) if told.isdigit() else _UNTOLD_WAIT_SECONDS
+            retry_after = error.headers.get("Retry-After", "")
+            seconds = min(float(retry_after), _LONGEST_WAIT_SECONDS) if retry_after.isdigit() else _UNTOLD_WAIT_SECONDS
         except OSError as error:
             if attempt == _ATTEMPTS:
                 raise _unreadable(uri, error) from error

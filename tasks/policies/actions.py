@@ -110,9 +110,9 @@ def cancel(
 
 def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
     """Tells the Prefect server; a run ends without that too, when it notices that its claims are gone."""
-    told: list[str] = []
+    cancelled: list[str] = []
     if not ids or PREFECT_API_URL.value() is None:
-        return told
+        return cancelled
     for flow_run_id in ids:
         try:
             with prefect_client() as client:
@@ -120,24 +120,24 @@ def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
         except (AssayError, PrefectException) as error:
             report_event(f"flow run {flow_run_id} could not be told: {error}")
         else:
-            told.append(flow_run_id)
-    return told
+            cancelled.append(flow_run_id)
+    return cancelled
 
 
 def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]:
     """Tells flow runs at work pools to end; the server makes Cancelled of it where they have not begun."""
-    told: list[str] = []
+    cancelled: list[str] = []
     if policy.dispatch == "here" or PREFECT_API_URL.value() is None:
-        return told
+        return cancelled
     try:
         with prefect_client() as client:
             for dispatch in read_dispatches(policy).at_work:
                 if str(dispatch.id) not in besides:
                     client.set_flow_run_state(dispatch.id, Cancelling(message=CANCELLED_BY_COMMAND))
-                    told.append(str(dispatch.id))
+                    cancelled.append(str(dispatch.id))
     except (AssayError, PrefectException) as error:
         report_event(f"flow runs at work pools could not be told, and find nothing to do: {error}")
-    return told
+    return cancelled
 
 
 def _by_run(cells: Sequence[OpenCell]) -> dict[str, list[tuple[str, str]]]:

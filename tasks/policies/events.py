@@ -40,13 +40,13 @@ class CompleteCheckpoint:
 
     def labels(self) -> dict[str, str]:
         """The event's resource: `assay.checkpoint.<uri>`, with what people search for."""
-        told = {
+        labels = {
             "prefect.resource.id": f"{_RESOURCE}{storage.absolute(self.uri)}",
             "prefect.resource.name": self.name,
             "assay.run": self.run,
             "assay.step": str(self.step),
         }
-        return told | ({"assay.policy": self.policy} if self.policy is not None else {})
+        return labels | ({"assay.policy": self.policy} if self.policy is not None else {})
 
 
 def resources_of(runs: Iterable[str]) -> list[str]:
@@ -63,16 +63,16 @@ def resources_of(runs: Iterable[str]) -> list[str]:
     return list(found)
 
 
-def send(told: Sequence[CompleteCheckpoint]) -> None:
+def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
     """Sends an event for each checkpoint, and returns when the server has them.
 
     Raises:
         PrefectUnavailable: it does not answer.
     """
-    if not told:
+    if not checkpoints:
         return
     # Each has an id of its own: a second event of one id makes the server lose others where it keeps them in SQLite.
-    events = [Event(event=CHECKPOINT_COMPLETE, resource=Resource(checkpoint.labels())) for checkpoint in told]
+    events = [Event(event=CHECKPOINT_COMPLETE, resource=Resource(checkpoint.labels())) for checkpoint in checkpoints]
     with prefect_client() as client:
         client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
 
@@ -80,8 +80,8 @@ def send(told: Sequence[CompleteCheckpoint]) -> None:
 def emit(checkpoints: Iterable[Checkpoint]) -> None:
     """Tells the server beside whatever a flow does; where it cannot be told, the flow goes on."""
     for checkpoint in checkpoints:
-        told = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
-        emit_event(event=CHECKPOINT_COMPLETE, resource=told.labels())
+        complete = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
+        emit_event(event=CHECKPOINT_COMPLETE, resource=complete.labels())
 
 
 class WatchedRuns:
@@ -93,7 +93,7 @@ class WatchedRuns:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._told: dict[str, dict[str, str]] = {}
+        self._reported: dict[str, dict[str, str]] = {}
 
     def find_new(self) -> list[CompleteCheckpoint]:
         """Those that are complete and were not returned yet; a listing of each run.
@@ -109,19 +109,19 @@ class WatchedRuns:
         for run in runs:
             seen = snapshot_run(run, reference=self._policy.native_reference)
             complete = [checkpoint for checkpoint in seen if checkpoint.complete]
-            before = self._told.get(run)
+            before = self._reported.get(run)
             fresh = [checkpoint for checkpoint in complete if (before or {}).get(checkpoint.uri) != checkpoint.listing]
-            self._told[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
-            found += [self._told_of(run, checkpoint) for checkpoint in (fresh[-1:] if before is None else fresh)]
+            self._reported[run] = {checkpoint.uri: checkpoint.listing for checkpoint in complete}
+            found += [self._event_of(run, checkpoint) for checkpoint in (fresh[-1:] if before is None else fresh)]
         return found
 
-    def forget(self, told: Iterable[CompleteCheckpoint]) -> None:
-        """Lets some be returned again, since nobody could be told of them."""
-        for checkpoint in told:
-            for listings in self._told.values():
+    def forget(self, checkpoints: Iterable[CompleteCheckpoint]) -> None:
+        """Lets checkpoints be returned again, since nobody could be told of them."""
+        for checkpoint in checkpoints:
+            for listings in self._reported.values():
                 listings.pop(checkpoint.uri, None)
 
-    def _told_of(self, run: str, checkpoint: SeenCheckpoint) -> CompleteCheckpoint:
+    def _event_of(self, run: str, checkpoint: SeenCheckpoint) -> CompleteCheckpoint:
         return CompleteCheckpoint(checkpoint.uri, name_of(run)[0], checkpoint.name, checkpoint.step, self._policy.name)
 
 

@@ -50,7 +50,7 @@ class Overrides:
     def newest(self, checkpoint: str, evaluation_hash: str, *, policy: str) -> Override | None:
         """Returns what was said last that is about a cell."""
         found = (self.by_cell.get((checkpoint, evaluation_hash)), self.by_policy.get(policy))
-        return max((said for said in found if said is not None), key=lambda said: said.at, default=None)
+        return max(filter(None, found), key=lambda override: override.at, default=None)
 
 
 def read_overrides(run_folder: str) -> Overrides:

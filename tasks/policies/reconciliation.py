@@ -85,12 +85,12 @@ class Reconciliation:
 
 def undecided(listing: RunListing) -> list[SeenCheckpoint]:
     """Checkpoints whose digests are needed: they have records, none of which was made of what the listing shows."""
-    told: dict[str, set[str | None]] = defaultdict(set)
+    recorded: dict[str, set[str | None]] = defaultdict(set)
     for record in listing.records.others:
-        told[record.checkpoint].add(record.listing)
+        recorded[record.checkpoint].add(record.listing)
     found = []
     for checkpoint in listing.checkpoints:
-        others, states = told.get(checkpoint.name, ()), listing.records.done.get(checkpoint.name, ())
+        others, states = recorded.get(checkpoint.name, ()), listing.records.done.get(checkpoint.name, ())
         if not checkpoint.problems and (others or states):
             listed = checkpoint.listing in others or any(state.listing == checkpoint.listing for state in states)
             found += [] if listed else [checkpoint]

@@ -60,7 +60,7 @@ async def async_prefect_client() -> AsyncIterator[PrefectClient]:
 
 
 @contextmanager
-def end_is_told() -> Iterator[None]:
+def end_reported() -> Iterator[None]:
     """Around what a flow does: its end, good or bad, waits for a server that is away, so that its state becomes true.
 
     Records are there by then, and pools and claims are gone. A run that was told to end does not wait.
@@ -107,12 +107,12 @@ def server_answers(
     # Not entered: that would ask for the server's version, and fail.
     client = get_client(sync_client=True, httpx_settings={"timeout": _SERVER_ANSWER_SECONDS})
     deadline = clock() + within_seconds
-    said = False
+    reported = False
     while (reason := client.api_healthcheck()) is not None:
         if clock() >= deadline:
             return False
-        if not said:
-            said = True
+        if not reported:
+            reported = True
             report_event(
                 f"waiting for the Prefect server, {within_seconds:g} s at most: {str(reason) or type(reason).__name__}"
             )

@@ -169,12 +169,12 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             try:
-                told = os.fstat(file)
-                content = os.read(file, told.st_size + 1)
+                status = os.fstat(file)
+                content = os.read(file, status.st_size + 1)
             finally:
                 os.close(file)
             name = cell[len(root) + 1 :]
-            stamps[name] = (told.st_size, told.st_mtime, None)
+            stamps[name] = (status.st_size, status.st_mtime, None)
             row = _row_in(content, name)
             rows += [row] if row is not None else []
     if rows:
@@ -188,8 +188,8 @@ def _updated_rows(run_folder: str, stamps: Mapping[str, Stamp]) -> list[IndexedR
     content = _read(storage.join(run_folder, _FOLDER, _ROWS)) or {"rows": [], "stamps": []}
     try:
         known = dict(zip((row[0] for row in content["rows"]), range(len(content["rows"])), strict=True))
-        told = list(map(tuple, content["stamps"]))
-        kept = [known[cell] for cell, stamp in stamps.items() if cell in known and told[known[cell]] == stamp]
+        indexed = list(map(tuple, content["stamps"]))
+        kept = [known[cell] for cell, stamp in stamps.items() if cell in known and indexed[known[cell]] == stamp]
         rows = [IndexedRecord._make(content["rows"][number]) for number in kept]
     except _DAMAGED:
         known, rows = {}, []
@@ -313,10 +313,10 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
         start = len(root) + 1
         for cell in _local_cells(root):
             try:
-                told = os.stat(f"{cell}/{RECORD_NAME}")  # noqa: PTH116 - a Path for each of 200,000 takes a second
+                status = os.stat(f"{cell}/{RECORD_NAME}")  # noqa: PTH116 - a Path for each of 200,000 takes a second
             except (FileNotFoundError, NotADirectoryError):
                 continue
-            yield cell[start:], (told.st_size, told.st_mtime, None)
+            yield cell[start:], (status.st_size, status.st_mtime, None)
         return
     objects = storage.bucket_objects(run_folder)
     if objects is not None:  # 200,000 of them, in half the time that their full descriptions take

@@ -189,9 +189,9 @@ def parsed_record(content: bytes) -> Record | None:
         return None
 
 
-def failures_in_a_row(told: int | None) -> int:
+def failures_in_a_row(recorded: int | None) -> int:
     """Failures in a row by an `infra_failed` record; those from before it was counted stand for one."""
-    return 1 if told is None else told
+    return 1 if recorded is None else recorded
 
 
 def write_record(cell_uri: str, record: Record) -> Record:

@@ -124,7 +124,7 @@ def compare(
         )
     chosen = {key: _alike(sides[0][key], sides[1][key]) for key in shared}
     differences = {
-        key.benchmark: tuple(_what_differs(first.record, second.record))
+        key.benchmark: tuple(_differences(first.record, second.record))
         for key, (first, second) in chosen.items()
         if first.record.evaluation_hash != second.record.evaluation_hash
     }
@@ -189,7 +189,7 @@ def _not_alike(differences: dict[str, tuple[str, ...]], labels: tuple[str, str])
     )
 
 
-def _what_differs(first: Record, second: Record) -> Iterator[str]:
+def _differences(first: Record, second: Record) -> Iterator[str]:
     before, after = _settings(first), _settings(second)
     different = [name for name in sorted({*before, *after}) if before.get(name) != after.get(name)]
     yield from (f"{name} is {_shown(before.get(name))}, then {_shown(after.get(name))}" for name in different)

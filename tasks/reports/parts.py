@@ -133,7 +133,7 @@ def same(records: Sequence[Record], value_of: Callable[[Record], Any]) -> list[G
 
 
 def _who(records: Sequence[Record], *, several: bool) -> str:
-    """Some cells by their checkpoints, under their evaluator where there are several."""
+    """Cells by their checkpoints, under their evaluator where there are several."""
     texts = []
     for evaluator in _evaluators(records):
         names = list(dict.fromkeys(record.checkpoint.name for record in records if record.evaluator == evaluator))

@@ -42,7 +42,7 @@ class ClaimedCells:
         self.add(cells)
         self._wait, self._sleep = wait, sleep
         self._claims: Claims | None = None
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
         if folder is None and cells:
             folder = claims_folder(cells[0].config.evaluation_path, cells[0].reference.run)
         if folder is not None:
@@ -137,8 +137,8 @@ class ClaimedCells:
 
     def _tell(self, others: Sequence[SeenClaim]) -> None:
         for seen in others:
-            if seen.claim.holder not in self._told:
-                self._told.add(seen.claim.holder)
+            if seen.claim.holder not in self._reported:
+                self._reported.add(seen.claim.holder)
                 number = sum(other.claim.holder == seen.claim.holder for other in others)
                 report_event(f"waiting for {how_many(number, 'cell')} that {described(seen)} evaluates")
 

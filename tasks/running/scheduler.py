@@ -164,5 +164,5 @@ def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) 
     if context.claimed is not None:
         context.claimed.release(cell)
     error = None if state.is_completed() else state.result(raise_on_failure=False)
-    told = isinstance(error, AssayError) and not isinstance(error, RecordUnwritten)
-    return error if isinstance(error, Exception) and not told else None
+    recorded = isinstance(error, AssayError) and not isinstance(error, RecordUnwritten)
+    return error if isinstance(error, Exception) and not recorded else None

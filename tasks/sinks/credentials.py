@@ -96,9 +96,9 @@ def loaded_block(kind: Any, name: str) -> Any:
     try:
         return kind.load(name, _sync=True)
     except Exception as error:  # noqa: BLE001 - a boundary: Prefect raises its client's and pydantic's errors
-        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        message = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise SinkFailed(
             expected=f"the Prefect block {name} of type {kind.__name__}",
-            found=scrub(said, ()),
+            found=scrub(message, ()),
             remedy="create it on the server that PREFECT_API_URL names, or name another one",
         ) from None

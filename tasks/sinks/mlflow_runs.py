@@ -221,12 +221,12 @@ def _explained(sink: MlflowSink) -> Iterator[None]:
     except SinkFailed:
         raise
     except (MlflowException, OSError, ValueError) as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
+        message = (str(error).strip() or type(error).__name__).splitlines()[0]
         code = error.get_http_status_code() if isinstance(error, MlflowException) else None
-        denied = code in (401, 403) or "401" in said or "403" in said
+        denied = code in (401, 403) or "401" in message or "403" in message
         remedy = (
             "check MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD, or MLFLOW_TRACKING_TOKEN"
             if denied
             else "check tracking_uri and the experiment, and that the server can be reached; then: assay publish"
         )
-        raise SinkFailed(expected=f"{sink.name} to take a run", found=said, remedy=remedy) from error
+        raise SinkFailed(expected=f"{sink.name} to take a run", found=message, remedy=remedy) from error

@@ -181,10 +181,15 @@ def _explained(url: str) -> Iterator[None]:
             expected=f"a bucket at {url}", found=str(error), remedy="create it, or mend the url"
         ) from error
     except Exception as error:  # every store's client has errors of its own
-        said = str(error).strip() or type(error).__name__
+        message = str(error).strip() or type(error).__name__
         code = getattr(error, "code", None)
-        if "Forbidden" in said or "AccessDenied" in said or isinstance(error, PermissionError) or code in (401, 403):
-            lacking = ", ".join(dict.fromkeys(_PERMISSION.findall(said))) or _NEEDED
+        if (
+            "Forbidden" in message
+            or "AccessDenied" in message
+            or isinstance(error, PermissionError)
+            or code in (401, 403)
+        ):
+            lacking = ", ".join(dict.fromkeys(_PERMISSION.findall(message))) or _NEEDED
             remedy = f"give the account that runs this the permission {lacking} on the bucket; then: assay publish"
         elif code in (429, 500, 502, 503, 504):
             remedy = "the store was busy, and was asked several times; later: assay publish"
@@ -192,5 +197,5 @@ def _explained(url: str) -> Iterator[None]:
             remedy = "check the part before ://, and that the file system for it is installed"
         else:
             remedy = "check the network and the account; then: assay publish"
-        found = f"{code}: {said}" if code and str(code) not in said else said
+        found = f"{code}: {message}" if code and str(code) not in message else message
         raise SinkFailed(expected=f"to write to {url}", found=found, remedy=remedy) from error

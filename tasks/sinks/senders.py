@@ -132,7 +132,7 @@ class _Sender:
         Raises:
             SinkFailed: it did not end in time, or without an answer.
         """
-        said_before = os.fstat(self._errors.fileno()).st_size
+        errors_before = os.fstat(self._errors.fileno()).st_size
         with ThreadPoolExecutor(1, thread_name_prefix="sink-answer") as reader:
             line: Future[str] = reader.submit(self._exchange, sending.announcement)
             while not line.done() and not sending.over:
@@ -148,7 +148,7 @@ class _Sender:
         try:
             return Answer.model_validate_json(line.result())
         except ValidationError:
-            self._errors.seek(said_before)
+            self._errors.seek(errors_before)
             tail = self._errors.read().decode(errors="replace").strip().splitlines()[-1:]
             raise SinkFailed(
                 expected=f"an answer from the process that sends to {sending.sink.name}",

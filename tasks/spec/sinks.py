@@ -126,4 +126,4 @@ def _distinct(sinks: tuple[Sink, ...]) -> tuple[Sink, ...]:
 
 
 Sinks = Annotated[tuple[Sink, ...], AfterValidator(_distinct)]
-"""Some sinks, no two of them the same place."""
+"""Sinks, no two of them the same place."""

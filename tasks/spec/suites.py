@@ -116,7 +116,7 @@ class Suite(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_what_it_extends(cls, values: Any) -> Any:
+    def _extended(cls, values: Any) -> Any:
         if not isinstance(values, dict) or not isinstance(values.get("extends"), str):
             return values
         base = built_in_suite(values["extends"])

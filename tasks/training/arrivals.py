@@ -63,7 +63,7 @@ class ArrivingCheckpoints:
         looked_into: dict[str, tuple[FileInfo, ...]] = {}
         settled = [folder for folder, files in now.items() if last or self._seen.get(folder) == files]
         self._seen = now
-        told: list[Checkpoint] = []
+        arrived: list[Checkpoint] = []
         for folder in settled:
             if self._looked_into.get(folder) == now[folder]:
                 continue
@@ -71,13 +71,13 @@ class ArrivingCheckpoints:
             looked_into[folder] = now[folder]
             if found is not None and found.complete:
                 self._last_step = max(self._last_step, found.step)
-                told += self._wanted(found)
+                arrived += self._wanted(found)
             elif found is not None and last:
                 report_event(f"left out {found.uri}: {'; '.join(found.problems)}")
         self._looked_into |= looked_into  # only now: had one of them not been readable, none would have been told
         if last and self._last_step in self._left_out:
-            told.append(self._left_out.pop(self._last_step))
-        return sorted(told, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
+            arrived.append(self._left_out.pop(self._last_step))
+        return sorted(arrived, key=lambda checkpoint: (checkpoint.step, checkpoint.modified, checkpoint.uri))
 
     def forget(self, uris: Iterable[str]) -> None:
         """Lets some checkpoints be told again, since nothing came of them."""
@@ -249,7 +249,7 @@ def step_in(log: str) -> str | None:
     if not lines:
         return None
     try:
-        said: dict[str, Any] = json.loads(lines[-1])
-        return f"training: step {said['step']}, loss {said['metrics']['train/loss']:.2f}"
+        logged: dict[str, Any] = json.loads(lines[-1])
+        return f"training: step {logged['step']}, loss {logged['metrics']['train/loss']:.2f}"
     except (ValueError, KeyError, TypeError):
         return None

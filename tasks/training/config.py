@@ -166,7 +166,7 @@ class TrainAndEvaluateConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _of_what_is_trained(cls, values: Any) -> Any:
+    def _checkpoints_of_training(cls, values: Any) -> Any:
         """Fills in where the checkpoints are, since that is known."""
         if not isinstance(values, dict):
             return values

@@ -122,7 +122,7 @@ def timed(engine: NotingEngine, run: Callable[[], Scores]) -> Start:
 
 
 def evaluation() -> EvaluationConfig:
-    """What is asked on both sides."""
+    """The evaluation that both sides run."""
     evals = tuple(EvalTaskConfig(name=name) for name in BENCHMARKS)
     return EvaluationConfig(
         model_path="checkpoint", base_url="http://unused/v1", evals=evals, max_eval_instances=_QUESTIONS
@@ -203,7 +203,7 @@ def measure(rounds: int) -> tuple[dict[str, list[Start]], float]:
 
 def check_same_scores(start: Start, starts: dict[str, list[Start]]) -> None:
     """Ends the script if a run scored anything else than the runs before it, of whichever side."""
-    for other in (one for side in starts.values() for one in side):
+    for other in (run for side in starts.values() for run in side):
         if start.scores != other.scores or not start.scores:
             give_up(f"scores differ: {start.scores} and {other.scores}")
 
@@ -217,8 +217,8 @@ def main() -> None:
     ensure_environment(LM_EVAL, on_progress=say)
     shutil.rmtree(WORK, ignore_errors=True)
     starts, runner_seconds = measure(given.rounds)
-    first = {side: [one.first_request for one in runs] for side, runs in starts.items()}
-    whole = {side: statistics.median(one.whole for one in runs) for side, runs in starts.items()}
+    first = {side: [run.first_request for run in runs] for side, runs in starts.items()}
+    whole = {side: statistics.median(run.whole for run in runs) for side, runs in starts.items()}
     print_table(
         f"milliseconds to the first request; the warm runner itself starts in {runner_seconds:.1f} s",
         ("side", "median", "best", "worst", "to the scores"),

@@ -79,7 +79,7 @@ _HELM_SUITE = "bench"
 _UNCOUNTED_CHECKPOINTS = 2
 _LEFT_OUT_CHECKPOINTS = 2
 _FIRST_STEP = 10
-"""Where the demo begins, too. Before it the model writes broken UTF-8, and a judge's prompt ends with it: vLLM then
+"""The demo's first step, too. Before it the model writes broken UTF-8, and a judge's prompt ends with it: vLLM then
 puts such a prompt before its answer, no verdict is found in it, and AlpacaEval's command crashes on that."""
 
 Outputs = dict[tuple[int, str], tuple[str, float]]
@@ -88,7 +88,7 @@ Outputs = dict[tuple[int, str], tuple[str, float]]
 
 @dataclass(frozen=True)
 class Found:
-    """What one side found out."""
+    """The scores and outputs that one side found."""
 
     scores: Scores
     outputs: Outputs
@@ -119,10 +119,14 @@ def measure_ours(run: Path, name: str, *, cache: Cache) -> tuple[Series, Found]:
     )
     records = json.loads(log.with_suffix(".out").read_text())["records"]
     by_evaluator = {
-        evaluator: Ours(total, {one["checkpoint"]["step"]: one for one in records if one["evaluator"] == evaluator})
+        evaluator: Ours(
+            total, {record["checkpoint"]["step"]: record for record in records if record["evaluator"] == evaluator}
+        )
         for evaluator in LABELS
     }
-    last = {one["checkpoint"]["step"]: one for one in sorted(records, key=lambda one: str(one["created"]))}
+    last = {
+        record["checkpoint"]["step"]: record for record in sorted(records, key=lambda record: str(record["created"]))
+    }
     scores: Scores = {}
     for series in by_evaluator.values():
         scores |= our_scores(series.records)
@@ -155,7 +159,7 @@ def measure_theirs(checkpoint: Path, step: int, name: str, *, limit: int | None 
 
 
 def variables_of_theirs(folder: Path) -> dict[str, str]:
-    """What users set: where AlpacaEval finds its endpoint, and that it asks more than five at a time."""
+    """Variables that users set: where AlpacaEval finds its endpoint, and that it asks more than five at a time."""
     return environment_of_a_user(
         {
             **OFFLINE,
@@ -294,8 +298,8 @@ def main() -> None:
     theirs: list[Theirs] = []
     their_findings = Found({}, {})
 
-    def take(some: Sequence[int]) -> None:
-        for step in some:
+    def take(batch: Sequence[int]) -> None:
+        for step in batch:
             timing, found = measure_theirs(run / "hf" / f"step-{step}", step, f"theirs-{step}")
             say(f"theirs: step {step} in {timing.total:.1f} s")
             theirs.append(timing)
@@ -307,8 +311,8 @@ def main() -> None:
     series, findings = measure_ours(run, "ours", cache=cache)
     say(f"ours: {len(steps)} checkpoints in {series.whole.total:.1f} s")
     take(chosen[len(chosen) // 2 :])
-    for one in series.by_evaluator.values():
-        check_nothing_was_replayed(one)
+    for ours in series.by_evaluator.values():
+        check_nothing_was_replayed(ours)
     compared = {
         "scores_compared": check_scores(findings.scores, their_findings.scores, chosen),
         "outputs_compared": check_outputs(findings.outputs, their_findings.outputs, chosen),
@@ -322,13 +326,13 @@ def report(series: Series, theirs: Sequence[Theirs], *, compared: Mapping[str, A
     whole, phases = series.whole, list(theirs[0].phases)
     print_table(
         "theirs: seconds per checkpoint",
-        ("step", *(str(one.step) for one in theirs)),
+        ("step", *(str(timing.step) for timing in theirs)),
         [
-            *((phase, *(one.phases[phase] for one in theirs)) for phase in phases),
-            ("total", *(one.total for one in theirs)),
+            *((phase, *(timing.phases[phase] for timing in theirs)) for phase in phases),
+            ("total", *(timing.total for timing in theirs)),
         ],
     )
-    harnesses = {LABELS[name]: one.median("seconds", "evaluate") for name, one in series.by_evaluator.items()}
+    harnesses = {LABELS[name]: ours.median("seconds", "evaluate") for name, ours in series.by_evaluator.items()}
     print_table(
         "ours: seconds; evaluators work side by side, medians over the checkpoints",
         ("", "seconds"),
@@ -340,7 +344,7 @@ def report(series: Series, theirs: Sequence[Theirs], *, compared: Mapping[str, A
         ],
     )
     loaded = [record["served"]["how"] for record in whole.records.values()]
-    records = [record for one in series.by_evaluator.values() for record in one.records.values()]
+    records = [record for ours in series.by_evaluator.values() for record in ours.records.values()]
     facts = {
         "checkpoints": len(whole.records),
         "evaluators": len(LABELS),
@@ -350,14 +354,14 @@ def report(series: Series, theirs: Sequence[Theirs], *, compared: Mapping[str, A
         "seconds_between_records": round(whole.between_records, 2),
         "seconds_by_evaluator": {label: round(seconds, 2) for label, seconds in harnesses.items()},
         "theirs_seconds_by_phase": {
-            phase: round(statistics.fmean(one.phases[phase] for one in theirs), 2) for phase in phases
+            phase: round(statistics.fmean(timing.phases[phase] for timing in theirs), 2) for phase in phases
         },
         "theirs_measured": len(theirs),
         **compared,
         "caches": "warm: environments, engine and data-set caches, Prefect database, verdict on reloads",
         "versions": {name: installed_version(name, distribution) for name, distribution in _DISTRIBUTIONS.items()},
     }
-    each, theirs_each = whole.total / len(whole.records), statistics.fmean(one.total for one in theirs)
+    each, theirs_each = whole.total / len(whole.records), statistics.fmean(timing.total for timing in theirs)
     unit = "wall seconds per checkpoint, three evaluators"
     print_comparison(Comparison("evaluators", unit, each, theirs_each, better="less", facts=facts))
 

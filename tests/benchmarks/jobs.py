@@ -137,7 +137,7 @@ def as_process(path: Path) -> Ends:
 
 
 def is_gone(pid: int) -> bool:
-    """Whether a process has ended, whoever has yet to ask how."""
+    """True if a process has ended, even if its parent has yet to ask how."""
     try:
         os.kill(pid, 0)
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
@@ -147,11 +147,11 @@ def is_gone(pid: int) -> bool:
         return Path("/proc/self/stat").is_file()
 
 
-def seconds_until(condition: Callable[[], bool], since: float, *, at_most: float, what: str) -> float:
+def seconds_until(condition: Callable[[], bool], since: float, *, at_most: float, event: str) -> float:
     """Wall seconds from `since` until something holds; ends the script if that takes too long."""
     while not condition():
         if time.monotonic() - since > at_most:
-            give_up(f"{what} took more than {at_most:g} s")
+            give_up(f"{event} took more than {at_most:g} s")
         time.sleep(_LOOK_SECONDS)
     return time.monotonic() - since
 
@@ -167,14 +167,14 @@ def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: fl
     """
     began = time.monotonic()
     ends = starts(path)
-    started = seconds_until(path.exists, began, at_most=_START_SECONDS, what="a start")
+    started = seconds_until(path.exists, began, at_most=_START_SECONDS, event="a start")
     pid = int(path.read_text())
     time.sleep(quiet_seconds)
     began = time.monotonic()
     ends()
     if gone_at_return and not is_gone(pid):
         give_up("our client said that a job had ended, and its process was there")
-    return Times(started, seconds_until(lambda: is_gone(pid), began, at_most=_END_SECONDS, what="an end"))
+    return Times(started, seconds_until(lambda: is_gone(pid), began, at_most=_END_SECONDS, event="an end"))
 
 
 def measured(contest: Contest, *, rounds: int) -> dict[Side, list[Times]]:
@@ -221,7 +221,7 @@ def ray_contests() -> Iterator[list[Contest]]:
                 time.sleep(_QUIET_SECONDS)
                 return False
 
-        seconds_until(takes_jobs, time.monotonic(), at_most=_START_SECONDS, what="the start of Ray's job agent")
+        seconds_until(takes_jobs, time.monotonic(), at_most=_START_SECONDS, event="the start of Ray's job agent")
         task = ray.remote(max_retries=0)(begin)
 
         def as_submission(path: Path) -> Ends:
@@ -277,11 +277,11 @@ CONTESTS: Mapping[str, Callable[[], Any]] = {"local": local_contests, "iris": ir
 def comparisons(contest: Contest, times: Mapping[Side, list[Times]]) -> list[Comparison]:
     """Two lines: the medians of the starts, and of the ends."""
     made = []
-    for what in ("started", "ended"):
-        figures = {side: [1000 * getattr(one, what) for one in times[side]] for side in times}
+    for phase in ("started", "ended"):
+        figures = {side: [1000 * getattr(timing, phase) for timing in times[side]] for side in times}
         made.append(
             Comparison(
-                f"jobs.{contest.name}.{what}",
+                f"jobs.{contest.name}.{phase}",
                 "ms",
                 statistics.median(figures["ours"]),
                 statistics.median(figures["theirs"]),
@@ -314,7 +314,10 @@ def main() -> None:
     print_table(
         f"Median milliseconds of {given.rounds} jobs",
         ("job", "ours", "theirs", "ours / theirs"),
-        [(one.name, one.ours, one.theirs, one.ours / one.theirs) for one in found],
+        [
+            (comparison.name, comparison.ours, comparison.theirs, comparison.ours / comparison.theirs)
+            for comparison in found
+        ],
     )
     for comparison in found:
         print_comparison(comparison)

@@ -35,12 +35,12 @@ _NUMBER_DIGITS = 10
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to send, where to, and for how long."""
+    """The requests of a load: what to send, where to, and for how long."""
 
     port: int
     concurrency: int
     seconds: float = 4.0
-    """How long to count; with `requests`, how long they may take."""
+    """Time to count for; with `requests`, the time that they may take."""
     warm_up_seconds: float = 1.0
     requests: int | None = None
     """Ends after so many requests, all of them counted, without a warm-up."""
@@ -58,7 +58,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadResult:
-    """What came of it. Latencies are in milliseconds and of answers with status 200 only; NaN without any."""
+    """Outcome of a load. Latencies are in milliseconds and of answers with status 200 only; NaN without any."""
 
     requests: int
     """Answers with status 200 that came while counting."""
@@ -68,7 +68,7 @@ class LoadResult:
     p95_ms: float
     p99_ms: float
     errors: dict[str, int]
-    """How many requests ended otherwise, by kind: `status 503`, `connection refused`, `connection lost`."""
+    """Number of requests that ended otherwise, by kind: `status 503`, `connection refused`, `connection lost`."""
 
 
 class Accounts:

@@ -1,4 +1,4 @@
-"""What the scripts put load on: the stub engine, our proxy in front of it, and the router that it is compared with."""
+"""Targets of the scripts' load: the stub engine, our proxy in front of it, and the router that it is compared with."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def free_port() -> int:
 
 
 def is_healthy(port: int) -> bool:
-    """Whether `/health` on that port of this machine says yes."""
+    """True if `/health` on that port of this machine says yes."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
             return response.status == 200

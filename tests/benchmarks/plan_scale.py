@@ -65,7 +65,7 @@ class Spent(NamedTuple):
 
 
 class Place(Protocol):
-    """Where runs and records lie, and how they get there without being planned."""
+    """A place for runs and records, and a way to put them there without planning."""
 
     name: str
     root: str
@@ -75,7 +75,7 @@ class Place(Protocol):
         ...
 
     def requests(self) -> int | None:
-        """What was asked for since the last call."""
+        """The number of requests since the last call."""
         ...
 
 
@@ -111,8 +111,8 @@ class Bucket:
     def put(self, files: Iterable[tuple[str, bytes]]) -> None:
         """See `Place`; without a request for each."""
         pending = ((uri.removeprefix(_OUTSIDE_BUCKET), content) for uri, content in files)
-        while some := list(islice(pending, _AT_ONCE)):
-            self._pipe.send(some)
+        while batch := list(islice(pending, _AT_ONCE)):
+            self._pipe.send(batch)
             self._pipe.recv()
 
     def requests(self) -> int:
@@ -189,14 +189,14 @@ def keep_index(out: str, found: Iterable[tuple[str, dict[str, Any]]]) -> None:
     rows, row = [], None
     for folder, record in found:
         row = row if row is not None else row_of("", Record.model_validate(record))
-        told = record["checkpoint"]
-        changes = {"cell": folder[start:], "checkpoint": told["name"], "digest": told["digest"]}
-        rows.append(row._replace(**changes, listing=told["listing"], evaluation_hash=record["evaluation_hash"]))
+        checkpoint = record["checkpoint"]
+        changes = {"cell": folder[start:], "checkpoint": checkpoint["name"], "digest": checkpoint["digest"]}
+        rows.append(row._replace(**changes, listing=checkpoint["listing"], evaluation_hash=record["evaluation_hash"]))
     keep_rows(f"{out}/run", rows, dict(record_stamps(f"{out}/run")))
 
 
 def cell_folder(out: str, step: int, wanted: WantedEvaluation) -> str:
-    """Where the record of a cell lies."""
+    """The folder that holds the record of a cell."""
     return f"{out}/run/step-{step}/lm_evaluation_harness/demo_facts-{wanted.hash[-10:]}"
 
 
@@ -206,17 +206,17 @@ def evaluations(run: str, number: int) -> list[WantedEvaluation]:
     config = EvaluationConfig.model_validate(content)
     rules = (CheckpointRule(which="all"),)
     return [
-        WantedEvaluation((f"suite-{one}",), 0, rules, config, digest_of(f"evaluation-{one}"), None)
-        for one in range(number)
+        WantedEvaluation((f"suite-{index}",), 0, rules, config, digest_of(f"evaluation-{index}"), None)
+        for index in range(number)
     ]
 
 
-def timed(place: Place, what: Callable[[], Any]) -> tuple[Spent, Any]:
-    """What it took, and what it returned."""
+def timed(place: Place, action: Callable[[], Any]) -> tuple[Spent, Any]:
+    """Time and requests that an action took, and its result."""
     gc.collect()
     place.requests()
     began, used = time.perf_counter(), time.process_time()
-    outcome = what()
+    outcome = action()
     wall, cpu = time.perf_counter() - began, time.process_time() - used
     return Spent(round(wall, 3), round(cpu, 3), place.requests()), outcome
 
@@ -227,8 +227,8 @@ def naively(run: str, out: str, wanted: Sequence[WantedEvaluation]) -> int:
     for checkpoint in find_checkpoints(run):
         if checkpoint.folder is not None and checkpoint.complete:
             digest_model_folder(checkpoint.folder)
-            for one in wanted:
-                record = read_record(cell_folder(out, checkpoint.step, one))
+            for evaluation in wanted:
+                record = read_record(cell_folder(out, checkpoint.step, evaluation))
                 open_cells += record is None or not record.succeeded
     return open_cells
 

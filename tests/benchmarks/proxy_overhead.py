@@ -103,10 +103,10 @@ def main() -> None:
     given = parser.parse_args()
     shutil.rmtree(WORK, ignore_errors=True)
     results, cpu_ms = measure(rounds=given.rounds, requests=given.requests, keeps_journal=not given.no_journal)
-    rate = {side: statistics.median(one.per_second for one in rounds) for side, rounds in results.items()}
-    best = {side: max(one.per_second for one in rounds) for side, rounds in results.items()}
+    rate = {side: statistics.median(result.per_second for result in rounds) for side, rounds in results.items()}
+    best = {side: max(result.per_second for result in rounds) for side, rounds in results.items()}
     p50, p99 = (
-        {side: statistics.median(getattr(one, name) for one in rounds) for side, rounds in results.items()}
+        {side: statistics.median(getattr(result, name) for result in rounds) for side, rounds in results.items()}
         for name in ("p50_ms", "p99_ms")
     )
     print_table(
@@ -118,7 +118,7 @@ def main() -> None:
         "concurrency": CONCURRENCY,
         "tokens": TOKENS,
         "journal": not given.no_journal,
-        "rounds": {side: [round(one.per_second, 1) for one in rounds] for side, rounds in results.items()},
+        "rounds": {side: [round(result.per_second, 1) for result in rounds] for side, rounds in results.items()},
         "share_of_best_rounds": round(best["ours"] / best["direct"], 3),
         "p50_ms": {side: round(value, 1) for side, value in p50.items()},
         "proxy_cpu_ms_per_request": None if math.isnan(cpu_ms) else round(cpu_ms, 3),

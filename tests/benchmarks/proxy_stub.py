@@ -80,7 +80,7 @@ FIGURES = (
 
 @dataclass
 class Arrived:
-    """What became of bodies that were sent through one side."""
+    """Outcome of the bodies that were sent through one side."""
 
     sent: int = 0
     identical: int = 0

@@ -62,7 +62,7 @@ _SETTLE_SECONDS = 10.0
 
 
 def bodies(requests: int) -> list[dict[str, Any]]:
-    """What a job asks, in its order: greedy and sampled requests in turns, the latter each so many times."""
+    """Requests of a job, in its order: greedy and sampled ones in turns, the latter each so many times."""
     asked: list[dict[str, Any]] = []
     for number in range(requests):
         body: dict[str, Any] = {"model": MODEL, "max_tokens": 8}
@@ -156,7 +156,7 @@ def answered(folder: Path, attempt: str) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class ResumeOutcome:
-    """What became of a job that was killed and run again."""
+    """Outcome of a job that was killed and run again."""
 
     requests: int
     got_before: int
@@ -249,8 +249,15 @@ def report(with_journal: ResumeOutcome, elsewhere: ResumeOutcome, without: Resum
         f"{with_journal.requests} requests, {CONCURRENCY} at a time, SIGKILL half-way",
         ("", "answers before", "under way", "upstream after", "from the journal", "upstream in all"),
         [
-            (name, one.got_before, one.in_flight, one.asked_after, one.replayed, one.asked_before + one.asked_after)
-            for name, one in sides.items()
+            (
+                name,
+                outcome.got_before,
+                outcome.in_flight,
+                outcome.asked_after,
+                outcome.replayed,
+                outcome.asked_before + outcome.asked_after,
+            )
+            for name, outcome in sides.items()
         ],
     )
     facts = {

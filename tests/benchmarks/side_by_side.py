@@ -1,4 +1,4 @@
-"""What the scripts in this folder share: timed processes, facts about the machine, and the one JSON line at the end."""
+"""Common parts of this folder's scripts: timed processes, facts about the machine, and the one JSON line at the end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tasks.evaluators.evaluator import harness_environments
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"
-"""Where scripts keep what they make; ignored by git, safe to delete."""
+"""The folder in which scripts keep what they make; ignored by git, safe to delete."""
 
 _SHOWN_LOG_LINES = 25
 _STOP_SECONDS = 10.0
@@ -80,7 +80,7 @@ def interleaved(sides: Sequence[str], rounds: int) -> list[str]:
 
 
 def environment_facts() -> dict[str, Any]:
-    """What a number depends on beside the code: machine, load, versions."""
+    """Facts that a number depends on beside the code: machine, load, versions."""
     facts: dict[str, Any] = {
         "system": platform.platform(),
         "processor": _processor(),

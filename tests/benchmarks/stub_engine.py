@@ -42,11 +42,11 @@ ANSWERS: dict[str, bytes] = {
             "object": kind,
             "created": 0,
             "model": MODEL,
-            "choices": [{**_CHOICE, **said}],
+            "choices": [{**_CHOICE, **content}],
             "usage": _USAGE,
         }
     ).encode()
-    for path, kind, said in (
+    for path, kind, content in (
         (COMPLETIONS, "text_completion", {"text": " ok"}),
         (CHAT, "chat.completion", {"message": {"role": "assistant", "content": "ok"}}),
     )
@@ -121,7 +121,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def is_gone(self) -> bool:
-        """Whether the client has left."""
+        """True if the client has left."""
         return self._transport.is_closing()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -65,7 +65,7 @@ _ANSWER_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said to the one question, and the wall seconds until it had."""
+    """A server's answer to the one question, and the wall seconds until it came."""
 
     text: str
     logprobs: tuple[float, ...]
@@ -162,9 +162,9 @@ def check(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]]
     Returns:
         The largest difference of a log-probability from the right one.
     """
-    for (one, answer), (other, another) in combinations(references.items(), 2):
+    for (step, answer), (other, another) in combinations(references.items(), 2):
         if answer.nats_from(another) < 10 * TOLERANCE_NATS:
-            give_up(f"steps {one} and {other} answer the same: nothing can be told from it")
+            give_up(f"steps {step} and {other} answer the same: nothing can be told from it")
     worst = 0.0
     for kind, taken in orders.items():
         for swap in taken:
@@ -200,15 +200,15 @@ def main() -> None:
 
 def report(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]], *, worst: float) -> None:
     """The table, and the last lines."""
-    swaps = {kind: [one for one in orders[kind] if one.load.how == "reload"] for kind in ("idle", "at once")}
-    restarts = [one for one in orders["restart"] if one.load.how == "restart"]
+    swaps = {kind: [swap for swap in orders[kind] if swap.load.how == "reload"] for kind in ("idle", "at once")}
+    restarts = [swap for swap in orders["restart"] if swap.load.how == "restart"]
     if not swaps["idle"] or len(restarts) < len(orders["restart"]):
-        give_up(f"not loaded as they were to be: {[one.load.how for kind in orders.values() for one in kind]}")
+        give_up(f"not loaded as they were to be: {[swap.load.how for kind in orders.values() for swap in kind]}")
     rows = {
-        "swap in place": [one.answer.seconds for one in swaps["idle"]],
-        "  right after an answer": [one.answer.seconds for one in swaps["at once"]],
-        "our restart": [one.answer.seconds for one in restarts],
-        "cold vLLM server": [one.seconds for one in references.values()],
+        "swap in place": [swap.answer.seconds for swap in swaps["idle"]],
+        "  right after an answer": [swap.answer.seconds for swap in swaps["at once"]],
+        "our restart": [swap.answer.seconds for swap in restarts],
+        "cold vLLM server": [answer.seconds for answer in references.values()],
     }
     print_table(
         "milliseconds from the order to the first correct answer",
@@ -217,7 +217,7 @@ def report(references: Mapping[int, Answer], orders: Mapping[str, Sequence[Swap]
     )
     median = {name: statistics.median(values) for name, values in rows.items() if values}
     phases = {
-        phase: round(statistics.median(one.load.phases.get(phase, 0.0) for one in swaps["idle"]), 4)
+        phase: round(statistics.median(swap.load.phases.get(phase, 0.0) for swap in swaps["idle"]), 4)
         for phase in ("stage", "drain", "reload", "canary")
     }
     facts = {

@@ -1,4 +1,4 @@
-"""What actors do on every backend: calls, errors, limits, deaths, restarts, groups."""
+"""Behaviour of actors on every backend: calls, errors, limits, deaths, restarts, groups."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Gated:
 
 @pytest.fixture(scope="module", autouse=True)
 def _classes_travel() -> Iterator[None]:
-    """Where the code lies in an image, nobody has this file: its classes are sent whole."""
+    """Sends the classes of this file whole: where the code lies in an image, nobody has the file."""
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
     yield
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])

@@ -1,4 +1,4 @@
-"""What every evaluator promises, whichever harness it drives."""
+"""Promises of every evaluator, whichever harness it drives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every job client does, whatever runs the jobs. A backend is added by one entry in `fakes.clients.CLIENTS`."""
+"""Behaviour of every job client, whatever runs the jobs. A backend is added by one entry in `fakes.clients.CLIENTS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every sink promises, wherever it publishes to."""
+"""Promises of every sink, wherever it publishes to."""
 
 from __future__ import annotations
 
@@ -128,23 +128,23 @@ def mlflow_place(address: str, experiment: str, refusing: str) -> Place:
 
     def history() -> list[Any]:
         return [
-            one
+            metric
             for run in runs()
             for name in run.data.metrics
-            for one in client.get_metric_history(run.info.run_id, name)
+            for metric in client.get_metric_history(run.info.run_id, name)
         ]
 
     def numbers() -> dict[int, dict[str, float]]:
         found: dict[int, dict[str, float]] = {}
-        for one in history():
-            found.setdefault(one.step, {})[one.key] = one.value
+        for metric in history():
+            found.setdefault(metric.step, {})[metric.key] = metric.value
         return found
 
     return Place(
         MlflowSink(tracking_uri=address, experiment=experiment),
         MlflowSink(tracking_uri=refusing, experiment=experiment, timeout_seconds=30),
         numbers,
-        lambda: ([(run.info.run_id, run.data.tags) for run in runs()], [str(one) for one in history()]),
+        lambda: ([(run.info.run_id, run.data.tags) for run in runs()], [str(metric) for metric in history()]),
     )
 
 
@@ -157,7 +157,9 @@ def hugging_face_place(folder: Path, in_the_way: Path) -> Place:
             metadata = yaml.safe_load(path.read_text().split("---")[1])
             named = {}
             for result in metadata["model-index"][0]["results"]:
-                metrics = [{**one, "benchmark": result["dataset"]["name"], **one["args"]} for one in result["metrics"]]
+                metrics = [
+                    {**metric, "benchmark": result["dataset"]["name"], **metric["args"]} for metric in result["metrics"]
+                ]
                 named |= of_metrics(metrics)
             found[int(path.parent.name.removeprefix("step-"))] = named
         return found
@@ -243,8 +245,9 @@ def test_model_card_is_one_for_the_hub_s_own_parser(tmp_path: Path):
     where = publish_record(record, str(cell), (sink,))[sink.name].where
     program = (
         "import json, sys; from huggingface_hub import ModelCard; card = ModelCard.load(sys.argv[1]);"
-        "print(json.dumps([[one.dataset_name, one.metric_type, one.metric_value] for one in card.data.eval_results]))"
+        "results = card.data.eval_results;"
+        "print(json.dumps([[each.dataset_name, each.metric_type, each.metric_value] for each in results]))"
     )
     python = ensure_environment(LM_EVAL).python
-    said = subprocess.run([python, "-c", program, str(where)], capture_output=True, text=True, check=True).stdout
-    assert sorted(json.loads(said)) == [["demo_backwards", "exact_match", 0.25], ["demo_facts", "acc", 0.5]]
+    output = subprocess.run([python, "-c", program, str(where)], capture_output=True, text=True, check=True).stdout
+    assert sorted(json.loads(output)) == [["demo_backwards", "exact_match", 0.25], ["demo_facts", "acc", 0.5]]

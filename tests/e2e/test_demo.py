@@ -51,7 +51,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory, session_cache: Path) -> Demo:
 
 
 QUESTIONS = {"lm_evaluation_harness": 220, "helm": 120, "alpaca_eval": 24}
-"""What the demo asks each checkpoint, by evaluator."""
+"""Number of questions that the demo asks each checkpoint, by evaluator."""
 
 
 def records_of(demo: Demo) -> dict[tuple[int, str], Record]:
@@ -85,8 +85,16 @@ def test_scores_of_every_evaluator_improve_over_the_checkpoints(demo: Demo) -> N
     first, last = min(step for step, _ in records), max(step for step, _ in records)
     wanted = {"lm_evaluation_harness": {"acc", "exact_match"}, "helm": {"exact_match"}, "alpaca_eval": {"win_rate"}}
     for evaluator, names in wanted.items():
-        before = {(one.benchmark, one.name): one for one in records[first, evaluator].metrics if one.name in names}
-        after = {(one.benchmark, one.name): one for one in records[last, evaluator].metrics if one.name in names}
+        before = {
+            (metric.benchmark, metric.name): metric
+            for metric in records[first, evaluator].metrics
+            if metric.name in names
+        }
+        after = {
+            (metric.benchmark, metric.name): metric
+            for metric in records[last, evaluator].metrics
+            if metric.name in names
+        }
         assert set(before) == set(after)
         assert {name for _, name in after} == names
         for key, metric in after.items():
@@ -106,7 +114,7 @@ def log_probabilities(record: Record, folder: Path) -> dict[tuple[int, int], flo
     """Of every choice of every question of `demo_facts`, as the harness was told."""
     [samples] = (folder / record.attempt).glob("lm_eval/*/samples_demo_facts_*.jsonl")
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
-    return {(line["doc_id"], n): float(one[0][0]) for line in lines for n, one in enumerate(line["resps"])}
+    return {(line["doc_id"], n): float(response[0][0]) for line in lines for n, response in enumerate(line["resps"])}
 
 
 def test_log_likelihoods_go_to_levanter_where_the_engine_has_none_and_agree_with_vllm(

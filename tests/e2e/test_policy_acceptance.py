@@ -51,7 +51,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.postgresql, p
 _BIN = Path(sys.executable).parent
 RUN = "tiny"
 QUESTIONS = {"facts": 8, "shared": 8, "later": 100}
-"""How many each suite asks; the last one enough to be killed in the midst of."""
+"""Number of questions that each suite asks; the last one asks enough to be killed in the midst of."""
 BENCHMARKS = {"facts": "demo_facts", "shared": "shared_facts", "later": "demo_backwards"}
 ENGINE = {"max_model_len": 512, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
 LATE_BYTES = 100
@@ -73,7 +73,7 @@ LACKS = {
 
 @dataclass(frozen=True)
 class Moment:
-    """What there was at one time; cells that are missing, and why, by `checkpoint:suite`."""
+    """State of the evaluations at one time; cells that are missing, and why, by `checkpoint:suite`."""
 
     missing: dict[str, str]
     why: dict[str, str | None]
@@ -86,15 +86,15 @@ class Moment:
 
 @dataclass
 class Story:
-    """Where it takes place, and what was seen in its course."""
+    """Server and folder of the story, and what was seen in its course."""
 
     prefect: Field
     folder: Path
     moments: dict[str, Moment] = field(default_factory=dict)
-    told: dict[str, Any] = field(default_factory=dict)
-    """What commands printed, and what else was to be seen at the time."""
+    observed: dict[str, Any] = field(default_factory=dict)
+    """Output of commands, and what else was to be seen at the time."""
     whole_at: float = 0.0
-    """When the last byte of the first checkpoint was written."""
+    """Time at which the last byte of the first checkpoint was written."""
     killed: str = ""
     """The flow run that was killed."""
 
@@ -141,7 +141,7 @@ class Story:
     def records(self) -> dict[str, Record]:
         found = read_records(str(self.out)) if self.out.is_dir() else []
         assert len(found) == len(list(self.out.rglob("record.json")))
-        return {_cell(f"step-{one.checkpoint.step}", one.cell): one for one in found}
+        return {_cell(f"step-{record.checkpoint.step}", record.cell): record for record in found}
 
     def claims(self) -> dict[str, Claim]:
         """The standing ones."""
@@ -165,8 +165,8 @@ class Story:
 
     def number_of_events(self, checkpoint: str) -> int:
         named = {"labels": {"prefect.resource.name": [checkpoint]}}
-        told = {"event": {"name": [CHECKPOINT_COMPLETE]}, "resource": named}
-        return self.prefect.ask("/events/filter", {"filter": told, "limit": 1})["total"]
+        event_filter = {"event": {"name": [CHECKPOINT_COMPLETE]}, "resource": named}
+        return self.prefect.ask("/events/filter", {"filter": event_filter, "limit": 1})["total"]
 
     def deploy(self, *suites: str) -> None:
         """Writes the policy, and deploys it."""
@@ -176,7 +176,7 @@ class Story:
             "runs": [str(self.run)],
             "checkpoints": [{"every_n_steps": 10}],
             "suites": [
-                {"suite": str(self.folder / f"{one}.yaml"), **(own if one == "shared" else {})} for one in suites
+                {"suite": str(self.folder / f"{suite}.yaml"), **(own if suite == "shared" else {})} for suite in suites
             ],
             "evaluation_path": str(self.out),
             "resource_config": {"cpu": 2},
@@ -184,7 +184,7 @@ class Story:
         }
         Path(self.policy).write_text(yaml.safe_dump(content))
         deploy = ("policy", "deploy", self.policy, "--on-event", "--every", "1h", "--silent-after", "45s")
-        self.told["deployed"] = {one["name"]: one["action"] for one in self.prefect.assay(*deploy)}
+        self.observed["deployed"] = {change["name"]: change["action"] for change in self.prefect.assay(*deploy)}
 
 
 def _cell(step: str, folder: str) -> str:
@@ -204,8 +204,8 @@ def unfinished_jobs() -> list[str]:
 
 
 def processes_of(flow_runs: Collection[str]) -> list[int]:
-    """What flow runs have started on this machine, and themselves."""
-    marks, found = {f"PREFECT__FLOW_RUN_ID={one}".encode() for one in flow_runs}, []
+    """Processes that flow runs have started on this machine, and those of the flow runs themselves."""
+    marks, found = {f"PREFECT__FLOW_RUN_ID={flow_run}".encode() for flow_run in flow_runs}, []
     for path in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if marks & set((path / "environ").read_bytes().split(b"\0")):
@@ -259,7 +259,7 @@ def arrive_shard_by_shard(story: Story) -> None:
             file.write(content[: len(content) - late])
             story.look(f"with {name}")
             if late:
-                story.told["notify"] = story.prefect.assay("notify", file.name)
+                story.observed["notify"] = story.prefect.assay("notify", file.name)
                 # The watcher began by telling of step 5, which has led to a flow run by now.
                 eventually(lambda: [run["state"]["name"] for run in story.flow_runs()] == ["Completed"], seconds=180)
                 story.look("after a flow run has looked")
@@ -275,11 +275,11 @@ def be_evaluated(story: Story) -> None:
     story.until_missing("failed")
     story.until_calm()
     story.look("one failed")
-    story.told["status"] = story.prefect.assay("status", story.policy)
-    story.told["page"] = (story.out / RUN / "report.html").read_text()
-    story.told["artifacts"] = {one["key"] for one in story.prefect.ask("/artifacts/latest/filter", {})}
-    story.told["flow runs"] = Counter(run["state"]["name"] for run in story.flow_runs())
-    story.told["records"] = story.records()
+    story.observed["status"] = story.prefect.assay("status", story.policy)
+    story.observed["page"] = (story.out / RUN / "report.html").read_text()
+    story.observed["artifacts"] = {artifact["key"] for artifact in story.prefect.ask("/artifacts/latest/filter", {})}
+    story.observed["flow runs"] = Counter(run["state"]["name"] for run in story.flow_runs())
+    story.observed["records"] = story.records()
 
 
 def lose_the_worker(story: Story, worker: subprocess.Popen[bytes]) -> None:
@@ -308,7 +308,7 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
     """The training has gone on, and says so. A new worker, the deployment, woken 51 times, and a person want cells."""
     arrive(story, 30)
     story.look("nobody is there")
-    story.told["retry"] = story.prefect.assay("retry", story.policy, "--failed")
+    story.observed["retry"] = story.prefect.assay("retry", story.policy, "--failed")
     story.look("to be retried")
     before, begun = story.number_of_events(f"{RUN}-10"), {run["id"] for run in story.flow_runs()}
     with story.prefect.worker(LOCAL_WORK_POOL):  # as whatever keeps workers running starts another one
@@ -316,7 +316,7 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
         emit(find_checkpoints(str(story.run / "hf" / "step-30")))  # as the training flow does, beside the watcher
         by_hand = [str(_BIN / "assay"), "reconcile", story.policy, "--json"]
         done = subprocess.run(by_hand, env=story.prefect.environment(), stdout=subprocess.PIPE, check=True, timeout=300)
-        story.told["reconcile"] = json.loads(done.stdout)
+        story.observed["reconcile"] = json.loads(done.stdout)
         eventually(lambda: story.number_of_events(f"{RUN}-10") == before + 50, seconds=120)
         eventually(lambda: story.number_of_events(f"{RUN}-30") == 2, seconds=120)
         eventually(lambda: not story.now().missing, seconds=300)
@@ -324,7 +324,7 @@ def be_wanted_by_everybody_at_once(story: Story) -> None:
         eventually(lambda: not processes_of([run["id"] for run in story.flow_runs()]))
         story.look("the end")
     woken = [run for run in story.flow_runs() if run["deployment_id"] and run["id"] not in begun]
-    story.told["woken"] = Counter(run["state"]["name"] for run in woken)
+    story.observed["woken"] = Counter(run["state"]["name"] for run in woken)
     EventsWorker.drain_all(timeout=30, at_exit=False)  # it sends what this process emits to this server, for ever
 
 
@@ -337,16 +337,16 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("acceptance")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
-        one = stack.enter_context(prefect_field(folder, database=stack.enter_context(postgresql())))
-        stack.enter_context(temporary_settings({PREFECT_API_URL: one.url}))
-        story = Story(one, folder)
+        prefect = stack.enter_context(prefect_field(folder, database=stack.enter_context(postgresql())))
+        stack.enter_context(temporary_settings({PREFECT_API_URL: prefect.url}))
+        story = Story(prefect, folder)
         prepare(story)
         asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
-        worker = stack.enter_context(one.worker(LOCAL_WORK_POOL))
+        worker = stack.enter_context(prefect.worker(LOCAL_WORK_POOL))
         story.deploy("facts", "shared")
         story.look("nothing yet")
         watch = [str(_BIN / "assay"), "watch", story.policy, "--every", "1s"]
-        watcher = stack.enter_context(subprocess.Popen(watch, env=one.environment()))
+        watcher = stack.enter_context(subprocess.Popen(watch, env=prefect.environment()))
         stack.callback(watcher.terminate)
         arrive_shard_by_shard(story)
         be_evaluated(story)
@@ -367,50 +367,50 @@ def test_policy_has_its_run_evaluated_at_the_steps_it_names_and_nothing_else(sto
 
 def test_nothing_begins_before_the_last_byte_of_a_checkpoint_is_there(story: Story) -> None:
     before = [story.moments[f"with {name}"] for name in LACKS] + [story.moments["after a flow run has looked"]]
-    assert [(one.claims, one.attempts, one.jobs) for one in before] == [(0, frozenset(), ())] * len(before)
-    assert (story.told["notify"]["sent"], story.told["notify"]["problems"]) == (False, [LACKS[SHARDS[-1]]])
-    events = [one for one in story.events() if one["resource"]["prefect.resource.name"] == f"{RUN}-10"]
+    assert [(moment.claims, moment.attempts, moment.jobs) for moment in before] == [(0, frozenset(), ())] * len(before)
+    assert (story.observed["notify"]["sent"], story.observed["notify"]["problems"]) == (False, [LACKS[SHARDS[-1]]])
+    events = [event for event in story.events() if event["resource"]["prefect.resource.name"] == f"{RUN}-10"]
     assert seconds_of(events[0]["occurred"]) >= story.whole_at
     assert min(claim.at for claim in story.claims().values()) >= story.whole_at
 
 
 def test_records_and_curves_appear_with_nobody_doing_anything(story: Story) -> None:
-    assert story.told["records"][f"{RUN}-10:facts"].succeeded
-    assert "<svg" in story.told["page"] and "demo_facts" in story.told["page"]
-    assert {f"{RUN}-{what}" for what in ("curves", "results", "report", "records")} <= story.told["artifacts"]
+    assert story.observed["records"][f"{RUN}-10:facts"].succeeded
+    assert "<svg" in story.observed["page"] and "demo_facts" in story.observed["page"]
+    assert {f"{RUN}-{kind}" for kind in ("curves", "results", "report", "records")} <= story.observed["artifacts"]
     page = (story.out / RUN / "report.html").read_text()
     assert all(f"{RUN}-{step}" in page for step in (10, 20, 30))
-    assert story.told["records"][f"{RUN}-10:facts"].served["how"] == "cold start"
+    assert story.observed["records"][f"{RUN}-10:facts"].served["how"] == "cold start"
     assert {record.served["by"] for record in story.records().values()} == {"pool"}
 
 
 def test_failure_can_be_seen_and_is_retried_by_a_command(story: Story) -> None:
-    failed = story.told["records"][f"{RUN}-10:shared"]
+    failed = story.observed["records"][f"{RUN}-10:shared"]
     assert failed.status == "failed" and "questions.jsonl" in failed.reason
-    [run] = story.told["status"]["runs"]
+    [run] = story.observed["status"]["runs"]
     grid = {row["checkpoint"]: row["suites"] for row in run["checkpoints"]}
     assert grid == {f"{RUN}-5": {}, f"{RUN}-10": {"facts": {"done": 1}, "shared": {"failed": 1}}}
-    assert story.told["flow runs"] == {"Completed": 1, "Failed": 1}
-    assert story.told["retry"]["cells"] == [f"{RUN}-10 · shared: shared_facts"]
+    assert story.observed["flow runs"] == {"Completed": 1, "Failed": 1}
+    assert story.observed["retry"]["cells"] == [f"{RUN}-10 · shared: shared_facts"]
     again = story.records()[f"{RUN}-10:shared"]
     assert again.succeeded and again.attempt != failed.attempt
 
 
 def test_fifty_events_and_two_reconcilers_at_once_evaluate_each_cell_once(story: Story) -> None:
     before, after = story.moments["to be retried"].attempts, story.moments["the end"].attempts
-    assert story.told["reconcile"]["error"] is None
+    assert story.observed["reconcile"]["error"] is None
     # The burst begins one flow run; what the watcher or the training says more than two seconds later another.
-    woken = story.told["woken"]
+    woken = story.observed["woken"]
     assert woken.keys() <= {"Completed", "Cancelled"} and 1 <= woken["Completed"] <= 3, woken
     missing = story.moments["to be retried"].missing
     assert before <= after and len(missing) == 8
-    assert sorted(one.partition("/")[0] for one in after - before) == sorted(missing)
+    assert sorted(attempt.partition("/")[0] for attempt in after - before) == sorted(missing)
 
 
 def test_suite_added_later_is_asked_of_earlier_checkpoints_whose_records_stay(story: Story) -> None:
-    assert set(story.told["deployed"].values()) == {"update", "unchanged"}
+    assert set(story.observed["deployed"].values()) == {"update", "unchanged"}
     assert story.records()[f"{RUN}-10:later"].succeeded
-    assert story.records()[f"{RUN}-10:facts"] == story.told["records"][f"{RUN}-10:facts"]
+    assert story.records()[f"{RUN}-10:facts"] == story.observed["records"][f"{RUN}-10:facts"]
 
 
 def test_gaps_are_right_at_every_moment(story: Story) -> None:
@@ -443,10 +443,10 @@ def test_gaps_are_right_at_every_moment(story: Story) -> None:
 
 def test_worker_killed_in_mid_evaluation_costs_one_attempt_and_leaves_nothing(story: Story) -> None:
     died = story.moments["the worker is gone"].attempts - story.moments["one failed"].attempts
-    records, lost = story.records(), {one.partition("/")[0] for one in died}
+    records, lost = story.records(), {attempt.partition("/")[0] for attempt in died}
     assert {record.status for record in records.values()} == {"succeeded"}
     assert f"{RUN}-10:later" in lost and len(lost) == len(died)
-    failed = story.told["records"][f"{RUN}-10:shared"].attempt
+    failed = story.observed["records"][f"{RUN}-10:shared"].attempt
     standing = {f"{cell}/{record.attempt}" for cell, record in records.items()}
     assert story.moments["the end"].attempts == standing | died | {f"{RUN}-10:shared/{failed}"}
     assert not standing & died

@@ -36,7 +36,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def wanted(data: Path, output: Path, *, steps: int = STEPS, **trainer: Any) -> dict[str, Any]:
-    """What the command is given as YAML."""
+    """Content of the YAML file that the command is given."""
     engine = {"max_model_len": CONTEXT, "dtype": "float32", "kv_cache_memory_bytes": "64M"}
     evaluation = {
         "evals": [{"name": "demo_facts"}],

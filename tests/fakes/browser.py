@@ -48,7 +48,7 @@ _AIM = """((find) => {
 
 
 def chromium_binary() -> str:
-    """Where Chromium is; the test is skipped without one."""
+    """Returns the path of Chromium; the test is skipped without one."""
     for name in BINARIES:
         if found := shutil.which(name):
             return found
@@ -82,7 +82,7 @@ class Page:
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """What an expression comes to in the page."""
+        """The value of an expression in the page."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -128,7 +128,7 @@ class Page:
             self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code)
 
     def screenshot(self, file: Path) -> None:
-        """What is to be seen, as a PNG."""
+        """Writes what is to be seen, as a PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot", format="png")["data"]))
 
 
@@ -148,7 +148,7 @@ def browser(folder: Path, *, width: int = 1300, height: int = 2400) -> Iterator[
         port, path = file.read_text().split()
         with connect(f"ws://127.0.0.1:{port}{path}", max_size=_LARGEST_MESSAGE, proxy=None) as main:
             pages = Page(main).call("Target.getTargets")["targetInfos"]
-        tab = next(one["targetId"] for one in pages if one["type"] == "page")
+        tab = next(page["targetId"] for page in pages if page["type"] == "page")
         address = f"ws://127.0.0.1:{port}/devtools/page/{tab}"
         with connect(address, max_size=_LARGEST_MESSAGE, proxy=None) as connection:
             yield Page(connection)

@@ -41,7 +41,7 @@ class ConditionalStore(AbstractFileSystem):
         self._step()
         prefix = f"{self._name(path).rstrip('/')}/"
         with self.lock:
-            found = {name: self._told(name) for name in sorted(self.objects) if name.startswith(prefix)}
+            found = {name: self._entry(name) for name in sorted(self.objects) if name.startswith(prefix)}
         return found if detail else list(found)
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
@@ -70,7 +70,7 @@ class ConditionalStore(AbstractFileSystem):
         name = self._name(path)
         with self.lock:
             if name in self.objects:
-                return self._told(name)
+                return self._entry(name)
             if any(other.startswith(f"{name}/") for other in self.objects):
                 return {"name": name, "size": 0, "type": "directory"}
         raise FileNotFoundError(path)
@@ -83,7 +83,7 @@ class ConditionalStore(AbstractFileSystem):
     def _name(cls, path: str) -> str:
         return str(cls._strip_protocol(path))
 
-    def _told(self, name: str) -> dict[str, Any]:
+    def _entry(self, name: str) -> dict[str, Any]:
         return {"name": name, "size": len(self.objects[name]), "type": "file", "mtime": 1.0}
 
 
@@ -112,7 +112,7 @@ class Steps:
     def run(self, bodies: list[Callable[[], None]]) -> None:
         """Runs each body in a thread until all of them have ended, or died."""
         self._alive = list(range(len(bodies)))
-        threads = [threading.Thread(target=self._one, args=(number, body)) for number, body in enumerate(bodies)]
+        threads = [threading.Thread(target=self._run_thread, args=(number, body)) for number, body in enumerate(bodies)]
         with self._changed:
             self._next()
         for thread in threads:
@@ -122,7 +122,7 @@ class Steps:
         assert not any(thread.is_alive() for thread in threads), "a thread waits for ever"
 
     def step(self) -> None:
-        """What the store calls before each step: waits for this thread's turn."""
+        """Waits for this thread's turn; the store calls it before each step."""
         number = getattr(self._names, "number", None)
         if number is None:  # the test itself
             return
@@ -135,7 +135,7 @@ class Steps:
         if dies:
             raise Crashed
 
-    def _one(self, number: int, body: Callable[[], None]) -> None:
+    def _run_thread(self, number: int, body: Callable[[], None]) -> None:
         self._names.number = number
         try:
             body()

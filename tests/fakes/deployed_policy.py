@@ -47,7 +47,7 @@ class Deployed:
         return write_byte_tokenizer(write_checkpoint(folder, seed=step, config=config))
 
     def succeeded(self, place: str = "out") -> set[str]:
-        return {one.checkpoint.name for one in read_records(str(self.folder / place)) if one.succeeded}
+        return {record.checkpoint.name for record in read_records(str(self.folder / place)) if record.succeeded}
 
     def apply(
         self,
@@ -61,7 +61,9 @@ class Deployed:
         """Deploys it, and says what that changed."""
         policy = load_policy(self.policy)
         wanted = PolicyDeployment(policy, self.policy, work_pool, every=every, on_event=on_event)
-        return [(one.name, one.action) for one in deploy_policy(wanted, silent_after=silent_after, dry_run=dry_run)]
+        return [
+            (change.name, change.action) for change in deploy_policy(wanted, silent_after=silent_after, dry_run=dry_run)
+        ]
 
     def begin(self) -> str:
         """Begins a flow run of it, as a person does, and says which."""
@@ -77,7 +79,7 @@ class Deployed:
     def live_claims(self, place: str = "out") -> list[str]:
         """Those of records that go to a place, which is the policy's unless another is named."""
         claims = read_claims(claims_folder(str(self.folder / place), "run"))
-        return [one.claim.subject.key for one in claims if not one.claim.released]
+        return [seen.claim.subject.key for seen in claims if not seen.claim.released]
 
 
 @contextmanager
@@ -89,7 +91,7 @@ def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]
         prefect_field(folder, database=database) as field,
         temporary_settings({PREFECT_API_URL: field.url}),
     ):
-        one = Deployed(field, folder, engine)
+        deployed = Deployed(field, folder, engine)
         evaluations = [{"label": "facts", "evals": ["demo_facts"], "max_eval_instances": 2}]
         suite = {"name": "facts", "description": "facts", "evaluations": evaluations}
         (folder / "facts.yaml").write_text(yaml.safe_dump(suite))
@@ -103,5 +105,5 @@ def deployed_policy(folder: Path, *, database: str | None) -> Iterator[Deployed]
         }
         (folder / "policy.yaml").write_text(yaml.safe_dump(policy))
         asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
-        yield one
+        yield deployed
         EventsWorker.drain_all(timeout=30, at_exit=False)  # it sends what this process emits to this server, for ever

@@ -40,7 +40,7 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
 
 @dataclass
 class Faults:
-    """What goes wrong with completion requests; the counts go down by one each time until they are 0."""
+    """Faults that completion requests meet; the counts go down by one each time until they are 0."""
 
     delay_seconds: float = 0.0
     """Every answer takes at least so long."""
@@ -84,7 +84,7 @@ class Faults:
     """There is no `collective_rpc`, as where the development endpoints are off."""
 
     def take(self, count: str) -> bool:
-        """Whether a fault is due; uses it up."""
+        """True if a fault is due; uses it up."""
         left = getattr(self, count)
         setattr(self, count, max(0, left - 1))
         return left > 0
@@ -92,7 +92,7 @@ class Faults:
 
 @dataclass
 class Stats:
-    """What the engine has seen."""
+    """Counts of what the engine has seen."""
 
     requests: int = 0
     """Completion requests that arrived."""
@@ -263,7 +263,7 @@ class FakeEngine:
         dying = self.faults.take("die_mid_stream")
         head = _head(completions[0].chat, fields, completions)
         usage = head.pop("usage")
-        pieces = (piece for one in completions for piece in one.pieces())
+        pieces = (piece for completion in completions for piece in completion.pieces())
         for sent, choice in enumerate(pieces):
             event = b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
             if dying and sent == self.faults.stream_events_before_death:
@@ -332,7 +332,7 @@ class FakeEngine:
 
     async def _set_faults(self, request: web.Request) -> web.Response:
         for name, value in (await request.json()).items():
-            if name not in {one.name for one in dataclasses.fields(Faults)}:
+            if name not in {fault.name for fault in dataclasses.fields(Faults)}:
                 return _error(400, f"no fault {name}")
             setattr(self.faults, name, value)
         return web.Response()
@@ -354,7 +354,7 @@ CANNED = json.dumps(
 
 
 def weights_label(folder: Path) -> str:
-    """What tells the weights in a folder from others."""
+    """A label that tells the weights in a folder from others."""
     return hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
@@ -390,8 +390,8 @@ def _error(status: int, message: str, *, param: str | None = None) -> web.Respon
 
 
 def _head(chat: bool, fields: dict[str, Any], completions: list[Completion]) -> dict[str, Any]:
-    asked = sum(one.prompt_tokens for one in completions if one.number == 0)
-    made = sum(len(one.made) for one in completions)
+    asked = sum(completion.prompt_tokens for completion in completions if completion.number == 0)
+    made = sum(len(completion.made) for completion in completions)
     kind = "chat.completion" if chat else "text_completion"
     return {
         "id": "chatcmpl-0" if chat else "cmpl-0",

@@ -1,4 +1,4 @@
-"""What the fake engine says: texts and log-probabilities as functions of weights and prompt."""
+"""Answers of the fake engine: texts and log-probabilities as functions of weights and prompt."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Completion:
 
     index: int
     number: int
-    """Which of a prompt's `n` choices it is."""
+    """Its number among a prompt's `n` choices."""
     chat: bool
     label: str
     prompt: bytes
@@ -32,7 +32,7 @@ class Completion:
 
     @property
     def text(self) -> str:
-        """What the choice says."""
+        """The text of the choice."""
         return ((self.prompt if self.echo else b"") + self.made).decode("utf-8", "replace")
 
     @property
@@ -50,10 +50,10 @@ class Completion:
             yield {"index": self.index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
         for at in range(0, len(text), 2):
             piece = text[at : at + 2]
-            said: dict[str, Any] = {"delta": {"content": piece}} if self.chat else {"text": piece}
-            yield {"index": self.index, **said, "logprobs": None, "finish_reason": None}
-        said = {"delta": {}} if self.chat else {"text": ""}
-        yield {"index": self.index, **said, "logprobs": None, "finish_reason": self.finish_reason}
+            content: dict[str, Any] = {"delta": {"content": piece}} if self.chat else {"text": piece}
+            yield {"index": self.index, **content, "logprobs": None, "finish_reason": None}
+        content = {"delta": {}} if self.chat else {"text": ""}
+        yield {"index": self.index, **content, "logprobs": None, "finish_reason": self.finish_reason}
 
     def _end(self, logprobs: dict[str, Any] | None) -> dict[str, Any]:
         return {"logprobs": logprobs, "finish_reason": self.finish_reason, "stop_reason": None}
@@ -69,7 +69,7 @@ class Completion:
             unknowable = self.echo and position == 0
             found["tokens"].append(token_text(token))
             found["token_logprobs"].append(None if unknowable else alternatives[token])
-            tops = {token_text(one): score for one, score in alternatives.items()}
+            tops = {token_text(alternative): score for alternative, score in alternatives.items()}
             found["top_logprobs"].append(None if unknowable else tops)
             found["text_offset"].append(offset)
             offset += len(token_text(token)) if token < 128 else 0
@@ -82,7 +82,7 @@ class Completion:
             return None
         content = []
         for token, alternatives in self._scored():
-            tops = [_chat_token(one, score) for one, score in alternatives.items()]
+            tops = [_chat_token(alternative, score) for alternative, score in alternatives.items()]
             content.append({**_chat_token(token, alternatives[token]), "top_logprobs": tops})
         return {"content": content}
 
@@ -90,10 +90,10 @@ class Completion:
         state = self.state if self.echo else zlib.crc32(self.prompt, self.state)
         for token in (self.prompt if self.echo else b"") + self.made:
             best = _best(state)
-            ranked = [best, *(one for one in _ALPHABET if one != best)][: max(self.top or 0, 1)]
+            ranked = [best, *(byte for byte in _ALPHABET if byte != best)][: max(self.top or 0, 1)]
             if token not in ranked:
                 ranked.append(token)
-            yield token, {one: _logprob(state, one) for one in ranked}
+            yield token, {candidate: _logprob(state, candidate) for candidate in ranked}
             state = zlib.crc32(bytes([token]), state)
 
 
@@ -144,12 +144,12 @@ def prompts_of(prompt: Any, vocabulary_size: int | None = None) -> list[bytes]:
         return [prompt.encode("utf-8", "replace")]
     if not isinstance(prompt, list) or not prompt:
         raise ValueError("prompt must be a text, texts, token ids, or lists of token ids")
-    ids = (token for one in prompt for token in (one if isinstance(one, list) else [one]) if isinstance(token, int))
+    ids = (token for part in prompt for token in (part if isinstance(part, list) else [part]) if isinstance(token, int))
     if vocabulary_size is not None and max(ids, default=0) >= vocabulary_size:
         raise ValueError(f"a token id is not in the vocabulary of {vocabulary_size}")
     if isinstance(prompt[0], int):
         return [bytes(token % 256 for token in prompt)]
-    return [one.encode() if isinstance(one, str) else bytes(token % 256 for token in one) for one in prompt]
+    return [part.encode() if isinstance(part, str) else bytes(token % 256 for token in part) for part in prompt]
 
 
 def chat_prompt(messages: list[dict[str, Any]]) -> bytes:

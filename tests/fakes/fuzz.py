@@ -57,7 +57,7 @@ def _changed_requests(draw: st.DrawFn) -> list[bytes]:
 
 
 def awkward_streams() -> st.SearchStrategy[list[bytes]]:
-    """What a client may send, in pieces: requests with some bytes changed, and bytes that are no requests."""
+    """Streams that a client may send, in pieces: requests with some bytes changed, and bytes that are no requests."""
     return st.one_of(_changed_requests(), st.lists(st.binary(max_size=200), max_size=3))
 
 
@@ -110,7 +110,7 @@ class RecordingTransport(asyncio.Transport):
 
 
 async def converse(pieces: Sequence[bytes], *, bounds: Bounds) -> tuple[list[int], bool]:
-    """What a connection answers to bytes that come in these pieces, with all time-outs over at the end.
+    """Replies of a connection to bytes that come in these pieces, with all time-outs over at the end.
 
     Returns:
         the statuses of its replies, each of which was well-formed HTTP, and whether it has closed.
@@ -136,7 +136,7 @@ async def converse(pieces: Sequence[bytes], *, bounds: Bounds) -> tuple[list[int
 
 
 def whole_requests(stream: bytes) -> int:
-    """How many requests another parser finds in a stream of bytes before it is malformed or ends.
+    """Counts the requests that another parser finds in a stream of bytes before it is malformed or ends.
 
     Where servers may be lenient and h11 is not, the stream is put right: empty lines before a request, and spaces
     in its first line.

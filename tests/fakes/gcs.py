@@ -46,7 +46,7 @@ class MemoryStorage(Storage):
         self.version += 1
 
     def page(self, bucket: str, asked: dict[str, str]) -> dict[str, Any]:
-        """Some of a bucket's objects by name, and where the next page begins."""
+        """A page of a bucket's objects by name, and where the next page begins."""
         version, names = self._named.get(bucket, (-1, []))
         if version != self.version:
             names = sorted(self.objects.get(bucket, ()))
@@ -109,7 +109,7 @@ class FakeGcs:
         self.storage.create_file(bucket, name, content, described)
 
     def content(self, bucket: str, name: str) -> bytes:
-        """What an object holds."""
+        """The content of an object."""
         return bytes(self.storage.get_file(bucket, name, False))
 
     def names(self, bucket: str) -> list[str]:

@@ -21,9 +21,9 @@ class FakeHub:
     url: str = ""
     requests: list[str] = field(default_factory=list)
     addresses: dict[str, bytes] = field(default_factory=dict)
-    """What lies elsewhere, by address: to be had where this hub is named as the network's proxy."""
+    """Content that lies elsewhere, by address: to be had where this hub is named as the network's proxy."""
     limited: int = 0
-    """How many of the next requests get 429, with `Retry-After: 1`."""
+    """Number of the next requests that get 429, with `Retry-After: 1`."""
 
     def commit(self, repository: str) -> str:
         """The commit of a repository."""
@@ -59,17 +59,17 @@ class FakeHub:
         for name, files in self.repositories.items():
             if path != name and not path.startswith(f"{name}/"):
                 continue
-            what, _, rest = path[len(name) :].strip("/").partition("/")
+            operation, _, rest = path[len(name) :].strip("/").partition("/")
             commit = self.commit(name)
             revision, _, folder = rest.partition("/")
-            if what in ("revision", "tree", "paths-info") and revision not in ("main", commit):
+            if operation in ("revision", "tree", "paths-info") and revision not in ("main", commit):
                 return 404, {"X-Error-Code": "RevisionNotFound"}, b"{}"
-            if what in ("", "revision"):
+            if operation in ("", "revision"):
                 siblings = [{"rfilename": file} for file in files]
                 found: Any = {"id": name.partition("/")[2], "sha": commit, "siblings": siblings, "tags": []}
-            elif what == "tree":
+            elif operation == "tree":
                 found = [self._entry(file, files) for file in files if not folder or file.startswith(f"{folder}/")]
-            elif what == "paths-info":
+            elif operation == "paths-info":
                 asked = json.loads(body)["paths"] if body.startswith(b"{") else [body.decode()]
                 found = [self._entry(file, files) for file in asked if file in files]
             else:

@@ -16,7 +16,7 @@ class FakeJob:
     """A job that is in the state that was set last."""
 
     job_id: str
-    said: JobDetails
+    current: JobDetails
     log: str = ""
     announcement: str | None = None
     ends_as: JobStatus = JobStatus.SUCCEEDED
@@ -24,23 +24,25 @@ class FakeJob:
 
     def details(self) -> JobDetails:
         """See `JobHandle.details`."""
-        return self.said
+        return self.current
 
     def status(self) -> JobStatus:
         """See `JobHandle.status`."""
-        return self.said.status
+        return self.current.status
 
     def says(self, status: JobStatus, **fields: Any) -> None:
         """Sets the state."""
-        self.said = replace(self.said, status=status, **fields)
+        self.current = replace(self.current, status=status, **fields)
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
         """Ends at once, as `ends_as` says."""
-        if not self.said.status.finished:
+        if not self.current.status.finished:
             self.says(self.ends_as)
-        if raise_on_failure and self.said.status is not JobStatus.SUCCEEDED:
-            raise JobFailed(expected="it to succeed", found=f"it {self.said.status}\n{self.log}", remedy="see its log")
-        return self.said.status
+        if raise_on_failure and self.current.status is not JobStatus.SUCCEEDED:
+            raise JobFailed(
+                expected="it to succeed", found=f"it {self.current.status}\n{self.log}", remedy="see its log"
+            )
+        return self.current.status
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`."""
@@ -53,7 +55,7 @@ class FakeJob:
     def terminate(self) -> None:
         """See `JobHandle.terminate`."""
         self.terminated += 1
-        if not self.said.status.finished:
+        if not self.current.status.finished:
             self.says(JobStatus.STOPPED)
 
 
@@ -95,7 +97,7 @@ class FakeClient:
 
     def jobs(self) -> list[JobDetails]:
         """See `Client.jobs`."""
-        return [job.said for job in reversed(self.submitted)]
+        return [job.current for job in reversed(self.submitted)]
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """Everything can be had."""

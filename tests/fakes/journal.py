@@ -69,7 +69,7 @@ async def until(condition: Callable[[], Any], *, seconds: float = 20.0) -> None:
 
 
 def rows(path: Path, sql: str) -> list[Any]:
-    """What a query finds in a journal that is closed."""
+    """The rows that a query finds in a journal that is closed."""
     with closing(sqlite3.connect(path)) as connection:
         return connection.execute(sql).fetchall()
 

@@ -46,13 +46,13 @@ class FakeJudge:
         fields = json.loads(await request.read())
         self.bodies.append(fields)
         prompt = fields["messages"][-1]["content"]
-        said = self.says(len(self.prompts), prompt)
+        reply = self.says(len(self.prompts), prompt)
         self.prompts.append(prompt)
-        if isinstance(said, int):
-            return web.json_response({"error": {"message": "a fault was asked for"}}, status=said)
+        if isinstance(reply, int):
+            return web.json_response({"error": {"message": "a fault was asked for"}}, status=reply)
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": said},
+            "message": {"role": "assistant", "content": reply},
             "logprobs": None,
             "finish_reason": "stop",
         }

@@ -54,7 +54,7 @@ def advance_job(job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[st
 
 
 def can_go(pod: dict[str, Any], objects: dict[tuple[str, str], dict[str, Any]]) -> bool:
-    """Whether the Job controller has counted a pod, which a finalizer keeps until then."""
+    """True if the Job controller has counted a pod, which a finalizer keeps until then."""
     owner = objects.get(("jobs", pod["metadata"]["ownerReferences"][0]["name"]))
     return owner is None or pod["metadata"]["uid"] in owner.get("_counted", {})
 

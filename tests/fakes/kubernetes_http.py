@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 
 class Server(Protocol):
-    """Whoever answers; what is no object is a stream of bytes."""
+    """The answering side; an answer that is no object is a stream of bytes."""
 
     lock: threading.RLock
 

@@ -46,7 +46,7 @@ class RunningPod:
 
     def start(self) -> None:
         spec = self.pod["spec"]
-        sidecars = [one["name"] for one in spec.get("initContainers", ()) if self._start(one) is None]
+        sidecars = [container["name"] for container in spec.get("initContainers", ()) if self._start(container) is None]
         status = self.pod["status"]
         status["initContainerStatuses"] = [_status(name, {"running": {"startedAt": now()}}) for name in sidecars]
         failed = self._start(spec["containers"][0])
@@ -104,9 +104,9 @@ class RunningPod:
         for process in self._processes.values():
             process.wait()
         message = self.folder / "termination"
-        said = {"message": message.read_text()} if message.exists() else {}
+        termination_message = {"message": message.read_text()} if message.exists() else {}
         status = self.pod["status"]
-        ended = {**terminated, **said, "finishedAt": now()}
+        ended = {**terminated, **termination_message, "finishedAt": now()}
         status["containerStatuses"] = [_status(self._main, {"terminated": ended})]
         status["phase"] = "Succeeded" if terminated["exitCode"] == 0 else "Failed"
         self.ended = True
@@ -120,7 +120,7 @@ class RunningPod:
         for word in [*container.get("command", ()), *container.get("args", ())]:
             place = next((path for path in places if word == path or word.startswith(f"{path}/")), "")
             argv.append(places[place] + word.removeprefix(place) if place else word)
-        variables = {one["name"]: one.get("value", "") for one in container.get("env", ())}
+        variables = {variable["name"]: variable.get("value", "") for variable in container.get("env", ())}
         with self.log_path(container["name"]).open("ab", buffering=0) as log:
             try:
                 self._processes[container["name"]] = subprocess.Popen(

@@ -45,7 +45,7 @@ kubernetes_validate.utils.schema_contents = cache(
 
 @dataclass
 class Refusal:
-    """What the server is to answer to some requests."""
+    """A refusal that the server is to answer some requests with."""
 
     verb: str
     resource: str
@@ -96,7 +96,7 @@ class KubernetesServer:
 
     @property
     def image_variables(self) -> dict[str, str]:
-        """What is set in every container: a PATH with this interpreter, our code, and a way into the cluster."""
+        """Variables of every container: a PATH with this interpreter, our code, and a way into the cluster."""
         path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
         root = Path(__file__).parents[2]
         return {"PATH": path, "HOME": str(self.folder), "PYTHONPATH": str(root), "KUBECONFIG": str(self.kubeconfig)}
@@ -106,8 +106,8 @@ class KubernetesServer:
     def pods(self, job_id: str) -> list[dict[str, Any]]:
         with self.lock:
             return [
-                one for (kind, _), one in self.objects.items()
-                if kind == "pods" and one["metadata"]["labels"].get("assay-evals/job") == job_id
+                pod for (kind, _), pod in self.objects.items()
+                if kind == "pods" and pod["metadata"]["labels"].get("assay-evals/job") == job_id
             ]  # fmt: skip
 
     def evict(self, pod: dict[str, Any], reason: str = "EvictionByEvictionAPI") -> None:
@@ -142,7 +142,7 @@ class KubernetesServer:
             if log:
                 return self.log(name, query)
             if verb == "GET" and not name:
-                items = [one for (kind, _), one in self.objects.items() if kind == resource and _matches(one, query)]
+                items = [item for (kind, _), item in self.objects.items() if kind == resource and _matches(item, query)]
                 return {"kind": f"{KINDS[resource]}List", "items": items, "metadata": {}}
             if verb == "POST":
                 return self.create(resource, body or {})
@@ -249,8 +249,8 @@ class KubernetesServer:
     def _control_job(self, job: dict[str, Any]) -> None:
         uid = job["metadata"]["uid"]
         pods = [
-            one for (kind, _), one in self.objects.items()
-            if kind == "pods" and one["metadata"]["ownerReferences"][0]["uid"] == uid
+            pod for (kind, _), pod in self.objects.items()
+            if kind == "pods" and pod["metadata"]["ownerReferences"][0]["uid"] == uid
         ]  # fmt: skip
         for pod in advance_job(job, pods):
             self.create("pods", pod)
@@ -275,7 +275,7 @@ class KubernetesServer:
         if "deletionTimestamp" in pod["metadata"] and (running is None or running.ended) and can_go(pod, self.objects):
             self._remove_pod(pod)
         elif running is None:
-            nodes = [one for (kind, _), one in self.objects.items() if kind == "nodes"]
+            nodes = [node for (kind, _), node in self.objects.items() if kind == "nodes"]
             if len(self.running) >= self.pod_slots:
                 nodes = []
             if place(pod, nodes, missing_images=self.missing_images) and (files := self._volumes(pod)) is not None:

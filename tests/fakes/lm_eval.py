@@ -90,5 +90,5 @@ def write_benchmark(
     given = {key: value for key, value in {**given, **content}.items() if value is not None}
     (folder / f"{name}.yaml").write_text(json.dumps(given))
     if questions is not None:
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in questions))
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     return make_config(name, benchmarks_path=str(folder))

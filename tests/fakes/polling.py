@@ -15,7 +15,7 @@ _PAUSE_SECONDS = 0.02, 1.0
 
 
 def eventually(condition: Callable[[], Value], *, seconds: float = 20.0) -> Value:
-    """What `condition` returns once that is true; an assertion fails if it is not in time.
+    """The value of `condition` once that is true; an assertion fails if it is not in time.
 
     Pauses four times as long as a look took, so that a costly look leaves the cores to those that are waited for.
     """
@@ -36,7 +36,7 @@ def eventual_pid(path: Path) -> int:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process exists, reaped zombies aside."""
+    """True if the process exists, reaped zombies aside."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

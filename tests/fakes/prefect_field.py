@@ -50,7 +50,7 @@ class Field:
         return process_environment({**_QUICK, **own})
 
     def assay(self, *arguments: str) -> Any:
-        """What the command prints as JSON; carried out in this process, whose settings name the server."""
+        """Runs the command in this process, whose settings name the server; returns what it prints as JSON."""
         done = CliRunner().invoke(app, [*arguments, "--json"])
         assert done.exit_code == 0, (done.output, done.exception)
         return json.loads(done.stdout)
@@ -68,7 +68,7 @@ class Field:
         return self.ask("/flow_runs/filter", {**wanted, "sort": "EXPECTED_START_TIME_DESC"})
 
     def busy(self) -> bool:
-        """Whether a flow run is at work, or is to begin now."""
+        """True if a flow run is at work, or is to begin now."""
         soon = datetime.now(UTC) + timedelta(seconds=30)
         waits = [run["next_scheduled_start_time"] for run in self.runs("Scheduled", "Late")]
         due = any(datetime.fromisoformat(planned) < soon for planned in waits if planned)

@@ -44,7 +44,7 @@ class PoolState:
 
     @property
     def desired(self) -> DesiredState:
-        """What the pool says of it; replicas are ordered to hold what they hold."""
+        """The state that the pool sets; replicas are ordered to hold what they hold."""
         return DesiredState(
             models={name: ServedModel(digest=digest) for name, digest in self.models.items()},
             orders={replica.name: None for replica in self.replicas},
@@ -78,7 +78,7 @@ class RunningProxy:
 
 
 def text_of(file: Path) -> Callable[[], str | None]:
-    """What a file holds by now, None while there is none."""
+    """A reader of a file: its text by now, None while there is none."""
     return lambda: file.read_text() if file.exists() else None
 
 

@@ -25,7 +25,7 @@ from resources.backends.ray.client import RayClient
 
 OBJECT_STORE_BYTES = 100 * 2**20
 MEMORY_BYTES = 256 * 2**30
-"""What a node claims to have; Ray only counts it."""
+"""Memory that a node claims to have; Ray only counts it."""
 _IDLE_AGENT = Path(__file__).with_name("idle_ray_agent.py")
 
 

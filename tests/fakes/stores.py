@@ -52,7 +52,7 @@ class FolderStore(AbstractFileSystem):
 
     @classmethod
     def ranges(cls, name: str) -> list[tuple[int, int]]:
-        """What was read of files whose path ends like this, in order, less looks at headers of safetensors files."""
+        """Byte ranges read of files whose path ends like this, in order, less looks at headers of safetensors files."""
         read = [line.split("\t") for line in cls.log.read_text().splitlines()]
         spans = [(int(start), int(end)) for file, start, end in read if file.endswith(name)]
         return [span for span in spans if span != (0, 8) and span[0] != 8]

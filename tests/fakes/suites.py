@@ -21,7 +21,7 @@ PROGRAMS = Path(flows.__file__).parents[1] / "tasks" / "evaluators" / "lm_eval" 
 
 
 def in_lm_eval(python: Path, code: str, *arguments: str, given: Any = None, **variables: str) -> str:
-    """What a piece of code prints that runs in lm-eval's environment, beside our programs; it leaves little garbage."""
+    """Output of a piece of code that runs in lm-eval's environment, beside our programs; it leaves little garbage."""
     code = f"import gc, sys; gc.disable(); sys.path.append({str(PROGRAMS)!r})\n{code}"
     done = subprocess.run(
         [str(python), "-I", "-c", code, *arguments],

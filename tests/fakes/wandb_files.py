@@ -18,7 +18,7 @@ _LAST_PART = (1, 4)
 
 @dataclass
 class OfflineRun:
-    """What one file says, as `wandb sync` would send it."""
+    """Contents of one file, as `wandb sync` would send them."""
 
     id: str = ""
     name: str = ""
@@ -39,10 +39,10 @@ def read_offline_run(path: Path) -> OfflineRun:
     for record in _records(path.read_bytes()):
         match record.WhichOneof("record_type"):
             case "run":
-                said = record.run
-                run.id, run.name, run.project = said.run_id, said.display_name, said.project
-                run.tags, run.resumes = list(said.tags), said.resume
-                run.config |= _items(said.config.update)
+                message = record.run
+                run.id, run.name, run.project = message.run_id, message.display_name, message.project
+                run.tags, run.resumes = list(message.tags), message.resume
+                run.config |= _items(message.config.update)
             case "config":
                 run.config |= _items(record.config.update)
             case "history":
@@ -50,8 +50,8 @@ def read_offline_run(path: Path) -> OfflineRun:
             case "summary":
                 run.summary |= _items(record.summary.update)
             case "metric":
-                said = record.metric
-                run.step_metrics[said.name or said.glob_name] = said.step_metric
+                message = record.metric
+                run.step_metrics[message.name or message.glob_name] = message.step_metric
             case "artifact":
                 run.artifacts[record.artifact.name] = record.artifact.type
             case "exit":

@@ -45,7 +45,7 @@ class FakeWandb:
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     def answer(self, operation: str, given: dict[str, Any]) -> dict[str, Any]:
-        """What a GraphQL operation gives."""
+        """The answer to a GraphQL operation."""
         with self.lock:
             self.asked.append(operation)
             found = getattr(self, f"_{operation}", None)
@@ -158,12 +158,12 @@ def fake_wandb() -> Iterator[FakeWandb]:
                 kept.take_stream(stream[1], json.loads(body))
             elif self.path.startswith("/up/"):
                 kept.files[self.path.removeprefix("/up/")] = body
-            said = json.dumps(content).encode()
+            payload = json.dumps(content).encode()
             self.send_response(200)
             self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(said)))
+            self.send_header("Content-Length", str(len(payload)))
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(payload)
 
         do_GET = do_POST = do_PUT = _take
 

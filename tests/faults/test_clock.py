@@ -98,8 +98,10 @@ def test_clock_of_the_proxy_does_jump(tmp_path: Path, jumpy_proxy: RunningProxy)
     """Without that the tests above hold for nothing."""
     code = "import time; print(time.time(), time.time())"
     environment = process_environment({"PYTHONPATH": str(tmp_path / "clock")})
-    told = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    one, two = map(float, told.stdout.split())
-    assert abs(one - two) > 10e6
+    completed = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    first, second = map(float, completed.stdout.split())
+    assert abs(first - second) > 10e6
     running = Path(f"/proc/{jumpy_proxy.process.pid}/environ").read_bytes().split(b"\0")
     assert f"PYTHONPATH={tmp_path / 'clock'}".encode() in running

@@ -100,6 +100,6 @@ def test_answers_kept_twice_are_counted(tmp_path: Path) -> None:
 
 
 def test_plans_differ_in_every_request() -> None:
-    one, two = plan_of(Scale()), plan_of(Scale())
-    bodies = {plan.question(number, "m").body for plan in (one, two) for number in range(one.requests)}
-    assert len(bodies) == 2 * one.requests
+    first, second = plan_of(Scale()), plan_of(Scale())
+    bodies = {plan.question(number, "m").body for plan in (first, second) for number in range(first.requests)}
+    assert len(bodies) == 2 * first.requests

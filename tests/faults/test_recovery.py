@@ -1,4 +1,4 @@
-"""How a pool comes back from a fault: once, by itself, and with what it had."""
+"""Recovery of a pool from a fault: once, by itself, and with what it had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may ask what of a pool, and where its prompts, keys and tokens must not turn up."""
+"""Access to a pool: who may ask what of it, and where its prompts, keys and tokens must not turn up."""
 
 from __future__ import annotations
 

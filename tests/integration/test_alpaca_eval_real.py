@@ -126,14 +126,16 @@ async def test_own_pool_judges_and_leaves_win_rate_counts_samples_and_alpacaeval
     numbers = {metric.name: metric for metric in parsed.metrics}
     samples = list(read_samples(str(run.output / "samples.jsonl.gz")))
     assert numbers["win_rate"].n == 24 and 0 < (numbers["win_rate"].stderr or 0) < 0.2
-    assert numbers["win_rate"].value == pytest.approx(sum(one.scores["win_rate"] for one in samples) / 24)
-    assert numbers["avg_length"].value == pytest.approx(sum(len(one.output) for one in samples) / 24)
+    assert numbers["win_rate"].value == pytest.approx(sum(sample.scores["win_rate"] for sample in samples) / 24)
+    assert numbers["avg_length"].value == pytest.approx(sum(len(sample.output) for sample in samples) / 24)
     assert parsed.versions["alpaca_eval"] == "0.6.6"
     assert "not reported" in parsed.versions[f"length_controlled_winrate of {DEMO}"]
     assert (parsed.versions["judge"], parsed.versions["annotator"]) == ("m", "demo_verdict")
-    assert len({one.id for one in samples}) == 24
+    assert len({sample.id for sample in samples}) == 24
     bundled = json.loads((BUNDLED_SETS / f"{DEMO}.json").read_text())
-    assert [(one.prompt, one.target) for one in samples] == [(row["instruction"], row["output"]) for row in bundled]
+    assert [(sample.prompt, sample.target) for sample in samples] == [
+        (row["instruction"], row["output"]) for row in bundled
+    ]
     assert len(run.read("model_outputs.json")) == len(run.read("annotations.json")) == 24
     [row] = csv.DictReader((run.output / "leaderboard.csv").open())
     assert float(row["win_rate"]) == pytest.approx(100 * numbers["win_rate"].value)

@@ -70,7 +70,7 @@ def test_checkpoints_with_a_half_written_one_shows_which_and_why(half_written: P
 def test_checkpoints_as_json_tells_complete_from_not(half_written: Path):
     shown = CliRunner().invoke(app, ["checkpoints", str(half_written), "--json"])
     found = json.loads(shown.stdout)
-    assert [(one["step"], one["complete"], bool(one["problems"])) for one in found] == [
+    assert [(checkpoint["step"], checkpoint["complete"], bool(checkpoint["problems"])) for checkpoint in found] == [
         (100, True, False),
         (200, True, False),
         (300, False, True),
@@ -190,7 +190,7 @@ def test_publish_copies_what_a_sink_has_not_and_the_second_time_nothing(tmp_path
     sink.write_text(yaml.safe_dump({"kind": "object_store", "url": str(tmp_path / "copy")}))
     sent = CliRunner().invoke(app, ["publish", str(folder), "--sink", str(sink), "--json"])
     assert sent.exit_code == 0, sent.output
-    assert {one["status"] for one in json.loads(sent.stdout)} == {"published"}
+    assert {outcome["status"] for outcome in json.loads(sent.stdout)} == {"published"}
     assert [path.name for path in (tmp_path / "copy").rglob("record.json")] == ["record.json"]
     again = CliRunner().invoke(app, ["publish", str(folder), "--sink", str(sink)])
     assert "Nothing to publish" in again.stdout
@@ -208,17 +208,17 @@ def test_demo_train_without_a_checkpoint_to_evaluate_is_refused(tmp_path: Path):
 
 def test_work_pools_are_listed_and_the_one_with_a_worker_is_chosen(tmp_path: Path, prefect_api: str):
     table = yaml.safe_load(deployment_data("regions.yaml").read_text())
-    region = next(one for one in table["regions"] if one.get("work_pool"))
+    region = next(entry for entry in table["regions"] if entry.get("work_pool"))
     regions = tmp_path / "regions.yaml"
     regions.write_text(yaml.safe_dump({**table, "regions": [region | {"work_pool_type": "process"}]}))
     asked = ("--regions", str(regions), "--json")
     assert CliRunner().invoke(app, ["work-pools", "apply", *asked]).exit_code == 0
     nobody = CliRunner().invoke(app, ["work-pools", "list", *asked])
-    assert {one["work_pool"]: one["ready"] for one in json.loads(nobody.stdout)}[region["work_pool"]] is False
+    assert {pool["work_pool"]: pool["ready"] for pool in json.loads(nobody.stdout)}[region["work_pool"]] is False
     worker = f"{prefect_api}/work_pools/{region['work_pool']}/workers/heartbeat"
     httpx.post(worker, json={"name": "idle"}).raise_for_status()
     listed = CliRunner().invoke(app, ["work-pools", "list", *asked])
-    assert {one["work_pool"]: one["ready"] for one in json.loads(listed.stdout)}[region["work_pool"]] is True
+    assert {pool["work_pool"]: pool["ready"] for pool in json.loads(listed.stdout)}[region["work_pool"]] is True
     chosen = CliRunner().invoke(app, ["work-pools", "choose", "--cpu", "2", *asked])
     assert chosen.exit_code == 0, (chosen.output, chosen.exception)
     assert (json.loads(chosen.stdout)["work_pool"], json.loads(chosen.stdout)["region"]) == (

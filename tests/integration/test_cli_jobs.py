@@ -107,11 +107,11 @@ def test_submit_that_is_interrupted_ends_the_job_only_if_it_was_told_to(
         submitting.send_signal(signal.SIGINT)
         assert submitting.wait(30) == 130
         assert submitting.stderr
-        said = submitting.stderr.read()
-    job_id = said.split()[0]
+        stderr = submitting.stderr.read()
+    job_id = stderr.split()[0]
     assert status(job_id) == outcome
     if outcome == "running":
-        assert f"assay jobs logs -f {job_id}" in said
+        assert f"assay jobs logs -f {job_id}" in stderr
         LocalClient().attach(job_id).terminate()
 
 
@@ -120,8 +120,8 @@ def test_submit_whose_supervisor_is_killed_ends_as_infrastructure(project: Path,
         read_until(submitting.stdout, "colour")
         assert submitting.stderr
         job_id = submitting.stderr.readline().split()[0]
-        told = json.loads((session_cache / "jobs" / job_id / "status.json").read_text())
-        os.kill(told["supervisor_pid"], signal.SIGKILL)
+        job_status = json.loads((session_cache / "jobs" / job_id / "status.json").read_text())
+        os.kill(job_status["supervisor_pid"], signal.SIGKILL)
         assert submitting.wait(30) == 2
         assert "Expected" in submitting.stderr.read()
 

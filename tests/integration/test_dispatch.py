@@ -157,15 +157,15 @@ def field(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Field]:
     with (
         pytest.MonkeyPatch.context() as patch,
         postgresql_or_sqlite() as database,
-        prefect_field(folder, database=database) as one,
+        prefect_field(folder, database=database) as server,
     ):
         patch.setenv("ASSAY_REGIONS", str(folder / "regions.yaml"))
         patch.setenv("ASSAY_PREFIX", "gs://bucket-us-central1")  # says that this machine is in America
         settings.cache_clear()
-        with temporary_settings({PREFECT_API_URL: one.url}):
+        with temporary_settings({PREFECT_API_URL: server.url}):
             applied = CliRunner().invoke(app, ["work-pools", "apply"])
             assert applied.exit_code == 0, (applied.output, applied.exception)
-        yield one
+        yield server
     settings.cache_clear()
 
 
@@ -179,13 +179,13 @@ def sent(field: Field, tmp_path: Path) -> Iterator[Sent]:
         running_program(str(engine_program.__file__), "--address-file", str(address), "--model", "run-1"),
     ):
         eventually(address.is_file)
-        one = Sent(field, tmp_path, json.loads(address.read_text())["url"], f"sent-{uuid4().hex[:8]}")
+        policy = Sent(field, tmp_path, json.loads(address.read_text())["url"], f"sent-{uuid4().hex[:8]}")
         for work_pool in (US, EU):
-            one.change(work_pool, is_paused=False, concurrency_limit=None)
-        yield one
-        for run in one.runs():
+            policy.change(work_pool, is_paused=False, concurrency_limit=None)
+        yield policy
+        for run in policy.runs():
             if run["state"]["type"] == "SCHEDULED":  # late ones, too: the worker of a later test would begin them
-                one.end(run, "Cancelled")
+                policy.end(run, "Cancelled")
 
 
 def test_cells_go_where_a_worker_lives_and_only_at_a_price_that_is_allowed(sent: Sent):
@@ -202,8 +202,8 @@ def test_cells_go_where_a_worker_lives_and_only_at_a_price_that_is_allowed(sent:
     assert batch["work_pool"] == EU and 1 < batch["egress_usd"] < 1000
     assert "no live worker" in batch["passed_over"]["us-central1"]
     with ThreadPoolExecutor(2) as both:  # CI and a schedule at once
-        told = [both.submit(copy_context().run, sent.reconcile) for _ in range(2)]
-        assert sum(one.result()["scheduled"] for one in told) >= 1
+        futures = [both.submit(copy_context().run, sent.reconcile) for _ in range(2)]
+        assert sum(future.result()["scheduled"] for future in futures) >= 1
     assert sent.reconcile()["scheduled"] == 0
     assert sent.states() == [(EU, "Scheduled")]
 
@@ -266,7 +266,9 @@ def test_flow_runs_that_move_take_each_others_places_and_the_one_that_sends_take
 
 
 def test_work_pools_are_applied_with_what_ends_flow_runs_that_died_with_their_workers(field: Field):
-    found = {one["name"]: one["actions"][0]["state"] for one in field.ask("/automations/filter", {})}
+    found = {
+        automation["name"]: automation["actions"][0]["state"] for automation in field.ask("/automations/filter", {})
+    }
     assert found == {
         SILENCE_AUTOMATION: "CRASHED",
         PENDING_AUTOMATION: "CRASHED",
@@ -286,7 +288,7 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
         eventually(lambda: not {"Scheduled", "Pending", "Running"} & {state for _, state in sent.states()}, seconds=60)
     assert sent.states() == [(US, "Completed")], [run["state"] for run in sent.runs()]
     assert sent.ask("gaps")["missing"] == {}
-    assert len([one for one in read_records(str(sent.output)) if one.succeeded]) == 2
+    assert len([record for record in read_records(str(sent.output)) if record.succeeded]) == 2
     attempts = Counter(path.parent for path in sent.output.rglob("attempt-*") if path.is_dir())
     assert set(attempts.values()) == {1}
 

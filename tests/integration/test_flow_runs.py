@@ -77,9 +77,9 @@ def base_url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"{json.loads(address.read_text())['url']}/v1"
 
 
-def asked(api: str, what: str, **wanted: Any) -> list[dict[str, Any]]:
+def asked(api: str, path: str, **wanted: Any) -> list[dict[str, Any]]:
     """Flow runs, task runs or artifacts, as the server has them."""
-    return httpx.post(f"{api}/{what}/filter", json=wanted).raise_for_status().json()
+    return httpx.post(f"{api}/{path}/filter", json=wanted).raise_for_status().json()
 
 
 def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
@@ -106,16 +106,16 @@ def test_flow_run_says_what_it_is_how_far_it_is_and_what_the_gate_found(
     tags = {"run=gated", "evaluator=lm-eval", "suite=mine", "policy=nightly"}
     assert set(flow_run["tags"]) == tags
     tasks = asked(prefect_api, "task_runs", flow_runs={"id": {"any_": [flow_run["id"]]}})
-    names = {one["name"] for one in tasks}
+    names = {task["name"] for task in tasks}
     assert {"plan", "evaluate gated-2 · lm-eval: demo_facts", "report on gated", "gate release on gated"} <= names
     artifacts = {
-        one["key"]: one
-        for one in asked(prefect_api, "artifacts", flow_runs={"id": {"any_": [flow_run["id"]]}})
-        if one["key"]
+        artifact["key"]: artifact
+        for artifact in asked(prefect_api, "artifacts", flow_runs={"id": {"any_": [flow_run["id"]]}})
+        if artifact["key"]
     }
     kinds = {"progress": "progress", "results": "table", "curves": "image", "report": "markdown", "gate": "markdown"}
-    assert {f"gated-{what}": kind for what, kind in kinds.items()}.items() <= {
-        key: one["type"] for key, one in artifacts.items()
+    assert {f"gated-{name}": kind for name, kind in kinds.items()}.items() <= {
+        key: artifact["type"] for key, artifact in artifacts.items()
     }.items()
     assert artifacts["gated-progress"]["data"] == 100.0
     assert "1 of 1 cell of gated" in artifacts["gated-progress"]["description"]
@@ -181,7 +181,7 @@ def checkout(run: Path, tmp_path_factory: pytest.TempPathFactory, prefect_api: s
     suite = {"name": "mine", "description": "Facts.", "engine_kwargs": {"max_model_len": 64}}
     (folder / "mine.yaml").write_text(yaml.safe_dump({**suite, "evaluations": [evaluation]}))
     request = SuiteRequest(model_path=str(run), evaluation_path=str(folder / "records"))
-    configs = [as_served(one) for one in load_suite(str(folder / "mine.yaml")).evaluations_of(request)]
+    configs = [as_served(config) for config in load_suite(str(folder / "mine.yaml")).evaluations_of(request)]
     for cell in plan_cells.fn(configs, discover.fn(str(run), CheckpointSelection())):
         record = make_record(
             metrics=(make_metric(value=0.5, n=QUESTIONS),),

@@ -94,10 +94,10 @@ def test_series_is_evaluated_once_and_only_what_is_missing_or_changed_is_evaluat
     tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
     with endpoint(tmp_path, "run-1", "run-2") as served:
-        one = series(served.base_url, [1, 2])
+        training_run = series(served.base_url, [1, 2])
 
-        returned = evaluate_checkpoints(one.config)
-        first = one.records()
+        returned = evaluate_checkpoints(training_run.config)
+        first = training_run.records()
         assert [record.checkpoint.name for record in returned] == ["run-1", "run-2"]
         assert {record.status for record in first.values()} == {"succeeded"}
         assert list(first.values()) == returned
@@ -115,24 +115,24 @@ def test_series_is_evaluated_once_and_only_what_is_missing_or_changed_is_evaluat
             "curves": "image",
             "report": "markdown",  # what Prefect makes of a link
         }
-        assert (one.evaluations / "run" / "report.html").is_file()
+        assert (training_run.evaluations / "run" / "report.html").is_file()
 
         asked = served.requests
-        assert evaluate_checkpoints(one.config) == returned
+        assert evaluate_checkpoints(training_run.config) == returned
         assert served.requests == asked
 
-        gone = next(path for path in one.evaluations.rglob("record.json") if "step-1/" in str(path))
+        gone = next(path for path in training_run.evaluations.rglob("record.json") if "step-1/" in str(path))
         gone.unlink()
-        evaluate_checkpoints(one.config)
-        again = one.records()
+        evaluate_checkpoints(training_run.config)
+        again = training_run.records()
         assert again.keys() == first.keys()
         assert {key for key in first if again[key] != first[key]} == {key for key in first if key.startswith("run-1/")}
 
-        shutil.rmtree(one.run / "hf" / "step-2")
-        written_again = write_served_checkpoint(one.run / "hf" / "step-2", seed=99)
-        [newest] = evaluate_checkpoint(one.config.model_copy(update={"discover_latest_checkpoint": True}))
+        shutil.rmtree(training_run.run / "hf" / "step-2")
+        written_again = write_served_checkpoint(training_run.run / "hf" / "step-2", seed=99)
+        [newest] = evaluate_checkpoint(training_run.config.model_copy(update={"discover_latest_checkpoint": True}))
         assert newest.succeeded and newest.checkpoint.uri == str(written_again)
-        assert again.items() < one.records().items()
+        assert again.items() < training_run.records().items()
         assert newest.checkpoint.weights_digest not in {record.checkpoint.weights_digest for record in again.values()}
 
 
@@ -140,11 +140,11 @@ def test_endpoint_that_serves_other_models_is_refused_and_recorded_as_ours(
     tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
     with endpoint(tmp_path, "somebody", "else") as served:
-        one = series(served.base_url, [1])
+        training_run = series(served.base_url, [1])
         with pytest.raises(EvaluationInterrupted, match="somebody, else"):
-            evaluate_checkpoints(one.config)
+            evaluate_checkpoints(training_run.config)
         assert served.requests == 0
-    [record] = one.records().values()
+    [record] = training_run.records().values()
     assert record.status == "infra_failed" and record.metrics == ()
     assert record.reason is not None and "to serve run-1" in record.reason
 
@@ -153,19 +153,19 @@ def test_endpoint_that_dies_in_the_middle_is_recorded_as_an_infrastructure_failu
     tmp_path: Path, series: Callable[[str, list[int]], Series]
 ):
     with endpoint(tmp_path, "run-1", delay_seconds=0.5) as served, ThreadPoolExecutor(1) as beside:
-        one = series(served.base_url, [1])
+        training_run = series(served.base_url, [1])
 
         def kill_in_the_middle() -> None:
             eventually(lambda: served.requests > QUESTIONS, seconds=120)
             served.process.kill()
 
         killed = beside.submit(kill_in_the_middle)
-        done = run_command(*one.arguments())
+        done = run_command(*training_run.arguments())
         killed.result()
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr and "To do:" in done.stderr
     assert [record["status"] for record in json.loads(done.stdout)["records"]] == ["infra_failed"]
-    [record] = one.records().values()
+    [record] = training_run.records().values()
     assert record.status == "infra_failed" and record.metrics == ()
 
 
@@ -174,16 +174,16 @@ def test_two_runs_of_one_evaluation_at_once_leave_one_valid_record_per_cell(
 ):
     env = process_environment({"PREFECT_API_URL": prefect_api})
     with endpoint(tmp_path, "run-1") as served:
-        one = series(served.base_url, [1])
+        training_run = series(served.base_url, [1])
         other = subprocess.Popen(
-            [str(ASSAY), *one.arguments()], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [str(ASSAY), *training_run.arguments()], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
-        eventually(lambda: list(one.evaluations.rglob("attempt-*")) or other.poll() is not None, seconds=120)
-        returned = evaluate_checkpoints(one.config)
+        eventually(lambda: list(training_run.evaluations.rglob("attempt-*")) or other.poll() is not None, seconds=120)
+        returned = evaluate_checkpoints(training_run.config)
         printed, errors = other.communicate(timeout=300)
     assert other.returncode == 0, errors
-    [record] = one.records().values()
+    [record] = training_run.records().values()
     assert record.succeeded and returned == [record]
     assert [Record.model_validate(each) for each in json.loads(printed)["records"]] == [record]
-    attempts = [path.name for path in one.evaluations.rglob("attempt-*") if path.is_dir()]
+    attempts = [path.name for path in training_run.evaluations.rglob("attempt-*") if path.is_dir()]
     assert record.attempt in attempts

@@ -104,7 +104,7 @@ def test_store_that_is_busy_is_asked_again_and_then_reported(store: FakeGcs, tmp
     assert states[SINK.name].status == "published"
     reason = states[busy.name].reason
     assert reason is not None and "503" in reason and "busy" in reason
-    assert len([one for one in store.requests if "/b/busy/" in one]) == 6
+    assert len([request for request in store.requests if "/b/busy/" in request]) == 6
 
 
 def test_bucket_that_is_not_there_is_named(store: FakeGcs, tmp_path: Path):

@@ -119,7 +119,7 @@ def shapes(**changes: Any) -> EvalTaskConfig:
 
 
 def answered_and_scored(folder: Path) -> tuple[list[Any], list[Any]]:
-    """What came of each question of a run of HELM, without what the clock says."""
+    """Answers and scores of each question of a run of HELM, without what the clock says."""
     states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
     for state in states:
         for name in ("request_time", "request_datetime"):
@@ -202,7 +202,7 @@ async def test_answers_and_scores_through_a_pool_are_those_of_the_bare_command_l
 
 
 def write_deployment(folder: Path, engine: FakeEngine, tokenizer: Path) -> None:
-    """What one writes by hand to let `helm-run` ask an endpoint."""
+    """Writes the files that people write by hand to let `helm-run` ask an endpoint."""
     folder.mkdir()
     client = {"class_name": "helm.clients.openai_client.OpenAILegacyCompletionsClient"}
     reader = {"class_name": "helm.tokenizers.huggingface_tokenizer.HuggingFaceTokenizer"}
@@ -283,7 +283,7 @@ async def test_chat_template_sends_conversations_and_refuses_what_weighs_texts(t
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), apply_chat_template=True)
         verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "chat"))
         messages = [json.loads(body)["messages"] for body in engine.bodies]
-        assert [[message["role"] for message in said] for said in messages] == [["user"]] * 5
+        assert [[message["role"] for message in conversation] for conversation in messages] == [["user"]] * 5
         with pytest.raises(BadInput, match="demo_mcqa"):
             await evaluate(model, make_config("demo_mcqa"), tmp_path / "weighed")
         plain = replace(model, apply_chat_template=False, prompt_logprobs=False)

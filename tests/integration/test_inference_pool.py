@@ -223,8 +223,8 @@ def test_engine_without_reload_is_restarted_each_time_and_that_is_said_once(
     with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher, on_event=events.append) as pool:
         loaded = [pool.load(name)[1] for name in ("run-1", "run-2", "run-3")]
         assert ask(pool.load("run-3")[0]).status_code == 200
-    assert [one.how for one in loaded] == ["cold start", "restart", "restart"]
-    assert {"reload" in one.phases for one in loaded[2:]} == {False}
+    assert [load.how for load in loaded] == ["cold start", "restart", "restart"]
+    assert {"reload" in load.phases for load in loaded[2:]} == {False}
     assert sum("cannot reload weights" in event for event in events) == 1
 
 
@@ -255,7 +255,7 @@ def test_next_checkpoint_of_a_store_is_staged_here_while_the_present_one_is_serv
     ]
     with InferencePool(pool_config(), remote, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         pool.load("run-1")
-        staged = {one.name: settings().staging_dir / one.digests.checkpoint for one in remote}
+        staged = {servable.name: settings().staging_dir / servable.digests.checkpoint for servable in remote}
         assert (staged["run-1"] / "model.safetensors").is_file()
         pool.session.want("run-2")
         eventually((staged["run-2"] / "model.safetensors").is_file)
@@ -273,13 +273,13 @@ def test_checkpoints_asked_for_at_once_are_spread_over_two_replicas_of_which_one
     with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         running, _ = pool.load("run-1")
         assert running.capacity == 64
-        eventually(lambda: all(one.announcement.state == "ready" for one in pool.proxy_status().replicas))
+        eventually(lambda: all(replica.announcement.state == "ready" for replica in pool.proxy_status().replicas))
         with ThreadPoolExecutor(6) as threads:
             names = ["run-1", "run-2"] * 15
             answers = list(threads.map(lambda name: ask(running, model=name).status_code, names))
         assert set(answers) == {200}
-        assert {one.announcement.model for one in pool.proxy_status().replicas} == {"run-1", "run-2"}
-        reports = [load for one in pool.proxy_status().replicas for load in one.announcement.loads]
+        assert {replica.announcement.model for replica in pool.proxy_status().replicas} == {"run-1", "run-2"}
+        reports = [load for replica in pool.proxy_status().replicas for load in replica.announcement.loads]
         assert sum(load.model == "run-2" for load in reports) == 1
         first, second = engine_pids(tmp_path)
         os.kill(first, signal.SIGKILL)
@@ -316,7 +316,7 @@ def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one
             for thread in busy:
                 thread.join(timeout=30)
         assert not refused
-        loads = [load.model for one in pool.proxy_status().replicas for load in one.announcement.loads]
+        loads = [load.model for replica in pool.proxy_status().replicas for load in replica.announcement.loads]
         assert loads[:2] == ["run-1", "run-2"]
 
 
@@ -370,10 +370,12 @@ def test_replica_whose_engine_dies_at_start_tries_again_while_another_one_answer
     with InferencePool(config, checkpoints, client=client, launcher=launcher) as pool:
         running, _ = pool.load("run-1")
         die.touch()
-        eventually(lambda: [one.announcement.state for one in pool.proxy_status().replicas] == ["ready", "ready"])
+        eventually(
+            lambda: [replica.announcement.state for replica in pool.proxy_status().replicas] == ["ready", "ready"]
+        )
         assert pool.proxy_status().unusable == {}
         assert ask(running).status_code == 200
-        loads = [load for one in pool.proxy_status().replicas for load in one.announcement.loads]
+        loads = [load for replica in pool.proxy_status().replicas for load in replica.announcement.loads]
         assert sorted(load.failure is None for load in loads) == [False, True, True]
 
 

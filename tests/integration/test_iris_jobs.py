@@ -186,7 +186,7 @@ def test_iris_job_that_waits_for_room_says_so(client: IrisClient, workspace: Pat
 
 
 @pytest.mark.parametrize(
-    ("resources", "said"),
+    ("resources", "reason"),
     [
         (ResourceConfig(cpu=1000), "cpu 1000"),
         (ResourceConfig(ram="2t"), "ram 2t"),
@@ -194,9 +194,9 @@ def test_iris_job_that_waits_for_room_says_so(client: IrisClient, workspace: Pat
     ],
 )
 def test_iris_resources_that_no_group_has_are_refused_with_what_there_is(
-    client: IrisClient, resources: ResourceConfig, said: str
+    client: IrisClient, resources: ResourceConfig, reason: str
 ) -> None:
-    with pytest.raises(UnsatisfiableResources, match=f"(?s){said}.*local-cpu"):
+    with pytest.raises(UnsatisfiableResources, match=f"(?s){reason}.*local-cpu"):
         client.check_resources(resources)
 
 

@@ -59,7 +59,7 @@ def kept(folder: Path, checkpoints: list[Servable], *, name: str = "warm", idle_
 
 
 def ask(pool: KeptPool, model: str) -> list[float]:
-    """What any OpenAI client gets for a checkpoint's name."""
+    """Log probabilities that any OpenAI client gets for a checkpoint's name."""
     with openai.OpenAI(base_url=pool.access.address.base_url, api_key=pool.access.key.get_secret_value()) as client:
         answer = client.completions.create(
             model=model, prompt="hello", max_tokens=1, temperature=0, logprobs=1, echo=True
@@ -175,21 +175,21 @@ def test_pool_command_brings_a_pool_up_shows_it_and_takes_it_down(tmp_path: Path
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "environments").symlink_to(session_cache / "environments")
     run = write_run(tmp_path / "run-a", [100, 200])
-    up = said("pool", "up", "--model", str(run), "--name", "warm", "--cpu", "1")
+    up = printed("pool", "up", "--model", str(run), "--name", "warm", "--cpu", "1")
     assert "warm is up at" in up
-    [shown] = json.loads(said("pool", "ls", "--json"))
+    [shown] = json.loads(printed("pool", "ls", "--json"))
     assert (shown["name"], shown["state"], shown["base_url"] in up.replace("\n", "")) == ("warm", "up", True)
-    variables = said("pool", "env", "warm")
+    variables = printed("pool", "env", "warm")
     assert f"export OPENAI_BASE_URL={shown['base_url']}\n" in variables
     key = variables.rpartition("OPENAI_API_KEY=")[2].strip()
     with openai.OpenAI(base_url=shown["base_url"], api_key=key) as client:
         assert {"run-a-100", "run-a-200"} <= {model.id for model in client.models.list()}
-    assert said("pool", "down", "warm") == "warm is down.\n"
-    assert json.loads(said("pool", "ls", "--json")) == []
+    assert printed("pool", "down", "warm") == "warm is down.\n"
+    assert json.loads(printed("pool", "ls", "--json")) == []
 
 
-def said(*arguments: str) -> str:
-    """What the command prints."""
+def printed(*arguments: str) -> str:
+    """Returns what the command prints."""
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.stdout

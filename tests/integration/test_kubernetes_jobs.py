@@ -163,10 +163,10 @@ def test_credentials_and_arguments_stand_in_no_manifest_but_the_secret(
     job = client.submit(request(f"echo {SECRET_WORD} $HF_TOKEN", environment=environment))
     job.wait(30)
     assert job.logs() == f"{SECRET_WORD} {SECRET_WORD}"
-    mine = [one for one in server.manifests if job.job_id in one["metadata"]["name"]]
-    assert {one["kind"] for one in mine} == {"ConfigMap", "Job", "Pod", "Secret"}
-    assert {one["kind"] for one in mine if SECRET_WORD in str(one)} == set()
-    [secret] = [one for one in mine if one["kind"] == "Secret"]
+    mine = [manifest for manifest in server.manifests if job.job_id in manifest["metadata"]["name"]]
+    assert {manifest["kind"] for manifest in mine} == {"ConfigMap", "Job", "Pod", "Secret"}
+    assert {manifest["kind"] for manifest in mine if SECRET_WORD in str(manifest)} == set()
+    [secret] = [manifest for manifest in mine if manifest["kind"] == "Secret"]
     assert SECRET_WORD.encode() in base64.b64decode(secret["data"]["pod.json"])
 
 

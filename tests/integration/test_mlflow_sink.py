@@ -47,7 +47,7 @@ def runs_of(sink: MlflowSink) -> list[Any]:
 
 def files_of(sink: MlflowSink, run_id: str, folder: str = "") -> list[str]:
     found = client_of(sink).list_artifacts(run_id, folder)
-    return [path for one in found for path in (files_of(sink, run_id, one.path) if one.is_dir else [one.path])]
+    return [path for entry in found for path in (files_of(sink, run_id, entry.path) if entry.is_dir else [entry.path])]
 
 
 def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(
@@ -72,7 +72,7 @@ def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(
     assert state.where is not None and state.where.endswith(f"/runs/{run.info.run_id}")
     assert (run.info.run_name, run.info.status) == ("run-a lm_evaluation_harness", "FINISHED")
     history = client_of(sink).get_metric_history(run.info.run_id, "demo_facts/acc")
-    assert sorted((one.step, one.value) for one in history) == [(100, 0.5), (200, 0.5)]
+    assert sorted((metric.step, metric.value) for metric in history) == [(100, 0.5), (200, 0.5)]
     tags = run.data.tags
     assert {name: tags[name] for name in ("accelerator", "cpu", "memory", "image", "image_tag")} == {
         "accelerator": "T4",

@@ -142,7 +142,7 @@ def test_listing_in_ranges_is_that_in_one(store: FakeGcs, between: tuple[str, ..
         store.put("bucket", name, b"x")
     filesystem = gcsfs.GCSFileSystem()
     found = bucket_objects(filesystem, "bucket/run", between=between)
-    assert found is not None and [one["name"] for one in found] == names
-    assert [one.uri for one in storage.list_files("gs://bucket/run")] == [f"gs://bucket/{name}" for name in names]
-    assert [one.uri for one in storage.list_files("gs://bucket/run/c")] == ["gs://bucket/run/c"]
+    assert found is not None and [entry["name"] for entry in found] == names
+    assert [file.uri for file in storage.list_files("gs://bucket/run")] == [f"gs://bucket/{name}" for name in names]
+    assert [file.uri for file in storage.list_files("gs://bucket/run/c")] == ["gs://bucket/run/c"]
     assert storage.list_files("gs://bucket/ru") == []

@@ -58,8 +58,8 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
     names = [DEPLOYMENT, ON_EVENT, SILENCE, PENDING, CANCELLING]
     created = [(name, "create") for name in names]
     assert deployed.apply(dry_run=True) == created
-    told = deployed.field.assay("policy", "deploy", deployed.policy, "--every", "1h", "--on-event")
-    assert [(one["name"], one["action"]) for one in told] == created
+    changes = deployed.field.assay("policy", "deploy", deployed.policy, "--every", "1h", "--on-event")
+    assert [(change["name"], change["action"]) for change in changes] == created
     assert deployed.apply() == [(name, "unchanged") for name in names]
 
     assert deployed.apply(on_event=False)[1] == (ON_EVENT, "remove")
@@ -68,7 +68,7 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
     found = deployed.field.ask("/deployments/name/reconcile-policy/watched")
     assert found["parameters"]["policy"]["name"] == "watched"
     assert deployed.field.ask(f"/work_queues/{found['work_queue_id']}")["concurrency_limit"] == 1
-    assert [one["schedule"]["interval"] for one in found["schedules"]] == [7200.0]
+    assert [schedule["schedule"]["interval"] for schedule in found["schedules"]] == [7200.0]
     assert "assay" in found["tags"] and found["pull_steps"] == []
     eventually(lambda: any(run["auto_scheduled"] for run in deployed.field.runs("Scheduled")), seconds=120)
 
@@ -159,7 +159,7 @@ def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deplo
     by_hand = evaluate_by_hand(deployed)
     eventually(lambda: all(deployed.live_claims(place) for place in PLACES), seconds=120)
     eventually(lambda: engine.requests >= asked + 2, seconds=60)
-    runs = {one["id"] for one in field.runs("Running")}
+    runs = {flow_run["id"] for flow_run in field.runs("Running")}
     assert run in runs and len(runs) == 2
 
     field.kill_server()
@@ -172,15 +172,15 @@ def test_server_that_goes_away_costs_no_evaluation_and_learns_how_it_ended(deplo
     assert by_hand.poll() is None and field.process_of(run)  # their end is not told yet
 
     field.start_server()
-    eventually(lambda: {one["id"] for one in field.runs("Completed")} >= runs, seconds=90)
+    eventually(lambda: {flow_run["id"] for flow_run in field.runs("Completed")} >= runs, seconds=90)
     printed, _ = by_hand.communicate(timeout=60)
     assert by_hand.returncode == 0, printed
     of_both = {"flow_runs": {"id": {"any_": list(runs)}}}
     shown = field.ask("/artifacts/filter", {**of_both, "artifacts": {"key": {"any_": ["run-progress", "run-results"]}}})
-    told = {(one["key"], one["flow_run_id"]) for one in shown}
-    assert told == {(key, one) for key in ("run-progress", "run-results") for one in runs}
+    reported = {(artifact["key"], artifact["flow_run_id"]) for artifact in shown}
+    assert reported == {(key, flow_run) for key in ("run-progress", "run-results") for flow_run in runs}
     # One that was being made when the server went away may stand there twice: the later one counts.
     shown.sort(key=itemgetter("created"))
-    progress = {one["flow_run_id"]: one["data"] for one in shown if one["type"] == "progress"}
+    progress = {artifact["flow_run_id"]: artifact["data"] for artifact in shown if artifact["type"] == "progress"}
     assert set(progress.values()) == {100.0}
     eventually(lambda: not [job for job in LocalClient().jobs() if not job.status.finished])

@@ -103,11 +103,11 @@ def machine_with_a_replica(cluster: Cluster) -> Any:
 
 def instances(target: Target) -> set[str]:
     """The agents that the pool has heard of last."""
-    return {one.announcement.instance for one in target.status().replicas}
+    return {replica.announcement.instance for replica in target.status().replicas}
 
 
 def under_load(target: Target, fault: Fault, *, requests: int, retries: int = 0) -> Trial:
-    """What came of a fault in the midst of requests of every kind."""
+    """Outcome of a fault in the midst of requests of every kind."""
     plan = LoadPlan(f"ray-{os.urandom(4).hex()}", requests=requests, concurrency=CLIENTS, retries=retries)
     return asyncio.run(tried(target, plan, fault))
 

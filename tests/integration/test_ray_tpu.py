@@ -106,18 +106,19 @@ async def nodes_of(placement: Placement) -> list[tuple[str, int]]:
         return ray.get_runtime_context().get_node_id()
 
     options = [
-        {"num_cpus": one.num_cpus, "memory": one.memory, "resources": dict(one.resources)} for one in placement.hosts
+        {"num_cpus": host.num_cpus, "memory": host.memory, "resources": dict(host.resources)}
+        for host in placement.hosts
     ]
     asked = [
-        where.options(scheduling_strategy=one.strategy, **each).remote()
-        for one, each in zip(placement.hosts, options, strict=True)
+        where.options(scheduling_strategy=host.strategy, **each).remote()
+        for host, each in zip(placement.hosts, options, strict=True)
     ]
     async with asyncio.timeout(60):
         ids = await asyncio.gather(*asked)
     labels = {node["NodeID"]: node["Labels"] for node in ray.nodes()}
     return [
-        (labels[one].get("ray.io/tpu-slice-name", "head"), int(labels[one].get("ray.io/tpu-worker-id", 0)))
-        for one in ids
+        (labels[node_id].get("ray.io/tpu-slice-name", "head"), int(labels[node_id].get("ray.io/tpu-worker-id", 0)))
+        for node_id in ids
     ]
 
 
@@ -206,9 +207,9 @@ async def test_impossible_request_is_refused_at_once(tpus: Tpus) -> None:
 
 
 def runs_on(job: JobHandle) -> list[str]:
-    """What each host of a job's only replica said last about where it is."""
+    """Last report of each host of a job's only replica about where it is."""
     hosts = [re.findall("^on (.+)$", part, re.MULTILINE) for part in job.logs().split("==> host")[1:]]
-    return [said[-1] if said else "" for said in hosts]
+    return [reports[-1] if reports else "" for reports in hosts]
 
 
 async def soon(condition: Callable[[], bool]) -> None:

@@ -61,7 +61,7 @@ class Watched:
         return self.folder / "policy.yaml"
 
     def write_suite(self, name: str, *benchmarks: str) -> str:
-        evaluations = [{"label": one, "evals": [one], "max_eval_instances": 2} for one in benchmarks]
+        evaluations = [{"label": benchmark, "evals": [benchmark], "max_eval_instances": 2} for benchmark in benchmarks]
         path = self.folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump({"name": name, "description": name, "evaluations": evaluations}))
         return str(path)

@@ -79,7 +79,7 @@ addEventListener("load", () => {
 
 
 Looks = tuple[dict[str, Any], dict[str, Any]]
-"""What Chromium makes of a page in a frame as wide as a phone, and in one as wide as a desktop."""
+"""Observations of a page in Chromium, in a frame as wide as a phone, and in one as wide as a desktop."""
 
 
 def observed(folder: Path, pages: Mapping[str, str], *, dark: bool = False) -> dict[str, Looks]:

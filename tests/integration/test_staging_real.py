@@ -147,7 +147,9 @@ def test_staging_goes_on_where_it_failed_and_serves_offline_workers_here_and_on_
     region.hub.requests.clear()
     staged = region.stage()
     assert set(staged["benchmarks"]) == set(region.names)
-    assert region.hub.requests and not [one for one in region.hub.requests if "acme/quiz" in one or "acme/tok" in one]
+    assert region.hub.requests and not [
+        request for request in region.hub.requests if "acme/quiz" in request or "acme/tok" in request
+    ]
     assert staged["datasets"]["acme/quiz"]["revision"] == before != region.hub.commit("datasets/acme/quiz")
     assert staged["datasets"]["acme/plain"]["revision"] == region.hub.commit("datasets/acme/plain")
     assert all(staged["datasets"][path]["bytes"] > 0 for path in ("acme/quiz", "acme/plain"))
@@ -182,7 +184,7 @@ def test_staging_goes_on_where_it_failed_and_serves_offline_workers_here_and_on_
 # HELM and AlpacaEval
 
 BABI = "http://www.thespermwhale.com/jaseweston/babi/tasks_1-20_v1-2.tar.gz"
-"""Where HELM looks for it; the stand-in answers in the place of the network's proxy."""
+"""Address at which HELM looks for it; the stand-in answers in the place of the network's proxy."""
 REVIEWS = "maritaca-ai/imdb_pt"
 HELM_EVALUATIONS = [
     {"label": "reviews", "evaluator": {"name": "helm", "site": False}, "evals": ["imdb_ptbr"]},
@@ -275,24 +277,29 @@ def test_two_processes_stage_helm_and_alpaca_once_and_a_machine_filled_from_the_
     tmp_path: Path, web: FakeHub, machine: Callable[[str], dict[str, str]], monkeypatch: pytest.MonkeyPatch
 ):
     machine("here")
-    both_of_helm = {**HELM_EVALUATIONS[0], "evals": [one for each in HELM_EVALUATIONS for one in each["evals"]]}
+    both_of_helm = {
+        **HELM_EVALUATIONS[0],
+        "evals": [benchmark for each in HELM_EVALUATIONS for benchmark in each["evals"]],
+    }
     suite, shared = write_suite(tmp_path, both_of_helm, ALPACA_EVALUATION), str(tmp_path / "shared")
     command = [str(Path(sys.executable).with_name("assay")), "stage", "--suite", suite, "--target", shared, "--json"]
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=process_environment())
         for _ in range(2)
     ]
-    told = [process.communicate(timeout=400) for process in both]
-    assert [process.returncode for process in both] == [0, 0], told
-    staged = json.loads(told[0][0])
-    assert json.loads(told[1][0]) == staged
-    assert any("another process is staging" in errors for _, errors in told)
-    fetched = [one for one in web.requests if one.startswith("GET") and ("/resolve/" in one or BABI in one)]
+    outputs = [process.communicate(timeout=400) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    staged = json.loads(outputs[0][0])
+    assert json.loads(outputs[1][0]) == staged
+    assert any("another process is staging" in errors for _, errors in outputs)
+    fetched = [
+        request for request in web.requests if request.startswith("GET") and ("/resolve/" in request or BABI in request)
+    ]
     assert len(fetched) == len(set(fetched)), fetched
 
     assert staged["files_of_datasets"]["tatsu-lab/alpaca_eval"]["bytes"] > 0
     assert staged["datasets"][REVIEWS]["revision"] == web.commit(f"datasets/{REVIEWS}")
-    runs = {run for one in staged["helm"].values() for run in one["runs"]}
+    runs = {run for entry in staged["helm"].values() for run in entry["runs"]}
     assert runs == {"imdb_ptbr", "babi_qa:task=1,max_train_instances=1"}
     assert staged["scenarios"]["babi_qa"]["bytes"] > 0
     assert len(staged["scenarios"]["babi_qa"]["addresses"][BABI]["sha256"]) == 64
@@ -327,4 +334,4 @@ def test_helm_data_that_changed_or_are_gone_are_named_and_the_rest_is_staged(
         staged_by(StagingRequest(suites=(suite,), prove=False), on_event=lambda line: None)
     assert not list((settings().cache_dir / "helm" / "scenarios" / "babi_qa" / "data").glob("tasks_*2"))
     staged = json.loads((settings().cache_dir / "staged.json").read_text())
-    assert [one["scenarios"] for one in staged["helm"].values()] == [["simple_mcqa"]]
+    assert [entry["scenarios"] for entry in staged["helm"].values()] == [["simple_mcqa"]]

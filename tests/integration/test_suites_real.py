@@ -74,7 +74,7 @@ def python() -> Path:
 
 
 def test_every_benchmark_of_every_set_is_there_and_asks_for_what_the_data_say(python: Path):
-    tasks = {task.name: task for one in benchmark_sets().values() for task in one.evals}
+    tasks = {task.name: task for benchmark_set in benchmark_sets().values() for task in benchmark_set.evals}
     theirs = {name: task for name, task in tasks.items() if not name.startswith(FRESH)}
     missing = set(theirs) - set(listed_benchmarks(python))
     assert not missing
@@ -85,7 +85,9 @@ def test_every_benchmark_of_every_set_is_there_and_asks_for_what_the_data_say(py
         if name != "squadv2":  # a class that both writes and compares
             assert needs.prompt_logprobs is bool(set(found) - {"generate_until"}), name
     runners = {
-        name for one in benchmark_sets().values() for name in (t.name for t in one.evals if needs_of([t]).runs_code)
+        name
+        for benchmark_set in benchmark_sets().values()
+        for name in (t.name for t in benchmark_set.evals if needs_of([t]).runs_code)
     }
     assert runners == {"humaneval"}
 
@@ -102,7 +104,10 @@ def test_check_looks_into_a_folder_of_ones_own_for_every_harness(tmp_path: Path,
     evaluations = [{"label": name, "evaluator": evaluator, "evals": [name]} for evaluator, name in asked.items()]
     suite = tmp_path / "own.yaml"
     for missing in (None, *asked.values()):
-        changed = [{**one, "evals": ["gone"]} if one["label"] == missing else one for one in evaluations]
+        changed = [
+            {**evaluation, "evals": ["gone"]} if evaluation["label"] == missing else evaluation
+            for evaluation in evaluations
+        ]
         suite.write_text(json.dumps({"name": "own", "description": "One's own.", "evaluations": changed}))
         done = CliRunner().invoke(app, ["suites", str(suite), "--check", "--benchmarks", str(folder)])
         assert isinstance(done.exception, UnknownBenchmark) is (missing is not None), done.output
@@ -140,7 +145,7 @@ def tiny(tmp_path: Path) -> Callable[[str], Path]:
         folder.mkdir()
         rows = [json.dumps({"question": f"Is it {number}?", "answer": "yes"}) for number in range(12)]
         (folder / "questions.jsonl").write_text("\n".join(rows))
-        for name in {task.name for one in load_suite(suite).evaluations for task in one.evals}:
+        for name in {task.name for evaluation in load_suite(suite).evaluations for task in evaluation.evals}:
             write_benchmark(folder, name)
         return folder
 
@@ -163,7 +168,9 @@ def request_for(served: Served, folder: Path, output: Path, **changes: Any) -> S
 def run_deployed(runner: str, **parameters: Any) -> list[Record]:
     """Runs a flow with the parameters of its deployment, and some more."""
     content = yaml.safe_load(deployment_data("prefect.yaml").read_text())["deployments"]
-    [deployed] = [one["parameters"] for one in content if one["entrypoint"] == f"flows.suites.{runner}"]
+    [deployed] = [
+        deployment["parameters"] for deployment in content if deployment["entrypoint"] == f"flows.suites.{runner}"
+    ]
     return getattr(flows, runner)(**(deployed | parameters))
 
 
@@ -196,8 +203,14 @@ def test_runner_evaluates_its_suite_and_publishes_every_benchmark(
     selects = not runner.startswith("default_")
     records = run_deployed(runner, request=request, **({"selection": {"steps": [1]}} if selects else {}))
     assert {record.checkpoint.step for record in records} == {1 if selects else 2}
-    wanted = [one for one in load_suite(suite).evaluations if not request.only or one.label in request.only]
-    assert_succeeded(records, cells=cells, published={task.metric_key for one in wanted for task in one.evals})
+    wanted = [
+        evaluation
+        for evaluation in load_suite(suite).evaluations
+        if not request.only or evaluation.label in request.only
+    ]
+    assert_succeeded(
+        records, cells=cells, published={task.metric_key for evaluation in wanted for task in evaluation.evals}
+    )
     assert all(f"suite={suite}" in record.tags for record in records)
 
 

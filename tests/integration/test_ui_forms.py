@@ -54,7 +54,7 @@ class Form:
         self.page.click(f"withText({_field(*field)}, '[role=tab]', {json.dumps(choose)})")
 
     def tabs(self, *field: str) -> list[str]:
-        """Which kinds those are."""
+        """Names of those kinds."""
         return self.page.value(
             f"[...{_field(*field)}.querySelector('[role=tablist]').querySelectorAll('[role=tab]')]"
             ".map((one) => one.textContent)"
@@ -81,7 +81,7 @@ class Form:
         self.page.click(f"withText({_field(*field)}, 'button', 'Add item')")
 
     def help_texts(self) -> dict[str, str]:
-        """What stands below the label of each field that is shown; of several of one name, any."""
+        """Text below the label of each field that is shown; of several of one name, any."""
         return self.page.value(
             "Object.fromEntries([...document.querySelectorAll('div.group label')].map((one) =>"
             " [one.textContent.replace(' (Optional)', ''), one.parentElement.querySelector('p')?.textContent ?? '']))"
@@ -129,8 +129,8 @@ def _deploy(flow: Flow[..., Any]) -> str:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
-    with browser(tmp_path_factory.mktemp("chromium")) as one:
-        yield one
+    with browser(tmp_path_factory.mktemp("chromium")) as new_page:
+        yield new_page
 
 
 def opened(page: Page, server: str, deployed: dict[str, str], flow: str) -> Form:

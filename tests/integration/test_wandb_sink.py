@@ -34,7 +34,7 @@ def test_checkpoints_of_a_series_are_one_run_over_training_steps_whose_files_hol
     monkeypatch.setenv("WANDB_API_KEY", KEY)
     cells = [make_cell(tmp_path, step=step, tags=("mine",)) for step in (200, 100)]
     with ThreadPoolExecutor(2) as threads:
-        states = list(threads.map(lambda one: publish_record(one[0], str(one[1]), (OFFLINE,)), cells))
+        states = list(threads.map(lambda cell: publish_record(cell[0], str(cell[1]), (OFFLINE,)), cells))
     assert {state[OFFLINE.name].status for state in states} == {"published"}
     runs = runs_below(tmp_path)
     assert len({run.id for run in runs}) == 1 and all(run.resumes and run.finished for run in runs)

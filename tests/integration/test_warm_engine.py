@@ -85,14 +85,14 @@ def serve(client: LocalClient, command: Command, variables: dict[str, str], *, p
 
 
 def answers(port: int) -> list[Any]:
-    """What the model says, without what differs from request to request."""
-    said = []
+    """Answers of the model, without what differs from request to request."""
+    replies = []
     for path, question in QUESTIONS:
         body = {"model": "m", "max_tokens": 8, "temperature": 0.0, **question}
         response = httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=body, timeout=120)
         assert response.is_success, response.text
-        said.append([response.json()["choices"], response.json()["usage"]])
-    return said
+        replies.append([response.json()["choices"], response.json()["usage"]])
+    return replies
 
 
 def processes_of(server: ForkServer) -> set[int]:

@@ -68,5 +68,5 @@ async def test_cell_whose_variables_were_not_there_at_import_starts_cold_and_is_
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         verify_counts(await lm_eval.evaluate(model, make_config(DEMO[1]), tmp_path / "cell"))
-    told = log_of(tmp_path / "cell")
-    assert "imported with other values of" in told and "LMEVAL_OF_THIS_CELL" in told
+    log = log_of(tmp_path / "cell")
+    assert "imported with other values of" in log and "LMEVAL_OF_THIS_CELL" in log

@@ -46,7 +46,7 @@ class Installed:
         return next((self.home / "lib").glob("python*/site-packages"))
 
     def run(self, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """What one of its programs does in a folder that holds nothing of ours."""
+        """Runs one of its programs in a folder that holds nothing of ours."""
         own = {"PREFECT_HOME": str(self.folder / "prefect"), **variables}
         return subprocess.run(
             [str(self.home / "bin" / command[0]), *command[1:]],
@@ -58,7 +58,7 @@ class Installed:
         )
 
     def assay(self, *arguments: str, **variables: str) -> str:
-        """What the command prints."""
+        """Returns what the command prints."""
         done = self.run("assay", *arguments, **variables)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
@@ -121,7 +121,9 @@ def server(installed: Installed, prefect_api: str) -> dict[str, str]:
 def test_wheel_deploys_its_flows_with_prefect(installed: Installed, server: dict[str, str], prefect_api: str):
     """Two of its list: that each is a flow of its module is seen without a server, and takes Prefect a second."""
     content = yaml.safe_load((installed.packages / "resources/deployments/prefect.yaml").read_text())
-    content["deployments"] = [one for one in content["deployments"] if one["entrypoint"] in DEPLOYED]
+    content["deployments"] = [
+        deployment for deployment in content["deployments"] if deployment["entrypoint"] in DEPLOYED
+    ]
     (installed.folder / "prefect.yaml").write_text(yaml.safe_dump(content))
     deploy = ["-m", "prefect", "--no-prompt", "deploy", "--all", "--prefect-file", "prefect.yaml"]
     done = installed.run("python", *deploy, **server)

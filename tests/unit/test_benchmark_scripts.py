@@ -267,7 +267,7 @@ REFERENCES = {1: ("ab", (-1.0, -2.0)), 2: ("ab", (-1.0, -2.5))}
 
 
 def checked_swap(module: ModuleType, text: str, logprobs: tuple[float, ...]) -> float:
-    """What is made of an answer that was to be the first checkpoint's."""
+    """Result of the check of an answer that was to be the first checkpoint's."""
     references = {step: module.Answer(*answer) for step, answer in REFERENCES.items()}
     load = module.LoadReport(number=1, model="m-1", digest="d", how="reload", seconds=0.1)
     return module.check(references, {"idle": [module.Swap(1, module.Answer(text, logprobs), load)]})
@@ -296,7 +296,7 @@ def test_swap_between_checkpoints_that_answer_the_same_is_no_result(script: Call
 def test_resume_job_asks_each_greedy_request_once_and_each_sampled_one_so_often(script: Callable[[str], ModuleType]):
     resume = script("resume")
     asked = [(body["prompt"], body["temperature"]) for body in resume.bodies(64)]
-    times = {kind: [asked.count(one) for one in dict.fromkeys(asked) if one[1] == kind] for kind in (0, 1.0)}
+    times = {kind: [asked.count(pair) for pair in dict.fromkeys(asked) if pair[1] == kind] for kind in (0, 1.0)}
     assert times == {0: [1] * 32, 1.0: [resume.SAME_SAMPLES] * (32 // resume.SAME_SAMPLES)}
 
 
@@ -350,7 +350,10 @@ def test_job_of_ours_whose_process_outlives_its_end_is_no_result(script: Callabl
 
 def test_jobs_are_compared_by_the_medians_of_each_side(script: Callable[[str], ModuleType]):
     jobs = script("jobs")
-    times = {"ours": [jobs.Times(one, one / 10) for one in (3.0, 1.0, 9.0)], "theirs": [jobs.Times(6.0, 0.1)] * 3}
+    times = {
+        "ours": [jobs.Times(seconds, seconds / 10) for seconds in (3.0, 1.0, 9.0)],
+        "theirs": [jobs.Times(6.0, 0.1)] * 3,
+    }
     started, ended = jobs.comparisons(jobs.Contest("some", jobs.as_process, jobs.as_process, {"ray": "2"}), times)
     assert (started.name, started.ours, started.theirs, started.ratio) == ("jobs.some.started", 3000, 6000, 2.0)
     assert (ended.ours, ended.facts["ours_slowest"], ended.facts["ray"]) == (pytest.approx(300), 900.0, "2")

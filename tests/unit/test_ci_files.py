@@ -52,7 +52,9 @@ def test_commands_of_the_workflow_are_those_of_this_version():
     assert {option for option in options if option.startswith("--")} <= known
     assert f"prefect=={metadata.version('prefect')}" in SCRIPTS["deployed: Install"]
     deployments = yaml.safe_load((CI.parent / "prefect.yaml").read_text())["deployments"]
-    assert "flows.suites.evaluate_suite" in {one["entrypoint"] for one in deployments if one["name"] == "local"}
+    assert "flows.suites.evaluate_suite" in {
+        deployment["entrypoint"] for deployment in deployments if deployment["name"] == "local"
+    }
 
 
 def test_example_of_a_gate_is_one():

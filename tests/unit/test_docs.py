@@ -200,7 +200,7 @@ def settings_list() -> str:
 def docstrings_of(model: type[BaseModel]) -> dict[str, str]:
     """The string behind each field of a class, as one line; of fields that it inherits, too."""
     inherited = [base for base in model.__mro__[::-1] if issubclass(base, BaseModel) and base is not BaseModel]
-    return {name: text for one in inherited for name, text in _own_docstrings(one).items()}
+    return {name: text for base in inherited for name, text in _own_docstrings(base).items()}
 
 
 def _own_docstrings(model: type[BaseModel]) -> dict[str, str]:
@@ -279,7 +279,7 @@ def commands() -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, command in vars(COMMAND)["commands"].items():
         group = getattr(command, "commands", None)
-        found |= {name: command} if group is None else {f"{name} {sub}": one for sub, one in group.items()}
+        found |= {name: command} if group is None else {f"{name} {sub}": nested for sub, nested in group.items()}
     return found
 
 
@@ -408,7 +408,7 @@ def test_paths_in_backticks_lead_to_files_and_folders_that_exist():
 
 
 def places_of(named: str) -> tuple[Path, ...]:
-    """Where a path in backticks may lie: below the root, or as a bare module name anywhere in the packages."""
+    """Places where a path in backticks may lie: below the root, or as a bare module name anywhere in the packages."""
     if "/" in named:
         return (ROOT / named,)
     return tuple(found for package in (*PACKAGES, "tests", "deployments") for found in (ROOT / package).rglob(named))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from resources.backends.iris.controller import RECORDS, STOP, Controller, tell
-from resources.backends.iris.states import MARK, UNSATISFIABLE, Task, counts, job_status, name_of, reason, said
+from resources.backends.iris.states import MARK, UNSATISFIABLE, Task, counts, end_reason, job_status, name_of, reason
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.waiting import logs_by_replica, wait_until_finished
@@ -192,7 +192,7 @@ class IrisJob:
     def _last_words(self, tasks: Sequence[Task]) -> str | None:
         """Returns the line in which the first task's program said how it ended."""
         lines = self._controller.log_lines(tasks[0].task_id, 3) if tasks and tasks[0].attempts else []
-        words = [said(line) for _, line in lines if _is_last(line)]
+        words = [end_reason(line) for _, line in lines if _is_last(line)]
         return words[-1] if words else None
 
     def _unknown(self) -> BadInput:

@@ -67,10 +67,10 @@ class LeaseRenewer:
 
     def _tell(self, job_id: str, attempt: int) -> None:
         try:
-            told = tell(self._controller, job_id, LEASE, {"beat": str(self._beat)}, attempt=attempt)
+            current = tell(self._controller, job_id, LEASE, {"beat": str(self._beat)}, attempt=attempt)
         except BadInput as error:  # this job's alone: the others must hear of us in time
             _log.warning("the lease of %s could not be renewed: %s", job_id, error)
             return
         with self._lock:
             if job_id in self._attempts:
-                self._attempts[job_id] = -1 if told is None else told
+                self._attempts[job_id] = -1 if current is None else current

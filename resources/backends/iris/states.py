@@ -115,12 +115,12 @@ def classify_iris(state: str, *, error: str = "", job_stopped: bool = True) -> E
         job_stopped: whether the whole job was; a single attempt that is killed was taken away from it.
     """
     ending = _ATTEMPTS.get(state)
-    if ending == "failed" and said(error).startswith(_GAVE_UP):
+    if ending == "failed" and end_reason(error).startswith(_GAVE_UP):
         return ENDINGS["signalled"]
     return ENDINGS["place taken"] if ending == "stopped" and not job_stopped else ending
 
 
-def said(error: str) -> str:
+def end_reason(error: str) -> str:
     """Returns the last words of the replica's own program, or Iris' where it said nothing; one line."""
     found = _SAID.search(error)
     text = found["reason"] if found else error.partition("Traceback")[0]
@@ -153,7 +153,7 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
                 attempt.state, error=attempt.error, job_stopped=status is JobStatus.STOPPED or task.is_over
             )
             failures += ending == "failed"
-            taken += ending == "preempted" and not said(attempt.error).startswith(_GAVE_UP)
+            taken += ending == "preempted" and not end_reason(attempt.error).startswith(_GAVE_UP)
             preemptions_here += restarts(attempt.error)
         preemptions_of_tasks.append(taken)
     here = zip(tasks, restarts_now or [0] * len(tasks), strict=True)
@@ -173,9 +173,9 @@ def reason(seen: Seen, tasks: Sequence[Task]) -> str | None:
             return " ".join(seen.pending_reason.split()) or "waits for a worker"
         case JobStatus.FAILED:
             own = [task.error for task in tasks if MARK in task.error] or [task.error for task in tasks if task.error]
-            return said(own[0] if own else seen.error) or "failed"
+            return end_reason(own[0] if own else seen.error) or "failed"
         case JobStatus.STOPPED:
-            return said(seen.error) or "terminated"
+            return end_reason(seen.error) or "terminated"
         case _:
             return None
 

@@ -35,7 +35,7 @@ class Bounds:
     stuck_seconds: float = 300.0
     """An image that cannot be pulled, a container that cannot be made: a failure after this long."""
     gang_seconds: float = 600.0
-    """Some pods run while others still wait: given back after this long, which counts as a preemption."""
+    """Pods that run while others still wait: given back after this long, which counts as a preemption."""
 
 
 class OwnedJob:

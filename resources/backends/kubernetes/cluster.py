@@ -144,10 +144,10 @@ class Cluster:
                     answer.read(cache_content=True)
                 return answer
             except ApiException as error:
-                conflict = _said(error, "reason") == "Conflict"  # of two writers: quotas are counted so, too
+                conflict = _field_of(error, "reason") == "Conflict"  # of two writers: quotas are counted so, too
                 if error.status in absent and not conflict:
                     return None
-                problem = f"{error.status} {_said(error, 'message') or error.reason}"
+                problem = f"{error.status} {_field_of(error, 'message') or error.reason}"
                 if error.status not in _LATER and not conflict:
                     raise self._unavailable(verb, resource, name, problem, status=error.status) from error
                 retry_after = _seconds(error)
@@ -208,7 +208,7 @@ def connect(context: str, namespace: str) -> Cluster:
     return Cluster(kubernetes.client.ApiClient(configuration), namespace or "default")
 
 
-def _said(error: ApiException, field: str) -> str:
+def _field_of(error: ApiException, field: str) -> str:
     """A field of the server's answer, such as its message."""
     try:
         return str(json.loads(error.body or "")[field])

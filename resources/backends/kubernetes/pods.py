@@ -125,8 +125,8 @@ def _main_state(status: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _ended(state: Mapping[str, Any], *, deleted: bool) -> PodState:
     code, reason = int(state.get("exitCode", 0)), state.get("reason", "")
-    said = (state.get("message") or "").strip()
-    if said == ORPHANED:
+    message = (state.get("message") or "").strip()
+    if message == ORPHANED:
         return _end("signalled", ORPHANED)
     if reason == "OOMKilled":
         return _end("out of memory", OUT_OF_MEMORY)
@@ -136,7 +136,7 @@ def _ended(state: Mapping[str, Any], *, deleted: bool) -> PodState:
         return _end("finished")
     if deleted:
         return GONE
-    words = f"exit code {code}" + (f" ({reason}: {said})" if reason not in {"", "Error"} else "")
+    words = f"exit code {code}" + (f" ({reason}: {message})" if reason not in {"", "Error"} else "")
     return PodState(classify_exit(code), words)
 
 

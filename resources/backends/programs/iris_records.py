@@ -65,7 +65,7 @@ class Records:
         self.stop_reason: str | None = None
         self.asked_to_stop = False
         self.lost: str | None = None
-        """Which other replica has ended for good without success, and why: Iris lets the rest wait for it."""
+        """The replica that has ended for good without success, and why; Iris lets the others wait for it."""
         self._controller = controller
         self._job_id = job_id
         self._index = index

@@ -123,10 +123,10 @@ class Replica:
             if attempt.get("state") in ("TASK_STATE_WORKER_FAILED", "TASK_STATE_PREEMPTED", "TASK_STATE_KILLED"):
                 count += 1
             elif MARK in error:
-                said = error.rpartition(MARK)[2]
-                restarts = said.rpartition("; restarted here: ")[2]
+                reason = error.rpartition(MARK)[2]
+                restarts = reason.rpartition("; restarted here: ")[2]
                 count += int(restarts) if restarts.isdigit() else 0
-                gave_up = said.partition("; restarted here: ")[0] if said.startswith(GAVE_UP) else gave_up
+                gave_up = reason.partition("; restarted here: ")[0] if reason.startswith(GAVE_UP) else gave_up
         return count, gave_up
 
     def _run_once(self, argv: list[str]) -> tuple[Outcome, int, str]:

@@ -88,13 +88,13 @@ def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Pat
 def announce(run_folder: Path) -> None:
     """Prints the announcement as a line of JSON whenever it changes, until the pod ends."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    said: str | None = None
+    printed: str | None = None
     while True:
         with suppress(OSError):
             text = (run_folder / "announcement").read_text()
-            if text != said:
+            if text != printed:
                 print(json.dumps(text), flush=True)
-                said = text
+                printed = text
         time.sleep(_ANNOUNCEMENT_SECONDS)
 
 

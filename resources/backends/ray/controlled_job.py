@@ -227,10 +227,8 @@ class ControlledJob:
         placing = asyncio.ensure_future(
             self._turns.placed(
                 f"{replicas} {resources.model_dump_json()}",
-                lambda: ray_placement.place(
-                    self._ray, resources, replicas, on_waiting=self._say_what_is_missing, since=since
-                ),
-                on_waiting=self._say_what_is_missing,
+                lambda: ray_placement.place(self._ray, resources, replicas, on_waiting=self._set_reason, since=since),
+                on_waiting=self._set_reason,
             )
         )
         stopping = asyncio.ensure_future(self._stopping.wait())
@@ -243,7 +241,7 @@ class ControlledJob:
             (await placing).release()
         return None
 
-    def _say_what_is_missing(self, reason: str) -> None:
+    def _set_reason(self, reason: str) -> None:
         self._reason = reason
 
     async def _outcome(self, places: list[ray_placement.HostPlace]) -> tuple[Outcome, str | None]:

@@ -84,7 +84,7 @@ async def place(
     Cancelling it gives back what was reserved.
     """
     started = time.monotonic() if since is None else since
-    said: str | None = None
+    reported: str | None = None
     claim: _Claim | None = None
     pause_seconds = _QUIET_SECONDS
     slices = isinstance(resources.device, TpuConfig)
@@ -96,9 +96,9 @@ async def place(
                 grows = slices and await asyncio.to_thread(has_autoscaler, ray, nodes)
                 claim = _next_claim(ray, nodes, resources, replicas, anywhere=anywhere, grows=grows)
             reason = reason_to_wait(nodes, resources, replicas)
-            if reason != said and time.monotonic() - started >= _QUIET_SECONDS:
+            if reason != reported and time.monotonic() - started >= _QUIET_SECONDS:
                 on_waiting(reason)
-                said = reason
+                reported = reason
             if claim is None:
                 await asyncio.sleep(pause_seconds)
             elif await claim.granted_within(pause_seconds):

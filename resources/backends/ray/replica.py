@@ -50,7 +50,7 @@ def run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes]) 
 
 def _run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes]) -> ProcessEnd:
     run = _Run(order, ask)
-    threading.Thread(target=run.end_when_told, daemon=True).start()
+    threading.Thread(target=run.end_on_request, daemon=True).start()
     folder = Path(tempfile.mkdtemp(prefix=f"assay-{order.job_id}-"))
     try:
         try:
@@ -142,19 +142,19 @@ class _Run:
             )
         return True
 
-    def end_when_told(self) -> None:
+    def end_on_request(self) -> None:
         """Waits in a thread for the controller's word, or its death, and ends the process."""
         lost_at: float | None = None
         while True:
             try:
-                told = self._ask("until_end", **self._who, seconds=_UNTIL_END_SECONDS)
+                ended = self._ask("until_end", **self._who, seconds=_UNTIL_END_SECONDS)
                 lost_at = None
             except Exception as error:  # noqa: BLE001 ray's, when the controller is gone or cannot be reached
                 verdict = type(error).__name__
                 lost_at = lost_at or time.monotonic()
-                told = verdict == "ActorDiedError" or time.monotonic() - lost_at > _LOST_CONTROLLER_SECONDS
-                time.sleep(0 if told else 1.0)
-            if told:
+                ended = verdict == "ActorDiedError" or time.monotonic() - lost_at > _LOST_CONTROLLER_SECONDS
+                time.sleep(0 if ended else 1.0)
+            if ended:
                 return self._end()
 
     def _end(self) -> None:

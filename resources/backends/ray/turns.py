@@ -26,7 +26,7 @@ class Turns:
         self._given_back_at = float("-inf")
 
     def given_back(self) -> None:
-        """Some job has released its places."""
+        """Takes note that a job has released its places, and wakes those that wait."""
         self._given_back_at = asyncio.get_running_loop().time()
         self._given_back.set()
         self._given_back = asyncio.Event()

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 _NO_THREADS = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""Some libraries start threads when they are imported."""
+"""Settings that keep libraries from starting threads when they are imported."""
 
 
 class Program:

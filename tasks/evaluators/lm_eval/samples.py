@@ -50,20 +50,20 @@ def _sample(name: str, number: str, lines: list[Mapping[str, Any]], output_type:
     """One question; the harness writes a line for each of its filters."""
     first = lines[0]
     arguments, answers = _arguments(first), _answers(first)
-    said, target = "", str(first.get("target"))
+    response, target = "", str(first.get("target"))
     if output_type == "multiple_choice":
         choices = _choices(arguments)
-        said = _likeliest(choices, answers)
+        response = _likeliest(choices, answers)
         target = _named(target, choices)
     elif output_type == "generate_until":
-        said = str(answers[0]) if answers else ""
+        response = str(answers[0]) if answers else ""
     elif answers:
-        said = str(_log_probability(answers[0]))
+        response = str(_log_probability(answers[0]))
     return Sample(
         benchmark=name,
         id=number,
         prompt=str(arguments[0][0]) if arguments and arguments[0] else "",
-        output=said,
+        output=response,
         target=None if output_type == "loglikelihood_rolling" else target,
         scores=_scores(name, lines, results),
     )

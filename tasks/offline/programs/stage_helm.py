@@ -80,7 +80,7 @@ class Downloads:
 
 
 class CannotBeHadError(Exception):
-    """Some data of a run are not to be had."""
+    """Data of a run that are not to be had."""
 
 
 def main(arguments: list[str]) -> None:

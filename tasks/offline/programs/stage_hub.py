@@ -87,8 +87,8 @@ def seconds_to_wait(error: BaseException | None) -> float | None:
         # Clients of the hub keep the answer in their error; urllib's error is the answer.
         answer = getattr(error, "response", error)
         if 429 in (getattr(answer, "status_code", None), getattr(answer, "code", None)):
-            told = str(answer.headers.get("Retry-After", ""))
-            return min(float(told), LONGEST_WAIT_SECONDS) if told.isdigit() else UNTOLD_WAIT_SECONDS
+            retry_after = str(answer.headers.get("Retry-After", ""))
+            return min(float(retry_after), LONGEST_WAIT_SECONDS) if retry_after.isdigit() else UNTOLD_WAIT_SECONDS
         error = error.__cause__ or error.__context__
     return None
 

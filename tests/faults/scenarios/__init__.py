@@ -1,1 +1,1 @@
-"""What happens to a pool when something goes wrong under load, and what its clients see of it."""
+"""Behaviour of a pool when something goes wrong under load, and what its clients see of it."""

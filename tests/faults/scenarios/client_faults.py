@@ -88,8 +88,8 @@ async def _large_prompts(target: Target, scale: Scale) -> ScenarioOutcome:
 
     async def ask(number: int) -> int | None:
         prompt = f"{number} {words[: scale.prompt_bytes].decode()}"
-        said = await _conversation(endpoint, completion(endpoint, {"prompt": prompt, "max_tokens": 1}))
-        return _status_of(said)
+        reply = await _conversation(endpoint, completion(endpoint, {"prompt": prompt, "max_tokens": 1}))
+        return _status_of(reply)
 
     statuses = Counter(await asyncio.gather(*(ask(number) for number in range(scale.large_prompts))))
     rules = []
@@ -108,7 +108,7 @@ async def _large_prompts(target: Target, scale: Scale) -> ScenarioOutcome:
 
 
 async def answers_as_before(target: Target) -> tuple[list[str], int]:
-    """What is wrong with the pool after a storm, and how many requests were asked to find out."""
+    """Problems of the pool after a storm, and the number of requests that were asked to find out."""
     plan = plan_of(Scale(requests=_PROBES, concurrency=8))
     report = await ask_all(target.endpoint, plan)
     rules = []
@@ -121,7 +121,7 @@ async def answers_as_before(target: Target) -> tuple[list[str], int]:
 
 
 async def _open_files(pid: int, *, most: int | None = None, seconds: float = 10.0) -> int:
-    """How many files and connections a process has open; waits a while for there to be at most so many."""
+    """Counts the files and connections that a process has open; waits a while for there to be at most so many."""
     deadline = time.monotonic() + seconds
     while True:
         count = sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
@@ -159,8 +159,8 @@ async def _conversation(endpoint: Endpoint, request: bytes) -> bytes:
         writer.close()
 
 
-def _status_of(said: bytes) -> int | None:
-    parts = said[:64].split(b" ", 2)
+def _status_of(reply: bytes) -> int | None:
+    parts = reply[:64].split(b" ", 2)
     return int(parts[1]) if len(parts) == 3 and parts[1].isdigit() else None
 
 

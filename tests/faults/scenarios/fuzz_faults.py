@@ -22,7 +22,7 @@ from pools.protocol import RequestCounters
 
 _AT_ONCE = 48
 _SILENT_SECONDS = 0.2
-"""How long a client waits whose request may well be incomplete: then it is the proxy that waits."""
+"""Seconds that a client waits whose request may well be incomplete: then it is the proxy that waits."""
 _ANSWER_SECONDS = 60.0
 _SHOWN = 3
 _STATUS = re.compile(rb"^HTTP/1\.1 ([1-5]\d\d) [ -~]*\r\n")
@@ -34,9 +34,9 @@ class _Seen:
     statuses: Counter[int | str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
-    def note(self, what: str) -> None:
+    def note(self, problem: str) -> None:
         if len(self.wrong) < 50:
-            self.wrong.append(what)
+            self.wrong.append(problem)
 
 
 async def _fuzzed(target: Target, scale: Scale) -> ScenarioOutcome:
@@ -121,22 +121,22 @@ async def _converse(endpoint: Endpoint, stream: bytes, seen: _Seen) -> None:
     except OSError as error:
         seen.note(f"no connection ({error})")
         return
-    said = b""
+    reply = b""
     try:
         writer.write(stream)
         async with asyncio.timeout(_SILENT_SECONDS):
             while piece := await reader.read(65536):
-                said += piece
+                reply += piece
     except (TimeoutError, ConnectionError):
         pass
     finally:
         writer.close()
-    if not said:
+    if not reply:
         seen.statuses["no answer"] += 1
         return
-    found = _STATUS.match(said)
+    found = _STATUS.match(reply)
     if found is None:
-        seen.note(f"{said[:60]!r} to {stream[:120]!r}")
+        seen.note(f"{reply[:60]!r} to {stream[:120]!r}")
         return
     status = int(found[1])
     seen.statuses[status] += 1

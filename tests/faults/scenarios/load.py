@@ -22,7 +22,7 @@ _COMES_BACK_POLL_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to ask, ending in `/v1`, with which key, for which model."""
+    """The address to ask, ending in `/v1`, the key to ask with, and the model to ask for."""
 
     base_url: str
     key: str
@@ -31,7 +31,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What to ask. Requests are told from those of other plans by `mark`."""
+    """The requests to make. They are told from those of other plans by `mark`."""
 
     mark: str
     requests: int = 2000
@@ -43,7 +43,7 @@ class LoadPlan:
     timeout_seconds: float = 300.0
     """For one answer."""
     retries: int = 0
-    """How often a client asks again after its connection broke; it also waits while nobody listens at the address."""
+    """Times that a client asks again after its connection broke; it also waits while nobody listens at the address."""
 
     def question(self, number: int, model: str) -> Question:
         """The request of that number."""
@@ -54,7 +54,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the client of one request saw: no status where the connection broke, and `payload` of a right 200 only."""
+    """One request as its client saw it: no status where the connection broke, and `payload` of a right 200 only."""
 
     number: int
     question: Question
@@ -67,7 +67,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What all clients saw."""
+    """The answers that all clients saw."""
 
     answers: tuple[Answer, ...]
     seconds: float
@@ -144,7 +144,7 @@ class Load:
             await self._news.wait()
 
     async def report(self) -> LoadReport:
-        """What the clients saw, once each of them has nothing left to ask."""
+        """Returns what the clients saw, once each of them has nothing left to ask."""
         await asyncio.gather(*self._tasks)
         return LoadReport(
             tuple(sorted(self._answers, key=lambda answer: answer.number)), time.monotonic() - self._began
@@ -204,7 +204,7 @@ class Load:
 
 
 async def ask_all(endpoint: Endpoint, plan: LoadPlan) -> LoadReport:
-    """What clients see that ask all of a plan while nothing else happens."""
+    """Asks all of a plan while nothing else happens, and returns what the clients see."""
     async with Load(endpoint, plan) as load:
         return await load.report()
 
@@ -236,4 +236,4 @@ def _repeatable(report: LoadReport) -> Iterator[tuple[tuple[Kind, int], Payload]
 
 
 def _listed(errors: Counter[str]) -> str:
-    return ", ".join(f"{count} of {what}" for what, count in errors.most_common())
+    return ", ".join(f"{count} of {problem}" for problem, count in errors.most_common())

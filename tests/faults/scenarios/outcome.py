@@ -1,4 +1,4 @@
-"""What a scenario is, and what came of it."""
+"""Definition of a scenario, and of its outcome."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from faults.scenarios.target import Target
 
 @dataclass(frozen=True)
 class Scale:
-    """How much is asked, and how long a fault lasts."""
+    """The amount that is asked, and the time that a fault lasts."""
 
     requests: int = 2000
     concurrency: int = 64
     away_seconds: float = 20.0
-    """How long all replicas are away."""
+    """Time for which all replicas are away."""
     clients: int = 2000
     """Clients of a storm, or connections at once."""
     prompt_bytes: int = 2_000_000
@@ -29,7 +29,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class ScenarioOutcome:
-    """What came of one scenario. `violations` are sentences: each says what did not hold."""
+    """Outcome of one scenario. `violations` are sentences: each says what did not hold."""
 
     scenario: str
     requests: int = 0

@@ -1,4 +1,4 @@
-"""Whoever runs an evaluation, killed half-way: its pool goes with it, and the same work is begun again."""
+"""The process that runs an evaluation, killed half-way: its pool goes with it, and the same work is begun again."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class _Work:
     folder: Path
 
     def answers_of(self, run: str) -> dict[int, dict[str, object]]:
-        """What clients of one run were given so far, by number."""
+        """Answers that clients of one run were given so far, by number."""
         file = self.folder / f"{run}.jsonl"
         lines = file.read_text().splitlines() if file.is_file() else []
         return {answer["number"]: answer for answer in (json.loads(line) for line in lines if line.endswith("}"))}
 
 
 def _own_a_pool_and_ask(recipe: Recipe, work: _Work, run: str) -> None:
-    """What the orchestrator does: a pool of its own, a cell, and every request of the plan."""
+    """Does the work of the orchestrator: a pool of its own, a cell, and every request of the plan."""
     with (
         InferencePool(recipe.config, recipe.checkpoints, launcher=recipe.launcher) as pool,
         (work.folder / f"{run}.jsonl").open("w") as noted,

@@ -88,7 +88,7 @@ def listens_on(pid: int) -> list[tuple[str, int]]:
 
 
 def listener(port: int, among: Iterable[int]) -> int | None:
-    """Which of some processes takes connections at a port, None if none does.
+    """The process among those given that takes connections at a port, None if none does.
 
     Where its children have inherited the socket it is their parent, hence the one that was started first.
     """

@@ -38,17 +38,17 @@ class Question:
 
     @property
     def is_stream(self) -> bool:
-        """Whether the answer comes as events."""
+        """True if the answer comes as events."""
         return self.kind == "stream"
 
     @property
     def is_repeatable(self) -> bool:
-        """Whether the answer is the same each time it is asked."""
+        """True if the answer is the same each time it is asked."""
         return self.kind != "sampled"
 
     @property
     def body(self) -> bytes:
-        """What is sent."""
+        """The body that is sent."""
         text = " ".join(_WORDS[(self.prompt + step * step) % len(_WORDS)] for step in range(6))
         fields: dict[str, Any] = {"model": self.model, "user": self.mark, "temperature": 0}
         text = f"{self.prompt}: {text}"
@@ -68,13 +68,13 @@ class Question:
 
 @dataclass(frozen=True)
 class Payload:
-    """What an answer says: its text, and the log-probabilities of its tokens where it has any."""
+    """The text of an answer, and the log-probabilities of its tokens where it has any."""
 
     text: str
     logprobs: tuple[float, ...] = ()
 
     def agrees_with(self, other: Payload) -> bool:
-        """Whether the same weights may have said both."""
+        """True if the same weights may have said both."""
         if len(self.logprobs) != len(other.logprobs):
             return False
         if self.logprobs:  # the one token that is made may be a tie; the prompt's scores tell the weights
@@ -84,7 +84,7 @@ class Payload:
 
 
 def payload_in(question: Question, content_type: str, body: bytes) -> Payload | None:
-    """What an answer with status 200 says; None if it is not whole and valid."""
+    """Payload of an answer with status 200; None if it is not whole and valid."""
     if judge(content_type, body, stream=question.is_stream) is None:
         return None
     if not question.is_stream:
@@ -95,7 +95,7 @@ def payload_in(question: Question, content_type: str, body: bytes) -> Payload | 
 
 
 def is_broken_off(question: Question, body: bytes) -> bool:
-    """Whether an answer is a stream with an error event, and ends with an event: its client was told."""
+    """True if an answer is a stream with an error event, and ends with an event: its client was told."""
     events = [line[len(b"data:") :].strip() for line in body.splitlines() if line.startswith(b"data:")]
     try:
         documents = [json.loads(event) for event in events if event != b"[DONE]"]

@@ -19,7 +19,7 @@ _MOST_OF_SLOW = 0.5
 
 
 def _rules_after_a_loss(trial: Trial, *, losses: int = 1) -> list[str]:
-    """What did not hold where work was lost so often: only what was in flight may be asked again, or be cut."""
+    """Rules that did not hold where work was lost so often: only what was in flight may be asked again, or be cut."""
     at_once = losses * trial.plan.concurrency
     return trial.broken_rules(most_upstream=trial.plan.requests + at_once, broken_streams=at_once)
 

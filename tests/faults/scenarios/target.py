@@ -43,7 +43,7 @@ class EngineProcess:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How another pool like the target is started; `launcher` as of `InferencePool`."""
+    """Arguments for starting another pool like the target; `launcher` as of `InferencePool`."""
 
     config: InferencePoolConfig
     checkpoints: tuple[Servable, ...]
@@ -52,7 +52,7 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the journal holds of one cell: `answers`, to so many different `questions`."""
+    """Counts of what the journal holds of one cell: `answers`, to so many different `questions`."""
 
     answers: int
     questions: int
@@ -89,17 +89,17 @@ class Target:
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where clients ask."""
+        """The endpoint that clients ask."""
         return Endpoint(self.pool.base_url, self.pool.key, self.model)
 
     @property
     def replicas(self) -> int:
-        """How many replicas the pool is to have."""
+        """Number of replicas that the pool is to have."""
         return self.pool.config.resource_config.replicas
 
     @property
     def lease_seconds(self) -> float:
-        """How long a replica may be silent."""
+        """Seconds that a replica may be silent."""
         return self.pool.config.lease_seconds
 
     @contextmanager
@@ -114,7 +114,7 @@ class Target:
             session.close_cell(opened, finished=True)
 
     def status(self) -> ProxyStatus:
-        """What the proxy knows; waits for one that is being started again."""
+        """The proxy's status; waits for a proxy that is being started again."""
         return self.pool.session.status()
 
     def engines(self) -> list[EngineProcess]:
@@ -145,24 +145,24 @@ class Target:
         return self.pool.proxy_pid
 
     def proxy_log(self) -> str:
-        """What the proxy has written so far; empty where it does not run."""
+        """Log of the proxy so far; empty where it does not run."""
         job = job_of(self.proxy_pid)
         log = settings().jobs_dir / job / "replica-0.log"
         return log.read_text(errors="replace") if job and log.is_file() else ""
 
     def engine_answers(self) -> int:
-        """How many answers the engines that are ready now have given since their start, as they count them."""
+        """Number of answers from the engines that are ready now, since their start, as they count them."""
         return sum(self.answers_of(engine) for engine in self.engines())
 
     def answers_of(self, engine: EngineProcess) -> int:
-        """How many answers one engine has given since its start, as it counts them; 0 where it does not answer."""
+        """Number of answers from one engine since its start, as it counts them; 0 where it does not answer."""
         try:
             return _answers_of(engine.url)
         except OSError:
             return 0
 
     def unsettled(self) -> str | None:
-        """What the pool is not done with; None once every replica is ready and nothing is under way."""
+        """Reason why the pool is not settled; None once every replica is ready and nothing is under way."""
         status = self.status()
         usable = [replica for replica in status.replicas if replica.usable]
         if len(usable) < self.replicas:
@@ -199,18 +199,18 @@ class CellView:
         self.endpoint = Endpoint(running.base_url, running.api_key, running.model)
 
     def counts(self) -> RequestCounters:
-        """What the proxy counted since it was started."""
+        """The proxy's counts since it was started."""
         return self._target.pool.session.cell_counts(self._opened)
 
     def kept(self) -> Kept | None:
-        """What the journal holds; None where the pool has none."""
+        """Counts of what the journal holds; None where the pool has none."""
         if not self._target.pool.config.journal:
             return None
         return kept_answers(settings().journal_path, self._opened.name)
 
 
 def kept_answers(path: Path, cell: str) -> Kept:
-    """What a journal's file holds of one cell."""
+    """Counts what a journal's file holds of one cell."""
     with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as journal:
         query = "SELECT count(*), count(DISTINCT key) FROM answers WHERE cell = ?"
         return Kept(*journal.execute(query, (cell,)).fetchone())

@@ -19,7 +19,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True)
 class Trial:
-    """What clients saw, what the proxy counted and what was kept while a fault happened."""
+    """Observations during a fault: what clients saw, what the proxy counted and what was kept."""
 
     plan: LoadPlan
     report: LoadReport
@@ -35,7 +35,7 @@ class Trial:
         return max(0, self.kept.answers - self.plan.requests) if self.kept is not None else 0
 
     def broken_rules(self, *, most_upstream: int | None = None, broken_streams: int = 0) -> list[str]:
-        """What did not hold of that which always must.
+        """Rules that did not hold, of those that always must.
 
         Args:
             most_upstream: attempts that may have been sent to engines.
@@ -44,7 +44,7 @@ class Trial:
         found = []
         errors = self.report.errors
         if errors:
-            shown = ", ".join(f"{count} × {what}" for what, count in errors.most_common(_SHOWN))
+            shown = ", ".join(f"{count} × {problem}" for problem, count in errors.most_common(_SHOWN))
             found.append(f"{errors.total()} of {self.plan.requests} requests failed: {shown}")
         if self.report.broken_streams > broken_streams:
             found.append(f"{self.report.broken_streams} streams were cut, {broken_streams} at most may be")

@@ -9,7 +9,7 @@ from flows.console.running import SeriesResult
 
 
 @pytest.mark.parametrize(
-    ("evaluated", "recorded", "said"),
+    ("evaluated", "recorded", "message"),
     [
         (0, 18, "Nothing to evaluate: 18 cells recorded already."),
         (0, 1, "Nothing to evaluate: 1 cell recorded already."),
@@ -17,7 +17,7 @@ from flows.console.running import SeriesResult
     ],
 )
 def test_series_says_how_much_of_it_was_recorded_already(
-    capsys: pytest.CaptureFixture[str], evaluated: int, recorded: int, said: str
+    capsys: pytest.CaptureFixture[str], evaluated: int, recorded: int, message: str
 ) -> None:
     show_series(SeriesResult([], evaluated, recorded, report=None, error=None), as_json=False)
-    assert said in capsys.readouterr().out
+    assert message in capsys.readouterr().out

@@ -205,8 +205,8 @@ def test_jobs_show_a_reason_with_brackets_as_it_is(tmp_path: Path, command: str)
     request = JobRequest("job", Command("true"), resources=ResourceConfig())
     submitted = client.submit(request)
     submitted.wait(60)
-    told = tmp_path / "jobs" / submitted.job_id / "status.json"
-    told.write_text(json.dumps({**json.loads(told.read_text()), "reason": "see [/tmp/x]"}))
+    status_file = tmp_path / "jobs" / submitted.job_id / "status.json"
+    status_file.write_text(json.dumps({**json.loads(status_file.read_text()), "reason": "see [/tmp/x]"}))
     arguments = ["jobs", command, *([submitted.job_id] if command == "status" else []), "--backend", client.url]
     shown = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert shown.exit_code == 0, shown.output

@@ -43,8 +43,8 @@ def test_progress_of_cells_side_by_side_shows_the_one_that_has_come_farthest_and
     counts = {"journal_hits": 30, "held": 2, "retried": 1, "prompt_tokens": 4000, "completion_tokens": 500}
     progress.take(CellProgress("run-10", 1, 3, "demo_facts", 400, 480, counts))
     progress.take(CellProgress("run-20", 2, 3, "starting lm_eval", 0, 0))
-    said = "run-10 · demo_facts 400/480 requests, 30 from the journal, 1 sent again, 4,500 tokens"
-    assert said in progress.describe()
+    description = "run-10 · demo_facts 400/480 requests, 30 from the journal, 1 sent again, 4,500 tokens"
+    assert description in progress.describe()
     progress.take(CellDone("run-10", 1, 3, "succeeded", 4.0))
     assert progress.describe().startswith("[2/3] run-20 · starting lm_eval")
     assert progress.describe_event().startswith("run-10: succeeded in 4.0 s")

@@ -80,7 +80,7 @@ def test_runner_makes_every_evaluation_of_its_suite(
     [(configs, checkpoints)] = evaluated
     assert configs == load_suite(suite).evaluations_of(request_of_run)
     asked = {task.metric_key for config in configs for task in config.evals}
-    assert asked == {task.metric_key for one in load_suite(suite).evaluations for task in one.evals}
+    assert asked == {task.metric_key for evaluation in load_suite(suite).evaluations for task in evaluation.evals}
     assert {config.wandb_tags for config in configs} == {(f"suite={suite}",)}
     assert [checkpoint.step for checkpoint in checkpoints] == [2 if runner.startswith("default_") else 1]
 

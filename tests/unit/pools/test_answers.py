@@ -1,4 +1,4 @@
-"""Which answers of an engine are whole and valid."""
+"""Judgement of an engine's answers: which of them are whole and valid."""
 
 from __future__ import annotations
 

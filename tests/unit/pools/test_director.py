@@ -1,4 +1,4 @@
-"""Which replica is to hold which checkpoint."""
+"""Assignment of checkpoints to the replicas that are to hold them."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def test_assign_whatever_is_asked_settles_and_takes_no_working_replica_without_n
     for replica, model in orders.items():
         working = model is not None and demand.get(model, Demand()).in_flight > 0
         alone = sum(other == model for other in orders.values()) == 1
-        starved = any(one.held and one.oldest_held_seconds > 60 for one in demand.values())
+        starved = any(load.held and load.oldest_held_seconds > 60 for load in demand.values())
         if working and alone and not starved:
             assert once[replica] == model
-    if not any(one.held and one.oldest_held_seconds > 60 for one in demand.values()):
+    if not any(load.held and load.oldest_held_seconds > 60 for load in demand.values()):
         assert _assigned(once, demand, wants) == once

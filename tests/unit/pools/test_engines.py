@@ -88,13 +88,13 @@ def test_compile_caches_lie_apart_by_engine_arguments(device: Any) -> None:
     def folders(**kwargs: Any) -> dict[str, str]:
         return {name: value for name, value in variables(**kwargs).items() if value.startswith("/")}
 
-    one = folders(max_model_len=512, dtype="bfloat16")
-    assert len(one) == 3
-    assert all(Path(folder).is_relative_to("/cache/build") for folder in one.values())
-    assert folders(dtype="bfloat16", max_model_len=512) == one
-    assert folders(dtype="bfloat16", max_model_len=512, override_generation_config={"temperature": 0.5}) == one
+    first = folders(max_model_len=512, dtype="bfloat16")
+    assert len(first) == 3
+    assert all(Path(folder).is_relative_to("/cache/build") for folder in first.values())
+    assert folders(dtype="bfloat16", max_model_len=512) == first
+    assert folders(dtype="bfloat16", max_model_len=512, override_generation_config={"temperature": 0.5}) == first
     other = folders(max_model_len=1024, dtype="bfloat16")
-    assert not set(one.values()) & set(other.values())
+    assert not set(first.values()) & set(other.values())
 
 
 def test_cpu_engines_share_what_they_know_of_architectures_whatever_their_arguments() -> None:

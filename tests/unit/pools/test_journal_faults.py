@@ -217,10 +217,10 @@ async def test_answers_acknowledged_before_a_kill_are_there(path: Path) -> None:
 
 
 async def test_two_processes_share_one_file(path: Path) -> None:
-    with writer(path, "a") as one, writer(path, "b") as other:
+    with writer(path, "a") as first, writer(path, "b") as other:
         async with opened(path) as (journal, warnings):
             await answer(journal, asked("ours"), b"1")
-            for process, name in ((one, "a"), (other, "b")):
+            for process, name in ((first, "a"), (other, "b")):
                 for number in acknowledged(process, at_least=300):
                     assert replayed(journal, asked(f"{name}{number}")) == b"%d" % number
             assert not warnings and not journal.counters.errors

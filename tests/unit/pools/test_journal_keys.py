@@ -1,4 +1,4 @@
-"""Which requests share a key: all spellings of one, and no two different ones."""
+"""Keys of requests: all spellings of a request share a key, and no two different requests do."""
 
 from __future__ import annotations
 
@@ -196,25 +196,25 @@ def shuffled(value: Any, rng: random.Random) -> Any:
 
 @generous
 @given(OBJECTS, OBJECTS)
-def test_question_of_two_different_objects_never_shares_a_key(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assume(exactly(one) != exactly(other))
-    assert asked(one).key != asked(other).key
+def test_question_of_two_different_objects_never_shares_a_key(first: dict[str, Any], other: dict[str, Any]) -> None:
+    assume(exactly(first) != exactly(other))
+    assert asked(first).key != asked(other).key
 
 
 @generous
 @given(OBJECTS, VALUES, VALUES)
-def test_question_with_one_value_changed_never_shares_a_key(one: dict[str, Any], value: Any, other: Any) -> None:
+def test_question_with_one_value_changed_never_shares_a_key(body: dict[str, Any], value: Any, other: Any) -> None:
     assume(exactly(value) != exactly(other))
-    assert asked(one | {"field": value}).key != asked(one | {"field": other}).key
+    assert asked(body | {"field": value}).key != asked(body | {"field": other}).key
 
 
 @generous
 @given(OBJECTS, st.randoms(use_true_random=False))
-def test_question_in_another_order_always_shares_the_key(one: dict[str, Any], rng: random.Random) -> None:
-    text = json.dumps(shuffled(one, rng), indent=rng.choice([None, 1, 4]), ensure_ascii=rng.random() < 0.5)
+def test_question_in_another_order_always_shares_the_key(body: dict[str, Any], rng: random.Random) -> None:
+    text = json.dumps(shuffled(body, rng), indent=rng.choice([None, 1, 4]), ensure_ascii=rng.random() < 0.5)
     try:
         encoded = text.encode()
     except UnicodeEncodeError:
         assume(False)
         raise
-    assert asked(encoded).key == asked(one).key
+    assert asked(encoded).key == asked(body).key

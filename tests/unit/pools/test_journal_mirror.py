@@ -38,7 +38,7 @@ async def leave(path: Path, folder: str, *, numbers: range = range(3)) -> None:
 
 
 async def found(path: Path, folder: str, *, numbers: range = range(3)) -> tuple[list[bytes | None], list[str]]:
-    """What a second attempt gets for the same requests, sampled ones first, and the warnings."""
+    """Replays that a second attempt gets for the same requests, sampled ones first, and the warnings."""
     async with opened(path) as (journal, warnings):
         await journal.open_cell(SECOND, mirror=folder)
         replays = [replayed(journal, sampled(), cell=SECOND) for _ in numbers]

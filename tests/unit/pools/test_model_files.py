@@ -84,17 +84,17 @@ def test_pickled_weights_are_reported(tmp_path: Path) -> None:
 
 
 def test_digests_tell_weights_from_texts(tmp_path: Path) -> None:
-    one = digest_model_folder(inspect_model_folder(str(write_checkpoint(tmp_path / "a", seed=1))))
+    original = digest_model_folder(inspect_model_folder(str(write_checkpoint(tmp_path / "a", seed=1))))
     same = digest_model_folder(inspect_model_folder(str(write_checkpoint(tmp_path / "b", seed=1))))
     weights = digest_model_folder(inspect_model_folder(str(write_checkpoint(tmp_path / "c", seed=2))))
     template = digest_model_folder(inspect_model_folder(str(write_checkpoint(tmp_path / "d", seed=1, template="x"))))
-    assert one == same
-    assert one.checkpoint == same.checkpoint
-    assert (one.tokenizer, one.config) == (weights.tokenizer, weights.config)
-    assert one.weights != weights.weights
-    assert one.weights == template.weights
-    assert one.tokenizer != template.tokenizer
-    assert len({one.checkpoint, weights.checkpoint, template.checkpoint}) == 3
+    assert original == same
+    assert original.checkpoint == same.checkpoint
+    assert (original.tokenizer, original.config) == (weights.tokenizer, weights.config)
+    assert original.weights != weights.weights
+    assert original.weights == template.weights
+    assert original.tokenizer != template.tokenizer
+    assert len({original.checkpoint, weights.checkpoint, template.checkpoint}) == 3
 
 
 def test_digest_follows_weights_written_again_in_place(tmp_path: Path) -> None:

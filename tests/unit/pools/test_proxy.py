@@ -107,7 +107,7 @@ def _error(body: bytes) -> dict[str, Any]:
 
 
 def _results(proxy: RunningProxy, model: str) -> dict[str, int]:
-    """What became of the requests for a model: the counts that are not 0."""
+    """Outcomes of the requests for a model: the counts that are not 0."""
     names = {"answered", "client_errors", "server_errors", "cancelled", "retried"}
     counters = proxy.client.status().models[model].model_dump(include=names)
     return {name: count for name, count in counters.items() if count}
@@ -189,8 +189,8 @@ async def test_engine_refusal_is_passed_through_once(
     status: int,
 ) -> None:
     proxy.tell(state_of(model, engine, other_engine))
-    for one in (engine, other_engine):
-        one.faults.status, one.faults.status_count = status, 5
+    for fake in (engine, other_engine):
+        fake.faults.status, fake.faults.status_count = status, 5
     found, body = await _ask(http, proxy, model)
     assert (found, _error(body)["message"]) == (status, "a fault was asked for")
     assert engine.stats.requests + other_engine.stats.requests == 1
@@ -268,7 +268,7 @@ async def test_models_lists_every_model_of_the_state(proxy: RunningProxy, http: 
     async with http.get(f"{proxy.url}/v1/models") as reply:
         listed = await reply.json()
     assert listed["object"] == "list"
-    assert [(one["id"], one["object"]) for one in listed["data"]] == [("run-100", "model"), ("run-200", "model")]
+    assert [(entry["id"], entry["object"]) for entry in listed["data"]] == [("run-100", "model"), ("run-200", "model")]
 
 
 async def test_health_needs_no_key_and_follows_the_state(proxy: RunningProxy, engine: FakeEngine, model: str) -> None:
@@ -379,8 +379,8 @@ async def test_request_that_is_one_too_many_to_be_held_is_answered_429(
         async with http.post(proxy.url + COMPLETIONS, json={"model": "unknown"}) as reply:
             assert reply.status == 404
         assert _results(proxy, model) == {"server_errors": 1}
-        for one in asked:
-            one.cancel()
+        for task in asked:
+            task.cancel()
 
 
 async def test_failed_pool_answers_503_with_its_reason_at_once(
@@ -491,7 +491,7 @@ async def test_address_nobody_listens_on_costs_no_request(
         proxy.tell(PoolState({model: "d"}, (gone, replica_of(engine))))
         answers = await asyncio.gather(*(_ask(http, proxy, model) for _ in range(20)))
         assert {status for status, _ in answers} == {200}
-        [seen] = [one for one in proxy.client.status().replicas if one.name == "gone"]
+        [seen] = [replica for replica in proxy.client.status().replicas if replica.name == "gone"]
         assert seen.suspect and seen.consecutive_failures >= 1 and seen.in_flight == 0
 
 
@@ -573,7 +573,9 @@ async def test_draining_replica_finishes_what_it_has_and_gets_nothing_new(
     await until(lambda: engine.stats.in_flight == 1)
     draining = replica_of(engine, state="draining")
     proxy.tell(PoolState({model: "d"}, (draining, replica_of(other_engine))))
-    replicas = {one.name: (one.announcement.state, one.in_flight) for one in proxy.client.status().replicas}
+    replicas = {
+        replica.name: (replica.announcement.state, replica.in_flight) for replica in proxy.client.status().replicas
+    }
     assert sorted(replicas.values()) == [("draining", 1), ("ready", 0)]
     assert (await _ask(http, proxy, model))[0] == 200
     assert (await first)[0] == 200
@@ -661,8 +663,8 @@ async def test_storm_of_clients_that_time_out_blocks_nobody(
     engine.faults.hang = 50
     asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(50)]
     await until(lambda: engine.stats.in_flight == 50)
-    for one in asked:
-        one.cancel()
+    for task in asked:
+        task.cancel()
     answers = await asyncio.gather(*(_ask(http, proxy, model) for _ in range(20)))
     assert {status for status, _ in answers} == {200}
     await until(lambda: engine.stats.aborted == 50)
@@ -677,8 +679,8 @@ async def test_health_answers_while_200_requests_hang(
     asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(200)]
     await until(lambda: engine.stats.in_flight == 200)
     assert proxy.client.health() == "ready"
-    for one in asked:
-        one.cancel()
+    for task in asked:
+        task.cancel()
     await until(lambda: engine.stats.in_flight == 0)
 
 
@@ -689,8 +691,8 @@ async def test_concurrent_requests_are_not_served_one_after_another(
     engine.faults.hang = other_engine.faults.hang = 50
     asked = [asyncio.create_task(_ask(http, proxy, model)) for _ in range(100)]
     await until(lambda: (engine.stats.in_flight, other_engine.stats.in_flight) == (50, 50))
-    for one in asked:
-        one.cancel()
+    for task in asked:
+        task.cancel()
     await until(lambda: (engine.stats.in_flight, other_engine.stats.in_flight) == (0, 0))
 
 

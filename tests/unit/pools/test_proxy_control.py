@@ -1,4 +1,4 @@
-"""What the pool, its replicas and its users say to the proxy, over loopback HTTP: orders, leases, status, metrics."""
+"""Messages from the pool, its replicas and users to the proxy, over loopback HTTP: orders, leases, status, metrics."""
 
 from __future__ import annotations
 

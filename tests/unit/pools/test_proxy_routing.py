@@ -1,4 +1,4 @@
-"""Which replica gets a request, and when one is tried again; what replicas say, and what they are told."""
+"""Choice of a request's replica, and when a request is tried again; announcements of replicas, and orders to them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Clock:
         return self.now
 
 
-def _said(digest: str | None = "d1", **fields: Any) -> Announcement:
+def _announcement(digest: str | None = "d1", **fields: Any) -> Announcement:
     return Announcement.model_validate(
         {"instance": "i1", "url": "http://127.0.0.1:8001", "state": "ready", "digest": digest, **fields}
     )
@@ -53,7 +53,7 @@ def _begun(table: RoutingTable) -> RoutedReplica:
 
 
 def test_choose_equal_load_takes_turns() -> None:
-    table = _table(a=_said(), b=_said(), c=_said())
+    table = _table(a=_announcement(), b=_announcement(), c=_announcement())
     names = []
     for _ in range(6):
         replica = _begun(table)
@@ -63,44 +63,44 @@ def test_choose_equal_load_takes_turns() -> None:
 
 
 def test_choose_unequal_capacity_follows_load_relative_to_it() -> None:
-    table = _table(small=_said(capacity=1), big=_said(capacity=3))
+    table = _table(small=_announcement(capacity=1), big=_announcement(capacity=3))
     for _ in range(8):
         _begun(table)
-    assert {name: one.in_flight for name, one in table.replicas.items()} == {"small": 2, "big": 6}
+    assert {name: replica.in_flight for name, replica in table.replicas.items()} == {"small": 2, "big": 6}
 
 
 @pytest.mark.parametrize("state", ["starting", "draining", "dead"])
 def test_choose_replica_that_is_not_ready_is_none(state: ReplicaState) -> None:
-    assert _table(a=_said(state=state)).choose("d1", tried={}) is None
+    assert _table(a=_announcement(state=state)).choose("d1", tried={}) is None
 
 
 @pytest.mark.parametrize("digest", ["d2", None])
 def test_choose_replica_with_other_weights_is_none(digest: str | None) -> None:
-    assert _table(a=_said(digest)).choose("d1", tried={}) is None
+    assert _table(a=_announcement(digest)).choose("d1", tried={}) is None
 
 
 def test_choose_replica_that_is_to_get_other_weights_is_none() -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     table.apply(DesiredState(models=MODELS, orders={"a": "m2"}))
     assert table.choose("d1", tried={}) is None
-    table.announce("a", _said("d2"))
+    table.announce("a", _announcement("d2"))
     assert _chosen(table, "d2").name == "a"
 
 
 def test_choose_prefers_replica_not_tried_and_falls_back() -> None:
-    table = _table(a=_said(), b=_said())
+    table = _table(a=_announcement(), b=_announcement())
     table.begin(table.replicas["b"], "m1")
     assert _chosen(table, tried={"a": RequestOutcome.SERVER_ERROR}).name == "b"
     assert _chosen(table, tried={"a": RequestOutcome.SERVER_ERROR, "b": RequestOutcome.LOST}).name == "a"
 
 
 def test_choose_never_returns_to_a_replica_that_timed_out() -> None:
-    assert _table(a=_said()).choose("d1", tried={"a": RequestOutcome.TIMED_OUT}) is None
+    assert _table(a=_announcement()).choose("d1", tried={"a": RequestOutcome.TIMED_OUT}) is None
 
 
 @pytest.mark.parametrize("outcome", [RequestOutcome.LOST, RequestOutcome.TIMED_OUT])
 def test_end_with_failure_makes_replica_a_suspect(outcome: RequestOutcome) -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     replica = _begun(table)
     table.end(replica, "m1", outcome)
     assert (replica.suspect, replica.consecutive_failures, replica.in_flight) == (True, 1, 0)
@@ -110,46 +110,46 @@ def test_end_with_failure_makes_replica_a_suspect(outcome: RequestOutcome) -> No
 
 @pytest.mark.parametrize("outcome", [RequestOutcome.ANSWERED, RequestOutcome.SERVER_ERROR, None])
 def test_end_without_failure_keeps_replica_in_use(outcome: RequestOutcome | None) -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     replica = _begun(table)
     table.end(replica, "m1", outcome)
     assert table.choose("d1", tried={}) is replica
 
 
 def test_announce_other_weights_keeps_the_load() -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     _begun(table)
-    table.announce("a", _said("d2", capacity=4))
+    table.announce("a", _announcement("d2", capacity=4))
     assert table.choose("d1", tried={}) is None
     assert _chosen(table, "d2").in_flight == 1
 
 
 def test_announce_dead_replica_is_returned_as_lost() -> None:
-    table = _table(a=_said(), b=_said())
-    assert [one.name for one in table.announce("a", _said(state="dead"))] == ["a"]
+    table = _table(a=_announcement(), b=_announcement())
+    assert [replica.name for replica in table.announce("a", _announcement(state="dead"))] == ["a"]
 
 
 def test_announce_another_instance_takes_over_and_the_one_before_is_lost() -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     before = _begun(table)
-    assert table.announce("a", _said(instance="i2")) == [before]
+    assert table.announce("a", _announcement(instance="i2")) == [before]
     assert before.lost
     assert table.replicas["a"].in_flight == 0
 
 
 def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
-    table = _table(a=_said("d1", sequence=5))
-    table.announce("a", _said("d2", sequence=4))
+    table = _table(a=_announcement("d1", sequence=5))
+    table.announce("a", _announcement("d2", sequence=4))
     assert table.replicas["a"].announcement.digest == "d1"
 
 
 @pytest.mark.parametrize(
     "steps",
-    [[_said(url="http://127.0.0.1:8002")], [_said(state="starting"), _said()]],
+    [[_announcement(url="http://127.0.0.1:8002")], [_announcement(state="starting"), _announcement()]],
     ids=["new-address", "restarted"],
 )
 def test_announce_engine_that_is_a_new_one_clears_suspicion(steps: list[Announcement]) -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     table.end(_begun(table), "m1", RequestOutcome.LOST)
     for announcement in steps:
         table.announce("a", announcement)
@@ -157,30 +157,30 @@ def test_announce_engine_that_is_a_new_one_clears_suspicion(steps: list[Announce
 
 
 def test_announce_unchanged_replica_stays_a_suspect() -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     table.end(_begun(table), "m1", RequestOutcome.LOST)
-    table.announce("a", _said())
+    table.announce("a", _announcement())
     assert table.replicas["a"].suspect
 
 
 def test_expire_silent_replica_is_lost_until_it_speaks_again() -> None:
-    table = _table(a=_said(), b=_said())
+    table = _table(a=_announcement(), b=_announcement())
     assert isinstance(table.clock, Clock)
     table.clock.now += 20
-    table.announce("b", _said())
+    table.announce("b", _announcement())
     table.clock.now += 15
-    assert [one.name for one in table.expire(30)] == ["a"]
+    assert [replica.name for replica in table.expire(30)] == ["a"]
     assert table.expire(30) == []
     assert _chosen(table).name == "b"
-    table.announce("a", _said())
+    table.announce("a", _announcement())
     assert not table.replicas["a"].lost
 
 
 def test_apply_replica_that_is_not_wanted_is_lost_and_told_to_stop() -> None:
-    table = _table(a=_said(), b=_said())
-    assert [one.name for one in table.apply(DesiredState(models=MODELS, orders={"a": None}))] == ["b"]
+    table = _table(a=_announcement(), b=_announcement())
+    assert [replica.name for replica in table.apply(DesiredState(models=MODELS, orders={"a": None}))] == ["b"]
     assert table.orders_of("b").stop
-    table.announce("b", _said())
+    table.announce("b", _announcement())
     assert _chosen(table).name == "a"
     assert not table.replicas["b"].takes_requests
 
@@ -191,7 +191,7 @@ def test_orders_before_the_pool_has_spoken_let_replicas_go_on() -> None:
 
 
 def test_orders_name_the_checkpoint_and_what_comes_next() -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     before = table.orders_of("a").version
     table.apply(DesiredState(models=MODELS, orders={"a": "m1"}, next=("m1", "m2")))
     orders = table.orders_of("a")
@@ -202,7 +202,7 @@ def test_orders_name_the_checkpoint_and_what_comes_next() -> None:
 
 
 def test_demand_tells_held_in_flight_and_idle() -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     assert isinstance(table.clock, Clock)
     first, second = object(), object()
     table.hold("m2", first)
@@ -221,7 +221,7 @@ def test_demand_tells_held_in_flight_and_idle() -> None:
 
 
 def test_news_comes_with_the_first_held_request_and_not_with_every_request() -> None:
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     before = table.version
     for _ in range(5):
         table.end(_begun(table), "m1", RequestOutcome.ANSWERED)
@@ -235,7 +235,7 @@ def test_news_comes_with_the_first_held_request_and_not_with_every_request() -> 
 
 
 def test_replica_seconds_add_up_over_orders() -> None:
-    table = _table(a=_said(), b=_said())
+    table = _table(a=_announcement(), b=_announcement())
     assert isinstance(table.clock, Clock)
     table.apply(DesiredState(models=MODELS, orders={"a": "m1", "b": "m1"}))
     table.clock.now += 10
@@ -247,7 +247,7 @@ def test_replica_seconds_add_up_over_orders() -> None:
 def test_health_follows_failure_and_readiness() -> None:
     table = RoutingTable()
     assert table.health == "holding"
-    table = _table(a=_said())
+    table = _table(a=_announcement())
     assert table.health == "ready"
     table.apply(DesiredState(models=MODELS, orders={"a": None}, failed="engines die"))
     assert table.health == "failed"

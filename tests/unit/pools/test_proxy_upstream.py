@@ -321,7 +321,7 @@ async def test_stream_that_ends_without_its_last_line_ends_with_an_error(
     status, body = await _through(proxy, [_streaming(*pieces)], {"stream": True})
     *events, error = body.removesuffix(b"\n\n").split(b"\n\n")
     assert status == 200
-    assert b"\n\n".join([*events, b""]) == b"".join(one for one in pieces if one in (EVENT, LAST))
+    assert b"\n\n".join([*events, b""]) == b"".join(piece for piece in pieces if piece in (EVENT, LAST))
     assert json.loads(error.removeprefix(b"data: "))["error"]["code"] == 502
 
 

@@ -53,7 +53,7 @@ async def port(application: EchoApplication) -> AsyncIterator[int]:
         yield bound
 
 
-async def _said(port: int, *pieces: bytes) -> bytes:
+async def _exchange(port: int, *pieces: bytes) -> bytes:
     """All that the server says to these bytes until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     for piece in pieces:
@@ -78,12 +78,12 @@ def _closing(request: bytes) -> bytes:
 async def test_pipelined_requests_are_answered_in_order(port: int, application: EchoApplication) -> None:
     first = b"POST /hang HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
     refused = b"GET /refused HTTP/1.1\r\nHost: x\r\n\r\n"
-    asked = asyncio.create_task(_said(port, first + refused + GET, _closing(GET)))
+    asked = asyncio.create_task(_exchange(port, first + refused + GET, _closing(GET)))
     await until(lambda: len(application.requests) == 1)
     application.release.set()
-    said = await asked
-    assert said.count(b"HTTP/1.1 ") == 4
-    assert said.index(b"hung") < said.index(b" 401 ") < said.index(b"GET /a 0")
+    received = await asked
+    assert received.count(b"HTTP/1.1 ") == 4
+    assert received.index(b"hung") < received.index(b" 401 ") < received.index(b"GET /a 0")
 
 
 @pytest.mark.parametrize("size", [0, 1, 65_536, 3_000_000])
@@ -92,15 +92,15 @@ async def test_body_in_chunks_arrives_whole(port: int, application: EchoApplicat
     pieces = [body[at : at + 70_001] for at in range(0, size, 70_001)]
     chunks = [b"%x;ext=1\r\n%b\r\n" % (len(piece), piece) for piece in pieces]
     head = _closing(POST) + b"Transfer-Encoding: chunked\r\n\r\n"
-    said = await _said(port, head, *chunks, b"0\r\nX-Trailer: 1\r\n\r\n")
-    assert said.startswith(b"HTTP/1.1 200 OK\r\n")
+    received = await _exchange(port, head, *chunks, b"0\r\nX-Trailer: 1\r\n\r\n")
+    assert received.startswith(b"HTTP/1.1 200 OK\r\n")
     assert application.requests[0].body == body
 
 
 async def test_body_of_64_mib_arrives_whole(port: int, application: EchoApplication) -> None:
     body = b"0123456789abcdef" * 2**22
-    said = await _said(port, _closing(POST) + b"Content-Length: %d\r\n\r\n" % len(body), body)
-    assert b"POST /a 67108864" in said
+    received = await _exchange(port, _closing(POST) + b"Content-Length: %d\r\n\r\n" % len(body), body)
+    assert b"POST /a 67108864" in received
     assert application.requests[0].body == body
 
 
@@ -117,13 +117,13 @@ async def test_body_of_64_mib_arrives_whole(port: int, application: EchoApplicat
 async def test_target_is_kept_and_its_path_decoded(
     port: int, application: EchoApplication, target: bytes, path: str, local: bytes
 ) -> None:
-    await _said(port, b"OPTIONS " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    await _exchange(port, b"OPTIONS " + target + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
     [request] = application.requests
     assert (request.head.method, request.head.path, request.head.target) == ("OPTIONS", path, local)
 
 
 async def test_headers_are_kept_as_they_came(port: int, application: EchoApplication) -> None:
-    await _said(port, _closing(GET).replace(b"\r\n\r\n", b"\r\nX-One: 1\r\nx-two:2 \r\nX-ONE: 3\r\n\r\n"))
+    await _exchange(port, _closing(GET).replace(b"\r\n\r\n", b"\r\nX-One: 1\r\nx-two:2 \r\nX-ONE: 3\r\n\r\n"))
     [request] = application.requests
     assert list(request.head.headers)[2:] == [(b"X-One", b"1"), (b"x-two", b"2 "), (b"X-ONE", b"3")]
     assert (request.head.header(b"x-one"), request.head.header(b"none")) == (b"1", None)
@@ -139,26 +139,26 @@ async def test_client_that_expects_continue_gets_it_unless_it_is_refused(
     writer.write(b"abc")
     assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
     writer.close()
-    assert (await _said(port, b"POST /refused" + expecting)).startswith(b"HTTP/1.1 401 ")
+    assert (await _exchange(port, b"POST /refused" + expecting)).startswith(b"HTTP/1.1 401 ")
 
 
 async def test_head_request_is_answered_without_a_body(port: int) -> None:
-    said = await _said(port, _closing(GET).replace(b"GET", b"HEAD"))
-    assert b"Content-Length: 26\r\n" in said
-    assert said.endswith(b"\r\n\r\n")
+    received = await _exchange(port, _closing(GET).replace(b"GET", b"HEAD"))
+    assert b"Content-Length: 26\r\n" in received
+    assert received.endswith(b"\r\n\r\n")
 
 
 @pytest.mark.parametrize(("keep", "header"), [(b"", b"Connection: close"), (b"Connection: keep-alive\r\n", b"keep-")])
 async def test_http_1_0_client_is_kept_only_if_it_asks(port: int, keep: bytes, header: bytes) -> None:
-    said = await _said(port, b"GET /a HTTP/1.0\r\n" + keep + b"\r\n", _closing(GET) if keep else b"")
-    assert header in said
-    assert said.count(b"GET /a 0") == (2 if keep else 1)
+    received = await _exchange(port, b"GET /a HTTP/1.0\r\n" + keep + b"\r\n", _closing(GET) if keep else b"")
+    assert header in received
+    assert received.count(b"GET /a 0") == (2 if keep else 1)
 
 
 async def test_stream_comes_in_chunks_and_to_http_1_0_until_the_end(port: int) -> None:
-    said = await _said(port, _closing(GET).replace(b"/a", b"/stream"))
-    assert said.endswith(b"Connection: close\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
-    old = await _said(port, b"GET /stream HTTP/1.0\r\n\r\n")
+    received = await _exchange(port, _closing(GET).replace(b"/a", b"/stream"))
+    assert received.endswith(b"Connection: close\r\n\r\n3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n")
+    old = await _exchange(port, b"GET /stream HTTP/1.0\r\n\r\n")
     assert old.endswith(b"\r\n\r\nonetwo")
     assert b"chunked" not in old
 
@@ -206,9 +206,9 @@ async def test_2000_connections_at_once_are_all_answered(port: int, application:
 async def test_malformed_request_is_answered_400_and_the_connection_closed(
     port: int, application: EchoApplication, request_bytes: bytes
 ) -> None:
-    said = await _said(port, *(request_bytes[at : at + 30_000] for at in range(0, len(request_bytes), 30_000)))
-    assert said.startswith(b"HTTP/1.1 400 Bad Request\r\n")
-    assert said.count(b"HTTP/1.1 ") == 1
+    received = await _exchange(port, *(request_bytes[at : at + 30_000] for at in range(0, len(request_bytes), 30_000)))
+    assert received.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert received.count(b"HTTP/1.1 ") == 1
     assert application.requests == []
 
 
@@ -217,9 +217,11 @@ async def test_malformed_request_is_answered_400_and_the_connection_closed(
 async def test_head_that_is_too_large_is_answered_431(port: int, size: int, piece_bytes: int) -> None:
     head = b"GET /a HTTP/1.1\r\nHost: x\r\nA: " + b"a" * size + b"\r\n\r\n"
     many = b"GET /a HTTP/1.1\r\nHost: x\r\n" + b"A: 12345\r\n" * (size // 10) + b"\r\n"
-    for one in (head, many):
-        said = await _said(port, *(one[at : at + piece_bytes] for at in range(0, len(one), piece_bytes)))
-        assert said.startswith(b"HTTP/1.1 431 ")
+    for request in (head, many):
+        received = await _exchange(
+            port, *(request[at : at + piece_bytes] for at in range(0, len(request), piece_bytes))
+        )
+        assert received.startswith(b"HTTP/1.1 431 ")
 
 
 @pytest.mark.parametrize("first_bytes", [10, 40_000, 60_000])
@@ -238,9 +240,9 @@ async def test_head_is_measured_over_all_the_pieces_it_comes_in(first_bytes: int
 @pytest.mark.parametrize("framing", [b"Content-Length: 1001\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\n3e9\r\n"])
 async def test_body_that_is_too_large_is_answered_413(application: EchoApplication, framing: bytes) -> None:
     async with _listening(application, Bounds(1000)) as port:
-        assert (await _said(port, POST + framing, b"a" * 1001)).startswith(b"HTTP/1.1 413 ")
+        assert (await _exchange(port, POST + framing, b"a" * 1001)).startswith(b"HTTP/1.1 413 ")
         fitting = b"Content-Length: 1000\r\n\r\n" + b"a" * 1000
-        assert (await _said(port, _closing(POST) + fitting)).startswith(b"HTTP/1.1 200 ")
+        assert (await _exchange(port, _closing(POST) + fitting)).startswith(b"HTTP/1.1 200 ")
     assert len(application.requests) == 1
 
 
@@ -259,15 +261,15 @@ async def test_refusal_comes_before_the_body_and_can_be_read_by_a_client_that_se
 
 
 async def test_refused_request_without_a_body_leaves_the_connection_open(port: int) -> None:
-    said = await _said(port, GET.replace(b"/a", b"/refused"), _closing(GET))
-    assert (said.count(b" 401 "), said.count(b" 200 ")) == (1, 1)
+    received = await _exchange(port, GET.replace(b"/a", b"/refused"), _closing(GET))
+    assert (received.count(b" 401 "), received.count(b" 200 ")) == (1, 1)
 
 
 @pytest.mark.parametrize("upgrade", [b"websocket", b"h2c"])
 async def test_upgrade_is_not_obeyed(port: int, upgrade: bytes) -> None:
     request = GET.replace(b"\r\n\r\n", b"\r\nConnection: Upgrade\r\nUpgrade: " + upgrade + b"\r\n\r\n")
-    said = await _said(port, request + b"\x81\x85")
-    assert (said.count(b"HTTP/1.1 200 OK"), said.count(b"HTTP/1.1")) == (1, 1)
+    received = await _exchange(port, request + b"\x81\x85")
+    assert (received.count(b"HTTP/1.1 200 OK"), received.count(b"HTTP/1.1")) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -278,9 +280,9 @@ async def test_body_of_a_request_for_an_upgrade_arrives(
     port: int, application: EchoApplication, body: bytes, piece_bytes: int
 ) -> None:
     stream = POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\n" + body + _closing(GET)
-    said = await _said(port, *(stream[at : at + piece_bytes] for at in range(0, len(stream), piece_bytes)))
+    received = await _exchange(port, *(stream[at : at + piece_bytes] for at in range(0, len(stream), piece_bytes)))
     assert [request.body for request in application.requests] == [b"hello", b""]
-    assert said.count(b"HTTP/1.1 200 OK") == 2
+    assert received.count(b"HTTP/1.1 200 OK") == 2
 
 
 # --- Clients that are slow or gone -----------------------------------------------------------------------------------
@@ -289,15 +291,15 @@ async def test_body_of_a_request_for_an_upgrade_arrives(
 @pytest.mark.parametrize("part", [b"G", b"GET /a HTTP/1.1\r\nHost: x\r\n", POST + b"Content-Length: 3\r\n\r\nab"])
 async def test_request_that_does_not_come_whole_is_answered_408(application: EchoApplication, part: bytes) -> None:
     async with _listening(application, Bounds(1000, head_timeout_seconds=0.1)) as port:
-        said = await _said(port, part)
-    assert said.startswith(b"HTTP/1.1 408 ")
+        received = await _exchange(port, part)
+    assert received.startswith(b"HTTP/1.1 408 ")
     assert application.requests == []
 
 
 @pytest.mark.parametrize("first", [b"", GET])
 async def test_connection_without_a_request_is_closed_in_time(application: EchoApplication, first: bytes) -> None:
     async with _listening(application, Bounds(1000, head_timeout_seconds=0.1, idle_timeout_seconds=0.1)) as port:
-        assert (await _said(port, first)).count(b"HTTP/1.1") == (1 if first else 0)
+        assert (await _exchange(port, first)).count(b"HTTP/1.1") == (1 if first else 0)
 
 
 async def test_client_that_leaves_cancels_its_request(port: int, application: EchoApplication) -> None:
@@ -335,8 +337,8 @@ async def test_large_answer_to_a_client_that_takes_nothing_ends(application: Ech
 async def test_application_that_fails_is_answered_500_and_not_quoted(
     port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said = await _said(port, b"POST /fail HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nsecret")
-    assert said.startswith(b"HTTP/1.1 500 ")
+    received = await _exchange(port, b"POST /fail HTTP/1.1\r\nHost: x\r\nContent-Length: 6\r\n\r\nsecret")
+    assert received.startswith(b"HTTP/1.1 500 ")
     assert "ValueError" in caplog.text
     assert "secret" not in caplog.text
 
@@ -344,13 +346,13 @@ async def test_application_that_fails_is_answered_500_and_not_quoted(
 async def test_stream_that_fails_has_no_end(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(GET.replace(b"/a", b"/half"))
-    said = b""
+    received = b""
     try:
-        said = await reader.read(1000)
-        said += await reader.read(1000)
+        received = await reader.read(1000)
+        received += await reader.read(1000)
     except ConnectionResetError:
         pass
-    assert b"0\r\n\r\n" not in said
+    assert b"0\r\n\r\n" not in received
     writer.close()
 
 
@@ -361,7 +363,7 @@ async def test_listener_that_closes_finishes_what_is_answered_in_time_and_cancel
     idle_reader, idle = await asyncio.open_connection("127.0.0.1", port)
     idle.write(GET)
     await idle_reader.readuntil(b"\r\n\r\n")
-    hanging = asyncio.create_task(_said(port, GET.replace(b"/a", b"/hang")))
+    hanging = asyncio.create_task(_exchange(port, GET.replace(b"/a", b"/hang")))
     await until(lambda: len(application.requests) == 2)
     closing = asyncio.create_task(listener.close(10))
     await idle_reader.read()

@@ -103,9 +103,9 @@ def test_proof_does_not_contain_the_key(pair: tuple[socket.socket, socket.socket
     caller, actor = pair
     actor.sendall(bytes(32))
     ended = in_background(lambda: greet_actor(caller, KEY, actor="job-1"))
-    said = b""
-    while len(said) < 64:
-        said += actor.recv(64)
+    received = b""
+    while len(received) < 64:
+        received += actor.recv(64)
     actor.close()
     assert isinstance(ended(), WrongKey)
-    assert KEY not in said
+    assert KEY not in received

@@ -1,4 +1,4 @@
-"""Which backend an address names; a backend is a folder and a line."""
+"""Choice of the backend that an address names; a backend is a folder and a line."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from tasks.records.record import read_record, write_record
 
 
 class Versioned(AbstractFileSystem):
-    """What clients of Google's and Amazon's stores take and say, as far as it is used; each write is a new version."""
+    """Fake of the clients of Google's and Amazon's stores, as far as they are used; each write is a new version."""
 
     cachable = False
     _location = "https://storage.test"
@@ -30,8 +30,8 @@ class Versioned(AbstractFileSystem):
         if path not in self.objects:
             raise FileNotFoundError(path)
         version, content = self.objects[path]
-        told = {"generation": str(version), "ETag": f'"{version}"'}
-        return {"name": path, "type": "file", "size": len(content), **told}
+        version_fields = {"generation": str(version), "ETag": f'"{version}"'}
+        return {"name": path, "type": "file", "size": len(content), **version_fields}
 
     def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
         return self.objects[path][1][start:end]

@@ -86,16 +86,16 @@ def test_copy_stopped_between_ranges_keeps_what_arrived(store: type[FolderStore]
     assert (tmp_path / "local" / "weights.partial").read_bytes() == CONTENT[: 3 * RANGE]
 
 
-@pytest.mark.parametrize("what", ["modified", "checksum"])
+@pytest.mark.parametrize("changed", ["modified", "checksum"])
 def test_copy_of_a_file_that_changed_meanwhile_starts_again(
-    store: type[FolderStore], tmp_path: Path, what: str
+    store: type[FolderStore], tmp_path: Path, changed: str
 ) -> None:
     store.hash_kind = "md5"
     with pytest.raises(CopyStopped):
         copy(listed(tmp_path), tmp_path, stop_after=3)
     remote = tmp_path / "remote" / "weights"
     before = remote.stat()
-    if what == "checksum":
+    if changed == "checksum":
         remote.write_bytes(CONTENT[::-1])
         os.utime(remote, ns=(before.st_atime_ns, before.st_mtime_ns))
     else:

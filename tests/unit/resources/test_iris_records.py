@@ -1,4 +1,4 @@
-"""How replicas and submitters on Iris hear of each other when the controller answers badly, or for one job only."""
+"""News that replicas and submitters on Iris have of each other if the controller answers badly, or for one job only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What jobs ask of an Iris cluster, and what its groups of machines can give."""
+"""Resources that jobs ask of an Iris cluster, and those that its groups of machines can give."""
 
 from __future__ import annotations
 

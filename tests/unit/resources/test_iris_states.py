@@ -1,4 +1,4 @@
-"""What Iris says of jobs and tasks, row by row."""
+"""Meaning of Iris's reports on jobs and tasks, row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request becomes in a cluster: devices, names, manifests against the published schemas."""
+"""Translation of a request into a cluster's terms: devices, names, manifests against the published schemas."""
 
 from __future__ import annotations
 

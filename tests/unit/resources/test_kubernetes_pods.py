@@ -117,5 +117,5 @@ def test_pods_that_are_not_there_are_told_apart_by_what_their_job_counted() -> N
     ],
 )
 def test_attempt_ends_with_its_first_loss_and_preemption_wins(standings: str, outcome: str | None) -> None:
-    found = attempt_outcome([PodState(one, "why") for one in standings.split()])  # pyright: ignore[reportArgumentType]
+    found = attempt_outcome([PodState(standing, "why") for standing in standings.split()])  # pyright: ignore[reportArgumentType]
     assert (found.standing if found else None) == outcome

@@ -1,4 +1,4 @@
-"""What is particular to local jobs: their supervisor, their folder, their parent."""
+"""Particulars of local jobs: their supervisor, their folder, their parent."""
 
 from __future__ import annotations
 
@@ -316,4 +316,4 @@ def test_list_of_jobs_leaves_out_folders_that_it_cannot_read(client: LocalClient
     foreign.mkdir()
     for name in ("status.json", "specification.json"):
         (foreign / name).write_text("{}")
-    assert [one.job_id for one in client.jobs()] == [job.job_id]
+    assert [listed.job_id for listed in client.jobs()] == [job.job_id]

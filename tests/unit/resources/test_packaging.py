@@ -1,4 +1,4 @@
-"""What of a folder travels with a job, and that it arrives as it was."""
+"""Parts of a folder that travel with a job, and their arrival as they were."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_package_of_equal_content_has_the_same_digest_whenever_it_was_written(tm
     for name, time in (("one", 10**9), ("two", 10**9 + 12345)):
         _write(tmp_path / name, a__b_dot_py="b", c_dot_py="c")
         os.utime(tmp_path / name / "c.py", (time, time))
-    one, two = (package_workspace(tmp_path / name) for name in ("one", "two"))
-    assert one == two
-    assert one.digest == hashlib.sha256(one.content).hexdigest()
+    earlier, later = (package_workspace(tmp_path / name) for name in ("one", "two"))
+    assert earlier == later
+    assert earlier.digest == hashlib.sha256(earlier.content).hexdigest()
     (tmp_path / "two" / "c.py").chmod(0o755)
-    assert package_workspace(tmp_path / "two").digest != one.digest
+    assert package_workspace(tmp_path / "two").digest != earlier.digest
 
 
 def test_package_that_is_too_large_names_the_largest_files(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class FlakyRay:
         self.half_open = False
 
     def is_initialized(self) -> bool:
-        """Whether it is connected."""
+        """True if it is connected."""
         return self.tries > 0 and not self.half_open
 
     def init(self, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster a job may go to, what it waits for, and what is refused at once."""
+"""Nodes of a Ray cluster that a job may go to, what it waits for, and what is refused at once."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def test_job_that_must_not_be_preempted_goes_to_the_head_or_to_nodes_bought_on_d
         node("spot", labels={"ray.io/market-type": "spot"}),
         node("unknown"),
     ]
-    assert [one.node_id for one in allowed_nodes(nodes, ResourceConfig(preemptible=False))] == ["head", "kept"]
+    assert [found.node_id for found in allowed_nodes(nodes, ResourceConfig(preemptible=False))] == ["head", "kept"]
     assert allowed_nodes(nodes, ResourceConfig()) == nodes
 
 
 def test_job_that_names_places_goes_nowhere_else_and_not_to_nodes_that_say_nothing() -> None:
     nodes = [in_region("a", "us-east1"), in_region("b", "us-east1", "b"), in_region("c", "us-west1"), node("silent")]
     east = ResourceConfig(regions=("us-east1",))
-    assert [one.node_id for one in allowed_nodes(nodes, east)] == ["a", "b"]
-    assert [one.node_id for one in allowed_nodes(nodes, east.model_copy(update={"zone": "us-east1-b"}))] == ["b"]
+    assert [found.node_id for found in allowed_nodes(nodes, east)] == ["a", "b"]
+    assert [found.node_id for found in allowed_nodes(nodes, east.model_copy(update={"zone": "us-east1-b"}))] == ["b"]
 
 
 def selector(nodes: list[RayNode], resources: ResourceConfig, replicas: int = 1) -> dict[str, str]:

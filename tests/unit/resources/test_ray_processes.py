@@ -1,4 +1,4 @@
-"""What a controller and a node of the Ray backend do without a Ray: orders that come twice, ends that come early."""
+"""Work of a controller and a node of the Ray backend without a Ray: orders that come twice, ends that come early."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ def process_order(workspace: Path, script: str) -> ProcessOrder:
     )
 
 
-def run_until(told: Callable[[], object], workspace: Path, script: str) -> tuple[ProcessEnd, bytes]:
-    """Runs a process whose controller tells it to end once `told` is true; its end, and all of its output."""
+def run_until(condition: Callable[[], object], workspace: Path, script: str) -> tuple[ProcessEnd, bytes]:
+    """Runs a process whose controller tells it to end once `condition` is true; its end, and all of its output."""
     reported: list[bytes] = []
 
     def ask(method: str, **arguments: Any) -> Any:
         if method == "until_end":
-            return bool(eventually(told, seconds=50))
+            return bool(eventually(condition, seconds=50))
         reported.append(arguments["output"])
         return None
 

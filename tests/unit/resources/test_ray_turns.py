@@ -1,4 +1,4 @@
-"""Who may ask Ray for places, and when it is worth asking anew."""
+"""Turns at asking Ray for places: who may ask, and when it is worth asking anew."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def give_back(turns: Turns, placement: Placement) -> None:
 
 async def test_jobs_that_ask_for_the_same_are_served_in_their_order_as_places_come_back() -> None:
     turns, grants = Turns(), Grants(1)
-    said: list[str] = []
+    messages: list[str] = []
     names = ["first", "second", "third"]
     jobs = [
-        asyncio.ensure_future(turns.placed("cpu", lambda name=name: grants.ask(name), on_waiting=said.append))
+        asyncio.ensure_future(turns.placed("cpu", lambda name=name: grants.ask(name), on_waiting=messages.append))
         for name in names
     ]
     for job in jobs:
         give_back(turns, await job)
     assert grants.granted == names
-    assert said == ["waits behind jobs that ask for the same"] * 2
+    assert messages == ["waits behind jobs that ask for the same"] * 2
 
 
 async def test_other_shapes_do_not_wait_behind_a_job_that_gets_no_place() -> None:

@@ -59,7 +59,7 @@ def test_gcs_paths_are_found_in_every_kind_of_container_with_their_places():
         model=Model(path="gs://a/model", extra={"k": ("x", {"deep": "gs://b/deep"})}),
         sources=[{"gs://key/is-no-value", "gs://c/set"}, PurePosixPath("gs://d/path"), Path("/local"), 3, None, b"gs"],
     )
-    assert {(one.place, one.uri) for one in find_gcs_paths(config)} == {
+    assert {(path.place, path.uri) for path in find_gcs_paths(config)} == {
         ("model.path", "gs://a/model"),
         ("model.extra.k[1].deep", "gs://b/deep"),
         ("sources[0][0]", "gs://c/set"),
@@ -72,8 +72,8 @@ def test_gcs_paths_in_a_value_that_holds_itself_are_found_once():
     ring: dict[str, Any] = {"path": "gs://a/b"}
     ring["again"] = [ring]
     shared = [ring["path"]]
-    assert [one.place for one in find_gcs_paths(ring)] == ["path"]
-    assert [one.place for one in find_gcs_paths({"one": shared, "two": shared})] == ["one[0]", "two[0]"]
+    assert [path.place for path in find_gcs_paths(ring)] == ["path"]
+    assert [path.place for path in find_gcs_paths({"one": shared, "two": shared})] == ["one[0]", "two[0]"]
 
 
 def test_paths_of_another_region_are_refused_with_their_places_and_what_reading_them_costs(store: FakeGcs):

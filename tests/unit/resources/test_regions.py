@@ -1,4 +1,4 @@
-"""Which region offers what, and what it costs there."""
+"""Offers of each region, and what they cost there."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_price_per_hour_counts_all_replicas_and_is_none_where_unknown(
     resources: ResourceConfig, near: str | None, far: str | None
 ):
     found = [price_per_hour(region, resources) for region in REGIONS.regions]
-    assert [one if one is None else one.quantize(Decimal("0.0001")) for one in found] == [
-        one if one is None else Decimal(one).quantize(Decimal("0.0001")) for one in (near, far)
+    assert [price if price is None else price.quantize(Decimal("0.0001")) for price in found] == [
+        expected if expected is None else Decimal(expected).quantize(Decimal("0.0001")) for expected in (near, far)
     ]
 
 
@@ -148,5 +148,5 @@ def test_our_own_regions_offer_known_slices_and_have_a_price_for_each_device():
         assert zones <= set(region.zones), region.name
         asked = [ResourceConfig.with_tpu(known[family]) for family in region.tpus]
         asked += [ResourceConfig.with_gpu(model) for model in region.gpus] + [ResourceConfig()]
-        assert not [one.device for one in asked if not price_per_hour(region, one)], region.name
+        assert not [resources.device for resources in asked if not price_per_hour(region, resources)], region.name
     assert ours.named("eu-west4").name == "europe-west4"

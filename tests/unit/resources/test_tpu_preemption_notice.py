@@ -1,4 +1,4 @@
-"""What the metadata server of Google Cloud says about a preemption, and what other machines do not say."""
+"""Notice of a preemption from the metadata server of Google Cloud, and its absence on other machines."""
 
 from __future__ import annotations
 

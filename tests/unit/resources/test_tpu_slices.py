@@ -87,7 +87,7 @@ def test_single_host_without_a_slice_name_is_a_slice_by_itself() -> None:
     nodes = [
         replace(node, labels={"ray.io/tpu-pod-type": "v4-8"}) for name in "ab" for node in hosts(name, "v4-8", vms=1)
     ]
-    assert [one.name for one in slices_of(nodes, TpuConfig(variant="v4-8"))] == ["id-a-0", "id-b-0"]
+    assert [tpu_slice.name for tpu_slice in slices_of(nodes, TpuConfig(variant="v4-8"))] == ["id-a-0", "id-b-0"]
 
 
 def test_type_is_read_from_the_head_resource_where_labels_do_not_name_it() -> None:
@@ -115,8 +115,11 @@ def test_slices_of_one_job_are_of_one_region_the_first_that_has_enough() -> None
         *hosts("east-2", "v4-8", vms=1, region="us-east1"),
     ]
     order = ("us-west1", "us-east1")
-    assert [one.name for one in choose_slices(nodes, tpu, 1, share=SHARE, regions=order) or []] == ["west"]
-    assert [one.name for one in choose_slices(nodes, tpu, 2, share=SHARE, regions=order) or []] == ["east-1", "east-2"]
+    assert [tpu_slice.name for tpu_slice in choose_slices(nodes, tpu, 1, share=SHARE, regions=order) or []] == ["west"]
+    assert [tpu_slice.name for tpu_slice in choose_slices(nodes, tpu, 2, share=SHARE, regions=order) or []] == [
+        "east-1",
+        "east-2",
+    ]
     assert choose_slices(nodes, tpu, 3, share=SHARE, regions=order) is None
 
 

@@ -45,7 +45,7 @@ REQUIRED: dict[WorkPoolType, dict[str, Any]] = {
     "cloud-run-v2": {"image": "registry.example/assay:1", "region": "us-east5"},
     "vertex-ai": {"image": "registry.example/assay:1", "region": "us-east5"},
 }
-"""What a work pool of each type must be told beside what follows from the resources."""
+"""Job variables that a work pool of each type must be given beside those that follow from the resources."""
 
 
 def region(name: str, kind: WorkPoolType = "kubernetes", **more: Any) -> dict[str, Any]:
@@ -71,10 +71,10 @@ V6E = ResourceConfig.with_tpu("v6e-8")
 
 
 def rendered(kind: WorkPoolType, variables: dict[str, Any]) -> dict[str, Any]:
-    """What a worker of Prefect makes of a template and job variables."""
+    """Job configuration that a worker of Prefect makes of a template and job variables."""
     template = base_job_template(kind)
     declared = template["variables"]["properties"]
-    defaults = {name: one["default"] for name, one in declared.items() if "default" in one}
+    defaults = {name: schema["default"] for name, schema in declared.items() if "default" in schema}
     return apply_values(template["job_configuration"], {**defaults, **REQUIRED[kind], **variables})
 
 
@@ -293,12 +293,12 @@ def test_vertex_job_of_a_slice_names_machine_and_topology() -> None:
 
 def test_each_region_of_ours_gets_its_work_pool_beside_the_local_one() -> None:
     names = [spec.name for spec in wanted_work_pools(OURS)]
-    assert names == [LOCAL_WORK_POOL, *(one.work_pool for one in OURS.regions if one.work_pool)]
+    assert names == [LOCAL_WORK_POOL, *(own_region.work_pool for own_region in OURS.regions if own_region.work_pool)]
 
 
 def test_defaults_of_a_region_reach_its_template_and_unknown_ones_are_refused() -> None:
-    told = region("us-east5", "vertex-ai", work_pool_variables={"image": "registry.example/assay:2"})
-    properties = wanted_work_pools(regions(told))[1].base_job_template["variables"]["properties"]
+    configured = region("us-east5", "vertex-ai", work_pool_variables={"image": "registry.example/assay:2"})
+    properties = wanted_work_pools(regions(configured))[1].base_job_template["variables"]["properties"]
     assert (properties["region"]["default"], properties["image"]["default"]) == ("us-east5", "registry.example/assay:2")
     with pytest.raises(BadInput, match="'imgae'"):
         wanted_work_pools(regions(region("us-east5", work_pool_variables={"imgae": "x"})))
@@ -319,9 +319,14 @@ def test_template_uses_every_variable_it_declares_and_no_other(kind: WorkPoolTyp
 def test_deployments_of_a_region_are_those_of_this_machine_without_their_schedules() -> None:
     local = yaml.safe_load(DEPLOYMENTS.read_text())["deployments"]
     moved = deployments_for("pool-us-east5", name="us-east5")["deployments"]
-    assert [one["entrypoint"] for one in moved] == [one["entrypoint"] for one in local]
-    assert {(one["name"], one["work_pool"]["name"]) for one in moved} == {("us-east5", "pool-us-east5")}
-    assert all(one["pull"] == [] and "schedules" not in one and "triggers" not in one for one in moved)
+    assert [deployment["entrypoint"] for deployment in moved] == [deployment["entrypoint"] for deployment in local]
+    assert {(deployment["name"], deployment["work_pool"]["name"]) for deployment in moved} == {
+        ("us-east5", "pool-us-east5")
+    }
+    assert all(
+        deployment["pull"] == [] and "schedules" not in deployment and "triggers" not in deployment
+        for deployment in moved
+    )
 
 
 def test_server_that_lets_nobody_in_is_told_without_a_traceback() -> None:

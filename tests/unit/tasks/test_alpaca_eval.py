@@ -67,20 +67,23 @@ def write_set(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def write_run(folder: Path, *, preferences: list[float | None], requested: int = 4, answered: int = 4) -> Path:
-    """What the program leaves of a run of four instructions."""
+    """Writes the files that the program leaves of a run of four instructions."""
     folder.mkdir(parents=True, exist_ok=True)
     asked = [f"Say {number}." for number in range(4)]
-    outputs = [{"instruction": one, "output": one[4] if at < answered else None} for at, one in enumerate(asked)]
+    outputs = [
+        {"instruction": instruction, "output": instruction[4] if at < answered else None}
+        for at, instruction in enumerate(asked)
+    ]
     annotations = [
-        {"instruction": one, "output_1": "?", "output_2": one[4], "preference": preference}
-        for one, preference in zip(asked, preferences, strict=False)
+        {"instruction": instruction, "output_1": "?", "output_2": instruction[4], "preference": preference}
+        for instruction, preference in zip(asked, preferences, strict=False)
     ]
     judged = [preference - 1 for preference in preferences if preference is not None]
     win_rate = sum(judged) / len(judged) if judged else None
     content: dict[str, Any] = {
         "plan.json": {"sets": {"demo_instructions": requested}},
         "model_outputs.json": outputs,
-        "reference_outputs.json": [{"instruction": one, "output": "?"} for one in asked],
+        "reference_outputs.json": [{"instruction": instruction, "output": "?"} for instruction in asked],
         "annotations.json": annotations,
         "results.json": {
             "metrics": {"demo_instructions": {"win_rate": win_rate, "win_rate_stderr": 0.1, "avg_length": 1.0}}
@@ -203,12 +206,12 @@ def test_check_refuses_instructions_that_cannot_be_used(tmp_path: Path, content:
 
 def test_check_takes_outputs_to_compare_with_from_a_file_of_their_own(tmp_path: Path) -> None:
     instructions = write_set(tmp_path / "asked.json", {"instruction": "Say a."}, {"instruction": "Say b."})
-    both = write_set(tmp_path / "both.json", *({"instruction": f"Say {one}.", "output": one} for one in "ba"))
-    one = write_set(tmp_path / "one.json", {"instruction": "Say a.", "output": "a"})
+    both = write_set(tmp_path / "both.json", *({"instruction": f"Say {letter}.", "output": letter} for letter in "ba"))
+    single = write_set(tmp_path / "one.json", {"instruction": "Say a.", "output": "a"})
     options = {"instructions_path": instructions, "reference_outputs_path": both}
     AlpacaEval().check(make_config(options=options), python=PYTHON)
     with pytest.raises(BadInput, match="none for 1 of 2"):
-        AlpacaEval().check(make_config(options={**options, "reference_outputs_path": one}), python=PYTHON)
+        AlpacaEval().check(make_config(options={**options, "reference_outputs_path": single}), python=PYTHON)
 
 
 @pytest.mark.parametrize(
@@ -244,9 +247,9 @@ def test_parse_gives_shares_and_samples_of_each_instruction(tmp_path: Path) -> N
     numbers = {metric.name: (metric.value, metric.stderr, metric.n) for metric in parsed.metrics}
     assert numbers == {"win_rate": (0.4375, 0.1, 4), "avg_length": (1.0, None, 4)}
     samples = list(AlpacaEval().samples(run, make_config()))
-    assert [one.scores["win_rate"] for one in samples] == [0.0, 1.0, 0.25, 0.5]
+    assert [sample.scores["win_rate"] for sample in samples] == [0.0, 1.0, 0.25, 0.5]
     assert (samples[1].prompt, samples[1].output, samples[1].target) == ("Say 1.", "1", "?")
-    assert len({one.id for one in samples}) == 4
+    assert len({sample.id for sample in samples}) == 4
 
 
 @pytest.mark.parametrize(

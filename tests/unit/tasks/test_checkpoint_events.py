@@ -1,4 +1,4 @@
-"""What is told of complete checkpoints, once each, and which runs an automation listens to."""
+"""Events of complete checkpoints, once each, and the runs that an automation listens to."""
 
 from __future__ import annotations
 
@@ -62,17 +62,17 @@ def test_watched_checkpoint_is_told_once_it_is_complete_once_and_again_when_rewr
 
 def test_watching_tells_later_what_the_server_could_not_be_told(tmp_path: Path, policy: Policy):
     make(tmp_path, 1)
-    told: list[str] = []
+    reported: list[str] = []
     lines: list[str] = []
     away = iter([True, False, False])
 
     def tell(found: list[CompleteCheckpoint]) -> None:
         if next(away):
             raise PrefectUnavailable(expected="the server", found="nobody", remedy="wait")
-        told.extend(checkpoint.name for checkpoint in found)
+        reported.extend(checkpoint.name for checkpoint in found)
 
     watch(policy, every_seconds=5, on_event=lines.append, tell=tell, sleep=lambda seconds: None, looks=3)
-    assert told == ["run-a-1"]
+    assert reported == ["run-a-1"]
     assert lines[0] == "looking again: nobody" and len(lines) == 2
 
 
@@ -88,8 +88,8 @@ def test_watching_tells_later_what_the_server_could_not_be_told(tmp_path: Path, 
     ],
 )
 def test_automation_listens_to_the_checkpoints_of_its_runs(run: str, checkpoint: str, listens: bool):
-    told = Resource(CompleteCheckpoint(checkpoint, "run", "run-1", 1).labels())
-    assert ResourceSpecification({"prefect.resource.id": resources_of([run])}).matches(told) is listens
+    resource = Resource(CompleteCheckpoint(checkpoint, "run", "run-1", 1).labels())
+    assert ResourceSpecification({"prefect.resource.id": resources_of([run])}).matches(resource) is listens
 
 
 def test_notification_of_any_file_of_a_checkpoint_finds_it(tmp_path: Path):

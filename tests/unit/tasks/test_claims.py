@@ -160,7 +160,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 with Claims(folder) as claims:
     for _ in range(50):
-        left = [one for one in subjects if not (work / one.key).exists()]
+        left = [subject for subject in subjects if not (work / subject.key).exists()]
         for key in claims.acquire(left).ours:
             if not (work / key).exists():
                 with (work / f"{key}.log").open("a") as log:

@@ -1,4 +1,4 @@
-"""What a flow run left that was cancelled or crashed: its own claims and jobs are ended, and nobody else's."""
+"""Cleanup after a flow run that was cancelled or crashed: its own claims and jobs are ended, and nobody else's."""
 
 from __future__ import annotations
 

@@ -245,11 +245,11 @@ def test_compare_what_was_measured_differently_is_refused_with_what_differs(tmp_
     shots["evals"] = [{"name": "demo_facts", "num_fewshot": 5, "task_alias": None}]
     put(tmp_path, 200, answers(30, 10), evaluation=shots, evaluation_hash="another")
 
-    said = refused(tmp_path, "run-a-100", "run-a-200")
+    refusal = refused(tmp_path, "run-a-100", "run-a-200")
     anyway = compared(tmp_path, "run-a-100", "run-a-200", "--anyway")
 
-    assert "num_fewshot is unset, then 5" in said and "max_eval_instances is unset, then 40" in said
-    assert "--anyway" in said
+    assert "num_fewshot is unset, then 5" in refusal and "max_eval_instances is unset, then 40" in refusal
+    assert "--anyway" in refusal
     assert anyway["metrics"][0]["pairs"] == 40
     assert "evals.demo_facts.num_fewshot is unset, then 5" in anyway["measured_differently"]["demo_facts"]
 
@@ -324,7 +324,7 @@ def test_compare_reads_every_record_and_all_samples_once(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["run-a-100", "run-a-999"], "run-a-300, run-a-200, run-a-100"),
         (["run-a-100", "run-a-300"], "withheld"),
@@ -333,12 +333,12 @@ def test_compare_reads_every_record_and_all_samples_once(tmp_path: Path):
         (["run-a-100", "run-a-200", "--adjust", "bonferroni"], "bonferroni"),
     ],
 )
-def test_compare_of_what_cannot_be_compared_says_what_there_is(tmp_path: Path, arguments: list[str], told: str):
+def test_compare_of_what_cannot_be_compared_says_what_there_is(tmp_path: Path, arguments: list[str], expected: str):
     for step in (100, 200):
         put(tmp_path, step, answers(20, 20))
     publish(tmp_path, make_record(step=300, status="withheld"))
 
-    assert told in refused(tmp_path, *arguments)
+    assert expected in refused(tmp_path, *arguments)
 
 
 def test_compare_table_fits_eighty_characters_and_tells_test_seed_and_adjustment(
@@ -352,5 +352,5 @@ def test_compare_table_fits_eighty_characters_and_tells_test_seed_and_adjustment
     shown = CliRunner().invoke(app, ["run-a-100", "run-a-200", "--path", str(tmp_path), "--seed", "7"]).stdout
 
     assert max(map(len, shown.splitlines())) <= 80
-    for told in ("of paired differences", "seed 7", "Benjamini–Hochberg", "better", "run-a-200 against run-a-100"):
-        assert told in " ".join(shown.split())
+    for expected in ("of paired differences", "seed 7", "Benjamini–Hochberg", "better", "run-a-200 against run-a-100"):
+        assert expected in " ".join(shown.split())

@@ -1,4 +1,4 @@
-"""What follows from flow runs at work pools: which cells wait for one, which are sent again, and where they go."""
+"""Consequences of flow runs at work pools: which cells wait for one, which are sent again, and where they go."""
 
 from __future__ import annotations
 

@@ -31,10 +31,10 @@ def test_minimal_evaluation_gets_a_pool_named_after_the_run() -> None:
 
 def test_pool_accepts_model_and_model_config() -> None:
     model = {"name": "m", "engine_kwargs": {"max-model-len": 2048}}
-    one = InferencePoolConfig.model_validate({"model": model})
-    assert one == InferencePoolConfig.model_validate({"model_config": model})
-    assert one == InferencePoolConfig(model_config=ModelConfig.model_validate(model))  # pyright: ignore[reportCallIssue]
-    assert one.model.engine_kwargs == {"max_model_len": 2048}
+    pool = InferencePoolConfig.model_validate({"model": model})
+    assert pool == InferencePoolConfig.model_validate({"model_config": model})
+    assert pool == InferencePoolConfig(model_config=ModelConfig.model_validate(model))  # pyright: ignore[reportCallIssue]
+    assert pool.model.engine_kwargs == {"max_model_len": 2048}
 
 
 def test_example_of_the_seed_documents_is_accepted() -> None:

@@ -1,4 +1,4 @@
-"""What is refused once checkpoints and place are known, which endpoint answers for a checkpoint, and options."""
+"""Refusals once checkpoints and place are known, the endpoint that answers for a checkpoint, and options."""
 
 from __future__ import annotations
 

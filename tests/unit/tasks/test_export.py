@@ -174,7 +174,7 @@ def test_table_shows_the_metrics_that_are_named_and_older_records_if_all_are_wan
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "expected"),
     [
         (["--format", "xlsx"], "table, csv, jsonl, parquet"),
         (["--format", "parquet"], "--output"),
@@ -186,8 +186,8 @@ def test_table_shows_the_metrics_that_are_named_and_older_records_if_all_are_wan
         (["--run", "nobody"], "none of 18"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(evaluations: Path, arguments: list[str], told: str):
-    assert told in refused(evaluations, *arguments)
+def test_what_cannot_be_meant_is_refused(evaluations: Path, arguments: list[str], expected: str):
+    assert expected in refused(evaluations, *arguments)
 
 
 def test_folder_without_records_says_so(tmp_path: Path):

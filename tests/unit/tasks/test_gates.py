@@ -33,7 +33,7 @@ def gate(*rules: dict[str, Any], **fields: Any) -> Gate:
 
 
 def verdict(folder: Path, wanted: Gate, *, step: int | None = None) -> Verdict:
-    """What a gate says of the records below a folder, or of those of one step."""
+    """Verdict of a gate on the records below a folder, or on those of one step."""
     found = [item for item in find_records(str(folder)) if step in (None, item.record.checkpoint.step)]
     return judge(wanted, judged_checkpoints(found), evaluation_path=str(folder))
 
@@ -77,7 +77,7 @@ def judged(*records: Record) -> JudgedCheckpoint:
 
 
 @pytest.mark.parametrize(
-    ("rule", "said"),
+    ("rule", "expected"),
     [
         ({"benchmark": "mmlu", "metric": "acc"}, "not asked"),
         ({"benchmark": "demo_facts", "metric": "acc_norm"}, "with acc"),
@@ -86,13 +86,13 @@ def judged(*records: Record) -> JudgedCheckpoint:
 )
 @pytest.mark.parametrize("asked", [{"at_least": 0.0}, {"not_worse_than": "run-a@100"}])
 def test_score_that_is_missing_is_a_reason_for_no_go(
-    tmp_path: Path, rule: dict[str, Any], asked: dict[str, Any], said: str
+    tmp_path: Path, rule: dict[str, Any], asked: dict[str, Any], expected: str
 ):
     publish(tmp_path, make_record(step=100))
     found = verdict(tmp_path, gate(rule | asked))
     assert not found.go
     [reason] = found.refusals
-    assert said in reason.found
+    assert expected in reason.found
 
 
 def test_pattern_asks_every_score_that_matches_and_names_the_one_that_fails(tmp_path: Path):
@@ -200,7 +200,7 @@ def test_baseline_of_a_metric_where_less_is_better_is_read_the_right_way(
 
 
 @pytest.mark.parametrize(
-    ("other", "rule", "said"),
+    ("other", "rule", "expected"),
     [
         ({"evaluation_hash": "another"}, {}, "cannot be compared: other settings"),
         ({"status": "withheld"}, {}, "cannot be compared"),
@@ -210,14 +210,14 @@ def test_baseline_of_a_metric_where_less_is_better_is_read_the_right_way(
     ],
 )
 def test_comparison_that_cannot_be_made_is_a_reason_for_no_go(
-    tmp_path: Path, other: dict[str, Any], rule: dict[str, Any], said: str
+    tmp_path: Path, other: dict[str, Any], rule: dict[str, Any], expected: str
 ):
     publish(tmp_path, make_record(step=1, **other))
     mine = {key: value for key, value in other.items() if key == "metrics"}
     publish(tmp_path, make_record(step=2, **mine))
     found = verdict(tmp_path, gate(FACTS | {"not_worse_than": "run-a@1"} | rule))
     [reason] = found.refusals
-    assert said in reason.found
+    assert expected in reason.found
 
 
 def test_score_that_only_the_baseline_has_is_a_reason_for_no_go(tmp_path: Path):
@@ -238,7 +238,7 @@ def test_rules_are_told_apart_by_what_they_name_and_survive_a_file(tmp_path: Pat
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "expected"),
     [
         ({"rules": [FACTS]}, "at_least, at_most or not_worse_than"),
         ({"rules": [FACTS | {"at_leats": 0.5}]}, "did you mean at_least?"),
@@ -247,12 +247,12 @@ def test_rules_are_told_apart_by_what_they_name_and_survive_a_file(tmp_path: Pat
         ({"max_witheld": 1}, "did you mean max_withheld?"),
     ],
 )
-def test_gate_that_is_not_valid_is_refused_in_words(tmp_path: Path, content: dict[str, Any], said: str):
+def test_gate_that_is_not_valid_is_refused_in_words(tmp_path: Path, content: dict[str, Any], expected: str):
     file = tmp_path / "gate.yaml"
     file.write_text(yaml.safe_dump(content))
     with pytest.raises(BadInput, match="a valid Gate") as refused:
         load_gate(str(file))
-    assert said in refused.value.found
+    assert expected in refused.value.found
 
 
 def test_bound_that_is_no_number_is_refused():
@@ -290,9 +290,9 @@ def test_command_says_go_or_no_go_for_people_scripts_and_summaries(release: Path
     assert go.exit_code == 0 and go.stdout.rstrip().endswith("release: GO")
     no_go = CliRunner().invoke(app, ["gate", str(release), *records, "--summary", str(summary), "--json"])
     assert isinstance(no_go.exception, GateRefused) and no_go.exception.exit_code == 1
-    told = json.loads(no_go.stdout)
-    assert told["verdict"] == "NO-GO"
-    assert [reason["checkpoint"] for reason in told["reasons"] if not reason["go"]] == ["run-a-2"]
+    printed = json.loads(no_go.stdout)
+    assert printed["verdict"] == "NO-GO"
+    assert [reason["checkpoint"] for reason in printed["reasons"] if not reason["go"]] == ["run-a-2"]
     assert [line for line in summary.read_text().splitlines() if line.startswith("## ")] == [
         "## GO: release",
         "## NO-GO: release",
@@ -309,7 +309,7 @@ def test_error_in_a_log_is_not_broken_into_lines_of_a_terminal(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["--step", "3"], "steps 1, 2"),
         (["--run", "run-z"], "runs run-a"),
@@ -317,8 +317,8 @@ def test_error_in_a_log_is_not_broken_into_lines_of_a_terminal(tmp_path: Path):
         (["--summary", "no/such/folder/summary.md"], "No such file"),
     ],
 )
-def test_command_about_records_that_are_not_there_is_bad_input(release: Path, arguments: list[str], said: str):
+def test_command_about_records_that_are_not_there_is_bad_input(release: Path, arguments: list[str], expected: str):
     records = ["--records", str(release.parent / "evaluations")]
     done = CliRunner().invoke(app, ["gate", str(release), *records, *arguments])
     assert isinstance(done.exception, BadInput) and done.exception.exit_code == 3
-    assert said in done.exception.found
+    assert expected in done.exception.found

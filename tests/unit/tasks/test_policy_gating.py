@@ -1,4 +1,4 @@
-"""What a gate judges of a policy's runs: the checkpoints that are wanted, by the records that stand for them now."""
+"""Judgement of a gate on a policy's runs: the checkpoints that are wanted, by the records that stand for them now."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What people see of a policy: reasons as they were written, whatever is in them."""
+"""Views of a policy for people: reasons as they were written, whatever is in them."""
 
 from __future__ import annotations
 

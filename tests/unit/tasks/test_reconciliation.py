@@ -1,4 +1,4 @@
-"""What a policy leaves to do: decided from listings alone, and looked up on disk."""
+"""Work that a policy leaves to do: decided from listings alone, and looked up on disk."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def lose_index(run: Path) -> None:
 
 
 def place(tmp_path: Path, record: Record) -> Path:
-    """Where `publish` puts a record."""
+    """Publishes a record, and returns the path of its file."""
     cell = publish(tmp_path, record)
     return Path(cell) / "record.json"
 

@@ -268,7 +268,7 @@ def test_page_tells_where_numbers_come_from_and_what_did_not_succeed() -> None:
     page = render_report([both(100), both(200, "withheld"), both(300, "infra_failed")], title="Nightly")
 
     good = both(100)
-    for told in (
+    for expected in (
         "<h1>Nightly</h1>",
         "1 of 3 cells succeeded, 1 withheld, 1 infra_failed",
         good.checkpoint.digest,
@@ -284,7 +284,7 @@ def test_page_tells_where_numbers_come_from_and_what_did_not_succeed() -> None:
         "out of memory",
         "Seconds by phase",
     ):
-        assert told in page, told
+        assert expected in page, expected
     assert len(re.findall(r'<svg class="chart" role="img" aria-label="[^"]+"', page)) == 2
 
 
@@ -318,7 +318,7 @@ def test_benchmark_of_one_name_by_two_evaluators_never_shares_a_column() -> None
 def test_page_of_every_evaluator_groups_numbers_and_tells_judges_counts_and_sinks() -> None:
     page = render_report(of_every_evaluator(), title="All")
 
-    for told in (
+    for expected in (
         "by lm-eval, HELM, AlpacaEval, Levanter",
         '<th scope="colgroup" class="group" colspan="2">HELM</th>',
         "judge-70b at http://127.0.0.1:8123/v1, asked as demo_judge",
@@ -331,7 +331,7 @@ def test_page_of_every_evaluator_groups_numbers_and_tells_judges_counts_and_sink
         "storage.objects.create is missing",
         "no engine and no proxy in between",
     ):
-        assert told in page, told
+        assert expected in page, expected
     assert "How to read" in page and not re.search(r"""href=["'](?:https?:|file:|//)""", page)
 
 

@@ -1,4 +1,4 @@
-"""What is remembered of a run never stands for what lies there by now."""
+"""Listings remembered of a run, which never stand for what lies there by now."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 def test_checkpoint_completed_within_a_tick_of_the_clock_is_seen(tmp_path: Path):
     weights = write_checkpoint(tmp_path / "run" / "step-100") / "model.safetensors"
-    whole, told = weights.read_bytes(), weights.stat()
+    whole, before = weights.read_bytes(), weights.stat()
 
     def looked(content: bytes) -> bool:
         weights.write_bytes(content)
-        os.utime(weights, ns=(told.st_atime_ns, told.st_mtime_ns))
+        os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
         [checkpoint] = snapshot_run(str(tmp_path / "run"))
         return checkpoint.complete
 
@@ -133,5 +133,5 @@ def test_cell_that_fails_while_a_plan_is_made_is_not_taken_for_work(tmp_path: Pa
 
 
 def claims_time(listings: list[RunListing]) -> float:
-    """When the claims that were seen held."""
+    """Time at which the claims that were seen held."""
     return max(claim.holder.renewed for listing in listings for claim in listing.claims if claim.holder)

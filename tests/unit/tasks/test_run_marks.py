@@ -1,4 +1,4 @@
-"""How far a flow run is, as Prefect's UI shows it; and what flow runs do while the server is away."""
+"""Progress of a flow run, as Prefect's UI shows it; and what flow runs do while the server is away."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, tempor
 
 from fakes.polling import eventually
 from resources.errors import BadInput, PrefectUnavailable
-from tasks.prefect_server.client import end_is_told, prefect_errors_in_words, server_answers, show
+from tasks.prefect_server.client import end_reported, prefect_errors_in_words, server_answers, show
 from tasks.prefect_server.progress import CellDone, CellProgress, Event, Update, listening
 from tasks.prefect_server.progress_artifact import ProgressBar
 
@@ -47,10 +47,10 @@ def progress(cell: int, done: int) -> CellProgress:
 def test_progress_keeps_nobody_waiting_while_the_server_hangs_and_shows_the_latest():
     screen, heard = Screen(), []
     bar = bar_of(screen, heard)
-    told = [progress(1, done) for done in range(10)] + [CellDone("step-1", 1, 4, "succeeded", 1.0)]
-    for update in told:
+    updates = [progress(1, done) for done in range(10)] + [CellDone("step-1", 1, 4, "succeeded", 1.0)]
+    for update in updates:
         bar.take(update)
-    assert heard == told and screen.shown == []
+    assert heard == updates and screen.shown == []
     screen.answers.set()
     bar.close()
     assert screen.shown[-1] == (25.0, "1 of 4 cells of run-a evaluated")
@@ -132,7 +132,7 @@ def test_server_that_stays_away_is_given_up_in_time(server: http.server.HTTPServ
 
 
 def test_server_of_the_run_itself_is_not_waited_for():
-    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(BadInput), end_is_told():
+    with temporary_settings(restore_defaults={PREFECT_API_URL}), pytest.raises(BadInput), end_reported():
         assert server_answers(within_seconds=300)
         raise BadInput(expected="a", found="b", remedy="c")
 

@@ -47,8 +47,8 @@ STORE = {"kind": "object_store", "url": "gs://bucket/evaluations"}
 def test_sink_that_holds_a_key_is_refused_without_showing_it(sink: dict[str, Any]):
     with pytest.raises(BadInput) as refused:
         SINKS.validate_python([sink])
-    said = f"{refused.value}{refused.value.__cause__!r}{refused.value.__context__!r}"
-    assert SECRET not in said and "environment" in refused.value.remedy
+    shown = f"{refused.value}{refused.value.__cause__!r}{refused.value.__context__!r}"
+    assert SECRET not in shown and "environment" in refused.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_publishing_imports_no_client_library():
     program = (
         "import sys, tasks.sinks.backlog; print(sorted({'wandb', 'mlflow', 'gcsfs', 'prefect_gcp'} & set(sys.modules)))"
     )
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "[]"
+    completed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert completed.stdout.strip() == "[]"
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,16 @@ def test_model_card_keeps_what_others_wrote():
     assert metadata["license"] == "apache-2.0" and body == "# My model\n\n---\ntext\n"
     model = metadata["model-index"][0]
     assert model["name"] == "mine"
-    assert [one["dataset"]["name"] for one in model["results"]] == ["demo_backwards", "demo_facts", "mmlu"]
+    assert [result["dataset"]["name"] for result in model["results"]] == ["demo_backwards", "demo_facts", "mmlu"]
     assert model["results"][0]["source"]["url"].startswith("gs://bucket/evaluations/")
 
 
 def test_model_card_replaces_older_numbers_of_the_same_benchmark():
     first, _ = card_of("")
     metadata, _ = card_of(f"---\n{yaml.safe_dump(first)}---\n", metrics=(make_metric("demo_facts", 0.9),))
-    values = {one["dataset"]["name"]: one["metrics"][0]["value"] for one in metadata["model-index"][0]["results"]}
+    values = {
+        result["dataset"]["name"]: result["metrics"][0]["value"] for result in metadata["model-index"][0]["results"]
+    }
     assert values == {"demo_facts": 0.9, "demo_backwards": 0.25}
 
 
@@ -203,7 +205,7 @@ def test_publish_sends_what_is_missing_and_only_that(tmp_path: Path):
 def test_publish_without_a_file_sends_records_where_their_evaluation_said(tmp_path: Path):
     named = [{"kind": "hugging_face", "path": str(tmp_path / "cards")}]
     make_cell(tmp_path / "evaluations", evaluation={**make_record().evaluation, "sinks": named})
-    assert [one.state.status for one in publish_missing(str(tmp_path / "evaluations"), None)] == ["published"]
+    assert [sent.state.status for sent in publish_missing(str(tmp_path / "evaluations"), None)] == ["published"]
 
 
 def test_publish_with_nothing_to_send_to_is_refused(tmp_path: Path):

@@ -48,7 +48,7 @@ def test_built_in_suite_becomes_evaluations_that_can_be_made_together(name: str)
     suite = load_suite(name)
     configs = suite.evaluations_of(asked(max_eval_instances=7, wandb_tags=["mine"]))
     assert {key for config in configs for key in keys(config)} == {
-        task.metric_key for one in suite.evaluations for task in one.evals
+        task.metric_key for evaluation in suite.evaluations for task in evaluation.evals
     }
     assert len({json.dumps(config.score_inputs(), sort_keys=True) for config in configs}) == len(configs)
     for config in configs:
@@ -100,7 +100,7 @@ def test_request_wins_over_the_suite_and_engine_arguments_are_merged():
 
 def test_suite_of_ones_own_extends_a_built_in_one(tmp_path: Path):
     suite = load_suite(write_suite(tmp_path))
-    assert [one.label for one in suite.evaluations] == ["core", "quick"]
+    assert [evaluation.label for evaluation in suite.evaluations] == ["core", "quick"]
     core, quick = suite.evaluations_of(asked())
     assert keys(quick) == ["mmlu_0shot", "demo_facts", "backwards"]
     assert quick.max_eval_instances == 5
@@ -158,9 +158,9 @@ def test_needs_are_those_of_the_benchmarks_and_unknown_for_ones_own():
 
 def test_suites_command_lists_what_each_needs():
     listed = json.loads(CliRunner().invoke(app, ["suites", "--json"]).stdout)
-    by_name = {one["name"]: one for one in listed}
+    by_name = {suite["name"]: suite for suite in listed}
     assert list(by_name) == list(built_in_suites())
-    needs = {one["label"]: one["needs"] for one in by_name["key_evals"]["evaluations"]}
+    needs = {evaluation["label"]: evaluation["needs"] for evaluation in by_name["key_evals"]["evaluations"]}
     assert needs["generation"]["runs_code"] and not needs["generation"]["prompt_logprobs"]
     assert needs["multiple_choice"]["prompt_logprobs"]
     assert by_name["alpaca_eval"]["evaluations"][0]["needs"]["judge"]

@@ -1,4 +1,4 @@
-"""What a training asks of the job client, and what it refuses; nothing is trained."""
+"""Requests of a training to the job client, and its refusals; nothing is trained."""
 
 from __future__ import annotations
 
@@ -101,10 +101,10 @@ def test_run_id_follows_trainer_then_caller_then_process_then_path(
     assert planned.train_config["trainer"]["checkpointer"]["append_run_id_to_base_path"] is not impute
     if expected is None:
         assert planned.run_id != run_id_of(wanted, {}, process=process), "a new one every time"
-    said = variables_of(
+    env_vars = variables_of(
         planned, given, device=wanted.resources.device, process=process, workspace=Path("/"), git_commit=None
     )
-    assert said["RUN_ID"] == planned.run_id
+    assert env_vars["RUN_ID"] == planned.run_id
 
 
 def test_training_on_this_machine_keeps_everything_below_its_output(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_training_in_a_store_keeps_what_expires_apart() -> None:
     assert checkpointer["base_path"] == "gs://bucket/runs/run-a/checkpoints"
     assert checkpointer["temporary_base_path"] == "gs://bucket/tmp/ttl=14d/checkpoints/bucket/runs/run-a"
     assert "log_dir" not in planned.train_config["trainer"]
-    said = variables_of(
+    env_vars = variables_of(
         planned, {}, device=TpuConfig(), process={"WANDB_API_KEY": "k"}, workspace=Path("/"), git_commit="c0"
     )
-    assert said["JAX_COMPILATION_CACHE_DIR"] == "gs://bucket/tmp/ttl=30d/compilation-cache"
-    assert said["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] == "none"
+    assert env_vars["JAX_COMPILATION_CACHE_DIR"] == "gs://bucket/tmp/ttl=30d/compilation-cache"
+    assert env_vars["JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES"] == "none"
     elsewhere = training_of(config("gs://bucket/runs/run-a", temporary_path="gs://tmp-eu"), process={})
     assert elsewhere.train_config["trainer"]["checkpointer"]["temporary_base_path"].startswith("gs://tmp-eu/ttl=14d/")
 
@@ -154,7 +154,7 @@ def test_variables_of_the_caller_win_over_the_accelerators_and_these_over_ours(t
     )
     device = TpuConfig(variant="v5litepod-16")
     assert accelerator_defaults(tmp_path, GpuConfig()) == {}
-    said = variables_of(
+    env_vars = variables_of(
         training_of(config("gs://b/run-a"), process={}),
         {"D": "caller", "HF_ALLOW_CODE_EVAL": "0"},
         device=device,
@@ -162,11 +162,11 @@ def test_variables_of_the_caller_win_over_the_accelerators_and_these_over_ours(t
         workspace=tmp_path,
         git_commit="c0ffee",
     )
-    assert {name: said[name] for name in "ABCD"} == {"A": "env", "B": "generation", "C": "type", "D": "caller"}
-    assert said["TPU_MIN_LOG_LEVEL"] == "0" and said["TPU_STDERR_LOG_LEVEL"] == "2"
-    assert said["HF_ALLOW_CODE_EVAL"] == "0" and said["HF_DATASETS_TRUST_REMOTE_CODE"] == "1"
-    assert said["TOKENIZERS_PARALLELISM"] == "false" and said["GIT_COMMIT"] == "c0ffee"
-    assert "JAX_PLATFORMS" not in said
+    assert {name: env_vars[name] for name in "ABCD"} == {"A": "env", "B": "generation", "C": "type", "D": "caller"}
+    assert env_vars["TPU_MIN_LOG_LEVEL"] == "0" and env_vars["TPU_STDERR_LOG_LEVEL"] == "2"
+    assert env_vars["HF_ALLOW_CODE_EVAL"] == "0" and env_vars["HF_DATASETS_TRUST_REMOTE_CODE"] == "1"
+    assert env_vars["TOKENIZERS_PARALLELISM"] == "false" and env_vars["GIT_COMMIT"] == "c0ffee"
+    assert "JAX_PLATFORMS" not in env_vars
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_training_goes_on_while_its_backend_is_silent_unless_that_lasts(tmp_path
         answers = True
 
         def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
-            if not self.said.reason:
+            if not self.current.reason:
                 self.says(JobStatus.RUNNING, reason="seen")
                 raise BackendUnavailable(expected="an answer", found="a controller that starts", remedy="wait")
             return super().wait(timeout, raise_on_failure=raise_on_failure)

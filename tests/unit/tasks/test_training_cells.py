@@ -273,7 +273,7 @@ def test_cluster_and_store_that_do_not_answer_for_a_while_end_nothing(
             return super().find_new(last=last)
 
     write_run(run, [1])
-    flaky = Flaky(job.job_id, job.said)
+    flaky = Flaky(job.job_id, job.current)
     flaky.says(JobStatus.SUCCEEDED)
     cells = ArrivingCells(
         [CONFIG],
@@ -295,7 +295,7 @@ def test_cluster_that_never_answers_again_ends_the_wait(run: Path, job: FakeJob)
             raise BackendUnavailable(expected="an answer", found="its head is gone", remedy="start it")
 
     write_run(run, [1])
-    gone = Gone(job.job_id, job.said)
+    gone = Gone(job.job_id, job.current)
     exports, claimed = ArrivingCheckpoints(str(run / "hf")), ClaimedCells([], wait=False, folder=str(run / "claims"))
     cells = ArrivingCells([CONFIG], exports, gone, claimed=claimed, poll_seconds=1.0, silence_seconds=0.0)
     with pytest.raises(BackendUnavailable, match="its head is gone"):

@@ -20,7 +20,7 @@ from alpaca_eval import utils as alpaca_utils
 from alpaca_eval.decoders import openai as openai_decoder
 from alpaca_eval.metrics import get_winrate, glm_winrate
 from alpaca_eval_annotators import complete_annotator, load_annotator
-from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, refuse, said
+from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, describe_error, refuse
 from huggingface_hub import hf_hub_download
 
 LENGTH_CONTROL = "df_gamed.csv"
@@ -71,7 +71,7 @@ class Judge:
                 answer = client.completions.create(prompt=text, **fields)
             choice = answer.choices[0]
         except NO_ANSWER as error:
-            self._unusable(f"it gave no answer: {said(error)}")
+            self._unusable(f"it gave no answer: {describe_error(error)}")
         if fields.get("logprobs") and choice.logprobs is None:
             self._unusable(f"its answers have no log-probabilities, which {self._name} needs")
 
@@ -132,10 +132,11 @@ class Judge:
         try:
             found = OWN_COMPLETION(*arguments, **options)
         except NO_ANSWER as error:  # one missing verdict, which is counted
-            logging.warning("no verdict: %s", said(error))
+            problem = describe_error(error)
+            logging.warning("no verdict: %s", problem)
             self._lost += 1
             if self._lost >= LOST_IN_A_ROW:
-                raise JudgeGoneError(f"{self._lost} requests failed in a row, the last with {said(error)}") from error
+                raise JudgeGoneError(f"{self._lost} requests failed in a row, the last with {problem}") from error
             return [{"text": "", "total_tokens": 0}]
         self._lost = 0
         return found
@@ -164,8 +165,8 @@ class Judge:
             TypeError,
             ValueError,
         ) as error:  # no hub, no such instructions, too few of them: the plain win rate stands
-            logging.warning("no length-controlled win rate: %s", said(error))
-            self.described[note] = f"not reported: {said(error)}"
+            logging.warning("no length-controlled win rate: %s", describe_error(error))
+            self.described[note] = f"not reported: {describe_error(error)}"
             return {}
 
 

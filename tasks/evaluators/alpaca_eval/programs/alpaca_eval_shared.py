@@ -18,8 +18,8 @@ NO_ANSWER = (openai.OpenAIError, AssertionError, AttributeError, LookupError, Ty
 """Exceptions of a request that fails, or whose reply is no answer."""
 
 
-def said(error: BaseException) -> str:
-    """An error in a line, without what was asked."""
+def describe_error(error: BaseException) -> str:
+    """Returns an error in a line, without what was asked."""
     status = getattr(error, "status_code", None)
     return f"{type(error).__name__}{f' {status}' if status else ''}: {str(error)[:SHOWN_CHARACTERS]}"
 

@@ -28,7 +28,16 @@ from huggingface_hub import hf_hub_download
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 from alpaca_eval_judge import Judge
-from alpaca_eval_shared import CONNECT_SECONDS, DATA_SET, NO_ANSWER, RETRIES, SHOWN_CHARACTERS, refuse, said, write_json
+from alpaca_eval_shared import (
+    CONNECT_SECONDS,
+    DATA_SET,
+    NO_ANSWER,
+    RETRIES,
+    SHOWN_CHARACTERS,
+    describe_error,
+    refuse,
+    write_json,
+)
 
 PLAN_NAME = "plan.json"
 RESULTS_NAME = "results.json"
@@ -167,7 +176,7 @@ async def generate(job: dict[str, Any], key: str, instructions: list[dict[str, A
             try:
                 text, reason = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
             except NO_ANSWER as error:  # one missing output, which is counted
-                logging.warning("no output: %s", said(error))
+                logging.warning("no output: %s", describe_error(error))
                 text, reason = None, "error"
         bar.update()
         output = text.strip() if isinstance(text, str) else None

@@ -231,7 +231,7 @@ def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
     """HELM's runs, each with the benchmark it belongs to; no two have the same name, which is that of their folder."""
     conf = read_run_entries([job["run_specs_path"]]).entries if job["run_specs_path"] else []
     runs: list[helm_asking.Run] = []
-    for item in (of_ones_own(item, job) for item in job["benchmarks"]):
+    for item in (with_own_run_entry(item, job) for item in job["benchmarks"]):
         specs = [
             changed(spec, entry, job)
             for entry in (wanted(item, conf, job) if job["run_specs_path"] else [RunEntry(item["name"])])
@@ -254,7 +254,7 @@ def plan_runs(job: dict[str, Any], output: Path) -> list[helm_asking.Run]:
     return runs
 
 
-def of_ones_own(item: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
+def with_own_run_entry(item: dict[str, Any], job: dict[str, Any]) -> dict[str, Any]:
     """A benchmark that a file in the benchmarks folder describes, as the run entry that the file names."""
     path = Path(job["benchmarks_path"]) / OWN_FOLDER / f"{item['name']}.json"
     if not path.is_file():

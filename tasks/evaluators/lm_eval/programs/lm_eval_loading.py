@@ -194,7 +194,7 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
     _log.error("%s cannot be loaded", item["name"], exc_info=error)
     name, entry = item["name"], manager.task_index[item["name"]]
     chain = list(causes(error))
-    said = f"{type(error).__name__}: {error}"
+    message = f"{type(error).__name__}: {error}"
     if any(type(cause).__name__ in HUB_ERRORS or NO_SCRIPT in str(cause) for cause in chain):
         offline = os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0")
         refuse(
@@ -202,7 +202,7 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
             # Without a setting that says so, the hub should be there, and may be so the next time.
             kind="BadInput" if offline else "StorageError",
             expected=f"the data of {name} on this machine" + ("" if offline else ", or the hub that has it"),
-            found=f"{said}{' (offline)' if offline else ''}",
+            found=f"{message}{' (offline)' if offline else ''}",
             remedy=f"Run `assay stage` for {name} where the hub can be reached, or correct the name of its data set",
         )
     contents = list(contents_of(name, manager))
@@ -211,7 +211,7 @@ def refuse_unloadable(item: dict[str, Any], manager: TaskManager, error: Excepti
         output,
         kind="BadInput",
         expected=f"a benchmark {name} that lm-eval can load",
-        found=damage or said,
+        found=damage or message,
         remedy=f"Mend {entry.yaml_path or 'its file'} or the data it names; the whole error stands in harness.log",
     )
 

@@ -189,9 +189,9 @@ def _asked(model: Completions, prompt: Any, options: dict[str, Any]) -> dict[str
             answer = json.loads(response.read())
             return answer if isinstance(answer, dict) else {}
     except urllib.error.HTTPError as error:
-        said = error.read().decode(errors="replace")[:300]
+        message = error.read().decode(errors="replace")[:300]
         _log.warning("a prompt was refused with status %d", error.code)
-        return {"refused": f"{error.code} {said}"} if error.code in (400, 422) else {}
+        return {"refused": f"{error.code} {message}"} if error.code in (400, 422) else {}
     except (OSError, ValueError) as error:
         _log.warning("a prompt was not answered: %s", error)
         return {}
