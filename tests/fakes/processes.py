@@ -9,6 +9,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+WITHOUT_MAIN_THREAD = """
+import ctypes, os, sys, threading, time
+threading.Thread(target=time.sleep, args=(600,)).start()
+open(sys.argv[1], "w").write(str(os.getpid()))
+ctypes.CDLL(None).pthread_exit(None)
+"""
+"""A program whose main thread ends while another one goes on: Linux shows a zombie, which has not ended."""
+
 
 @contextmanager
 def running_program(*arguments: str) -> Iterator[subprocess.Popen[bytes]]:

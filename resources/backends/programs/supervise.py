@@ -173,6 +173,7 @@ class Supervisor:
             for pid in left:
                 _send(pid, signal.SIGKILL)
             self._pause(_SWEEP_SECONDS)
+        self._reap()  # the last of them may have ended since
 
     def _left(self) -> set[int]:
         """Living descendants; as child subreaper, this process is the ancestor of daemonised ones too.
@@ -245,11 +246,12 @@ def _process_table() -> dict[int, tuple[int, int]]:
         if not folder.name.isdigit():
             continue
         try:
-            state, parent, group = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:3]
-        except (OSError, ValueError):
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            state, parent, group, threads = fields[0], int(fields[1]), int(fields[2]), int(fields[17])
+        except (OSError, ValueError, IndexError):
             continue
-        if state not in (b"Z", b"X"):
-            table[int(folder.name)] = (int(parent), int(group))
+        if state not in (b"Z", b"X") or threads > 1:  # its main thread may have ended alone
+            table[int(folder.name)] = (parent, group)
     return table
 
 

@@ -275,11 +275,12 @@ def _parents() -> dict[int, int]:
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            state, parent = (folder / "stat").read_bytes().rpartition(b")")[2].split()[:2]
-        except (OSError, ValueError):
+            fields = (folder / "stat").read_bytes().rpartition(b")")[2].split()
+            state, parent, threads = fields[0], int(fields[1]), int(fields[17])
+        except (OSError, ValueError, IndexError):
             continue
-        if state not in (b"Z", b"X"):
-            parents[int(folder.name)] = int(parent)
+        if state not in (b"Z", b"X") or threads > 1:  # its main thread may have ended alone
+            parents[int(folder.name)] = parent
     return parents
 
 

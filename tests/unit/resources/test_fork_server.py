@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from fakes.polling import eventually, is_alive
+from fakes.polling import eventual_pid, eventually, is_alive, is_zombie
+from fakes.processes import WITHOUT_MAIN_THREAD
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import JobFailed
@@ -62,6 +63,9 @@ def main(arguments):
     if what == "die":
         os.kill(os.getpid(), int(rest[0]))
         time.sleep(600)
+    if what == "leave":
+        subprocess.Popen([sys.executable, *rest], start_new_session=True)
+        sys.stdin.read()
     if what == "wait":
         assert PRELOADED_IN not in (None, os.getpid()), "the subreaper that tests kill is somebody else"
         escaped = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -189,6 +193,17 @@ def test_terminated_job_passes_its_signal_on_and_leaves_nothing(
     job.terminate()
     assert job.process_details()["replicas"][0]["exit_code"] == 7  # type: ignore[attr-defined]
     assert not [pid for pid in processes if is_alive(pid)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process is no zombie")
+def test_process_whose_main_thread_has_ended_is_ended_with_its_run(server: ForkServer, tmp_path: Path):
+    (tmp_path / "program.py").write_text(WITHOUT_MAIN_THREAD)
+    command = server.command("leave", str(tmp_path / "program.py"), str(tmp_path / "pid"))
+    arguments = [command.command, *command.args]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, env=process_environment()) as stub:
+        pid = eventual_pid(tmp_path / "pid")
+        eventually(lambda: is_zombie(pid))
+    assert (stub.returncode, is_alive(pid)) == (0, False)
 
 
 def test_killed_stub_takes_the_run_and_all_it_started_with_it(server: ForkServer, tmp_path: Path):

@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 
 import resources
-from fakes.polling import eventual_pid, eventually, is_alive
+from fakes.polling import eventual_pid, eventually, is_alive, is_zombie
+from fakes.processes import WITHOUT_MAIN_THREAD
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
@@ -171,6 +172,18 @@ def test_killed_supervisor_is_reported_and_leaves_nothing_behind(client: LocalCl
     assert "supervisor was killed" in (job.details().reason or "")
     assert job.details().preemptions == 1
     eventually(lambda: not any(is_alive(pid) for pid in pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere such a process is no zombie")
+def test_process_whose_main_thread_has_ended_is_ended_with_its_job(client: LocalClient, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(WITHOUT_MAIN_THREAD)
+    program = f"{sys.executable} {tmp_path}/program.py {tmp_path}"
+    job = client.submit(JobRequest("job", shell(f"setsid {program}/daemon & exec {program}/main"), resources=ON_CPU))
+    pids = [eventual_pid(tmp_path / name) for name in ("main", "daemon")]
+    eventually(lambda: all(is_zombie(pid) for pid in pids))
+    job.terminate()
+    assert job.process_details()["replicas"][0]["exit_code"] == -signal.SIGTERM
+    assert not [pid for pid in pids if is_alive(pid)]
 
 
 def test_exit_codes_of_processes_and_beginnings_of_attempts_can_be_read(client: LocalClient, tmp_path: Path) -> None:
