@@ -16,6 +16,7 @@ from fakes.models import write_nano_llama
 from fakes.polling import eventually
 from fakes.processes import free_port
 from fakes.tokenizers import write_byte_tokenizer
+from faults.scenarios.processes import listens_on
 from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
@@ -127,7 +128,9 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
         assert "no warm start" not in job.logs(10_000)
         assert json.dumps(answers(port)) == json.dumps(expected)
-        assert len(processes_of(server)) >= 4  # the server, a subreaper, the API and the engine
+        processes = processes_of(server)
+        assert len(processes) >= 4  # the server, a subreaper, the API and the engine
+        assert len([pid for pid in processes if ("127.0.0.1", port) in listens_on(pid)]) == 1
         job.terminate()
         assert (job.status(), job.process_details()["replicas"][0]["exit_code"]) == (JobStatus.STOPPED, 0)
         assert len(processes_of(server)) == 1

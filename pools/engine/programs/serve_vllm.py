@@ -6,8 +6,8 @@ Also a program for `fork_server.py`: `preload` imports, `main` serves. Nothing m
 fork, since OpenMP's threads do not survive one.
 
 Three things of vLLM are replaced, none of which changes a number; a test compares. The engine process is forked from
-the server's rather than started anew. Memory of the KV cache is zero because it was never written to, not because it
-was: writing 2 GiB took 1 to 6 s. Ranks of tokens are counted without a compiler.
+the server's rather than started anew, and closes the server's socket. Memory of the KV cache is zero because it was
+never written to, not because it was: writing 2 GiB took 1 to 6 s. Ranks of tokens are counted without a compiler.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def main(arguments: list[str]) -> None:
     fork_one_engine_process()
     allocate_kv_cache_untouched()
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
+    keep_address_from_forks(entry)
     sys.argv = ["vllm", *arguments]
     entry.main()
 
@@ -87,6 +88,22 @@ def fork_one_engine_process() -> None:
             os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
 
     platform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def keep_address_from_forks(entry: Any) -> None:
+    """Closes the server's socket in the engine process, which is forked after the server has bound it.
+
+    The address would be taken for as long as that process lives. And at its end vLLM's server asks which process has
+    the address: one that is gone before it can be described makes the server fail, with exit code 1.
+    """
+    setup: Callable[..., Any] = entry.setup_server
+
+    def setup_server(*given: Any, **options: Any) -> Any:
+        address, bound = setup(*given, **options)
+        os.register_at_fork(after_in_child=bound.close)
+        return address, bound
+
+    entry.setup_server = setup_server
 
 
 def allocate_kv_cache_untouched() -> None:
