@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import signal
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 
 from faults.scenarios.load import Answer, Endpoint, Load, LoadPlan
 from faults.scenarios.outcome import Scale, Scenario, ScenarioOutcome
-from faults.scenarios.processes import descendants, send
+from faults.scenarios.processes import descendants, send, state_of
 from faults.scenarios.target import Recipe, Target, kept_answers
 from faults.scenarios.trial import plan_of
 from pools.pool.inference import InferencePool
@@ -125,7 +124,7 @@ def _run_and_kill(recipe: Recipe, work: _Work) -> list[int]:
     below = descendants(pid)
     send(signal.SIGKILL, [pid])
     deadline = time.monotonic() + _GONE_SECONDS
-    while (left := [left_over for left_over in below if _is_there(left_over)]) and time.monotonic() < deadline:
+    while (left := [child for child in below if state_of(child) not in ("", "Z")]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     job.wait(raise_on_failure=False)
     return left
@@ -146,21 +145,6 @@ def _submit(recipe: Recipe, work: _Work, run: str) -> LocalJob:
 def _differing(before: Mapping[int, Mapping[str, object]], after: Mapping[int, Mapping[str, object]]) -> list[int]:
     given = {number for number, answer in before.items() if answer["payload"] is not None}
     return [number for number in given if after.get(number, {}).get("payload") != before[number]["payload"]]
-
-
-def _is_there(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return Path(f"/proc/{pid}/stat").exists() and not _is_zombie(pid)
-
-
-def _is_zombie(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 OWNER_SCENARIOS = (

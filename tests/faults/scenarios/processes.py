@@ -60,6 +60,14 @@ def command_line(pid: int) -> list[str]:
         return []
 
 
+def state_of(pid: int) -> str:
+    """The letter by which Linux says what a process does, `Z` for a zombie; empty if it has ended."""
+    try:
+        return (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
+
+
 def job_of(pid: int) -> str:
     """The local job that a process belongs to, as its environment said at its start; empty if none."""
     try:

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from fakes.polling import eventual_pid, eventually, is_alive, is_zombie
+from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import WITHOUT_MAIN_THREAD
+from faults.scenarios.processes import state_of
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.errors import JobFailed
@@ -202,7 +203,7 @@ def test_process_whose_main_thread_has_ended_is_ended_with_its_run(server: ForkS
     arguments = [command.command, *command.args]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, env=process_environment()) as stub:
         pid = eventual_pid(tmp_path / "pid")
-        eventually(lambda: is_zombie(pid))
+        eventually(lambda: state_of(pid) == "Z")
     assert (stub.returncode, is_alive(pid)) == (0, False)
 
 

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 import resources
-from fakes.polling import eventual_pid, eventually, is_alive, is_zombie
+from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import WITHOUT_MAIN_THREAD
+from faults.scenarios.processes import state_of
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
@@ -180,7 +181,7 @@ def test_process_whose_main_thread_has_ended_is_ended_with_its_job(client: Local
     program = f"{sys.executable} {tmp_path}/program.py {tmp_path}"
     job = client.submit(JobRequest("job", shell(f"setsid {program}/daemon & exec {program}/main"), resources=ON_CPU))
     pids = [eventual_pid(tmp_path / name) for name in ("main", "daemon")]
-    eventually(lambda: all(is_zombie(pid) for pid in pids))
+    eventually(lambda: [state_of(pid) for pid in pids] == ["Z", "Z"])
     job.terminate()
     assert job.process_details()["replicas"][0]["exit_code"] == -signal.SIGTERM
     assert not [pid for pid in pids if is_alive(pid)]
