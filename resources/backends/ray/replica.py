@@ -119,6 +119,7 @@ class _Run:
         self._is_tpu = order.is_tpu
         self._lock = threading.Lock()
         self._told_to_end = False
+        self._closed = threading.Event()
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._folder = Path()
         self._read_bytes = 0
@@ -164,9 +165,10 @@ class _Run:
         if supervisor is not None and supervisor.stdin is not None:
             supervisor.stdin.close()  # a signal would kill one that has only begun, as if from outside
             return
-        time.sleep(_PREPARING_SECONDS)
-        if self._supervisor is None:
-            os._exit(1)  # still building: the worker is all that there is to end
+        self._closed.wait(_PREPARING_SECONDS)
+        with self._lock:
+            if not self._closed.is_set():
+                os._exit(1)  # still building: the worker is all that there is to end
 
     def report_until_ended(self) -> ProcessEnd:
         """Tells the controller what is new, until the supervisor has ended."""
@@ -199,7 +201,9 @@ class _Run:
         )
 
     def close(self) -> None:
-        """Ends a supervisor that is still there, by its closed pipe."""
+        """Ends a supervisor that is still there, by its closed pipe; from now on the worker may run another process."""
+        with self._lock:
+            self._closed.set()
         if self._supervisor is not None and self._supervisor.stdin is not None:
             self._supervisor.stdin.close()
             self._supervisor.wait()

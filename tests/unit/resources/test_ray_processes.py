@@ -7,7 +7,9 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +112,21 @@ def test_process_ended_by_somebody_else_was_preempted(tmp_path: Path) -> None:
 
     end, _ = run_until(killed, tmp_path, f"echo $$ > {tmp_path}/pid; {FOR_EVER}")
     assert (end.outcome, end.reason) == ("preempted", "exit code -9")
+
+
+def test_worker_whose_process_never_began_is_left_to_the_next_one_when_the_order_to_end_comes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exits: list[int] = []
+    monkeypatch.setattr(os, "_exit", exits.append)
+    over, threads = threading.Event(), set(threading.enumerate())
+    order = replace(process_order(tmp_path, FOR_EVER), working_directory=str(tmp_path / "no-such-folder"))
+    end = run_process(order, ask=lambda method, **arguments: over.wait(50), package=bytes)
+    assert end.outcome == "refused"
+    over.set()
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(20)
+    assert exits == []
 
 
 async def test_order_that_reaches_the_controller_twice_is_one_job_and_no_conflict_with_itself(tmp_path: Path) -> None:
