@@ -182,6 +182,7 @@ def _run(announcement: Announcement, sink: WeightsAndBiasesSink, folder: Path) -
         run.define_metric("*", step_metric=STEP_METRIC)
         yield run
         run.finish()
+        wandb.teardown()  # only now W&B's own process has written the end of its file, and nothing of it is left
     except SinkFailed:
         raise
     except (wandb.Error, TimeoutError, ConnectionError, OSError, ValueError) as error:

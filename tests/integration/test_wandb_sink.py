@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,24 @@ def test_checkpoints_of_a_series_are_one_run_over_training_steps_whose_files_hol
     assert len(read_records(str(tmp_path))) == 2, "W&B's files are not taken for records"
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     assert len(files) > len(runs) and not [path for path in files if KEY.encode() in path.read_bytes()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the system does not tell which files are open")
+def test_offline_files_are_whole_and_closed_once_a_record_is_published(tmp_path: Path):
+    record, cell = make_cell(tmp_path)
+    publish_record(record, str(cell), (OFFLINE,))
+    files = open_files()
+    assert not [file for file in files if file.is_relative_to(tmp_path)]
+    assert [run.finished for run in runs_below(tmp_path)] == [True]
+
+
+def open_files() -> set[Path]:
+    """Files that processes of this machine hold open, as far as we may know."""
+    files: set[Path] = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with suppress(OSError):  # it was closed meanwhile, or is another user's
+            files.add(link.readlink())
+    return files
 
 
 @pytest.mark.parametrize(("most", "rows"), [(4, 4), (0, None)])
