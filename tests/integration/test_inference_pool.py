@@ -281,10 +281,12 @@ def test_checkpoints_asked_for_at_once_are_spread_over_two_replicas_of_which_one
         assert {replica.announcement.model for replica in pool.proxy_status().replicas} == {"run-1", "run-2"}
         reports = [load for replica in pool.proxy_status().replicas for load in replica.announcement.loads]
         assert sum(load.model == "run-2" for load in reports) == 1
+        pool.session.want("run-2")  # or its replica would get run-1, with a new engine, before the loss is noticed
         first, second = engine_pids(tmp_path)
         os.kill(first, signal.SIGKILL)
         assert {ask(running, f"prompt {index}").status_code for index in range(20)} == {200}
         pool.session.check("run-1")
+        eventually(lambda: len(pool.proxy_status().replicas) == 1)
         os.kill(second, signal.SIGKILL)
         assert ask(running).status_code == 503
         with pytest.raises(EngineDied, match=r"it died, for the 1\. time"):
