@@ -198,7 +198,7 @@ def test_lost_node_costs_a_preemption_and_keeps_the_log(
         runtime_environments=True,
     )
     mine = f"{tmp_path}/pid-$ASSAY_REPLICA_INDEX"
-    script = f"echo attempt; [ -e {mine} ] && exit 0; echo $$ > {mine}; {FOR_EVER}"
+    script = f"echo attempt; [ -e {mine} ] && exit 0; echo $$ > {mine}; exec sleep 600"  # a shell might log its end
     handle = client.submit(shell(script, resources=on("doomed", "here"), replicas=2))
     pids = [eventual_pid(tmp_path / f"pid-{index}") for index in range(2)]
     eventually(lambda: handle.logs(replica=1) == "attempt")
