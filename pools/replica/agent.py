@@ -98,6 +98,7 @@ class Agent:
         self._sequence = 0
         self._loads: deque[LoadReport] = deque(maxlen=_REMEMBERED_LOADS)
         self._load_number = 0
+        self._reported: ServedCheckpoint | None = None
         self._snapshot = threading.Lock()
         self._stop = threading.Event()
         self._healthy_at = time.monotonic()
@@ -209,6 +210,7 @@ class Agent:
             self._failed = (model, served.digest)
         if failure is None or not self._stop.is_set():  # one cut short by our own end says nothing of the checkpoint
             self._loads.append(report)
+            self._reported = self._replica.checkpoint
             self._say_at_once()
 
     def _watch(self) -> None:
@@ -245,15 +247,17 @@ class Agent:
         with self._snapshot:
             self._sequence += 1
             replica = self._replica
-            checkpoint = replica.checkpoint
-            holds = checkpoint is not None and replica.state in ("ready", "draining")
+            checkpoint, state = replica.checkpoint, replica.state
+            if state == "ready" and checkpoint is not self._reported:
+                state = "starting"  # "ready" is said together with the report of how it came to be so
+            holds = checkpoint is not None and state in ("ready", "draining")
             announcement = Announcement(
                 instance=self._instance,
                 sequence=self._sequence,
                 url=self._ingress.url if self._ingress and replica.url else replica.url,
                 ingress_key=self._ingress.key if self._ingress else None,
                 capacity=replica.capacity,
-                state="dead" if replica.engine_ended or self._hangs else replica.state,
+                state="dead" if replica.engine_ended or self._hangs else state,
                 model=checkpoint.name if checkpoint else None,
                 digest=checkpoint.digests.checkpoint if checkpoint and holds else None,
                 prompt_logprobs=replica.prompt_logprobs,

@@ -1,9 +1,10 @@
-"""A replica's agent alone, with a pool that says what the test wants; engines are processes that never answer."""
+"""A replica's agent alone, with a pool that says what the test wants."""
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,29 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
-from pools.protocol import Announcement, Orders, ServedModel
+from pools.protocol import Announcement, Orders
 from pools.proxy.client import ProxyAddress
 from pools.replica import agent
 from resources.backends.local.client import LocalClient
 
 
 class Pool:
-    """Orders one checkpoint, and stops the replica as soon as its engine is being started."""
+    """Answers a replica as the test wants, and keeps what it said."""
 
-    def __init__(self, served: ServedModel, launcher: FakeLauncher) -> None:
+    def __init__(self, orders: Callable[[Announcement], Orders]) -> None:
         self.heard: list[Announcement] = []
-        self._served, self._launcher = served, launcher
+        self._orders = orders
 
     def announce(self, name: str, announcement: Announcement, *, join_token: str) -> Orders:
         self.heard.append(announcement)
-        if self._launcher.launches:
-            return Orders(version=2, known=True, stop=True)
         time.sleep(min(0.01, announcement.wait_seconds))  # as a long poll that nobody answers sooner
-        return Orders(version=1, known=True, model="run-1", served=self._served)
+        return self._orders(announcement)
 
 
-def test_load_that_its_own_end_cuts_short_is_no_failure_of_the_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    served = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1))).served
-    launcher = FakeLauncher(tmp_path, scripts={0: "import time; time.sleep(600)"})
-    pool, client = Pool(served, launcher), LocalClient()
-    monkeypatch.setattr(agent, "ProxyClient", lambda *_, **__: pool)
+def run_agent(launcher: FakeLauncher, orders: Callable[[Announcement], Orders], patch: pytest.MonkeyPatch) -> Pool:
+    """Runs an agent until it is ordered to stop, and its load has ended."""
+    pool, client = Pool(orders), LocalClient()
+    patch.setattr(agent, "ProxyClient", lambda *_, **__: pool)
     options: dict[str, Any] = {"address": ProxyAddress(host="127.0.0.1", port=9, pid=1), "token": "join"}
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
     agent.Agent("replica-0", config, launcher=launcher, client=client, **options).run()
@@ -48,6 +44,40 @@ def test_load_that_its_own_end_cuts_short_is_no_failure_of_the_checkpoint(
         if thread.name == "load":
             thread.join()
     client.shutdown()
+    return pool
+
+
+def test_load_that_its_own_end_cuts_short_is_no_failure_of_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1))).served
+    launcher = FakeLauncher(tmp_path, scripts={0: "import time; time.sleep(600)"})
+
+    def orders(announcement: Announcement) -> Orders:
+        if launcher.launches:
+            return Orders(version=2, known=True, stop=True)
+        return Orders(version=1, known=True, model="run-1", served=served)
+
+    pool = run_agent(launcher, orders, monkeypatch)
     assert launcher.launches == ["run-1"]
     assert [load for announcement in pool.heard for load in announcement.loads] == []
     assert pool.heard[-1].state == "dead"
+
+
+def test_replica_that_says_it_is_ready_says_how_it_became_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoints = [
+        Servable.from_uri(f"run-{seed}", str(write_checkpoint(tmp_path / f"step-{seed}", seed=seed))) for seed in (1, 2)
+    ]
+    first_words: dict[str | None, Announcement] = {}
+
+    def orders(announcement: Announcement) -> Orders:
+        if announcement.state == "ready":
+            first_words.setdefault(announcement.model, announcement)
+        for version, checkpoint in enumerate(checkpoints):
+            if checkpoint.name not in first_words:
+                return Orders(version=version, known=True, model=checkpoint.name, served=checkpoint.served)
+        return Orders(version=len(checkpoints), known=True, stop=True)
+
+    run_agent(FakeLauncher(tmp_path), orders, monkeypatch)
+    assert [load.how for load in first_words["run-1"].loads] == ["cold start"]
+    assert [load.how for load in first_words["run-2"].loads] == ["cold start", "restart"]
