@@ -273,7 +273,7 @@ def test_checkpoints_asked_for_at_once_are_spread_over_two_replicas_of_which_one
     with InferencePool(config, checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
         running, _ = pool.load("run-1")
         assert running.capacity == 64
-        eventually(lambda: all(replica.announcement.state == "ready" for replica in pool.proxy_status().replicas))
+        eventually(lambda: [seen.announcement.state for seen in pool.proxy_status().replicas] == ["ready", "ready"])
         with ThreadPoolExecutor(6) as threads:
             names = ["run-1", "run-2"] * 15
             answers = list(threads.map(lambda name: ask(running, model=name).status_code, names))
