@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from pools.protocol import Failure, LeaseStatus, LoadReport, ReplicaStatus
+from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus
 from resources.errors import EngineStartFailed
 
 _SHORTEST_LINGER_SECONDS = 0.25
 _LONGEST_LINGER_SECONDS = 5.0
+
+
+def loads_of(model: str, digest: str, *, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
+    """The loads of a checkpoint that went well, with their replicas, in the order they happened there."""
+    for replica in status.replicas:
+        for load in replica.announcement.loads:
+            if load.digest == digest and load.model == model and load.failure is None:
+                yield replica, load
 
 
 class LoadLog:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from pools.access import PoolAccess
 from pools.endpoint import RunningModel
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
+from pools.pool.loads import loads_of
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
 from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused, error_of
 
@@ -24,13 +25,16 @@ _WAIT_SECONDS = 5.0
 _VERDICT_SECONDS = 1.5  # the pool looks at leases twice a second
 _RETRY_SECONDS = 0.2
 
+Answer = TypeVar("Answer")
+
 
 @dataclass(frozen=True)
 class OpenCell:
-    """One attempt at a cell: `running` is where its requests go, so that they are told from all others."""
+    """One attempt at a cell: `running` is where its requests go, `proxy` the start of the proxy that knows of it."""
 
     name: str
     attempt: str
+    proxy: str
     running: RunningModel
     replica_seconds: float
     loads_before: dict[str, int]
@@ -79,6 +83,7 @@ class PoolSession:
         self._proxy_instance = ""
         self._abilities: dict[tuple[str, str], _Abilities] = {}
         self._changing = threading.Lock()
+        self._introducing = threading.Lock()
         self._closing = threading.Event()
         self._renewer = threading.Thread(target=self._renew, name="lease", daemon=True)
 
@@ -151,12 +156,13 @@ class PoolSession:
                 has to be asked what its engine can do.
             ProxyFailed: the pool is gone.
         """
-        self._proxy.open_cell(cell, attempt, mirror=mirror)
-        with self._changing:
+        self._patiently(lambda: self._proxy.open_cell(cell, attempt, mirror=mirror))
+        with self._introducing:
             self._cells[cell, attempt] = mirror
+        status = self.status()
         loads_before = {
             replica.announcement.instance: max((load.number for load in replica.announcement.loads), default=0)
-            for replica in self.status().replicas
+            for replica in status.replicas
         }
         self.want(name)
         try:
@@ -164,7 +170,7 @@ class PoolSession:
         except BaseException:
             self.unwant(name)
             raise
-        return OpenCell(cell, attempt, running, self.replica_seconds(name), loads_before)
+        return OpenCell(cell, attempt, status.instance, running, self.replica_seconds(name), loads_before)
 
     def has_prompt_logprobs(self, name: str) -> bool:
         """True if a checkpoint answers with log-probabilities of its prompts; it is loaded where that is unknown.
@@ -197,9 +203,15 @@ class PoolSession:
         Raises:
             ProxyFailed: the pool is gone.
         """
-        with self._changing:
-            self._cells.pop((opened.name, opened.attempt), None)
-        self._proxy.close_cell(opened.name, opened.attempt, drop=finished)
+        with self._introducing:
+            mirror = self._cells.pop((opened.name, opened.attempt), None)
+
+        def close() -> RequestCounters:
+            if self._proxy.status().instance != opened.proxy:  # it may not know yet what it is to write or drop
+                self._proxy.open_cell(opened.name, opened.attempt, mirror=mirror)
+            return self._proxy.close_cell(opened.name, opened.attempt, drop=finished)
+
+        self._patiently(close)
 
     def replica_seconds(self, name: str) -> float:
         """Time that replicas were given to a checkpoint so far, added up."""
@@ -236,16 +248,9 @@ class PoolSession:
 
     def report(self, name: str, status: ProxyStatus | None = None) -> LoadReport | None:
         """Returns the slowest of the replicas' last loads of a checkpoint; None if no replica has loaded it."""
-        last = {replica.name: load for replica, load in self._loads_of(name, status or self.status())}
+        loads = loads_of(name, self._digest(name), status=status or self.status())
+        last = {replica.name: load for replica, load in loads}
         return max(last.values(), key=lambda load: load.seconds, default=None)
-
-    def _loads_of(self, name: str, status: ProxyStatus) -> Iterator[tuple[ReplicaStatus, LoadReport]]:
-        """The loads of a checkpoint that went well, by replica, in the order they happened there."""
-        digest = self._digest(name)
-        for replica in status.replicas:
-            for load in replica.announcement.loads:
-                if load.digest == digest and load.model == name and load.failure is None:
-                    yield replica, load
 
     def report_of(self, name: str, opened: OpenCell) -> LoadReport | None:
         """Returns the way a checkpoint came into a replica for a cell, the slowest if it did so more than once.
@@ -255,18 +260,14 @@ class PoolSession:
         status = self.status()
         loads = [
             load
-            for replica, load in self._loads_of(name, status)
+            for replica, load in loads_of(name, self._digest(name), status=status)
             if load.number > opened.loads_before.get(replica.announcement.instance, 0)
         ]
         return max(loads, key=lambda load: load.seconds, default=None) or self.report(name, status)
 
-    def counts(self, name: str) -> dict[str, int]:
-        """Requests for one checkpoint so far, by outcome: answered, client_errors, server_errors, and so on."""
-        return self.status().models.get(name, RequestCounters()).model_dump()
-
     def cell_counts(self, opened: OpenCell) -> RequestCounters:
         """Requests of a cell so far, by outcome."""
-        return self._proxy.cell_counts(opened.name, opened.attempt)
+        return self._patiently(lambda: self._proxy.cell_counts(opened.name, opened.attempt))
 
     def check(self, name: str) -> None:
         """Raises the reason if the pool cannot answer for a checkpoint any more.
@@ -284,20 +285,19 @@ class PoolSession:
         Raises:
             ProxyFailed: the pool is gone.
         """
-        status = self._patiently(self._proxy.status)
-        if status.instance != self._proxy_instance:
-            self._introduce(status.instance)
-        return status
+        return self._patiently(self._introduced)
 
-    def _introduce(self, instance: str) -> None:
-        """Tells a proxy that was started again what the one before knew: the lease, and the cells that are open."""
-        with self._changing:
-            is_new, self._proxy_instance = self._proxy_instance != "", instance
-            cells = dict(self._cells)
-        if is_new:
-            self._take_lease()
-            for (cell, attempt), mirror in cells.items():
-                self._proxy.open_cell(cell, attempt, mirror=mirror)
+    def _introduced(self) -> ProxyStatus:
+        """Asks once; a proxy that was started again is told what the one before knew: lease and open cells."""
+        status = self._proxy.status()
+        if status.instance != self._proxy_instance:
+            with self._introducing:
+                if self._proxy_instance not in ("", status.instance):
+                    self._take_lease()
+                    for (cell, attempt), mirror in self._cells.items():
+                        self._proxy.open_cell(cell, attempt, mirror=mirror)
+                self._proxy_instance = status.instance
+        return status
 
     def _until(self, condition: Callable[[ProxyStatus], bool], name: str) -> ProxyStatus:
         status = self.status()
@@ -309,14 +309,15 @@ class PoolSession:
     def _next(self, known: ProxyStatus) -> ProxyStatus:
         return self._patiently(lambda: self._proxy.status(after=known.version, wait_seconds=_WAIT_SECONDS))
 
-    def _patiently(self, ask: Callable[[], ProxyStatus]) -> ProxyStatus:
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+    def _patiently(self, ask: Callable[[], Answer]) -> Answer:
+        deadline: float | None = None
         while True:
             try:
                 return ask()
             except ProxyRefused:
                 raise
             except ProxyFailed:
+                deadline = deadline or time.monotonic() + _PATIENCE_SECONDS
                 if time.monotonic() > deadline or self._closing.is_set():
                     raise
                 time.sleep(_RETRY_SECONDS)
@@ -368,10 +369,12 @@ class PoolSession:
 
     def _take_lease(self) -> ProxyStatus:
         with self._changing:
-            wants = tuple(self._wants)
-            models = {name: checkpoint.served for name, checkpoint in self._checkpoints.items()}
             lease = Lease(
-                holder=self._holder, seconds=LEASE_SECONDS, models=models, wants=wants, tries=dict(self._tries)
+                holder=self._holder,
+                seconds=LEASE_SECONDS,
+                models={name: checkpoint.served for name, checkpoint in self._checkpoints.items()},
+                wants=tuple(self._wants),
+                tries=dict(self._tries),
             )
             return self._patiently(lambda: self._proxy.take_lease(self._name, lease))
 

@@ -14,6 +14,10 @@ from typing import Any
 from pydantic import SecretStr
 
 from fakes.engine import FakeEngine
+from pools.access import PoolAccess
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
+from pools.pool.session import PoolSession
 from pools.protocol import Announcement, DesiredState, ProxyLimits, ReplicaState, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
 from resources.settings import ProxyKeys, process_environment
@@ -117,6 +121,18 @@ def replica_of(engine: FakeEngine, *, state: ReplicaState = "ready", digest: str
 def state_of(model: str, *engines: FakeEngine) -> PoolState:
     """One model, on all of these engines, which are ready."""
     return PoolState(models={model: "d"}, replicas=tuple(replica_of(engine) for engine in engines))
+
+
+def session_of(proxy: RunningProxy, checkpoint: Servable) -> PoolSession:
+    """A session with a pool of one replica, which says that it holds the checkpoint."""
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
+    access = PoolAccess(address=proxy.address, key=KEYS.client, admin_key=KEYS.admin, config=config, engine_build="b")
+    ready = Announcement(
+        instance="first", url="http://127.0.0.1:9", state="ready", digest=checkpoint.digests.checkpoint
+    )
+    proxy.client.set_state(DesiredState(models={checkpoint.name: checkpoint.served}, orders={"a": checkpoint.name}))
+    proxy.client.announce("a", ready, join_token=JOIN_TOKEN)
+    return PoolSession(access, [checkpoint], holder="a test")
 
 
 async def until(condition: Callable[[], bool], *, timeout_seconds: float = 10) -> None:

@@ -151,7 +151,7 @@ def test_pool_that_trusts_reloads_loads_checkpoints_in_place_when_asked_for_and_
             answers.append(ask(running).json()["choices"][0]["logprobs"]["token_logprobs"])
             assert loaded.how == ("cold start" if checkpoint is checkpoints[0] else "reload")
             assert running.prompt_logprobs
-            assert pool.session.counts(checkpoint.name)["answered"] == 1
+            assert pool.proxy_status().models[checkpoint.name].answered == 1
         again, loaded = pool.load("run-1")
         assert ask(again).json()["choices"][0]["logprobs"]["token_logprobs"] == answers[0]
         assert pool.load("run-1")[1].how == "already loaded"

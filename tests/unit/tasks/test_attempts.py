@@ -16,8 +16,10 @@ import pytest
 
 from fakes.models import write_run
 from fakes.polling import eventually, is_alive
+from fakes.proxy import running_proxy, session_of
 from fakes.records import make_record
 from pools.endpoint import RunningModel
+from pools.engine.launch import Servable
 from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import EnvironmentSpec
@@ -37,6 +39,7 @@ from tasks.records.samples import Sample
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, standing_record
 from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
+from tasks.running.serving import PoolServing
 from tasks.spec.evaluation import EvaluationConfig
 
 PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
@@ -154,6 +157,39 @@ def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_tol
     with pytest.raises(EvaluationInterrupted):
         run_cell.fn(cell, None, context)
     assert pids() == started
+
+
+@dataclass(frozen=True)
+class Killing(Crashing):
+    """A harness that kills a process at its end, with results that are sound."""
+
+    name: str = "killing"
+    needs_endpoint: bool = True
+    pid: int = 0
+
+    def command(self, model: EvaluatedModel, config: EvaluationConfig, output: Path, **_: Any) -> HarnessCommand:
+        return HarnessCommand(argv=(sys.executable, "-c", f"import os; os.kill({self.pid}, 9)"), variables={}, files={})
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        return Parsed(metrics=(), counts=Counts(requested=1, answered=1, scored=1), versions={})
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        return iter(())
+
+
+def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):
+    cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", pool_config={"model": {"name": "run-a"}})
+    checkpoint = Servable.from_uri(cell.reference.name, cell.reference.uri)
+    with (
+        running_proxy(tmp_path) as first,
+        session_of(first, checkpoint) as session,
+        ThreadPoolExecutor(1) as threads,
+    ):
+        harness = Harness(Killing(pid=first.process.pid), Path(sys.executable), None)
+        attempt = threads.submit(run_cell.fn, cell, PoolServing(session), CellContext(1, 1, lambda _: harness, Lock()))
+        first.process.wait(60)
+        with running_proxy(tmp_path, port=first.address.port):
+            assert attempt.result(timeout=60).status == "succeeded"
 
 
 def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_counted(tmp_path: Path):
