@@ -7,6 +7,7 @@ from typing import Any
 
 from pools.config import InferencePoolConfig
 from resources.config import ResourceConfig
+from resources.jobs import inheritance
 from resources.jobs.jobs import EnvironmentConfig, create_environment
 from resources.settings import settings
 
@@ -17,10 +18,11 @@ def pool_environment(config: InferencePoolConfig, *, env_vars: Mapping[str, str]
     The workspace is an empty folder: nothing of the folder where a pool was asked for is sent along.
     """
     if config.resource_config.image is not None:
-        return create_environment(docker_image=config.resource_config.image, env_vars=dict(env_vars))
+        image = config.resource_config.image
+        return create_environment(docker_image=image, env_vars=dict(env_vars), inherited=inheritance.SERVICE)
     workspace = settings().cache_dir / "empty"
     workspace.mkdir(parents=True, exist_ok=True)
-    return create_environment(workspace=workspace, env_vars=dict(env_vars))
+    return create_environment(workspace=workspace, env_vars=dict(env_vars), inherited=inheritance.SERVICE)
 
 
 def labelled(name: str, label: str | None, suffix: str) -> str:

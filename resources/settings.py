@@ -10,6 +10,8 @@ import configparser
 import os
 import secrets
 import sys
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -66,6 +68,9 @@ class Settings(BaseSettings):
     staging_max_bytes: int = Field(default=200 * 2**30, ge=0)
     """Bound on local copies of checkpoints; the least recently used go first."""
 
+    inherit: str = ""
+    """Further variables for engines, harnesses, proxies and sinks, with commas between them: `MY_MIRROR,CORP_*`."""
+
     @property
     def environments_dir(self) -> Path:
         """Folder with one virtual environment per pinned list; resolved, since scripts in it name their folder."""
@@ -114,18 +119,27 @@ def deployment_data(*names: str) -> Path:
     return (installed if installed.is_dir() else Path(__file__).parents[1] / "deployments").joinpath(*names)
 
 
-def process_environment(overrides: dict[str, str] | None = None) -> dict[str, str]:
+def process_environment(
+    overrides: dict[str, str] | None = None, *, inherited: Iterable[str] | None = None
+) -> dict[str, str]:
     """The environment for a child process: this one's, less what would leak our interpreter into another.
 
     Args:
         overrides: variables that win over the inherited ones.
+        inherited: names of those that it may have, see `resources/jobs/inheritance.py`; all when None.
     """
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
-    }
-    return {**inherited, **(overrides or {})}
+    left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
+    found = {name: value for name, value in os.environ.items() if name not in left_out}
+    if inherited is not None:
+        found = {name: value for name, value in found.items() if may_inherit(name, inherited)}
+    return {**found, **(overrides or {})}
+
+
+def may_inherit(name: str, inherited: Iterable[str]) -> bool:
+    """Tells whether a variable is one of those named, of `ASSAY_INHERIT`, or a setting of ours that is no secret."""
+    ours = (f"ASSAY_{field}".upper() for field in Settings.model_fields if not field.endswith("_api_key"))
+    named = (part.strip() for part in settings().inherit.split(","))
+    return any(fnmatchcase(name, pattern) for pattern in (*inherited, *named, *ours, "MARIN_PREFIX"))
 
 
 def set_process_environment_defaults(defaults: dict[str, str]) -> None:

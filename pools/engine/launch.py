@@ -28,6 +28,7 @@ from pools.weights.model_files import (
 )
 from pools.weights.staging import Staging
 from resources.environments.environments import Environment
+from resources.jobs import inheritance
 from resources.jobs.jobs import Client
 from resources.settings import settings
 from resources.storage import storage
@@ -202,7 +203,10 @@ class VllmLauncher:
             yield self
             return
         python = self.environment.python
-        with ForkServer(program, python=python, client=client, variables=self._variables()) as server:
+        variables = self._variables()
+        with ForkServer(
+            program, python=python, client=client, variables=variables, inherited=inheritance.ENGINE
+        ) as server:
             yield replace(self, server=server)
 
     def _variables(self) -> dict[str, str]:

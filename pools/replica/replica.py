@@ -26,6 +26,7 @@ from resources.errors import (
     ReloadUnavailable,
     SwapRefused,
 )
+from resources.jobs import inheritance
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_environment
 
 _log = logging.getLogger("assay.agent")
@@ -214,7 +215,7 @@ class ReplicaEngine:
                         name=f"engine-{self.name}-{random.randrange(16**6):06x}",
                         entrypoint=Command(launch.command, launch.arguments),
                         resources=self._config.resource_config.model_copy(update={"replicas": 1}),
-                        environment=create_environment(env_vars=dict(launch.variables)),
+                        environment=create_environment(env_vars=dict(launch.variables), inherited=inheritance.ENGINE),
                         max_retries_preemption=0,  # a restart must prove its model again, so it is decided here
                     )
                 )

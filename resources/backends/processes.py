@@ -73,8 +73,9 @@ def argv_of(entrypoint: Command | Path, *, python: Path, imports: Iterable[str])
 
 
 def variables_of(environment: EnvironmentConfig, *, python: Path, given: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment of a job's processes: this process's, the request's, and what the backend has `given`."""
-    variables = process_environment({"PYTHONUNBUFFERED": "1", **environment.env_vars, **given})
+    """The whole environment of a job's processes: what it inherits, the request's, and what the backend has `given`."""
+    own = {"PYTHONUNBUFFERED": "1", **environment.env_vars, **given}
+    variables = process_environment(own, inherited=environment.inherited)
     return {**variables, "PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}
 
 

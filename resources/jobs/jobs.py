@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout
-from resources.settings import forwarded_secrets
+from resources.settings import forwarded_secrets, may_inherit
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FIRST_POLL_SECONDS = 0.05
@@ -96,6 +96,8 @@ class EnvironmentConfig:
     """Extras of the project in `workspace`, installed into the same environment."""
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables that win over the inherited ones; may hold credentials, so they are never shown."""
+    inherited: tuple[str, ...] | None = None
+    """Names of variables that it inherits of the process that starts it, see `inheritance.py`; all when None."""
     python: Path | None = None
     """Interpreter of an environment that has been built already."""
 
@@ -123,6 +125,7 @@ def create_environment(
     extras: Sequence[str] = (),
     env_vars: Mapping[str, str | None] | None = None,
     python: Path | None = None,
+    inherited: tuple[str, ...] | None = None,
 ) -> EnvironmentConfig:
     """An environment with the usual defaults: the working directory, credentials passed on, no tokenizer threads.
 
@@ -133,10 +136,14 @@ def create_environment(
         extras: extras of the project in `workspace`.
         env_vars: win over the defaults; a default set to None here is left out.
         python: interpreter of an environment that has been built already.
+        inherited: names of the variables and credentials that it may have of ours; all when None.
     """
     if workspace is None and docker_image is None:
         workspace = Path.cwd()
-    variables = {"TOKENIZERS_PARALLELISM": "false", **forwarded_secrets(), **(env_vars or {})}
+    credentials = {
+        name: value for name, value in forwarded_secrets().items() if inherited is None or may_inherit(name, inherited)
+    }
+    variables = {"TOKENIZERS_PARALLELISM": "false", **credentials, **(env_vars or {})}
     return EnvironmentConfig(
         workspace=Path(workspace) if workspace is not None else None,
         docker_image=docker_image,
@@ -144,6 +151,7 @@ def create_environment(
         extras=tuple(extras),
         env_vars={name: value for name, value in variables.items() if value is not None},
         python=python,
+        inherited=inherited,
     )
 
 

@@ -33,6 +33,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         python: interpreter of the environment it needs.
         client: runs the server, as a job that ends with this process; on the machine where the commands will run.
         variables: environment of the import. Runs bring their own, which must agree in what is read at import.
+        inherited: names of the variables that it inherits beside those; all when None.
         preload_arguments: given to the program's `preload`.
     """
 
@@ -43,12 +44,14 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         python: Path,
         client: Client,
         variables: Mapping[str, str] | None = None,
+        inherited: tuple[str, ...] | None = None,
         preload_arguments: Sequence[str] = (),
     ) -> None:
         self._program = program
         self._python = python
         self._client = client
         self._variables = dict(variables or {})
+        self._inherited = inherited
         self._preload_arguments = tuple(preload_arguments)
         self._folder: Path | None = None
         self._socket: Path | None = None
@@ -82,7 +85,10 @@ class ForkServer(AbstractContextManager["ForkServer"]):
                 Command(str(self._python), (*arguments, *self._preload_arguments)),
                 resources=ResourceConfig(),
                 environment=create_environment(
-                    workspace=self._program.parent, python=self._python, env_vars=dict(self._variables)
+                    workspace=self._program.parent,
+                    python=self._python,
+                    env_vars=dict(self._variables),
+                    inherited=self._inherited,
                 ),
                 max_retries_preemption=_RESTARTS,
             )

@@ -26,6 +26,7 @@ from resources.errors import (
     StorageError,
     error_of,
 )
+from resources.jobs import inheritance
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
@@ -96,7 +97,9 @@ def run_harness(
         name or f"{evaluator.environment(config).name}-{secrets.token_hex(4)}",
         server.command(*command.arguments) if server else Command(command.argv[0], command.argv[1:]),
         resources=(config.resource_config if not evaluator.needs_endpoint else None) or ResourceConfig(),
-        environment=create_environment(workspace=working_folder, python=python, env_vars=variables),
+        environment=create_environment(
+            workspace=working_folder, python=python, env_vars=variables, inherited=_inherited(evaluator)
+        ),
         max_retries_preemption=0,  # whoever called us retries, with a fresh folder
     )
     deadline = time.monotonic() + config.timeout_seconds
@@ -133,6 +136,7 @@ def warmed(
         python=python,
         client=client,
         variables={**cache_variables(), **evaluator.import_variables},
+        inherited=_inherited(evaluator),
         preload_arguments=tuple(dict.fromkeys(a for config in configs for a in evaluator.preload_arguments(config))),
     ) as server:
         yield server
@@ -153,6 +157,10 @@ def verify_counts(parsed: Parsed) -> None:
         + (f"; the judge gave no usable verdict on {counts.judge_errors}" if counts.judge_errors else ""),
         remedy="The score is withheld. Look into harness.log and the samples beside the record, then evaluate again",
     )
+
+
+def _inherited(evaluator: Evaluator) -> tuple[str, ...]:
+    return inheritance.HARNESS if evaluator.needs_endpoint else inheritance.NATIVE_HARNESS
 
 
 def _prepare(command: HarnessCommand, output: Path) -> Path:

@@ -20,6 +20,7 @@ from resources.backends.local.client import local_client
 from resources.config import ResourceConfig
 from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput, JobTimeout, StagingIncomplete
+from resources.jobs import inheritance
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
@@ -234,7 +235,12 @@ def _run(
         name,
         Command(str(python), ("-I", "-u", str(stager.program), action, str((folder / _JOB_FILE).absolute()))),
         resources=ResourceConfig(),
-        environment=create_environment(workspace=folder, python=python, env_vars={**cache_variables(), **variables}),
+        environment=create_environment(
+            workspace=folder,
+            python=python,
+            env_vars={**cache_variables(), **variables},
+            inherited=inheritance.NATIVE_HARNESS,
+        ),
         max_retries_preemption=0,
     )
     handle = local_client().submit(request)

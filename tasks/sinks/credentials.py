@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from resources.errors import SinkFailed
+from resources.jobs import inheritance
 from resources.settings import process_environment
 from tasks.spec.sinks import Sink, sink_kinds
 
@@ -53,11 +54,13 @@ def credentials_of(sink: Sink) -> Credentials:
     Raises:
         SinkFailed: a block that it names cannot be loaded.
     """
-    inherited = {name: value for name, value in process_environment().items() if not _NOT_OURS.fullmatch(name)}
+    names = (*inheritance.SENDER, *sink.variables, *sink.secret_variables)
+    found = process_environment(inherited=names)
+    inherited = {name: value for name, value in found.items() if not _NOT_OURS.fullmatch(name)}
     access = sink.access()
     variables = {**_DEFAULTS, **inherited, **access.variables}
-    found = [variables.get(name) for kind in sink_kinds() for name in kind.secret_variables]
-    secrets = tuple(SecretStr(value) for value in (*found, *access.secrets) if value)
+    keys = [variables.get(name) for kind in sink_kinds() for name in kind.secret_variables]
+    secrets = tuple(SecretStr(value) for value in (*keys, *access.secrets) if value)
     return Credentials(variables=variables, arguments=access.arguments, secrets=secrets)
 
 

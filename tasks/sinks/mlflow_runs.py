@@ -37,6 +37,7 @@ class MlflowSink(SinkConfig):
     """A run in MLflow for each training run. User name, password or token are in MLflow's own variables."""
 
     secret_variables = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
+    variables = ("MLFLOW_*",)
     client_lasts = True
 
     kind: Literal["mlflow"] = "mlflow"

@@ -55,6 +55,7 @@ class WeightsAndBiasesSink(SinkConfig):
     """A run in Weights & Biases for each training run, over its training steps. The key is in WANDB_API_KEY."""
 
     secret_variables = ("WANDB_API_KEY",)
+    variables = ("WANDB_*",)
 
     kind: Literal["wandb"] = "wandb"
     """Says that this sink is Weights & Biases."""

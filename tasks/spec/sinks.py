@@ -56,6 +56,8 @@ class SinkConfig(Config):
 
     secret_variables: ClassVar[tuple[str, ...]] = ()
     """Variables of the environment that hold keys of this sink; their values are kept out of what is written."""
+    variables: ClassVar[tuple[str, ...]] = ()
+    """Further variables that the process which sends inherits; a name may hold `*`."""
     client_lasts: ClassVar[bool] = False
     """Tells that a process which has sent a record sends the next as well as a new one would."""
 

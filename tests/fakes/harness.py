@@ -20,6 +20,9 @@ def main(behaviour: str, output: Path) -> int:
     match behaviour:
         case "succeed":
             counts = {"requested": 2, "answered": 2, "scored": 2}
+        case "look_around":
+            (output / "variables.json").write_text(json.dumps(sorted(os.environ)))
+            counts = {"requested": 2, "answered": 2, "scored": 2}
         case "answer_fewer":
             counts = {"requested": 2, "answered": 1, "scored": 1}
         case "fail":

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 from pydantic import BaseModel, ValidationError
 
 from resources.errors import BadInput, HarnessFailed, UnknownBenchmark
+from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from tasks.evaluators.helm.options import HelmOptions
@@ -175,7 +176,7 @@ def _listed(python: Path) -> _Known:
 
 def _last_line(python: Path, *arguments: str) -> str:
     argv = [str(python), "-I", str(_PROGRAM), *arguments]
-    variables = process_environment({"HF_HUB_OFFLINE": "1"})
+    variables = process_environment({"HF_HUB_OFFLINE": "1"}, inherited=inheritance.HARNESS)
     try:
         done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=variables)
         return done.stdout.splitlines()[-1]

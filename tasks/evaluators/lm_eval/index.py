@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from resources.errors import BadInput, EnvironmentBuildFailed, HarnessFailed
+from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from tasks.spec.benchmarks import benchmarks_uri
@@ -63,9 +64,8 @@ def listing(python: Path) -> Listing:
         pass
     argv = [str(python), "-I", str(PROGRAM), "--list"]
     try:
-        listed = subprocess.run(
-            argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=process_environment()
-        )
+        variables = process_environment(inherited=inheritance.HARNESS)
+        listed = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=_LIST_SECONDS, env=variables)
         found = Listing.model_validate_json(listed.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         output = str(getattr(error, "stderr", None) or "")

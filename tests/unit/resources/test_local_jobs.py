@@ -22,6 +22,7 @@ from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
 from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs import inheritance
 from resources.jobs.jobs import (
     Command,
     Entrypoint,
@@ -31,6 +32,7 @@ from resources.jobs.jobs import (
     create_environment,
     wait_all,
 )
+from resources.settings import settings
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -209,6 +211,34 @@ def test_variables_of_a_job_are_not_written_to_its_folder(client: LocalClient, t
     written = b"".join(path.read_bytes() for path in (tmp_path / "jobs" / job.job_id).iterdir())
     assert b"a-secret-token" not in written
     assert (tmp_path / "jobs" / job.job_id).stat().st_mode & 0o077 == 0
+
+
+@pytest.mark.parametrize("kind", ["ENGINE", "HARNESS", "NATIVE_HARNESS", "SERVICE", "SENDER"])
+def test_job_of_a_kind_inherits_what_its_kind_may_and_what_the_user_names(
+    kind: str, tmp_path: Path, client: LocalClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    secrets = {"WANDB_API_KEY", "PREFECT_API_KEY", "OPENAI_API_KEY", "ASSAY_ACTOR_KEY", "ASSAY_POOL_ADMIN_KEY"}
+    some_kinds = {"AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "VLLM_CPU_KVCACHE_SPACE", "RAY_ADDRESS"}
+    named = {"MY_MIRROR", "CORP_REGION", "ASSAY_INHERIT"}
+    for name in secrets | some_kinds | named:
+        monkeypatch.setenv(name, "something")
+    monkeypatch.setenv("ASSAY_INHERIT", "MY_MIRROR, CORP_*")
+    settings.cache_clear()
+    environment = create_environment(workspace=tmp_path, inherited=getattr(inheritance, kind))
+    request = JobRequest("job", shell("env -0 > found"), resources=ON_CPU, environment=environment)
+    client.submit(request).wait(30)
+    settings.cache_clear()
+    found = {line.partition("=")[0] for line in (tmp_path / "found").read_text().split("\0")}
+    given = {
+        "ENGINE": {"VLLM_CPU_KVCACHE_SPACE"},
+        "HARNESS": {"HF_TOKEN"},
+        "NATIVE_HARNESS": {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"},
+        "SERVICE": some_kinds,
+        "SENDER": {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY"},
+    }[kind]
+    assert named | {"PATH", "HOME"} <= found
+    assert found & some_kinds == given
+    assert not found & secrets
 
 
 def test_gpus_are_counted_before_a_job_is_accepted(tmp_path: Path) -> None:

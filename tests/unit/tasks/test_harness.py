@@ -156,6 +156,19 @@ def test_harness_key_is_in_no_file_it_leaves(tmp_path: Path, client: LocalClient
     assert "with key ***" in (tmp_path / "output" / "harness.log").read_text()
 
 
+def test_harness_inherits_what_harnesses_need_and_no_key_of_its_user(
+    tmp_path: Path, client: LocalClient, monkeypatch: pytest.MonkeyPatch
+):
+    keys = {"WANDB_API_KEY", "PREFECT_API_KEY", "AWS_SECRET_ACCESS_KEY", "ASSAY_ACTOR_KEY", "ASSAY_JUDGE_API_KEY"}
+    needed = {"HF_TOKEN", "HF_ENDPOINT", "CUDA_VISIBLE_DEVICES", "https_proxy", "ASSAY_CACHE_DIR", "LC_ALL"}
+    for name in keys | needed:
+        monkeypatch.setenv(name, str(tmp_path))
+    run("look_around", tmp_path / "output", client)
+    found = set(json.loads((tmp_path / "output" / "variables.json").read_text()))
+    assert needed | {"PATH", "OPENAI_API_KEY"} <= found
+    assert not keys & found
+
+
 def test_harness_remote_folders_are_copied_into_the_working_folder(tmp_path: Path, client: LocalClient):
     import fsspec
 

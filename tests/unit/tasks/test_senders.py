@@ -36,6 +36,7 @@ from tasks.spec.sinks import Access, SinkConfig
 class DiarySink(SinkConfig):
     """A folder."""
 
+    secret_variables: ClassVar[tuple[str, ...]] = ("DIARY_KEY",)
     client_lasts: ClassVar[bool] = True
 
     kind: Literal["diary"] = "diary"
@@ -157,6 +158,7 @@ def test_other_keys_other_options_and_clients_of_one_use_get_a_process_of_their_
     with Senders() as senders:
         diary.send(100, senders)
         monkeypatch.setenv("DIARY_KEY", "a new one")
+        monkeypatch.setenv("PREFECT_API_KEY", "of another place")
         diary.send(200, senders)
         diary.send(300, senders, sink=diary.sink.model_copy(update={"tags": ("mine",)}))
         once = diary_sink("OneLetterSink")(path=str(diary.folder))
@@ -166,6 +168,7 @@ def test_other_keys_other_options_and_clients_of_one_use_get_a_process_of_their_
         assert len(set(diary.processes())) == 5
     assert "DIARY_KEY" not in diary.letter("helm-100")["variables"]
     assert diary.letter("helm-200")["variables"]["DIARY_KEY"] == "a new one"
+    assert "PREFECT_API_KEY" not in diary.letter("helm-200")["variables"]
 
 
 @pytest.mark.parametrize(("order", "about"), [("fail", "no ink"), ("die", "exit code 3"), ("hang", "within 8 s")])

@@ -1,0 +1,38 @@
+"""Variables that each kind of job of ours inherits: none that is not named here.
+
+Jobs that run a user's own code (`assay submit`, trainings, actors, the keeper of a pool) inherit everything, as their
+user's shell would give it. A name may hold `*`; `ASSAY_INHERIT` names more for every kind.
+"""
+
+from __future__ import annotations
+
+_ANY = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "TZ", "LANG", "LANGUAGE", "LC_*"),
+    *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"),
+    *("PYTHON*", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "GLIBC_TUNABLES", "DO_NOT_TRACK"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+    *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
+)
+_COMPUTE = (
+    *("CUDA_*", "NVIDIA_*", "NCCL_*", "GLOO_*", "ROCR_*", "HIP_*", "TPU_*", "LIBTPU_*", "MEGASCALE_*"),
+    *("JAX_*", "XLA_*", "TORCH*", "PYTORCH_*", "TRITON_*", "OMP_*", "KMP_*", "MKL_*", "OPENBLAS_*", "NUMEXPR_*"),
+)
+# All of the hub's but its tokens: HF_TOKEN and HUGGING_FACE_HUB_TOKEN.
+_HUB = ("HF_[!T]*", "HF_TOKEN_PATH", "HUGGINGFACE_*", "TRANSFORMERS_*", "DATASETS_*", "TOKENIZERS_*")
+_HUB_TOKENS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN")
+_STORES = (
+    *("AWS_*", "S3_*", "GOOGLE_*", "GCS*", "GCE_*", "CLOUDSDK_*", "AZURE_*", "FSSPEC_*", "STORAGE_EMULATOR_HOST"),
+    *_HUB_TOKENS,  # a hub's repository is a store as well
+)
+_CLUSTERS = ("RAY_*", "IRIS_*", "KUBECONFIG", "KUBERNETES_*")
+
+ENGINE = (*_ANY, *_COMPUTE, *_HUB, "VLLM_*", "FLASHINFER_*")
+"""For an engine: it loads files of this machine, some with code of their own."""
+HARNESS = (*_ANY, *_COMPUTE, *_HUB, *_HUB_TOKENS, "LMEVAL_*", "NLTK_DATA")
+"""For a harness: it asks an endpoint, and fetches data sets, of which some are gated."""
+NATIVE_HARNESS = (*HARNESS, *_STORES)
+"""For a harness that loads the checkpoint itself, wherever that lies."""
+SERVICE = (*ENGINE, *_STORES, *_CLUSTERS, "UV_*", "PIP_*")
+"""For proxies and agents, our own code: they read and write stores, build environments and submit jobs."""
+SENDER = (*_ANY, *_HUB, *_STORES, "NETRC")
+"""For the process that talks to a sink, which reads records from their store, beside the variables of that sink."""
