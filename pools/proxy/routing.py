@@ -121,6 +121,8 @@ class RoutingTable:
     orders_version: int = 0
     held: int = 0
     """Requests that wait for a replica."""
+    _superseded: set[str] = field(default_factory=set)
+    """Instances that must not take their name back; a pool starts few."""
     _orders: Mapping[str, str | None] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -158,15 +160,23 @@ class RoutingTable:
     def announce(self, name: str, announcement: Announcement) -> list[RoutedReplica]:
         """Takes what a replica says of itself, and renews its lease.
 
+        Of two instances of one name, the one that was started later has it from then on. Where the pool started both
+        at once, as when a backend moves an agent to another machine, that is the one that was heard of later.
+
         Returns:
             replicas whose work is lost by that: itself if it is dead, or the one before it of the same name.
         """
         before = self.replicas.get(name)
         lost: list[RoutedReplica] = []
+        if before is not None and announcement.start < before.announcement.start:
+            self._superseded.add(announcement.instance)
+        if announcement.instance in self._superseded:
+            return lost
         if before is None or before.announcement.instance != announcement.instance:
             if before is not None:
                 before.lost = True
                 lost.append(before)
+                self._superseded.add(before.announcement.instance)
             replica = self.replicas[name] = RoutedReplica(name, announcement, self.clock())
             self._give_order(replica)
             self.bump()
@@ -196,8 +206,10 @@ class RoutingTable:
             self.bump()
         return lost
 
-    def orders_of(self, name: str) -> Orders:
-        """Orders of the pool for a replica."""
+    def orders_of(self, name: str, instance: str = "") -> Orders:
+        """Orders of the pool for a replica; an instance whose name another one has is to stop."""
+        if instance in self._superseded:
+            return Orders(version=self.orders_version, known=True, stop=True)
         if self.models is None:
             return Orders(version=self.orders_version, known=False)
         replica = self.replicas.get(name)

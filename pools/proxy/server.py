@@ -217,13 +217,15 @@ class ProxyServer:
         self._tally.announced(name, announcement)
         self._change(self._table.announce(name, announcement))
 
-        def news(orders: Orders) -> bool:
-            return orders.in_flight == 0 if announcement.until_idle else orders.version != announcement.seen
+        def orders() -> Orders:
+            return self._table.orders_of(name, announcement.instance)
 
-        await self._until(
-            lambda: news(self._table.orders_of(name)), seconds=announcement.wait_seconds, gone=request.gone
-        )
-        return _value(self._table.orders_of(name))
+        def is_news() -> bool:
+            now = orders()
+            return now.stop or (now.in_flight == 0 if announcement.until_idle else now.version != announcement.seen)
+
+        await self._until(is_news, seconds=announcement.wait_seconds, gone=request.gone)
+        return _value(orders())
 
     async def _lease(self, request: Request, name: str) -> Reply:
         if request.head.method == "DELETE":

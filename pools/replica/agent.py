@@ -39,7 +39,9 @@ _ORPHANED_SECONDS = 120.0  # time for a proxy to be started again on the same ad
 _log = logging.getLogger("assay.agent")
 
 
-def run_agent(name: str, config: InferencePoolConfig, launcher: Launcher | None, address: ProxyAddress) -> None:
+def run_agent(
+    name: str, config: InferencePoolConfig, launcher: Launcher | None, address: ProxyAddress, start: int
+) -> None:
     """Runs a replica until the pool does not want it any more, or has been gone for two minutes.
 
     Args:
@@ -47,6 +49,7 @@ def run_agent(name: str, config: InferencePoolConfig, launcher: Launcher | None,
         config: how the pool serves.
         launcher: how an engine is started; vLLM, from an environment that is built on this machine, when None.
         address: of the pool's proxy; the join token is read from the environment.
+        start: number of this start among the pool's starts of agents.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -56,7 +59,7 @@ def run_agent(name: str, config: InferencePoolConfig, launcher: Launcher | None,
         launcher = VllmLauncher(config, environment)
     client = local_client()  # wherever the agent was sent: its engine belongs beside it
     with launcher.warmed(client) as warm:
-        Agent(name, config, launcher=warm, client=client, address=address, token=join_token()).run()
+        Agent(name, config, launcher=warm, client=client, address=address, token=join_token(), start=start).run()
 
 
 def _end_process(failure: threading.ExceptHookArgs) -> None:
@@ -76,6 +79,7 @@ class Agent:
         client: who runs engines.
         address: of the pool's proxy.
         token: to join the pool with.
+        start: number of this start among the pool's starts of agents.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class Agent:
         client: Client,
         address: ProxyAddress,
         token: str,
+        start: int,
     ) -> None:
         self._name = name
         self._config = config
@@ -94,6 +99,7 @@ class Agent:
         self._beat_seconds = min(10.0, config.lease_seconds / 3)
         self._proxy = ProxyClient(address, admin_key=token)
         self._token = token
+        self._start = start
         self._instance = secrets.token_hex(6)
         self._sequence = 0
         self._loads: deque[LoadReport] = deque(maxlen=_REMEMBERED_LOADS)
@@ -253,6 +259,7 @@ class Agent:
             holds = checkpoint is not None and state in ("ready", "draining")
             announcement = Announcement(
                 instance=self._instance,
+                start=self._start,
                 sequence=self._sequence,
                 url=self._ingress.url if self._ingress and replica.url else replica.url,
                 ingress_key=self._ingress.key if self._ingress else None,

@@ -37,7 +37,7 @@ def run_agent(launcher: FakeLauncher, orders: Callable[[Announcement], Orders], 
     """Runs an agent until it is ordered to stop, and its load has ended."""
     pool, client = Pool(orders), LocalClient()
     patch.setattr(agent, "ProxyClient", lambda *_, **__: pool)
-    options: dict[str, Any] = {"address": ProxyAddress(host="127.0.0.1", port=9, pid=1), "token": "join"}
+    options: dict[str, Any] = {"address": ProxyAddress(host="127.0.0.1", port=9, pid=1), "token": "join", "start": 7}
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
     agent.Agent("replica-0", config, launcher=launcher, client=client, **options).run()
     for thread in threading.enumerate():
@@ -62,6 +62,7 @@ def test_load_that_its_own_end_cuts_short_is_no_failure_of_the_checkpoint(
     assert launcher.launches == ["run-1"]
     assert [load for announcement in pool.heard for load in announcement.loads] == []
     assert pool.heard[-1].state == "dead"
+    assert {announcement.start for announcement in pool.heard} == {7}
 
 
 def test_replica_that_says_it_is_ready_says_how_it_became_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import aiohttp
@@ -64,6 +65,20 @@ def test_replica_that_nobody_knows_is_told_to_stop(proxy: RunningProxy) -> None:
     assert not _orders(proxy, Announcement(instance="i")).stop
     proxy.client.set_state(DesiredState(models=MODELS, orders={"b": None}))
     assert _orders(proxy, Announcement(instance="i")).stop
+
+
+def test_replica_that_another_start_supersedes_while_it_waits_for_orders_is_told_to_stop_at_once(
+    proxy: RunningProxy,
+) -> None:
+    proxy.client.set_state(DesiredState(models=MODELS, orders={"a": None}))
+    seen = _orders(proxy, Announcement(instance="old"))
+    with ThreadPoolExecutor(1) as threads:
+        old = Announcement(instance="old", sequence=1, seen=seen.version, wait_seconds=20)
+        waiting = threads.submit(_orders, proxy, old)
+        eventually(lambda: proxy.client.status().replicas[0].announcement.sequence == 1)
+        assert not _orders(proxy, Announcement(instance="new")).stop
+        assert waiting.result(timeout=15).stop
+    assert proxy.client.status().replicas[0].announcement.instance == "new"
 
 
 async def test_replica_that_falls_silent_loses_its_requests_to_another(proxy: RunningProxy) -> None:

@@ -137,6 +137,27 @@ def test_announce_another_instance_takes_over_and_the_one_before_is_lost() -> No
     assert table.replicas["a"].in_flight == 0
 
 
+def test_announce_instance_that_was_superseded_is_told_to_stop_and_never_comes_back() -> None:
+    table = _table(a=_announcement())
+    table.announce("a", _announcement("d2", instance="i2"))
+    before = table.version
+    for sequence in (1, 2):
+        assert table.announce("a", _announcement(instance="i1", sequence=sequence)) == []
+        assert table.orders_of("a", "i1").stop
+    assert (table.replicas["a"].announcement.instance, table.replicas["a"].lost) == ("i2", False)
+    assert table.version == before
+    assert not table.orders_of("a", "i2").stop
+
+
+def test_announce_earlier_start_takes_nothing_over_from_a_later_one() -> None:
+    table = _table(a=_announcement(instance="second", start=2))
+    assert table.announce("a", _announcement("d2", instance="first", start=1)) == []
+    assert (table.replicas["a"].announcement.instance, table.orders_of("a", "first").stop) == ("second", True)
+    [before] = table.announce("a", _announcement("d2", instance="third", start=3))
+    assert before.announcement.instance == "second"
+    assert table.orders_of("a", "second").stop
+
+
 def test_announce_older_one_that_arrives_late_changes_nothing() -> None:
     table = _table(a=_announcement("d1", sequence=5))
     table.announce("a", _announcement("d2", sequence=4))
