@@ -346,7 +346,7 @@ def test_engine_agent_or_proxy_that_is_killed_is_started_again_and_answers_as_be
         assert answer.status_code == 200
         assert answer.json()["choices"] == before
         eventually(lambda: not any(is_alive(pid) for pid in engines))
-        assert [replica.announcement.start for replica in pool.proxy_status().replicas] == [2]
+        eventually(lambda: [replica.announcement.start for replica in pool.proxy_status().replicas] == [2])
         address = pool.base_url
         os.kill(pool.proxy_pid, signal.SIGKILL)
 
