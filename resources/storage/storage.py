@@ -231,6 +231,9 @@ def check_writable(uri: str) -> None:
 def content_digest(uri: str, *, length: int = 64) -> str | None:
     """The first hex digits of the SHA-256 of a file; None where it cannot be read, which others refuse."""
     try:
+        if is_local(uri):
+            with local_path(uri).open("rb") as file:
+                return hashlib.file_digest(file, "sha256").hexdigest()[:length]
         return hashlib.sha256(read_bytes(uri)).hexdigest()[:length]
     except (OSError, AssayError):
         return None
@@ -256,6 +259,22 @@ def list_files(uri: str) -> list[FileInfo]:
     root = path.rstrip("/")
     named = [(name[len(root) :].lstrip("/"), info) for name, info in found.items() if not listings.is_marker(name)]
     return listings.described(uri, named)
+
+
+def matching_files(pattern: str) -> list[str]:
+    """Every file that a location with wildcards stands for; all below a folder. Links that lead nowhere count too.
+
+    Raises:
+        StorageError: the place cannot be listed.
+    """
+    filesystem, path = _open(pattern)
+    filesystem.invalidate_cache()
+    with reported(pattern, "list"):
+        found = [str(name) for name in filesystem.glob(path)]
+        files = {below for name in found for below in filesystem.find(name)}
+    if is_local(pattern):  # a pipe would be waited for
+        return sorted(file for file in files if Path(file).is_file() or not Path(file).exists())
+    return sorted(map(filesystem.unstrip_protocol, files))
 
 
 def bucket_objects(uri: str, *, between: Sequence[str] = ()) -> list[dict[str, Any]] | None:

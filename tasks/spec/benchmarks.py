@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
+from resources.errors import BadInput
 from resources.storage import storage
+from tasks.spec.benchmark_files import files_elsewhere
 from tasks.spec.evaluation import EvaluationConfig, digest_of
-from tasks.spec.evaluators import EVALUATORS
+from tasks.spec.evaluators import EVALUATORS, LmEvalBenchmarkOptions
 
 BUNDLED = Path(__file__).parent / "bundled"
 """Benchmarks as lm-eval reads them, one YAML and one JSONL file each; other harnesses' in folders of their own."""
@@ -39,30 +38,42 @@ def evaluation_hash(config: EvaluationConfig) -> str:
 
 
 def benchmarks_digest(config: EvaluationConfig) -> str:
-    """Digest over the benchmarks folder and files that task_kwargs name: changed questions are another evaluation."""
+    """Digest over the benchmarks folder and files elsewhere that are named: changed questions are another evaluation.
+
+    Raises:
+        BadInput: a file that is named cannot be read.
+    """
     root = benchmarks_uri(config).rstrip("/")
     files = [file for file in storage.list_files(root) if "__pycache__" not in file.uri]
+    names = [file.uri.removeprefix(f"{root}/") for file in files]
     if config.benchmarks_path is None:
-        files = [file for file in files if _is_asked_by(config.evaluator.name, file.uri.removeprefix(f"{root}/"))]
-    named = sorted({path for task in config.evals for path in _files_in(task.task_kwargs)})
+        names = [name for name in names if _is_asked_by(config.evaluator.name, name)]
+    named = files_elsewhere(
+        root,
+        names if config.benchmarks_path is not None else (),
+        arguments=[task.task_kwargs for task in config.evals],
+        all_is_data=not isinstance(config.evaluator, LmEvalBenchmarkOptions),
+    )
     return digest_of(
         [
-            *([file.uri.removeprefix(root), storage.read_bytes(file.uri).hex()] for file in files),
-            *([str(path), hashlib.sha256(storage.read_bytes(str(path))).hexdigest()] for path in named),
+            *([f"/{name}", storage.read_bytes(storage.join(root, name)).hex()] for name in names),
+            *([place, _content_of(place)] for place in sorted(named)),
         ]
     )
+
+
+def _content_of(place: str) -> str:
+    digest = storage.content_digest(place)
+    if digest is None:
+        raise BadInput(
+            expected="benchmarks that name files which can be read",
+            found=f"{place}, which cannot",
+            remedy="Correct the path, or put the file into the benchmarks folder",
+        )
+    return digest
 
 
 def _is_asked_by(evaluator: str, name: str) -> bool:
     """Tell whether a bundled file is an evaluator's: others than lm-eval have folders of their names."""
     folder = name.partition("/")[0] if "/" in name else ""
     return folder == evaluator if (BUNDLED / evaluator).is_dir() else folder not in EVALUATORS
-
-
-def _files_in(value: Any) -> Iterator[Path]:
-    """Files on this machine that are named by their whole path, however deep; those of the folder have short names."""
-    if isinstance(value, dict | list | tuple):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _files_in(part)
-    elif isinstance(value, str) and value.startswith("/") and Path(value).is_file():
-        yield Path(value)

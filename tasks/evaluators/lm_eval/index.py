@@ -7,7 +7,6 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -16,6 +15,7 @@ from resources.errors import BadInput, EnvironmentBuildFailed, HarnessFailed
 from resources.jobs import inheritance
 from resources.settings import process_environment, settings
 from resources.storage import storage
+from tasks.spec.benchmark_files import read_benchmark
 from tasks.spec.benchmarks import benchmarks_uri
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -111,18 +111,11 @@ def own_benchmarks(config: EvaluationConfig) -> OwnBenchmarks:
     return _found_in(folder)
 
 
-class _NamesLoader(yaml.SafeLoader):
-    """Reads a benchmark without importing the functions it names."""
-
-
-_NamesLoader.add_multi_constructor("!", lambda loader, suffix, node: None)
-
-
 def _found_in(folder: Path) -> OwnBenchmarks:
     found = OwnBenchmarks()
     for path in sorted(folder.rglob("*.yaml")):
         try:
-            content: Any = yaml.load(path.read_text(), Loader=_NamesLoader)
+            content = read_benchmark(path.read_bytes())
         except (OSError, ValueError, yaml.YAMLError):
             found.unreadable.append(path.name)
             continue

@@ -15,7 +15,6 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
-from tasks.spec.benchmarks import benchmarks_digest
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.loading import load_config
 from tasks.spec.suites import load_suite
@@ -184,23 +183,6 @@ def test_file_loads_and_broken_files_are_refused(tmp_path: Path) -> None:
         load_config(write_yaml(tmp_path, "a: [1"), EvaluationConfig)
     with pytest.raises(BadInput, match="Expected: keys and values in"):
         load_config(write_yaml(tmp_path, "- 1"), EvaluationConfig)
-
-
-def test_benchmarks_digest_follows_named_files_and_not_how_the_folder_is_written(tmp_path: Path) -> None:
-    folder, elsewhere = tmp_path / "benchmarks", tmp_path / "questions.jsonl"
-    folder.mkdir()
-    (folder / "mine.yaml").write_text("task: mine")
-    elsewhere.write_text("{}")
-
-    def digest(place: str = str(folder)) -> str:
-        named = {"path": "mine.yaml", "deep": [{"data_files": str(elsewhere)}]}
-        evals = [{"name": "custom_mcqa", "task_kwargs": named}]
-        return benchmarks_digest(EvaluationConfig.model_validate({**MINIMAL, "evals": evals, "benchmarks_path": place}))
-
-    first = digest()
-    assert digest(f"{folder}/") == digest(f"file://{folder}") == first
-    elsewhere.write_text("{} ")
-    assert digest() != first
 
 
 def test_evaluator_is_written_as_its_name_or_as_its_options() -> None:

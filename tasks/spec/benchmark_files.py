@@ -1,0 +1,140 @@
+"""Benchmarks as their files describe them, and the files elsewhere that they name.
+
+A path counts where a benchmark's data, metric, `include` or `!function` stands, and any other text that is a file's
+path. Data of a hub or at a web address is not looked at, nor what Python files open themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import yaml
+
+from resources.storage import storage
+
+_DATA = ("dataset_path", "dataset_kwargs", "metric")
+"""Keys below which a text may also be a folder, or have wildcards."""
+_SCHEME = re.compile(r"^(?:file|local):(?://)?(?=[/~])")
+_OTHER_SCHEME = re.compile(r"^[a-z0-9+]+://")
+_LONGEST_PATH = 4096
+
+
+class _Function(str):
+    """A function that a benchmark names, as module and name."""
+
+    __slots__ = ()
+
+
+class _Loader(yaml.SafeLoader):
+    """Imports none of the functions."""
+
+
+_Loader.add_multi_constructor("!", lambda loader, suffix, node: None)
+_Loader.add_constructor("!function", lambda loader, node: _Function(node.value))
+
+
+def read_benchmark(content: bytes) -> Any:
+    """A benchmark's file, in which functions are their names.
+
+    Raises:
+        ValueError, YAMLError: it is no YAML.
+    """
+    return yaml.load(content.decode(), Loader=_Loader)
+
+
+def files_elsewhere(root: str, names: Iterable[str], *, arguments: Any, all_is_data: bool) -> set[str]:
+    """Every file outside of a folder that the benchmarks in it name, however deep, or arguments beside it.
+
+    Args:
+        root: the folder, here or in a store.
+        names: names of files below it.
+        arguments: more of what benchmarks are configured with.
+        all_is_data: any argument may be a folder, or have wildcards.
+    """
+    files = sorted(names)
+    # lm-eval works in the folder of the benchmark or group that it loads, HELM looks into its own folder too.
+    bases = {posixpath.dirname(name) for name in files if name.endswith((".yaml", ".json"))} or {""}
+    described, found = _described(root, [name for name in files if name.endswith(".yaml")])
+    texts = [*_texts(arguments, is_data=all_is_data)]
+    texts += [text for content in described for text in _texts(content, is_data=False)]
+    if all_is_data:
+        entries, _ = _described(root, [name for name in files if name.endswith(".json")])
+        own = [entry.get("arguments") for entry in entries if isinstance(entry, dict) and "run_entry" in entry]
+        texts += _texts(own, is_data=True)
+    for text, is_data in set(texts):
+        for part in text.split("::") if is_data else (text,):
+            for place in {_outside(root, base, part) for base in bases} - {None}:
+                assert place is not None
+                found.update(_files_at(place, is_data=is_data))
+    return found
+
+
+def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
+    """The contents of files and of those that they include; and which included files and functions lie elsewhere."""
+    contents: list[Any] = []
+    elsewhere: set[str] = set()
+    seen: set[str] = set()
+    pending = list(names)
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        place = _outside(root, "", name)
+        try:
+            content = read_benchmark(storage.read_bytes(place or storage.join(root, name)))
+        except (FileNotFoundError, ValueError, yaml.YAMLError):
+            continue
+        contents.append(content)
+        elsewhere.update([place] if place else [])
+        folder = posixpath.dirname(name)
+        included = content.get("include") if isinstance(content, dict) else None
+        pending += [
+            posixpath.normpath(posixpath.join(folder, text))
+            for text in (included if isinstance(included, list) else [included])
+            if isinstance(text, str)
+        ]
+        modules = {text.rpartition(".")[0].replace(".", "/") for text in _strings(content) if type(text) is _Function}
+        for module in modules:
+            place = _outside(root, folder, f"{module}.py")
+            elsewhere.update(_files_at(place, is_data=False) if place else [])
+    return contents, elsewhere
+
+
+def _texts(value: Any, *, is_data: bool) -> Iterator[tuple[str, bool]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _texts(part, is_data=is_data or key in _DATA)
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part, is_data=is_data)
+    elif isinstance(value, str) and len(value) < _LONGEST_PATH and "\0" not in value:
+        yield value, is_data
+
+
+def _strings(value: Any) -> Iterator[str]:
+    return (text for text, _ in _texts(value, is_data=False))
+
+
+def _outside(root: str, base: str, text: str) -> str | None:
+    """The place that a text stands for, in a folder of `root`; None if that is inside of it, or no place of ours."""
+    if _OTHER_SCHEME.match(text) and not _SCHEME.match(text):
+        return text if storage.has_whole_files(text) and not text.startswith(root + "/") else None
+    path = posixpath.join(base, os.path.expanduser(_SCHEME.sub("", text)))  # noqa: PTH111
+    if not (posixpath.isabs(path) or ".." in path.split("/")):
+        return None
+    if not posixpath.isabs(path) and not storage.is_local(root):
+        return None  # it is copied first: what lies beside it does not come along
+    here = storage.absolute(root)
+    place = posixpath.normpath(posixpath.join(here, path))
+    return None if place == "/" or f"{place}/".startswith(f"{posixpath.normpath(here)}/") else place
+
+
+def _files_at(place: str, *, is_data: bool) -> list[str]:
+    if is_data:
+        return storage.matching_files(place)
+    return [place] if os.path.isfile(place) else []  # noqa: PTH113 - a text may be no path at all

@@ -1,0 +1,145 @@
+"""The digest of benchmarks: every file that asked benchmarks read on this machine changes it, wherever it lies."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.spec.benchmarks import benchmarks_digest
+from tasks.spec.evaluation import EvaluationConfig
+
+OWN = "task: mine\ndataset_path: json\n"
+
+
+def digest(folder: Path | str, *, name: str = "mine", evaluator: str = "lm_eval", **task_kwargs: Any) -> str:
+    content = {
+        "model_path": "/runs/run-a",
+        "evaluator": {"lm_eval": "lm_evaluation_harness"}.get(evaluator, evaluator),
+        "evals": [{"name": name, "task_kwargs": task_kwargs}],
+        "benchmarks_path": str(folder),
+    }
+    return benchmarks_digest(EvaluationConfig.model_validate(content))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder of benchmarks, beside which lies `data/`."""
+    made = tmp_path / "benchmarks"
+    made.mkdir()
+    (made / "mine.yaml").write_text(OWN)
+    (tmp_path / "data" / "deep").mkdir(parents=True)
+    for name in ("questions.jsonl", "deep/more.jsonl"):
+        (tmp_path / "data" / name).write_text("{}")
+    return made
+
+
+def test_digest_follows_named_files_and_not_how_the_folder_is_written(folder: Path, tmp_path: Path) -> None:
+    named = {"path": "mine.yaml", "deep": [{"data_files": str(tmp_path / "data/questions.jsonl")}]}
+    first = digest(folder, **named)
+    assert digest(f"{folder}/", **named) == digest(f"file://{folder}", **named) == first
+    (tmp_path / "data/questions.jsonl").write_text("{} ")
+    assert digest(folder, **named) != first
+
+
+PLACES = [
+    {"dataset_kwargs": {"data_files": {"test": "DATA/questions.jsonl"}}},
+    {"dataset_kwargs": {"data_files": ["DATA/*.jsonl"]}},
+    {"dataset_kwargs": {"data_files": "DATA/**"}},
+    {"dataset_kwargs": {"data_files": "file://DATA/questions.jsonl"}},
+    {"dataset_kwargs": {"data_files": "~/data/questions.jsonl"}},
+    {"dataset_kwargs": {"data_files": "../data/questions.jsonl"}},
+    {"dataset_kwargs": {"data_files": "zip://q.jsonl::DATA/questions.jsonl"}},
+    {"dataset_kwargs": {"data_dir": "DATA"}},
+    {"dataset_path": "DATA"},
+    {"metric_list": [{"metric": "DATA"}]},
+]
+"""Ways to name a file of the folder `data`, whose path stands for DATA."""
+
+
+@pytest.mark.parametrize("named", PLACES, ids=json.dumps)
+@pytest.mark.parametrize("where", ["task_kwargs", "file", "included file"])
+def test_data_outside_the_folder_changes_the_digest_however_it_is_named(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: dict[str, Any], where: str
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    named = json.loads(json.dumps(named).replace("DATA", str(tmp_path / "data")))
+    if where == "file":
+        (folder / "mine.yaml").write_text(OWN + yaml.safe_dump(named))
+    if where == "included file":
+        (folder / "mine.yaml").write_text(OWN + "include: sub/_template\n")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "_template").write_text(yaml.safe_dump(named))
+    task_kwargs = named if where == "task_kwargs" else {}
+    first = digest(folder, **task_kwargs)
+    (tmp_path / "data" / "questions.jsonl").write_text("{} ")
+    assert digest(folder, **task_kwargs) != first
+
+
+def test_files_deep_below_a_named_folder_change_the_digest(folder: Path, tmp_path: Path) -> None:
+    first = digest(folder, dataset_path=str(tmp_path / "data"))
+    (tmp_path / "data" / "deep" / "more.jsonl").write_text("{} ")
+    assert digest(folder, dataset_path=str(tmp_path / "data")) != first
+
+
+def test_chain_of_included_files_and_functions_outside_the_folder_changes_the_digest(
+    folder: Path, tmp_path: Path
+) -> None:
+    function = f"{tmp_path}/data/own/shuffled".replace("/", ".")
+    (folder / "mine.yaml").write_text(OWN + f"include: ../one.yaml\nprocess_docs: !function {function}\n")
+    chain = {
+        "one.yaml": "include: [data/two.yaml]\n",
+        "data/two.yaml": "doc_to_text: !function scoring.text\n",
+        "data/own.py": "def shuffled(docs): return docs\n",
+        "data/scoring.py": "def text(doc): return doc\n",
+    }
+    for name, content in chain.items():
+        (tmp_path / name).write_text(content)
+    seen = [digest(folder)]
+    for name, content in chain.items():
+        (tmp_path / name).write_text(content + "# changed\n")
+        seen.append(digest(folder))
+    assert len(set(seen)) == len(seen)
+
+
+def test_include_loop_and_damaged_file_end(folder: Path) -> None:
+    (folder / "mine.yaml").write_text(OWN + "include: other.yaml\n")
+    (folder / "other.yaml").write_text("include: mine.yaml\n")
+    (folder / "damaged.yaml").write_text("a: [1")
+    assert digest(folder) == digest(folder)
+
+
+def test_texts_that_look_like_paths_are_no_data(folder: Path) -> None:
+    texts = {"target_delimiter": "/", "fewshot_delimiter": "..", "doc_to_text": "~" + "x" * 5000, "until": ["/*", "\0"]}
+    (folder / "mine.yaml").write_text(OWN + yaml.safe_dump(texts))
+    assert digest(folder, **texts) == digest(folder, **texts)
+
+
+def test_arguments_of_own_helm_entries_are_followed(folder: Path, tmp_path: Path) -> None:
+    (folder / "helm").mkdir()
+    entry = {"run_entry": "custom_mcqa", "arguments": {"path": str(tmp_path / "data" / "questions.jsonl")}}
+    (folder / "helm" / "mine.json").write_text(json.dumps(entry))
+    first = digest(folder, evaluator="helm")
+    (tmp_path / "data" / "questions.jsonl").write_text("{} ")
+    assert digest(folder, evaluator="helm") != first
+
+
+def test_data_that_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "data" / "link.jsonl").symlink_to(tmp_path / "nothing")
+    with pytest.raises(BadInput, match=r"link\.jsonl"):
+        digest(folder, dataset_path=str(tmp_path / "data"))
+
+
+def test_benchmarks_and_data_in_a_store_are_followed(tmp_path: Path) -> None:
+    root, data = (f"memory://{tmp_path.name}/{name}" for name in ("benchmarks", "data"))
+    storage.write_bytes(f"{data}/q.jsonl", b"{}")
+    storage.write_bytes(f"{root}/mine.yaml", (OWN + f"dataset_kwargs: {{data_files: '{data}/*.jsonl'}}").encode())
+    storage.write_bytes(f"{root}/other.yaml", b"include: ../data/q.jsonl")
+    first = digest(root)
+    storage.write_bytes(f"{data}/q.jsonl", b"{} ")
+    assert digest(root) != first
