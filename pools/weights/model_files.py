@@ -1,19 +1,22 @@
-"""Model folders in Hugging Face's layout: whether one is whole, what it holds, and its digests.
+"""Model folders in Hugging Face's layout: whether one is whole, which of its files are served, and its digests.
 
 Only headers are read to judge completeness and architecture; weights are read once, for their digest, and only
-where the store has no checksum of its own.
+where the store has no checksum of its own. Every file that is served is digested.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 import json
-import struct
+import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
-from resources.errors import CheckpointError, IncompleteCheckpoint
+from resources.errors import CheckpointError, IncompleteCheckpoint, StorageError
 from resources.settings import settings
 from resources.storage import storage
 from resources.storage.storage import FileInfo
@@ -21,8 +24,20 @@ from resources.storage.storage import FileInfo
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """One of these holds the vocabulary; `tokenizer_config.json` is wanted beside it."""
-_TEMPLATE_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+_CONFIG_FILES = ("config.json", "generation_config.json")
 _LARGEST_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
+_LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
+_SETTLED_SECONDS = 3.0  # after which another write shows in a file's times; some file systems count in steps of 2 s
+_CANNOT_BE_READ = "cannot be read"
+_NEVER_SERVED = (
+    # Weights in other formats, and adapters, which engines would take for the weights.
+    "*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.gguf", "*.npz", "*.npy", "*.pkl",
+    "*.onnx", "consolidated*", "adapter_*", INDEX_NAME,
+    # What trainers and people leave, different at every step.
+    ".*", "*.partial", "*.md", "*.log", "*.jsonl", "*.csv", "trainer_state.json", "*_results.json", "latest",
+    "events.out.tfevents*",
+)  # fmt: skip
+"""Files that neither engine nor tokenizer gets to see, and so are in no digest, unless they are the weights."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +93,23 @@ class ModelFolder:
             )
 
 
+def small_files(folder: ModelFolder) -> dict[str, FileInfo]:
+    """Config, tokenizer, templates, code: every file of a folder but weights, and what trainers leave beside them."""
+    return {
+        name: file
+        for name, file in folder.files.items()
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_SERVED)
+        and "/" not in name
+        and file.size <= _LARGEST_SMALL_BYTES
+    }
+
+
+def served_files(folder: ModelFolder) -> dict[str, FileInfo]:
+    """All that an engine gets to see of a complete model in Hugging Face's layout: its weights and the small files."""
+    weights = [name for name in (*folder.weight_files, INDEX_NAME) if name in folder.files]
+    return {**small_files(folder), **{name: folder.files[name] for name in weights}}
+
+
 def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> ModelFolder:
     """Judges whether a folder holds a whole model that an engine can serve.
 
@@ -85,13 +117,12 @@ def inspect_model_folder(uri: str, files: Sequence[FileInfo] | None = None) -> M
         uri: the folder.
         files: its files, if a listing was made already.
     """
-    prefix = uri.rstrip("/") + "/"
     described = inspect_reference_folder(uri, files)
     by_name, problems = described.files, list(described.problems)
-    weights = _weight_files(prefix, by_name, problems)
+    weights = _weight_files(by_name, problems)
     for name in weights:
         if name not in by_name:
-            problems.append(f"{name} is named by {INDEX_NAME} and is not there")
+            problems.append(f"{ascii(name)[1:-1]} is named by {INDEX_NAME} and is not there")
             continue
         try:
             read_safetensors_header(by_name[name])
@@ -108,44 +139,76 @@ def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) 
     by_name = {info.uri.removeprefix(prefix): info for info in listed}
     by_name = {name: info for name, info in by_name.items() if "/" not in name}
     problems: list[str] = []
-    config = _read_config(prefix, by_name, problems)
+    config = _read_config(by_name, problems)
     if "tokenizer_config.json" not in by_name:
         problems.append("tokenizer_config.json is missing")
     if not any(name in by_name for name in TOKENIZER_FILES):
         problems.append(f"no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there")
-    return ModelFolder(
+    folder = ModelFolder(
         uri=uri,
         files=by_name,
-        problems=tuple(problems),
+        problems=(),
         config=config,
         weight_files=(),
         modified=max((info.modified for info in by_name.values()), default=0.0),
     )
+    others = (file for name, file in small_files(folder).items() if name != "config.json")
+    return replace(folder, problems=(*problems, *filter(None, map(irregular, others))))
 
 
-def _read_config(prefix: str, files: Mapping[str, FileInfo], problems: list[str]) -> Mapping[str, Any]:
+def may_pass(problem: str) -> bool:
+    """Returns whether a problem may be gone without a change in what a listing shows."""
+    return _CANNOT_BE_READ in problem
+
+
+def irregular(file: FileInfo) -> str | None:
+    """Returns what is wrong with a file that must not be opened; None for a regular one."""
+    if file.regular:
+        return None
+    return f"{ascii(storage.basename(file.uri))[1:-1]} is no regular file: a pipe, a device, or a link to nothing"
+
+
+def _unreadable(file: FileInfo, error: StorageError) -> str:
+    """Returns what is wrong with a file of this machine.
+
+    Raises:
+        StorageError: it is in a store, which may answer the next time.
+    """
+    if not storage.is_local(file.uri):
+        raise error
+    return f"{storage.basename(file.uri)} {_CANNOT_BE_READ}: {error.found}"
+
+
+def _read_config(files: Mapping[str, FileInfo], problems: list[str]) -> Mapping[str, Any]:
     if "config.json" not in files:
         problems.append("config.json is missing")
         return {}
-    config = _read_json(prefix + "config.json", problems)
-    architectures = config.get("architectures") or []
-    causal = [name for name in architectures if name.endswith(("ForCausalLM", "LMHeadModel"))]
-    if config and not causal:
-        problems.append(
-            f"config.json names {', '.join(architectures) or 'no architecture'}, which is not a causal language model"
-        )
+    before = len(problems)
+    config = read_json(files["config.json"], problems)
+    listed = config.get("architectures")
+    architectures = [name for name in listed if isinstance(name, str)] if isinstance(listed, list) else []
+    if len(problems) == before and not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in architectures):
+        named = ", ".join(ascii(name)[1:-1] for name in architectures)
+        problems.append(f"config.json names {named or 'no architecture'}, which is not a causal language model")
     return config
 
 
-def _read_json(uri: str, problems: list[str]) -> dict[str, Any]:
-    name = storage.basename(uri)
+def read_json(file: FileInfo, problems: list[str]) -> dict[str, Any]:
+    """The JSON object in a file; an empty one, and what is wrong with it among `problems`, where it holds none."""
+    name = storage.basename(file.uri)
+    if problem := irregular(file):
+        problems.append(problem)
+        return {}
     try:
-        content = json.loads(storage.read_bytes(uri))
+        content = json.loads(storage.read_bytes(file.uri))
     except FileNotFoundError:
         problems.append(f"{name} is missing")
         return {}
-    except ValueError:
+    except (ValueError, RecursionError):
         problems.append(f"{name} is not valid JSON (cut off?)")
+        return {}
+    except StorageError as error:
+        problems.append(_unreadable(file, error))
         return {}
     if not isinstance(content, dict):
         problems.append(f"{name} holds no JSON object")
@@ -153,9 +216,9 @@ def _read_json(uri: str, problems: list[str]) -> dict[str, Any]:
     return content
 
 
-def _weight_files(prefix: str, files: Mapping[str, FileInfo], problems: list[str]) -> list[str]:
+def _weight_files(files: Mapping[str, FileInfo], problems: list[str]) -> list[str]:
     if INDEX_NAME in files:
-        weight_map = _read_json(prefix + INDEX_NAME, problems).get("weight_map")
+        weight_map = read_json(files[INDEX_NAME], problems).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             problems.append(f"{INDEX_NAME} has no weight_map")
             return []
@@ -163,7 +226,9 @@ def _weight_files(prefix: str, files: Mapping[str, FileInfo], problems: list[str
     if "model.safetensors" in files:
         return ["model.safetensors"]
     shards = [name for name in files if name.endswith(".safetensors")]
-    if shards:
+    if "adapter_config.json" in files:
+        problems.append("an adapter without its model; merge it, and save the whole model")
+    elif shards:
         problems.append(f"{len(shards)} weight shards without {INDEX_NAME}")
     elif any(name.startswith("pytorch_model") for name in files):
         problems.append("weights are in pytorch_model*.bin; save them as safetensors")
@@ -179,29 +244,35 @@ def read_safetensors_header(file: FileInfo) -> dict[str, Tensor]:
         IncompleteCheckpoint: the file is shorter or longer than its header says, or has no readable header.
     """
     name = storage.basename(file.uri)
-    problem: str | None = None
+    problem = irregular(file)
     tensors: dict[str, Tensor] = {}
     try:
-        (header_bytes,) = struct.unpack("<Q", storage.read_bytes(file.uri, start=0, end=8))
-        if header_bytes > min(_LARGEST_HEADER_BYTES, file.size):
-            problem = f"{name} is cut off within its header ({file.size} bytes)"
-        else:
-            header = json.loads(storage.read_bytes(file.uri, start=8, end=8 + header_bytes))
-            header.pop("__metadata__", None)
-            data_bytes = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-            wanted = 8 + header_bytes + data_bytes
-            if file.size != wanted:
-                problem = f"{name} has {file.size} bytes where its header says {wanted}"
-            tensors = {key: Tensor(entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError, IndexError):
+        if problem is None:
+            tensors, problem = _header_of(file)
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, RecursionError):
         problem = f"{name} has no readable safetensors header ({file.size} bytes)"
     except FileNotFoundError:
         problem = f"{name} is gone"
+    except StorageError as error:
+        problem = _unreadable(file, error)
     if problem:
         raise IncompleteCheckpoint(
             expected=f"a whole safetensors file {file.uri}", found=problem, remedy="copy or write the file again"
         )
     return tensors
+
+
+def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
+    """The parameters that a header names, and what is wrong with the file's length. Damage raises errors."""
+    name = storage.basename(file.uri)
+    header_bytes = int.from_bytes(storage.read_bytes(file.uri, start=0, end=8), "little")
+    if header_bytes > min(_LARGEST_HEADER_BYTES, file.size):
+        return {}, f"{name} is cut off within its header ({file.size} bytes)"
+    header = json.loads(storage.read_bytes(file.uri, start=8, end=8 + header_bytes))
+    header.pop("__metadata__", None)
+    wanted = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    tensors = {key: Tensor(entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
+    return tensors, None if file.size == wanted else f"{name} has {file.size} bytes where its header says {wanted}"
 
 
 def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
@@ -214,19 +285,23 @@ def read_tensors(folder: ModelFolder) -> dict[str, Tensor]:
 
 
 def digest_model_folder(folder: ModelFolder) -> ModelDigests:
-    """Digests of a complete model. The weights' one is remembered by path, size and modification time.
+    """Digests of a complete model, over every byte of every file that is served. That of local weights is remembered.
 
     Raises:
         IncompleteCheckpoint: it is not complete.
+        StorageError: it cannot be read.
     """
     folder.require_complete()
-    weights = [part for name in folder.weight_files for part in (name.encode(), _content_digest(folder.files[name]))]
-    files = (folder.reference or folder).files
-    texts = sorted(name for name in files if name in TOKENIZER_FILES + _TEMPLATE_FILES)
-    tokenizer = [part for name in texts for part in (name.encode(), storage.read_bytes(files[name].uri))]
-    config = [json.dumps(folder.config, sort_keys=True).encode()]
-    if "generation_config.json" in files:
-        config.append(storage.read_bytes(files["generation_config.json"].uri))
+    files = small_files(folder.reference or folder)
+    with storage.reported(folder.uri, "read"):
+        weights = [
+            part for name in folder.weight_files for part in (name.encode(), _content_digest(folder.files[name]))
+        ]
+        if folder.kind == "huggingface" and INDEX_NAME in folder.files:
+            weights.append(storage.read_bytes(folder.files[INDEX_NAME].uri))
+        config = [storage.read_bytes(files[name].uri) for name in _CONFIG_FILES if name in files]
+        texts = sorted(files.keys() - set(_CONFIG_FILES))
+        tokenizer = [part for name in texts for part in (os.fsencode(name), storage.read_bytes(files[name].uri))]
     return ModelDigests(weights=_hash(*weights), tokenizer=_hash(*tokenizer), config=_hash(*config))
 
 
@@ -244,11 +319,18 @@ def _content_digest(file: FileInfo) -> bytes:
     if not storage.is_local(file.uri):  # a store without checksums, such as memory://
         return _hash(storage.read_bytes(file.uri)).encode()
     path = storage.local_path(file.uri).resolve()
-    key = f"{path}|{file.size}|{path.stat().st_mtime_ns}"
-    memory = settings().cache_dir / "digests" / _hash(key.encode())
+    began, identity = time.time(), file_identity(path)
+    memory = settings().cache_dir / "digests" / _hash(repr(identity).encode())
     if memory.is_file():
         return memory.read_bytes()
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode()
-    storage.write_bytes(str(memory), digest)
+    if path.stat().st_ctime < began - _SETTLED_SECONDS and file_identity(path) == identity:
+        storage.write_bytes(str(memory), digest)
     return digest
+
+
+def file_identity(path: Path) -> tuple[str, int, int, int, int]:
+    """Returns what changes with the content of a local file, even where size and time of writing are put back."""
+    status = path.stat()
+    return str(path), status.st_size, status.st_mtime_ns, status.st_ino, status.st_ctime_ns

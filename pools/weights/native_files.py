@@ -7,11 +7,10 @@ configuration nor tokenizer is part of it: these come from a folder in Hugging F
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pools.weights.model_files import ModelFolder, inspect_reference_folder
+from pools.weights.model_files import ModelFolder, inspect_reference_folder, irregular, read_json
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
@@ -51,6 +50,7 @@ def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str
     weights = sorted(name for name in by_name if name == MANIFEST_NAME or name.startswith(arrays))
     if not any(name.startswith(arrays) for name in weights):
         problems.append(f"no arrays: nothing lies below {arrays}")
+    problems += filter(None, (irregular(by_name[name]) for name in weights))
     described = inspect_reference_folder(reference) if reference else None
     if described is None:
         problems.append(_NO_REFERENCE)
@@ -73,10 +73,11 @@ def _step(files: Mapping[str, FileInfo], problems: list[str]) -> int | None:
     if METADATA_NAME not in files:
         problems.append(f"{METADATA_NAME} is missing, which is written last")
         return None
+    described: list[str] = []
     try:
-        return int(json.loads(storage.read_bytes(files[METADATA_NAME].uri))["step"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        problems.append(f"{METADATA_NAME} names no step (cut off?)")
+        return int(read_json(files[METADATA_NAME], described)["step"])
+    except (ValueError, KeyError, TypeError, OverflowError):
+        problems += [*described, f"{METADATA_NAME} names no step"]
         return None
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import binascii
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -44,7 +45,8 @@ class FileInfo:
 
     `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
     all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
-    since the epoch, 0.0 where the store does not say.
+    since the epoch, 0.0 where the store does not say. What is not `regular` (a pipe, a device, a link to nothing) has
+    no content: opening it may hang.
     """
 
     uri: str
@@ -52,10 +54,11 @@ class FileInfo:
     modified: float
     checksum: str | None
     content_hash: ContentHash | None = None
+    regular: bool = True
 
 
-LocalFile = tuple[str, int, float, int]
-"""Name, size, and time of a file, in seconds and in nanoseconds.
+LocalFile = tuple[str, int, float, int, bool]
+"""Name, size, time of a file, in seconds and in nanoseconds, and whether it is a regular one.
 
 A link has the size of what it points to, 0 where there is nothing, and of both their times the later one: it says
 something else since it was made anew, or since what it points to was written.
@@ -63,7 +66,7 @@ something else since it was made anew, or since what it points to was written.
 
 
 def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
-    """Each folder at or below a local one, with the files directly in it; links are not followed into folders.
+    """Each folder at or below a local one, with the files directly in it; links to folders are left out.
 
     Temporary files of writes in progress are left out, and folders that vanish meanwhile.
 
@@ -84,7 +87,8 @@ def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
                     status = entry.stat(follow_symlinks=False)
                 except FileNotFoundError:  # gone since it was listed
                     continue
-                files.append((name, status.st_size, status.st_mtime, status.st_mtime_ns))
+                regular = stat.S_ISREG(status.st_mode)
+                files.append((name, status.st_size, status.st_mtime, status.st_mtime_ns, regular))
     yield path, files
     for folder in folders:
         try:
@@ -101,9 +105,11 @@ def _link(entry: os.DirEntry[str]) -> list[LocalFile]:
     try:
         behind = entry.stat()
     except OSError:
-        return [(entry.name, 0, own.st_mtime, own.st_mtime_ns)]
+        return [(entry.name, 0, own.st_mtime, own.st_mtime_ns, False)]
+    if stat.S_ISDIR(behind.st_mode):
+        return []
     last = max(own, behind, key=lambda status: status.st_mtime_ns)
-    return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns)]
+    return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns, stat.S_ISREG(behind.st_mode))]
 
 
 def bucket_objects(
@@ -173,7 +179,10 @@ def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) 
         if start is None:
             start = len(folder.rstrip("/"))
         prefix = root + folder[start:]
-        files += [FileInfo(f"{prefix}/{name}", size, modified, None) for name, size, modified, _ in held]
+        files += [
+            FileInfo(f"{prefix}/{name}", size, modified, None, regular=regular)
+            for name, size, modified, _, regular in held
+        ]
     return files
 
 

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple
 import fsspec
 import orjson
 
-from pools.weights.model_files import INDEX_NAME, TOKENIZER_FILES, digest_model_folder, inspect_model_folder
+from pools.weights.model_files import (
+    INDEX_NAME,
+    TOKENIZER_FILES,
+    digest_model_folder,
+    file_identity,
+    inspect_model_folder,
+    may_pass,
+)
 from pools.weights.native_files import Exports, inspect_native_folder
 from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
@@ -36,7 +43,7 @@ _FILES_OF_A_CHECKPOINT = 4  # at least
 _SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json"})  # only whether they are there matters
 _ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by what they say, which most often is the same all along
 _SETTLED_SECONDS = 3.0  # after which another write shows in a file's time; some file systems count in steps of 2 s
-_FORMAT = 2
+_FORMAT = 3
 _GLOB = frozenset("*?[")
 
 
@@ -135,14 +142,15 @@ def snapshot_run(
 
 
 def _unsettled(found: Sequence[SeenCheckpoint], files: Iterable[FileInfo], *, since: float) -> set[str]:
-    """Incomplete checkpoints that may be completed without a change in what a listing shows: written just now."""
+    """Incomplete checkpoints that may be completed without a change in what a listing shows: written just now, say."""
     if not any(checkpoint.problems for checkpoint in found):
         return set()
     new = [file.uri for file in files if file.checksum is None and file.modified > since]
     return {
         checkpoint.uri
         for checkpoint in found
-        if checkpoint.problems and any(uri.startswith(f"{checkpoint.uri}/") for uri in new)
+        if any(map(may_pass, checkpoint.problems))
+        or (checkpoint.problems and any(uri.startswith(f"{checkpoint.uri}/") for uri in new))
     }
 
 
@@ -260,15 +268,15 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
     """
     remembered = _read_memory(run, "digests")
     known: dict[str, str] = remembered.get("digests", {})
-    missing = [checkpoint for checkpoint in checkpoints if _key(checkpoint) not in known]
+    keys = [_key(checkpoint) for checkpoint in checkpoints]
+    missing = {key: checkpoint for key, checkpoint in zip(keys, checkpoints, strict=True) if key not in known}
     with ThreadPoolExecutor(_LOOKS_AT_ONCE) as threads:
-        digests = threads.map(lambda checkpoint: _digest(checkpoint, reference=reference), missing)
-        found = dict(zip(map(_key, missing), digests, strict=True))
-    exports = [_key(checkpoint) for checkpoint in missing if checkpoint.kind == "huggingface"]
+        digests = threads.map(lambda checkpoint: _digest(checkpoint, reference=reference), missing.values())
+        found = dict(zip(missing, digests, strict=True))
+    exports = [key for key, checkpoint in missing.items() if checkpoint.kind == "huggingface"]
     kept = {key: digest for key in exports if (digest := found[key])}
     if kept:
         _write_memory(run, "digests", {"digests": known | kept})
-    keys = map(_key, checkpoints)
     return [
         replace(checkpoint, digest=known.get(key) or found.get(key))
         for checkpoint, key in zip(checkpoints, keys, strict=True)
@@ -276,7 +284,11 @@ def with_digests(run: str, checkpoints: Sequence[SeenCheckpoint], *, reference: 
 
 
 def _key(checkpoint: SeenCheckpoint) -> str:
-    return f"{checkpoint.listing} {storage.absolute(checkpoint.uri)}"
+    uri, known = storage.absolute(checkpoint.uri), checkpoint.listing
+    if storage.is_local(uri):  # whose listing is the same where size and time of a file were put back
+        files = (path for path in sorted(storage.local_path(uri).iterdir()) if path.is_file())
+        known = hashlib.blake2b(repr([known, *map(file_identity, files)]).encode(), digest_size=12).hexdigest()
+    return f"{known} {uri}"
 
 
 def _digest(checkpoint: SeenCheckpoint, *, reference: str | None) -> str | None:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from pools.engine.launch import Servable, ServedCheckpoint, why_not_reload
@@ -31,6 +36,38 @@ def _not_causal(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["BertForMaskedLM"]}))
 
 
+def _nobodys_architecture(folder: Path) -> None:
+    (folder / "config.json").write_text('{"architectures": [null]}')
+
+
+def _deeply_nested(name: str) -> Callable[[Path], None]:
+    def nest(folder: Path) -> None:
+        (folder / name).write_text("[" * 100_000)
+
+    return nest
+
+
+def _deeply_nested_header(folder: Path) -> None:
+    nested = b'{"a": ' + b"[" * 100_000
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(nested)) + nested)
+
+
+def _linked(name: str, target: str) -> Callable[[Path], None]:
+    def link(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(target)
+
+    return link
+
+
+def _piped(name: str) -> Callable[[Path], None]:
+    def pipe(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return pipe
+
+
 def _half_a_config(folder: Path) -> None:
     (folder / "config.json").write_text('{"architectures": ["Llama')
 
@@ -46,6 +83,16 @@ def _half_a_config(folder: Path) -> None:
         (_truncate, "where its header says"),
         (_cut_header, "cut off within its header"),
         (_not_causal, "BertForMaskedLM, which is not a causal language model"),
+        (_nobodys_architecture, "names no architecture"),
+        (_deeply_nested("config.json"), "config.json is not valid JSON"),
+        (_deeply_nested("model.safetensors.index.json"), "model.safetensors.index.json is not valid JSON"),
+        (_deeply_nested_header, "no readable safetensors header"),
+        (_linked("model.safetensors", "model.safetensors"), "model.safetensors is no regular file"),
+        (_linked("model.safetensors", "/tmp"), "no weights"),
+        (_linked("merges.txt", "gone.txt"), "merges.txt is no regular file"),
+        (_piped("model.safetensors"), "model.safetensors is no regular file"),
+        (_piped("config.json"), "config.json is no regular file"),
+        (_piped("added_tokens.json"), "added_tokens.json is no regular file"),
     ],
 )
 def test_damaged_folder_is_incomplete_and_says_why(
@@ -59,6 +106,44 @@ def test_damaged_folder_is_incomplete_and_says_why(
     assert problem in "; ".join(found.problems)
     with pytest.raises(IncompleteCheckpoint, match="wait until it is written"):
         digest_model_folder(found)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=5,
+)
+TENSORS = st.dictionaries(
+    st.text(), JSON | st.fixed_dictionaries({"dtype": JSON, "shape": JSON, "data_offsets": JSON}), max_size=3
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    config=JSON | st.fixed_dictionaries({"architectures": JSON}),
+    index=JSON | st.fixed_dictionaries({"weight_map": JSON}),
+    header=JSON | TENSORS,
+)
+def test_inspection_of_any_json_finds_problems_and_never_fails(
+    tmp_path: Path, config: Any, index: Any, header: Any
+) -> None:
+    for name, content in (("config.json", config), ("model.safetensors.index.json", index)):
+        folder = write_checkpoint(tmp_path / os.urandom(8).hex())
+        (folder / name).write_text(json.dumps(content))
+        assert not inspect_model_folder(str(folder)).complete
+    encoded = json.dumps(header).encode()
+    folder = write_checkpoint(tmp_path / os.urandom(8).hex())
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(encoded)) + encoded + b"x")
+    for problem in inspect_model_folder(str(folder)).problems:
+        problem.encode()
+
+
+def test_file_that_may_not_be_read_is_a_problem_of_its_checkpoint(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
+    (folder / "config.json").chmod(0)
+    if os.access(folder / "config.json", os.R_OK):
+        pytest.skip("this user may read everything")
+    assert "config.json cannot be read" in inspect_model_folder(str(folder)).problems[0]
 
 
 def test_sharded_folder_wants_every_shard_its_index_names(tmp_path: Path) -> None:
@@ -95,6 +180,23 @@ def test_digests_tell_weights_from_texts(tmp_path: Path) -> None:
     assert original.weights == template.weights
     assert original.tokenizer != template.tokenizer
     assert len({original.checkpoint, weights.checkpoint, template.checkpoint}) == 3
+
+
+def test_digest_follows_weights_of_the_same_size_whose_time_was_put_back(tmp_path: Path) -> None:
+    weights = write_checkpoint(tmp_path / "a", seed=1) / "model.safetensors"
+    os.utime(weights, (1e9, 1e9))
+
+    def digest() -> str:
+        return digest_model_folder(inspect_model_folder(str(tmp_path / "a"))).weights
+
+    before = digest()
+    assert digest() == before
+    for seed, replaced in ((2, False), (3, True)):
+        new = tmp_path / "new.safetensors" if replaced else weights
+        write_safetensors(new, seed=seed)
+        os.utime(new, (1e9, 1e9))
+        new.replace(weights)
+        assert digest() != before
 
 
 def test_digest_follows_weights_written_again_in_place(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_list_files_follows_links_to_files_and_not_into_folders(tmp_path: Path) 
     (root / "link").symlink_to(root / "a" / "b.json")
     (root / "lost").symlink_to(root / "nothing")
     found = {file.uri.removeprefix(f"{root}/"): file.size for file in storage.list_files(str(root))}
-    assert found == {"a/b.json": 5, "folder": found["folder"], "link": 5, "lost": 0}
+    assert found == {"a/b.json": 5, "link": 5, "lost": 0}
     before = list_tree(str(root))
     assert {file.uri: file for file in before.files()} == {file.uri: file for file in storage.list_files(str(root))}
     assert list_tree(str(root)).signature == before.signature
@@ -99,6 +99,17 @@ def test_list_files_follows_links_to_files_and_not_into_folders(tmp_path: Path) 
     os.utime(root / "a" / "b.json", (2e9, 2e9))
     [link] = [file for file in storage.list_files(str(root)) if file.uri.endswith("link")]
     assert link.modified == 2e9, "what a link points to was written anew"
+
+
+def test_list_files_tells_what_is_no_regular_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"1")
+    (tmp_path / "link").symlink_to("file")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "lost").symlink_to("nothing")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "to_a_pipe").symlink_to("pipe")
+    found = {storage.basename(file.uri): file.regular for file in storage.list_files(str(tmp_path))}
+    assert found == {"file": True, "link": True, "lost": False, "loop": False, "pipe": False, "to_a_pipe": False}
 
 
 @pytest.mark.parametrize("span", [(None, None), (0, 8), (3, None), (3, 7), (9, 20), (5, 5)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from pools.weights.model_files import digest_model_folder
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover, discover_one, find_checkpoints
+from tasks.checkpoints.run_snapshot import snapshot_run
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.names import name_of
 
@@ -104,6 +106,28 @@ def test_half_written_checkpoint_is_reported_and_never_selected(tmp_path: Path) 
     assert "no weights" in found[2].problems[0]
     assert "config.json is missing" in found[3].problems
     assert [checkpoint.step for checkpoint in find(run)] == [1]
+
+
+def test_malformed_checkpoint_does_not_end_discovery_of_its_run(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run-a", [1, 2, 3, 4, 5])
+    steps = {step: run / "hf" / f"step-{step}" for step in range(1, 6)}
+    (steps[2] / "config.json").write_text('{"architectures": [null]}')
+    (steps[3] / "model.safetensors").unlink()
+    (steps[3] / "model.safetensors").symlink_to("model.safetensors")
+    (steps[4] / "model.safetensors").unlink()
+    (steps[4] / "model.safetensors").symlink_to(steps[1])
+    (steps[5] / "config.json").unlink()
+    os.mkfifo(steps[5] / "config.json")
+    for step in (6, 7):
+        metadata = write_native(run / "checkpoints" / f"step-{step}", step=step) / "metadata.json"
+        metadata.write_text("[" * 100_000)
+    metadata.unlink()
+    os.mkfifo(metadata)
+    os.mkfifo(run / "checkpoints" / "step-6" / "d" / "array")
+    found = find_checkpoints(str(run), kinds=LOADED_NATIVELY)
+    assert [checkpoint.step for checkpoint in found if checkpoint.complete] == [1]
+    assert len(found) == 7
+    assert [seen.step for seen in snapshot_run(str(run)) if seen.complete] == [1]
 
 
 def test_run_with_only_incomplete_checkpoints_says_what_is_missing(tmp_path: Path) -> None:
