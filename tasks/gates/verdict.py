@@ -10,7 +10,7 @@ from typing import Any
 
 from resources.errors import BadInput, GateRefused
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
-from tasks.records.record import Metric, Record, current_records
+from tasks.records.record import Metric, Record, current_records, told_apart
 from tasks.records.search import FoundRecord, RecordFilter, records_of_checkpoints
 from tasks.reports.comparison import ComparedMetric, Comparison, compare
 from tasks.reports.table import measured
@@ -104,10 +104,11 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
 def judged_checkpoints(found: Sequence[FoundRecord]) -> list[JudgedCheckpoint]:
     """Checkpoints by the newest records of their cells; a quick look hides no full evaluation."""
     newest = {id(record) for record in current_records([item.record for item in found])}
+    apart = told_apart([item.record.checkpoint for item in found])
     by_name: dict[str, list[FoundRecord]] = {}
     for item in found:
         if id(item.record) in newest:
-            by_name.setdefault(item.record.checkpoint.name, []).append(item)
+            by_name.setdefault(apart(item.record.checkpoint).name, []).append(item)
     return [JudgedCheckpoint(name, items[0].record.checkpoint.step, tuple(items)) for name, items in by_name.items()]
 
 

@@ -12,7 +12,15 @@ from typing import get_args
 
 from resources.errors import BadInput, RecordStatus
 from resources.storage import storage
-from tasks.records.record import RECORD_NAME, FoundRecord, Record, current_records, find_records, read_record
+from tasks.records.record import (
+    RECORD_NAME,
+    FoundRecord,
+    Record,
+    current_records,
+    find_records,
+    read_record,
+    told_apart,
+)
 from tasks.spec.evaluators import evaluator_title, evaluator_titles
 from tasks.spec.names import how_many
 
@@ -129,6 +137,14 @@ def _of_checkpoint(text: str, *, evaluation_path: str, find: Callable[[str], lis
         if entry.record.checkpoint.name == name
         or (step.isdigit() and (entry.record.checkpoint.run, entry.record.checkpoint.step) == (run, int(step)))
     ]
+    apart = told_apart([entry.record.checkpoint for entry in same])
+    places = {apart(entry.record.checkpoint).run: entry.record.checkpoint.uri for entry in same}
+    if len(places) > 1:
+        raise BadInput(
+            expected=f"one checkpoint called {name} below {folder}",
+            found=" and ".join(sorted(places.values())),
+            remedy="name the folder of a record of the one that is meant",
+        )
     if same:
         return same
     names = list(dict.fromkeys(entry.record.checkpoint.name for entry in found))

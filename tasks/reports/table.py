@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from tasks.records.record import CheckpointReference, Metric, Record, current_records
+from tasks.records.record import CheckpointReference, Metric, Record, current_records, told_apart
 from tasks.spec.evaluators import EVALUATORS, evaluator_title
 
 if TYPE_CHECKING:
@@ -109,18 +109,17 @@ class Results:
     def __init__(self, records: Sequence[Record], *, takes: Callable[[str, str], bool] | None = None) -> None:
         self.records = current_records(list(records))
         self.replaced = len(records) - len(self.records)
-        self.checkpoints: list[CheckpointReference] = list(
-            {(record.checkpoint.run, record.checkpoint.step): record.checkpoint for record in self.records}.values()
-        )
+        apart = told_apart([record.checkpoint for record in records])
+        shown = [(apart(record.checkpoint), record) for record in self.records]
+        self.checkpoints: list[CheckpointReference] = list({(c.run, c.step): c for c, _ in shown}.values())
         self.runs = list(dict.fromkeys(checkpoint.run for checkpoint in self.checkpoints))
         self.columns = [
             column for column in _columns(self.records) if takes is None or takes(column.benchmark, column.metric)
         ]
         self.evaluators = list(dict.fromkeys(column.evaluator for column in self.columns))
         self._at: dict[tuple[str, int, str], list[Record]] = {}
-        for record in sorted(self.records, key=lambda record: (record.succeeded, record.created)):
-            place = (record.checkpoint.run, record.checkpoint.step, record.evaluator)
-            self._at.setdefault(place, []).append(record)
+        for checkpoint, record in sorted(shown, key=lambda item: (item[1].succeeded, item[1].created)):
+            self._at.setdefault((checkpoint.run, checkpoint.step, record.evaluator), []).append(record)
         self._outcomes: dict[tuple[str, int, Column], ColumnResult | None] = {}
 
     def outcome(self, checkpoint: CheckpointReference, column: Column) -> ColumnResult | None:

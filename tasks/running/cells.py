@@ -19,11 +19,11 @@ from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import report_event
-from tasks.records.record import CheckpointReference, FoundRecord, Record, read_record
+from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
-from tasks.spec.names import how_many
+from tasks.spec.names import how_many, run_folder_of
 from tasks.spec.paths import check_deployed_paths
 
 _MOST_NAMES_IN_A_CELL = 3
@@ -69,8 +69,8 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
     Not retried: what fails here is the request, a checkpoint that changed, or a folder that cannot be written.
 
     Raises:
-        BadInput: a path is relative where nobody knows to what, two checkpoints have one name, or two evaluations
-            cannot be made together.
+        BadInput: a path is relative where nobody knows to what, two checkpoints have one name (or one and an earlier
+            one with records elsewhere), or two evaluations cannot be made together.
         UnknownBenchmark: an evaluator does not know a benchmark.
         CheckpointError: a checkpoint stopped being complete meanwhile.
         StorageError: something could not be read.
@@ -92,6 +92,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
             if fallback is not None:
                 cell = replace(cell, levanter_fallback=_cell(fallback[0], checkpoint, digests, fallback[1]))
             cells.append(cell)
+    _check_names(cells)
     done = sum(cell.done for cell in cells)
     if cells:
         wanted = how_many(len(cells), "cell")
@@ -155,6 +156,22 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
     paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
     if deployment.id:
         check_deployed_paths(paths)
+
+
+def _check_names(cells: Sequence[Cell]) -> None:
+    """Refuses what records would be mixed with: those of another checkpoint of the same name."""
+    planned = {cell.reference.uri: cell for cell in cells if cell.record is None}
+    for cell in planned.values():
+        own = cell.reference
+        for found in find_records(storage.join(cell.config.evaluation_path, own.run, f"step-{own.step}")):
+            other = found.record.checkpoint
+            elsewhere = run_folder_of(other.uri) != run_folder_of(own.uri)
+            if elsewhere and other.name == own.name and other.digest != own.digest:
+                raise BadInput(
+                    expected=f"one checkpoint called {own.name} with records in {cell.config.evaluation_path}",
+                    found=f"records of the one at {other.uri}, which differs from {own.uri}",
+                    remedy="give its run a name of its own (model_name, --name), or choose another evaluation_path",
+                )
 
 
 def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) -> None:

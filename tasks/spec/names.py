@@ -34,6 +34,14 @@ def name_of(uri: str) -> tuple[str, str, int]:
     return run, (f"{run}-{step}" if step is not None else run), step or 0
 
 
+def run_folder_of(uri: str) -> str:
+    """The folder of the run that a checkpoint's folder belongs to: less its step and `hf`."""
+    folder = (uri if uri.startswith("/") else storage.absolute(uri)).rstrip("/")
+    if step_of(storage.basename(folder)) is not None:
+        folder = storage.parent(folder)
+    return storage.parent(folder) if storage.basename(folder) == "hf" else folder
+
+
 def in_few_words(names: Iterable[str]) -> str:
     """The first two names, and how many more there are."""
     every = list(names)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ def make_record(
     status: RecordStatus = "succeeded",
     metrics: tuple[Metric, ...] | None = None,
     run: str = "run-a",
+    place: str = "checkpoints",
     benchmarks: tuple[str, ...] | None = None,
     reason: str | None = None,
     **others: Any,
 ) -> Record:
-    """A record of one checkpoint; its benchmarks follow its metrics, its time of writing its step."""
+    """A record of one checkpoint; its benchmarks follow its metrics, its time of writing its step, its state both."""
     if metrics is None:
         metrics = (make_metric(),)
     if benchmarks is None:
@@ -65,11 +67,11 @@ def make_record(
         "reason": reason or REASONS[status],
         "cell": f"{'+'.join(benchmarks)}-0123abcd",
         "checkpoint": CheckpointReference(
-            uri=f"checkpoints/{run}/hf/step-{step}",
+            uri=f"{place}/{run}/hf/step-{step}",
             run=run,
             name=f"{run}-{step}",
             step=step,
-            digest=f"{step:016x}" * 4,
+            digest=f"{step:016x}" * 4 if place == "checkpoints" else sha256(f"{place} {step}".encode()).hexdigest(),
             weights_digest=f"{step + 1:016x}" * 4,
         ),
         "evaluator": "lm_evaluation_harness",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from pydantic import ValidationError
 
 from fakes.engine import FakeEngine
 from fakes.models import CONFIG, write_checkpoint, write_run
+from fakes.records import make_record
 from flows.cli.option_groups import EvaluationOptions
 from flows.cli.options import evaluation_from_file, evaluation_from_options
 from pools.endpoint import RunningModel
@@ -20,6 +22,7 @@ from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, Unsatisf
 from tasks.checkpoints.discovery import find_checkpoints, select
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.levanter.options import LevanterOptions
+from tasks.records.record import write_record
 from tasks.running.cells import plan_cells
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import EndpointServing
@@ -39,6 +42,28 @@ def test_two_checkpoints_of_one_name_are_refused_with_their_places(tmp_path: Pat
         plan_cells.fn([config(run, tmp_path / "out")], find_checkpoints(str(run)))
     assert str(run / "hf" / "step-100") in caught.value.found
     assert "one run at a time" in caught.value.remedy
+
+
+def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_places(tmp_path: Path) -> None:
+    first, second = (
+        write_checkpoint(tmp_path / name / "final", seed=seed) for name, seed in (("exp1", 1), ("exp2", 2))
+    )
+    moved = Path(shutil.copytree(first, tmp_path / "exp3" / "final"))
+
+    def plan(checkpoint: Path, **named: str) -> None:
+        [cell] = plan_cells.fn([config(checkpoint, tmp_path / "out", **named)], find_checkpoints(str(checkpoint)))
+        if cell.record is None:
+            write_record(cell.uri, make_record(checkpoint=cell.reference))
+
+    plan(first)
+    with pytest.raises(BadInput, match="one checkpoint called final") as caught:
+        plan(second)
+    assert str(first) in caught.value.found and str(second) in caught.value.found
+    assert "model_name" in caught.value.remedy
+    plan(second, model_name="final-2")
+    plan(moved)
+    shutil.rmtree(first)
+    plan(write_checkpoint(first, seed=3))  # rewritten in its place
 
 
 def test_one_served_name_for_several_checkpoints_is_refused(tmp_path: Path) -> None:

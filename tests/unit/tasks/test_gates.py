@@ -23,6 +23,7 @@ from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.gates.verdict import JudgedCheckpoint, Reason, Verdict, judge, judged_checkpoints
 from tasks.gates.views import verdict_markdown
 from tasks.records.record import FoundRecord, Metric, Record, find_records
+from tasks.records.search import records_of_checkpoints
 
 FACTS = {"benchmark": "demo_facts", "metric": "acc"}
 QUESTIONS = 40
@@ -322,3 +323,16 @@ def test_command_about_records_that_are_not_there_is_bad_input(release: Path, ar
     done = CliRunner().invoke(app, ["gate", str(release), *records, *arguments])
     assert isinstance(done.exception, BadInput) and done.exception.exit_code == 3
     assert expected in done.exception.found
+
+
+def test_gate_judges_each_of_two_checkpoints_with_one_name(tmp_path: Path):
+    for place, value in (("/runs/exp1", 0.9), ("/runs/exp2", 0.1)):
+        record = make_record(step=0, run="final", place=place, cell=place[-4:], metrics=(make_metric(value=value),))
+        publish(tmp_path, record)
+    found = verdict(tmp_path, gate(FACTS | {"at_least": 0.5}, checkpoints="every"))
+    assert [(reason.checkpoint, reason.go) for reason in about(found, "demo_facts")] == [
+        ("final (exp1/final)-0", True),
+        ("final (exp2/final)-0", False),
+    ]
+    with pytest.raises(BadInput, match=r"/runs/exp1/final/hf/step-0 and /runs/exp2/final/hf/step-0"):
+        records_of_checkpoints(["final-0"], evaluation_path=str(tmp_path))

@@ -92,3 +92,18 @@ def test_quick_look_does_not_hide_a_full_evaluation() -> None:
     quick = full.model_copy(update={"attempt": "quick", "created": later, "evaluation": {"max_eval_instances": 3}})
     assert [record.attempt for record in current_records([full, quick])] == ["full"]
     assert [record.attempt for record in current_records([quick])] == ["quick"]
+
+
+def test_checkpoints_of_one_name_at_different_places_are_both_kept() -> None:
+    first, second = (make_record(run="final", step=0, place=place) for place in ("/runs/exp1", "/runs/exp2"))
+    assert current_records([first, second]) == [first, second]
+
+
+def test_rewritten_and_moved_checkpoints_are_still_the_same(tmp_path: Path) -> None:
+    old, copied = make_record(step=5), make_record(step=5, place="/elsewhere")
+    rewritten = old.checkpoint.model_copy(update={"digest": "0" * 64, "uri": "checkpoints/run-a/step-5"})
+    moved = copied.checkpoint.model_copy(update={"digest": old.checkpoint.digest})
+    later = old.created + timedelta(hours=1)
+    for checkpoint in (rewritten, moved):
+        new = make_record(step=5, created=later, checkpoint=checkpoint)
+        assert current_records([old, new]) == [new]

@@ -399,3 +399,17 @@ def test_write_report_to_a_place_that_is_no_folder_says_what_to_do(tmp_path: Pat
 
     with pytest.raises(StorageError):
         write_report([point(100)], str(tmp_path / "file" / "report.html"), title="t")
+
+
+def test_checkpoints_of_one_name_at_different_places_are_told_apart_everywhere() -> None:
+    places = {"/runs/exp1": 0.25, "/runs/exp2": 0.75}
+    records = [
+        make_record(run="final", step=0, place=place, metrics=(make_metric(value=value),))
+        for place, value in places.items()
+    ]
+    rows = results_rows(records)
+    assert [(row["run"], row["value"]) for row in rows] == [("final (exp1/final)", 0.25), ("final (exp2/final)", 0.75)]
+    assert [row["checkpoint"] for row in rows] == ["final (exp1/final)-0", "final (exp2/final)-0"]
+    page = render_report(records, title="t")
+    assert "0.250" in page and "0.750" in page and "final (exp1/final)" in page
+    assert any("exp1/final" in line for line in in_terminal(records))
