@@ -17,6 +17,7 @@ _DONE = b"[DONE]"
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _MOST_TOKENS = 2**53
+_CONTENT_TYPE = re.compile(r"[\t\x20-\x7e\x80-\xff]{0,1000}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,11 @@ class AnswerFacts:
 
 class _Invalid(Exception):
     """The answer is not one to keep."""
+
+
+def is_content_type(text: str) -> bool:
+    """True if a text may stand in a header: it ends no line and has no character that HTTP does not know."""
+    return _CONTENT_TYPE.fullmatch(text) is not None
 
 
 def judge(content_type: str, body: bytes, *, stream: bool = False) -> AnswerFacts | None:

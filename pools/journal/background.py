@@ -7,7 +7,6 @@ on the event loop.
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -19,7 +18,7 @@ from pools.journal import upkeep
 from pools.journal.cells import Attempt, CellScope
 from pools.journal.database import Database
 from pools.journal.mirror import SEGMENT_BYTES, Mirror
-from pools.journal.schema import is_busy, is_damaged
+from pools.journal.schema import ERRORS, is_busy, is_damaged
 
 TIDY_SECONDS = 1.0
 """Between the first commit after a round of upkeep and the next round, unless much is written before."""
@@ -125,7 +124,7 @@ class Background:
             cell = self._cells.pop(scope.cell)
             cell.attempt.open = False
             if drop_mirror:
-                await self._in_file_thread(upkeep.drop_sampled, self._path, scope.cell)
+                await self._in_file_thread(upkeep.drop_finished, self._path, scope.cell)
                 if cell.mirror is not None:
                     await self._in_mirror_thread(cell, cell.mirror.drop)
             elif cell.mirror is not None:
@@ -204,7 +203,7 @@ class Background:
         """Returns the result of `act`, None where the file cannot be used."""
         try:
             outcome = await asyncio.get_running_loop().run_in_executor(self._file_thread, act, *arguments)
-        except (sqlite3.Error, OSError) as error:
+        except ERRORS as error:
             self._database.counters.errors += 1
             if is_damaged(error) or not (self._tidy_failed or is_busy(error)):
                 self._tidy_failed = True

@@ -1,17 +1,20 @@
-"""Answers as they lie in the journal: a checksum, and the bytes, compressed where that pays."""
+"""Answers as they lie in the journal: bodies compressed where that pays, and a checksum over each row."""
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 
-_CHECKSUM_BYTES = 4
+from pools.journal.schema import Row
+
+_CHECKSUM_BYTES = 8
 _PLAIN, _COMPRESSED = b"\0", b"\1"
 _LEAST_COMPRESSED_BYTES = 2048
 """Smaller bodies are stored as they are: compressing 1 kB saves 400 bytes and takes longer than all else here."""
 
 
 class Unreadable(Exception):
-    """A stored body is damaged, or belongs to another request."""
+    """A stored body is damaged."""
 
 
 def compressed(body: bytes) -> bytes:
@@ -19,26 +22,39 @@ def compressed(body: bytes) -> bytes:
     return zlib.compress(body, 1)
 
 
-def packed(body: bytes, *, key: bytes, content_type: str) -> bytes:
-    """A body as it is stored: CRC-32 over all of it, then a zero byte and the body, or a one and a zlib stream."""
-    content = _PLAIN + body if len(body) < _LEAST_COMPRESSED_BYTES else _COMPRESSED + compressed(body)
-    return _checksum(content, key=key, content_type=content_type) + content
+def packed(body: bytes) -> bytes:
+    """A body as it is stored: a zero byte and the body, or a one and a zlib stream."""
+    return _PLAIN + body if len(body) < _LEAST_COMPRESSED_BYTES else _COMPRESSED + compressed(body)
 
 
-def unpacked(stored: bytes, *, key: bytes, content_type: str) -> bytes:
+def unpacked(stored: bytes) -> bytes:
     """The body that was packed.
 
     Raises:
-        Unreadable: it is damaged, or was packed for another request or content type.
+        Unreadable: it is damaged.
     """
     try:
-        content = stored[_CHECKSUM_BYTES:]
-        if stored[:_CHECKSUM_BYTES] != _checksum(content, key=key, content_type=content_type):
-            raise Unreadable("its checksum is another one")
-        return content[1:] if content.startswith(_PLAIN) else zlib.decompress(content[1:])
-    except (zlib.error, TypeError) as error:
+        return stored[1:] if stored.startswith(_PLAIN) else zlib.decompress(stored[1:])
+    except zlib.error as error:
         raise Unreadable(str(error)) from None
 
 
-def _checksum(content: bytes, *, key: bytes, content_type: str) -> bytes:
-    return zlib.crc32(content, zlib.crc32(key + content_type.encode())).to_bytes(_CHECKSUM_BYTES, "big")
+def sealed(row: Row) -> Row:
+    """A row with its checksum."""
+    return row._replace(checksum=_checksum(row))
+
+
+def is_whole(row: Row) -> bool:
+    """True if nothing in a row has changed since it was sealed: no value, and no value's kind."""
+    try:
+        return row.checksum == _checksum(row)
+    except TypeError:  # a blob that is none
+        return False
+
+
+def _checksum(row: Row) -> bytes:
+    facts = row._replace(checksum=b"", body=b"", request=None if row.request is None else b"")
+    digest = hashlib.blake2b(repr((*facts, len(row.body))).encode(), digest_size=_CHECKSUM_BYTES)
+    digest.update(row.body)
+    digest.update(row.request or b"")
+    return digest.digest()

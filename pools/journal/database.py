@@ -87,7 +87,7 @@ class Database:
         assert self._connection is not None
         try:
             return self._connection.execute(sql, parameters).fetchone()
-        except (sqlite3.Error, OverflowError) as error:
+        except schema.ERRORS as error:
             self.counters.errors += 1
             self.report(error)
             return None
@@ -148,7 +148,7 @@ class Database:
                     kept += 1
                     size += len(parameters[-2]) + len(parameters[-1] or b"")
             connection.execute("COMMIT")
-        except (sqlite3.Error, OverflowError, ValueError) as error:
+        except schema.ERRORS as error:
             self._flush_failed(connection, error)
             return
         self.counters.kept += kept
@@ -209,7 +209,7 @@ class Database:
                 self._inode = self._inode_in_place()
                 self._resume_at = 0.0
                 return
-            except (sqlite3.Error, OSError) as error:
+            except schema.ERRORS as error:
                 self._disconnect()
                 if not (tries_left and schema.is_damaged(error) and self._set_aside(inode, error)):
                     self._resume_at = time.monotonic() + self._retry_seconds

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
+from pools.journal.bodies import is_whole
 from pools.journal.schema import COLUMNS, INSERT_ROW, Row
 from pools.journal.segments import SegmentCut, decoded, encoded
 from pools.journal.upkeep import connected, writing
@@ -103,6 +104,8 @@ class Mirror:
         with closing(connection.execute(query, (self._cell, last))) as found:
             for number, *values in found:
                 row = Row(*values)
+                if not is_whole(row):
+                    continue
                 batch.append((number, row))
                 size += len(row.body) + len(row.request or b"")
                 if size >= SEGMENT_BYTES:

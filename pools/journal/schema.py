@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """`PRAGMA user_version` of the file, and the version in the first line of a segment."""
 
 _SCHEMA = """
@@ -31,10 +31,12 @@ CREATE TABLE answers (
     completion_tokens INTEGER NOT NULL,
     created INTEGER NOT NULL,
     imported INTEGER NOT NULL,
+    checksum BLOB NOT NULL,
     body BLOB NOT NULL,
     request BLOB
 );
-CREATE UNIQUE INDEX deterministic_answers ON answers (key) WHERE deterministic = 1;
+CREATE UNIQUE INDEX deterministic_answers ON answers (key) WHERE deterministic = 1 AND imported = 0;
+CREATE UNIQUE INDEX imported_answers ON answers (key, cell) WHERE deterministic = 1 AND imported = 1;
 CREATE UNIQUE INDEX sampled_answers ON answers (key, cell, occurrence) WHERE deterministic = 0;
 CREATE INDEX answers_of_cells ON answers (cell) WHERE cell IS NOT NULL;
 CREATE TABLE replays (
@@ -56,7 +58,7 @@ CREATE TABLE segments (
 class Row(NamedTuple):
     """One row of `answers`, without its id; the names are those of the columns.
 
-    `imported` is not part of a segment: it says that the row came from one.
+    `imported` is not part of a segment: it says that the row came from one, and answers its own cell only.
     """
 
     key: bytes
@@ -75,6 +77,7 @@ class Row(NamedTuple):
     completion_tokens: int
     created: int
     imported: int
+    checksum: bytes
     body: bytes
     request: bytes | None
 
@@ -82,6 +85,9 @@ class Row(NamedTuple):
 COLUMNS = ", ".join(Row._fields)
 INSERT_ROW = f"INSERT INTO answers ({COLUMNS}) VALUES ({', '.join('?' * len(Row._fields))}) ON CONFLICT DO NOTHING"
 
+ERRORS = (sqlite3.Error, OSError, OverflowError, ValueError)
+"""Errors of a file that cannot be used; the text of one that tells of damage may itself not be decoded."""
+_STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";") if statement.strip()]
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
 
@@ -92,7 +98,7 @@ class OtherVersion(sqlite3.DatabaseError):
 
 def is_damaged(error: Exception) -> bool:
     """True if an error means that the file is no journal of ours, or no longer one."""
-    return isinstance(error, OtherVersion) or _primary_code(error) in _DAMAGED
+    return isinstance(error, OtherVersion | UnicodeDecodeError) or _primary_code(error) in _DAMAGED
 
 
 def is_busy(error: Exception) -> bool:
@@ -107,7 +113,8 @@ def _primary_code(error: Exception) -> int:
 def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
     """A connection to the journal in a file, which is made if there is none.
 
-    Transactions are begun and ended in so many words. The file is readable for its owner only.
+    Transactions are begun and ended in so many words. The file is readable for its owner only. A text that is damaged
+    is read with half surrogates in it.
 
     Args:
         path: of the file.
@@ -115,12 +122,14 @@ def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
 
     Raises:
         sqlite3.Error: it cannot be opened, is damaged, or has another schema (`OtherVersion`).
+        UnicodeDecodeError: it is damaged.
         OSError: the folder cannot be made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.touch(mode=0o600)
     connection = sqlite3.connect(path, timeout=wait_seconds, isolation_level=None, check_same_thread=False)
+    connection.text_factory = _decoded
     try:
         _prepare(connection, wait_seconds=wait_seconds)
     except BaseException:
@@ -135,9 +144,15 @@ def _prepare(connection: sqlite3.Connection, *, wait_seconds: float) -> None:
         _patiently(lambda: _create(connection), wait_seconds=wait_seconds)
     elif version != SCHEMA_VERSION:
         raise OtherVersion(f"schema version {version}, this one is {SCHEMA_VERSION}")
+    elif not {(statement,) for statement in _STATEMENTS} <= set(connection.execute("SELECT sql FROM sqlite_schema")):
+        raise OtherVersion("its tables are other ones")
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("PRAGMA wal_autocheckpoint = 0")
     connection.execute("PRAGMA cache_size = -16000")
+
+
+def _decoded(text: bytes) -> str:
+    return text.decode(errors="surrogateescape")
 
 
 def _version(connection: sqlite3.Connection) -> int:
@@ -152,7 +167,7 @@ def _create(connection: sqlite3.Connection) -> None:
         if _version(connection) == 0:  # else another process was faster
             if connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 raise OtherVersion("a database of something else")
-            for statement in filter(str.strip, _SCHEMA.split(";")):
+            for statement in _STATEMENTS:
                 connection.execute(statement)
             connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
         connection.execute("COMMIT")

@@ -10,18 +10,19 @@ from typing import Any
 
 import orjson
 
+from pools.journal import bodies
+from pools.journal.answers import is_content_type
 from pools.journal.schema import SCHEMA_VERSION, Row
 
 _CHUNK_BYTES = 64 * 1024
 _GZIP = 31  # zlib's window size with a gzip header
-_BLOBS = ("key", "body", "request")
+_BLOBS = ("key", "checksum", "body", "request")
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "cell": (str, type(None)),
     "attempt": (str, type(None)),
     **dict.fromkeys(("target", "model", "weights", "tokenizer", "engine", "content_type", "finish_reasons"), str),
     **dict.fromkeys(("deterministic", "occurrence", "prompt_tokens", "completion_tokens", "created", "imported"), int),
-    "key": bytes,
-    "body": bytes,
+    **dict.fromkeys(("key", "checksum", "body"), bytes),
     "request": (bytes, type(None)),
 }
 _LARGEST_INTEGER = 2**63 - 1
@@ -81,10 +82,14 @@ def _row(fields: Any) -> Row:
         raise SegmentCut("a line is not an object")
     try:
         blobs = {name: base64.b64decode(fields[name], validate=True) for name in _BLOBS if fields[name] is not None}
-        row = Row(**{**fields, **blobs, "imported": 1})
+        row = Row(**{**fields, **blobs, "imported": 0})
     except (KeyError, TypeError, ValueError, binascii.Error) as error:
         raise SegmentCut(f"a row is not readable ({type(error).__name__})") from None
     for name, value in zip(Row._fields, row, strict=True):
         if not isinstance(value, _KINDS[name]) or (isinstance(value, int) and abs(value) > _LARGEST_INTEGER):
             raise SegmentCut(f"a row has no usable {name}")
-    return row
+    if not is_content_type(row.content_type):
+        raise SegmentCut("a row has a content type that no header can have")
+    if not bodies.is_whole(row):
+        raise SegmentCut("a row has another checksum")
+    return bodies.sealed(row._replace(imported=1))

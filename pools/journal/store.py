@@ -9,18 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from pools.journal import bodies
-from pools.journal.answers import AnswerFacts
+from pools.journal.answers import AnswerFacts, is_content_type
 from pools.journal.background import Background
 from pools.journal.cells import Attempt, CellScope
 from pools.journal.database import Database, JournalCounters
 from pools.journal.keys import Question
-from pools.journal.schema import INSERT_ROW, Row
+from pools.journal.schema import COLUMNS, INSERT_ROW, Row
 
 _LARGE_BYTES = 32 * 1024
 """Bodies above this are compressed in a thread: the loop would stand still for a third of a millisecond."""
 
-_SELECT = "SELECT id, content_type, body FROM answers WHERE key = ?"
-_SELECT_DETERMINISTIC = f"{_SELECT} AND deterministic = 1"
+_SELECT = f"SELECT id, {COLUMNS} FROM answers WHERE key = ?"
+_SELECT_DETERMINISTIC = f"{_SELECT} AND deterministic = 1 AND imported = 0"
+_SELECT_IMPORTED = f"{_SELECT} AND cell = ? AND deterministic = 1 AND imported = 1"
 _SELECT_SAMPLED = f"{_SELECT} AND cell = ? AND occurrence = ? AND deterministic = 0"
 _DELETE_ROW = "DELETE FROM answers WHERE id = ?"
 _REPLAYED = "INSERT OR IGNORE INTO replays VALUES (?, ?, ?, ?)"
@@ -151,18 +152,23 @@ class Journal:
     def claim(self, question: Question, *, cell: CellScope | None) -> Claim:
         """The answer to a request, where it is there, or its place.
 
-        A deterministic request gets an answer of any run. A sampled one gets an answer only in an open attempt at a
-        cell: the k-th identical request of the attempt gets the cell's k-th answer.
+        A deterministic request gets an answer that any run was given on this machine, and in an open attempt at a cell
+        one that lay in the cell's mirror. A sampled one gets an answer only in such an attempt: the k-th identical
+        request of the attempt gets the cell's k-th answer.
         """
         attempt = self._background.attempt(cell) if cell is not None else None
         occurrence = 0
         stored = None
         if question.deterministic:
             stored = self._stored(question, _SELECT_DETERMINISTIC, (question.key,))
+            if stored is None and attempt is not None:
+                place = (question.key, attempt.scope.cell)
+                stored = self._stored(question, _SELECT_IMPORTED, place, cell=attempt.scope.cell)
         elif attempt is not None:
             occurrence = attempt.take(question.key)
             scope = attempt.scope
-            stored = self._stored(question, _SELECT_SAMPLED, (question.key, scope.cell, occurrence))
+            place = (question.key, scope.cell, occurrence)
+            stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
             if stored is not None:
                 self._database.submit(_REPLAYED, (scope.cell, scope.attempt, question.key, occurrence))
         if stored is not None:
@@ -186,9 +192,9 @@ class Journal:
             return
         content_type = _text(content_type)
         if len(body) > _LARGE_BYTES or (self._keep_prompts and len(claim.question.body) > _LARGE_BYTES):
-            content = await asyncio.to_thread(self._content, claim.question, content_type, body)
+            content = await asyncio.to_thread(self._content, claim.question, body)
         else:
-            content = self._content(claim.question, content_type, body)
+            content = self._content(claim.question, body)
         if claim.keeps:
             self._database.submit(INSERT_ROW, self._row(claim, content_type, content, facts))
             await self._database.settled()
@@ -227,26 +233,37 @@ class Journal:
         await self._background.close()
         self._database.close()
 
-    def _stored(self, question: Question, sql: str, parameters: tuple[bytes | str | int, ...]) -> StoredAnswer | None:
+    def _stored(
+        self,
+        question: Question,
+        sql: str,
+        parameters: tuple[bytes | str | int, ...],
+        *,
+        cell: str | None = None,
+        occurrence: int = 0,
+    ) -> StoredAnswer | None:
+        """The answer in the row that a query finds, unless it is damaged; then it is deleted."""
         found = self._database.fetch(sql, parameters)
         if found is None:
             return None
-        number, content_type, content = found
+        number, *values = found
+        row = Row(*values)
         try:
-            body = bodies.unpacked(content, key=question.key, content_type=content_type)
+            whole = bodies.is_whole(row) and is_content_type(row.content_type)
+            if not whole or not _answers(row, question, cell=cell, occurrence=occurrence):
+                raise bodies.Unreadable("it is another row than was written")
+            return StoredAnswer(row.content_type, bodies.unpacked(row.body))
         except bodies.Unreadable:
             self.counters.dropped += 1
             self._database.submit(_DELETE_ROW, (number,))
             return None
-        return StoredAnswer(content_type, body)
 
-    def _content(self, question: Question, content_type: str, body: bytes) -> tuple[bytes, bytes | None]:
-        request = bodies.compressed(question.body) if self._keep_prompts else None
-        return bodies.packed(body, key=question.key, content_type=content_type), request
+    def _content(self, question: Question, body: bytes) -> tuple[bytes, bytes | None]:
+        return bodies.packed(body), bodies.compressed(question.body) if self._keep_prompts else None
 
     def _row(self, claim: Claim, content_type: str, content: tuple[bytes, bytes | None], facts: AnswerFacts) -> Row:
         question, scope = claim.question, claim.scope
-        return Row(
+        row = Row(
             key=question.key,
             deterministic=int(question.deterministic),
             cell=scope.cell if scope else None,
@@ -263,9 +280,19 @@ class Journal:
             completion_tokens=facts.completion_tokens,
             created=int(self._clock()),
             imported=0,
+            checksum=b"",
             body=content[0],
             request=content[1],
         )
+        return bodies.sealed(row)
+
+
+def _answers(row: Row, question: Question, *, cell: str | None, occurrence: int) -> bool:
+    """True if a row is what was looked for: a damaged index leads to other rows."""
+    asked = (question.key, int(question.deterministic))
+    if (row.key, row.deterministic) != asked or row.occurrence != occurrence:
+        return False
+    return row.cell == cell or (question.deterministic and not row.imported)
 
 
 def _text(value: str) -> str:

@@ -63,14 +63,14 @@ def tidy(path: Path, max_bytes: int) -> tuple[int, int]:
         return dropped, schema.live_bytes(connection)
 
 
-def drop_sampled(path: Path, cell: str) -> None:
-    """Deletes the sampled answers of a cell that is finished: nobody will replay them.
+def drop_finished(path: Path, cell: str) -> None:
+    """Deletes the sampled and the imported answers of a cell that is finished: nobody will replay them.
 
     Raises:
         sqlite3.Error, OSError: the file cannot be used.
     """
     with connected(path) as connection:
-        query = f"SELECT id FROM answers WHERE cell = ? AND deterministic = 0 LIMIT {_SLICE_ROWS}"
+        query = f"SELECT id FROM answers WHERE cell = ? AND (deterministic = 0 OR imported = 1) LIMIT {_SLICE_ROWS}"
         while _deleted(connection, query, (cell,)):
             pass
         with writing(connection):

@@ -14,7 +14,7 @@ from pools.proxy.connections.replies import Refusal
 
 @dataclass
 class EchoApplication:
-    """Answers with what it was asked. Paths: /refused, /hang, /fail, /half, /stream, /large, anything else."""
+    """Answers with what it was asked. Paths: /refused, /hang, /fail, /half, /stream, /large, /split, anything else."""
 
     refused: list[Head] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
@@ -59,6 +59,8 @@ class EchoApplication:
                 while True:
                     await responder.write(b"x" * 65536)
                     self.written += 65536
+            case "/split":
+                responder.send(Reply(200, b"{}", [(b"Content-Type", request.body)]))
             case "/large":
                 responder.send(Reply(200, b"x" * 2**25))
             case path:

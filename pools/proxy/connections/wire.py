@@ -121,8 +121,8 @@ class ClientConnection(asyncio.Protocol):
         turn = self._turn
         if self._closed or turn is None or turn.begun:
             return
-        turn.begun = turn.ended = True
         lines = _lines(reply.status, reply.headers)
+        turn.begun = turn.ended = True
         body = reply.body
         if reply.status in _BODILESS:
             body = b""
@@ -145,8 +145,8 @@ class ClientConnection(asyncio.Protocol):
         turn = self._turn
         if self._closed or turn is None:
             return
-        turn.begun = True
         lines = _lines(status, headers)
+        turn.begun = True
         if turn.old:
             turn.keep_alive = False
         else:
@@ -290,4 +290,7 @@ class ClientConnection(asyncio.Protocol):
 def _lines(status: int, headers: Sequence[Header]) -> list[bytes]:
     lines = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status]
     lines += [b"%b: %b\r\n" % header for header in headers]
+    head = b"".join(lines)
+    if not head.count(b"\n") == head.count(b"\r") == len(lines) or b"\0" in head:
+        raise ValueError("a header would end its line")  # a client would read what follows as headers, or an answer
     return lines

@@ -205,9 +205,9 @@ async def test_keep_of_texts_that_are_no_unicode_works(path: Path) -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        "CAST(x'00' || substr(body, 2) AS BLOB)",
-        "CAST(substr(body, 1, 5) || x'39' AS BLOB)",
-        "substr(body, 5)",
+        "CAST(x'07' || substr(body, 2) AS BLOB)",
+        "CAST(substr(body, 1, 1) || x'39' AS BLOB)",
+        "substr(body, 2)",
         "x''",
         "'a text'",
         "1",
@@ -222,6 +222,43 @@ async def test_damaged_row_is_deleted_and_asked_again(path: Path, damage: str) -
         await answer(journal, asked("a"), b"2")
         assert journal.counters.dropped == 1
         assert replayed(journal, asked("a")) == b"2"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "content_type = 'text/html'",
+        "content_type = CAST(content_type AS BLOB)",
+        "content_type = CAST(x'ff' AS TEXT)",
+        "request = CAST(x'00' AS BLOB)",
+        "request = NULL",
+        "body = CAST(body AS TEXT)",
+        "model = 'another'",
+        "created = created + 1",
+        "imported = 1",
+    ],
+)
+async def test_row_with_one_column_changed_is_asked_again(path: Path, change: str) -> None:
+    async with opened(path, keep_prompts=True) as (journal, _):
+        await answer(journal, asked("a"), b"1")
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(f"UPDATE answers SET {change}")
+    async with opened(path) as (journal, warnings):
+        await journal.open_cell(SECOND, mirror=None)
+        assert replayed(journal, asked("a"), cell=SECOND) is None
+        assert not warnings
+
+
+async def test_sample_that_moved_to_another_place_is_not_given(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        await journal.open_cell(FIRST, mirror=None)
+        await answer(journal, sampled(), b"0", cell=FIRST)
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute("UPDATE answers SET cell = 'another'")
+    other = CellScope("another", "second")
+    async with opened(path) as (journal, _):
+        await journal.open_cell(other, mirror=None)
+        assert replayed(journal, sampled(), cell=other) is None
 
 
 async def test_answer_under_the_key_of_another_request_is_not_given(path: Path) -> None:

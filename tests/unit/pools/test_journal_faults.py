@@ -4,17 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 import resource
 import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from fakes.journal import FACTS, JSON, answer, answer_whatever, asked, opened, replayed, rows, until
+from fakes.journal import (
+    FACTS,
+    FIRST,
+    JSON,
+    SECOND,
+    answer,
+    answer_whatever,
+    asked,
+    opened,
+    replayed,
+    rows,
+    sampled,
+    until,
+)
+from pools.journal.keys import Question
 from pools.journal.store import Journal
 
 
@@ -56,6 +73,47 @@ async def test_open_a_truncated_file_ends_in_a_journal_that_works(path: Path) ->
             await answer_whatever(journal, str(number), b"again")
         assert all(replayed(journal, asked(str(number))) for number in range(300))
     assert len(warnings) == 1 and "corrupt" in warnings[0]
+
+
+BODIES = [b'{"n": %d, "text": "%b"}' % (number, b"word " * number**2) for number in range(16)]
+FLIPS = 200
+FIRST_PAGE_BYTES = 4096
+
+
+@pytest.mark.parametrize("keep_prompts", [False, True])
+async def test_one_flipped_bit_anywhere_never_changes_an_answer(memory: Path, keep_prompts: bool) -> None:
+    whole, path = memory / "whole.sqlite", memory / "journal.sqlite"
+    async with opened(whole, keep_prompts=keep_prompts) as (journal, _):
+        await journal.open_cell(FIRST, mirror=None)
+        for number, body in enumerate(BODIES):
+            await answer(journal, question_of(number), body, cell=FIRST)
+    content, rng, hits = whole.read_bytes(), random.Random(1), 0
+    for _ in range(FLIPS):
+        damaged = bytearray(content)
+        bit = rng.randrange(8 * rng.choice([FIRST_PAGE_BYTES, len(content)]))  # the first page names the tables
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        async with opened(path) as (journal, _):
+            await journal.open_cell(SECOND, mirror=None)
+            for number, body in enumerate(BODIES):
+                stored = journal.claim(question_of(number), cell=SECOND).stored
+                assert stored is None or (stored.content_type, stored.body) == (JSON, body), f"bit {bit}"
+                hits += stored is not None
+        for file in memory.glob("journal.sqlite*"):
+            file.unlink()
+    assert FLIPS * len(BODIES) * 0.5 < hits < FLIPS * len(BODIES)
+
+
+def question_of(number: int) -> Question:
+    """Half of them deterministic, and the others one question that was sampled several times."""
+    return asked(str(number)) if number % 2 else sampled()
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    """A folder whose files are not waited for, where there is one."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else tmp_path) as folder:
+        yield Path(folder)
 
 
 def damage(path: Path) -> None:

@@ -14,7 +14,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fakes.journal import FIRST, SECOND, answer, asked, opened, replayed, rows, sampled, until
+from pools.journal.bodies import sealed
 from pools.journal.cells import CellScope
+from pools.journal.segments import decoded, encoded
 from resources.storage import storage
 
 
@@ -42,7 +44,7 @@ async def found(path: Path, folder: str, *, numbers: range = range(3)) -> tuple[
     async with opened(path) as (journal, warnings):
         await journal.open_cell(SECOND, mirror=folder)
         replays = [replayed(journal, sampled(), cell=SECOND) for _ in numbers]
-        return replays + [replayed(journal, asked(f"a{number}")) for number in numbers], warnings
+        return replays + [replayed(journal, asked(f"a{number}"), cell=SECOND) for number in numbers], warnings
 
 
 async def test_new_database_with_the_mirror_gives_the_same_replays(tmp_path: Path, folder: str) -> None:
@@ -107,11 +109,11 @@ async def test_segment_cut_anywhere_gives_the_rows_before_and_a_warning(tmp_path
     [
         b"",
         b"no gzip",
-        zlib.compress(b'{"schema":2}\n', wbits=31),
+        zlib.compress(b'{"schema":3}\n', wbits=31),
         zlib.compress(b'{"schema":1}\n{}\n', wbits=31),
-        zlib.compress(b'{"schema":2}\n[]\n', wbits=31),
-        zlib.compress(b'{"schema":2}\n{"key": "AA=="}\n', wbits=31),
-        zlib.compress(b'{"schema":2}\n{"key": 7}\nno json\n', wbits=31),
+        zlib.compress(b'{"schema":3}\n[]\n', wbits=31),
+        zlib.compress(b'{"schema":3}\n{"key": "AA=="}\n', wbits=31),
+        zlib.compress(b'{"schema":3}\n{"key": 7}\nno json\n', wbits=31),
     ],
 )
 async def test_segment_of_something_else_is_passed_over(tmp_path: Path, content: bytes) -> None:
@@ -130,8 +132,53 @@ async def test_segment_keeps_no_prompt_and_names_its_schema(tmp_path: Path) -> N
         await answer(journal, asked("a prompt"), b"1", cell=FIRST)
     (segment,) = segments(folder)
     head, row = zlib.decompress(Path(segment).read_bytes(), wbits=31).splitlines()
-    assert orjson.loads(head) == {"schema": 2}
+    assert orjson.loads(head) == {"schema": 3}
     assert orjson.loads(row)["request"] is None and orjson.loads(row)["cell"] == "cell"
+
+
+async def test_rows_of_a_mirror_answer_their_own_cell_only(tmp_path: Path, folder: str) -> None:
+    await leave(tmp_path / "one.sqlite", folder, numbers=range(1))
+    other = CellScope("another", "first")
+    async with opened(tmp_path / "two.sqlite") as (journal, _):
+        await journal.open_cell(SECOND, mirror=folder)
+        await journal.open_cell(other, mirror=None)
+        assert replayed(journal, asked("a0")) is None
+        await answer(journal, asked("a0"), b"asked anew", cell=other)
+        assert replayed(journal, asked("a0"), cell=other) == replayed(journal, asked("a0")) == b"asked anew"
+        await journal.close_cell(SECOND, drop_mirror=True)
+    assert rows(tmp_path / "two.sqlite", "SELECT cell, body FROM answers") == [("another", b"\0asked anew")]
+
+
+@pytest.mark.parametrize(
+    "content_type",
+    ["text/html\r\nSet-Cookie: a=b", "text/html\n", "text/html\0", "text/\u20ac", "a" * 2000],
+    ids=["a line", "its end", "a zero", "no latin-1", "long"],
+)
+async def test_row_with_a_content_type_that_is_no_header_is_not_taken_up(tmp_path: Path, content_type: str) -> None:
+    folder = str(tmp_path / "cell")
+    await leave(tmp_path / "one.sqlite", folder, numbers=range(1))
+    change_rows(folder, content_type=content_type)
+    replays, warnings = await found(tmp_path / "two.sqlite", folder, numbers=range(1))
+    assert replays == [None, None]
+    assert len(warnings) == 1 and "content type" in warnings[0]
+
+
+async def test_row_of_a_mirror_that_was_changed_is_not_taken_up(tmp_path: Path) -> None:
+    folder = str(tmp_path / "cell")
+    await leave(tmp_path / "one.sqlite", folder, numbers=range(1))
+    change_rows(folder, seal=False, content_type="text/html")
+    replays, warnings = await found(tmp_path / "two.sqlite", folder, numbers=range(1))
+    assert replays == [None, None]
+    assert len(warnings) == 1 and "checksum" in warnings[0]
+
+
+def change_rows(folder: str, *, seal: bool = True, **changed: Any) -> None:
+    """Changes the rows of the only segment, as somebody would who can write there."""
+    (segment,) = segments(folder)
+    changed_rows = [row._replace(imported=0, **changed) for row in decoded(Path(segment).read_bytes())]
+    if seal:
+        changed_rows = [sealed(row) for row in changed_rows]
+    Path(segment).write_bytes(encoded(changed_rows))
 
 
 async def test_segments_of_another_cell_are_not_taken_up(tmp_path: Path, folder: str) -> None:
@@ -194,7 +241,7 @@ async def test_mirror_that_is_away_costs_no_request_and_is_tried_again(
         await answer(journal, asked("b"), b"1", cell=SECOND)
         assert len(warnings) == 1 and "the store is away" in warnings[0]
         flaky.away = False
-        await until(lambda: replayed(journal, asked("a0")) == b"0")
+        await until(lambda: replayed(journal, asked("a0"), cell=SECOND) == b"0")
         await until(lambda: len(segments(folder)) == 2)
         flaky.away = True
         await answer(journal, asked("c"), b"1", cell=SECOND)

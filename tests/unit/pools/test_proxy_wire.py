@@ -343,6 +343,14 @@ async def test_application_that_fails_is_answered_500_and_not_quoted(
     assert "secret" not in caplog.text
 
 
+@pytest.mark.parametrize("value", [b"a\r\nSet-Cookie: b", b"a\nb", b"a\r", b"a\0"])
+async def test_header_that_would_end_its_line_is_not_sent(port: int, value: bytes) -> None:
+    length = b"Content-Length: %d\r\n\r\n" % len(value)
+    received = await _exchange(port, b"POST /split HTTP/1.1\r\nHost: x\r\n" + length + value)
+    assert received.startswith(b"HTTP/1.1 500 ")
+    assert b"Set-Cookie" not in received and b"200" not in received
+
+
 async def test_stream_that_fails_has_no_end(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(GET.replace(b"/a", b"/half"))
