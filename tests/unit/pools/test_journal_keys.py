@@ -74,6 +74,7 @@ def asked(body: Any, *, subject: Subject = SUBJECT, target: str = PATH) -> Quest
         {"seed": None},
         {"response_format": {"type": "json_object", "schema": {"a": 2}}},
         {"response_format": {"type": "json_object", "schema": [{"a": 1}]}},
+        {"response_format": {"schema": {"a": 1}, "type": "json_object"}},
         {"user": "somebody else"},
         {"messages": [{"role": "user", "content": "Two and two is"}]},
         {"stream": False},
@@ -177,21 +178,20 @@ generous = settings(
 )  # a busy machine is slow to make inputs
 
 
-def exactly(value: Any) -> Any:
-    """A value that is equal only to the same JSON value, of the same type."""
+def exactly(value: Any, *, top: bool = True) -> Any:
+    """A value that is equal only to the same JSON value, of the same type, in the same order below the top level."""
     if isinstance(value, dict):
-        return "object", frozenset((name, exactly(item)) for name, item in value.items())
+        items = [(name, exactly(item, top=False)) for name, item in value.items()]
+        return "object", frozenset(items) if top else tuple(items)
     if isinstance(value, list):
-        return "array", tuple(exactly(item) for item in value)
+        return "array", tuple(exactly(item, top=False) for item in value)
     return type(value).__name__, value, isinstance(value, float) and math.copysign(1, value)
 
 
-def shuffled(value: Any, rng: random.Random) -> Any:
-    if isinstance(value, dict):
-        items = list(value.items())
-        rng.shuffle(items)
-        return {name: shuffled(item, rng) for name, item in items}
-    return [shuffled(item, rng) for item in value] if isinstance(value, list) else value
+def shuffled(value: dict[str, Any], rng: random.Random) -> dict[str, Any]:
+    items = list(value.items())
+    rng.shuffle(items)
+    return dict(items)
 
 
 @generous
@@ -204,13 +204,15 @@ def test_question_of_two_different_objects_never_shares_a_key(first: dict[str, A
 @generous
 @given(OBJECTS, VALUES, VALUES)
 def test_question_with_one_value_changed_never_shares_a_key(body: dict[str, Any], value: Any, other: Any) -> None:
-    assume(exactly(value) != exactly(other))
+    assume(exactly(value, top=False) != exactly(other, top=False))
     assert asked(body | {"field": value}).key != asked(body | {"field": other}).key
 
 
 @generous
 @given(OBJECTS, st.randoms(use_true_random=False))
-def test_question_in_another_order_always_shares_the_key(body: dict[str, Any], rng: random.Random) -> None:
+def test_question_with_its_fields_in_another_order_always_shares_the_key(
+    body: dict[str, Any], rng: random.Random
+) -> None:
     text = json.dumps(shuffled(body, rng), indent=rng.choice([None, 1, 4]), ensure_ascii=rng.random() < 0.5)
     try:
         encoded = text.encode()
@@ -218,3 +220,74 @@ def test_question_in_another_order_always_shares_the_key(body: dict[str, Any], r
         assume(False)
         raise
     assert asked(encoded).key == asked(body).key
+
+
+ORDERED_SCHEMA = {"reasoning": {"type": "string"}, "answer": {"type": "string"}}
+TURNED_SCHEMA = dict(reversed(ORDERED_SCHEMA.items()))
+
+
+@pytest.mark.parametrize("odd", [{}, {"seed": 2**70}, {"min_p": float("nan")}, {"user": "\ud800"}])
+@pytest.mark.parametrize(
+    "body_of",
+    [
+        lambda schema: {"response_format": {"json_schema": {"schema": {"properties": schema}}}},
+        lambda schema: {"guided_json": schema},
+        lambda schema: {"tools": [{"type": "function", "function": {"parameters": {"properties": schema}}}]},
+    ],
+    ids=["response_format", "guided_json", "tools"],
+)
+def test_question_with_a_schema_in_another_order_has_another_key(body_of: Any, odd: dict[str, Any]) -> None:
+    keys = {asked({**BODY, **odd, **body_of(schema)}).key for schema in (ORDERED_SCHEMA, TURNED_SCHEMA)}
+    assert len(keys) == 2
+
+
+NESTED = st.dictionaries(st.text(max_size=3), VALUES, min_size=2, max_size=5)
+
+
+@generous
+@given(OBJECTS, NESTED, st.randoms(use_true_random=False))
+def test_question_with_nested_names_in_another_order_never_shares_a_key(
+    body: dict[str, Any], nested: dict[str, Any], rng: random.Random
+) -> None:
+    other = shuffled(nested, rng)
+    assume(list(other) != list(nested))
+    assert asked(body | {"field": [nested]}).key != asked(body | {"field": [other]}).key
+
+
+ONE_VALUE_EACH = [
+    *("1", "1.0", "true", "null", '"1"', "[1]", '{"1": 1}', "0", "0.0", "-0.0", "false", '""', "[]", "{}", "-1"),
+    *("NaN", "Infinity", "-Infinity", "[NaN]", "[null]", '"NaN"', "9007199254740993", "9007199254740993.0"),
+    *("18446744073709551615", "18446744073709551616", "1.8446744073709552e19", "-18446744073709551616", "5e-324"),
+    *('"e+"', '"\\ud800"', '"\\ud801"', '"\\u0000"', '"\\\\u0000"', '"A"', '"\\\\u0041"', '"\u00e9"', '"e\u0301"'),
+]
+
+
+def test_question_has_another_key_for_each_value_that_engines_tell_apart() -> None:
+    texts = [f'{{"prompt": "x", "field": {value}}}'.encode() for value in ONE_VALUE_EACH]
+    assert len({asked(text).key for text in texts}) == len(ONE_VALUE_EACH)
+
+
+SPELLINGS = [
+    ('"A"', '"\\u0041"'),
+    ('"\u00e9"', '"\\u00e9"'),
+    ('"\U0001f600"', '"\\ud83d\\ude00"'),
+    ('"/"', '"\\/"'),
+    ("0.5", "5e-1"),
+    ("[1,2]", "[1, 2]"),
+]
+
+
+@pytest.mark.parametrize(("value", "other"), SPELLINGS)
+def test_question_has_one_key_for_two_spellings_of_a_value(value: str, other: str) -> None:
+    assert asked(b'{"field": %b}' % value.encode()).key == asked(b'{"field": %b}' % other.encode()).key
+
+
+def test_question_keeps_20000_large_integers_apart() -> None:
+    numbers = [number for start in (2**53, 2**63, 2**64, 10**30) for number in range(start - 2500, start + 2500)]
+    assert len({asked(b'{"seed": %d}' % number).key for number in numbers}) == len(numbers) == 20_000
+
+
+def test_question_too_large_to_be_read_twice_has_the_key_of_its_bytes() -> None:
+    text = b'{"prompt": "%b", "seed": %d}' % (b"x" * 100_000, 2**70)
+    assert asked(text).key == asked(text).key
+    assert len({asked(changed).key for changed in (text, text.replace(b": ", b":"), text[:-2] + b"5}")}) == 3
