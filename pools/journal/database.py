@@ -72,7 +72,7 @@ class Database:
         self._resume_at = 0.0
         self._failing = False
         self._group: list[tuple[str, tuple[Any, ...]]] = []
-        self._waiting: list[asyncio.Future[None]] = []
+        self._waiting: list[asyncio.Future[bool]] = []
         self._flush_handle: asyncio.Handle | None = None
         self._give_up_at = 0.0
 
@@ -100,11 +100,11 @@ class Database:
             self._give_up_at = loop.time() + BUSY_SECONDS
             self._flush_handle = loop.call_soon(self._flush)
 
-    async def settled(self) -> None:
-        """Returns when the group that is open now was committed, or given up."""
+    def settled(self) -> asyncio.Future[bool]:
+        """The end of the group that is open now: True once it was committed, False once it was given up."""
         future = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
-        await future
+        return future
 
     def report(self, error: Exception) -> None:
         """Deals with an error of this or another connection: a damaged file is set aside, anything else told once."""
@@ -153,7 +153,7 @@ class Database:
             return
         self.counters.kept += kept
         self._failing = False
-        self._settle()
+        self._settle(committed=True)
         if size:
             self._committed(size)
 
@@ -175,14 +175,14 @@ class Database:
 
     def _give_up(self) -> None:
         self.counters.errors += sum(sql is schema.INSERT_ROW for sql, _ in self._group)
-        self._settle()
+        self._settle(committed=False)
 
-    def _settle(self) -> None:
+    def _settle(self, *, committed: bool) -> None:
         self._group = []
         waiting, self._waiting = self._waiting, []
         for future in waiting:
             if not future.done():
-                future.set_result(None)
+                future.set_result(committed)
 
     def _may_write(self) -> bool:
         if self._resume_at:

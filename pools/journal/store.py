@@ -39,11 +39,11 @@ class StoredAnswer:
 class Claim:
     """A request's share of the journal: the answer to give it, or the place where its answer will be kept.
 
-    `stored` is the answer, None where an engine has to be asked. Exactly one of `Journal.keep`, `release` and `refuse`
-    follows in that case; `release` may follow in the other one.
+    `stored` is the answer, to be given after `replay`; None where an engine has to be asked. Exactly one of
+    `Journal.keep`, `release` and `refuse` follows in that case; `release` may follow in the other one.
     """
 
-    __slots__ = ("_attempt", "_database", "occurrence", "question", "stored")
+    __slots__ = ("_attempt", "_database", "_noted", "occurrence", "question", "stored")
 
     def __init__(
         self,
@@ -59,6 +59,25 @@ class Claim:
         self.stored = stored
         self._attempt = attempt
         self._database = database
+        self._noted: asyncio.Future[bool] | None = None
+        if attempt is not None and stored is not None and not question.deterministic:
+            database.submit(_REPLAYED, self._use(attempt))
+            self._noted = database.settled()
+
+    async def replay(self) -> StoredAnswer | None:
+        """The stored answer, once the use of a sample is committed: after that no kill lets it be given again.
+
+        None where an engine has to be asked, also since the use of a sample cannot be committed.
+        """
+        if self.stored is not None and self._noted is not None and not await self._noted:
+            self.stored = None
+        hit = self.stored is not None
+        self._database.counters.hits += hit
+        self._database.counters.misses += not hit
+        return self.stored
+
+    def _use(self, attempt: Attempt) -> tuple[str, str, bytes, int]:
+        return attempt.scope.cell, attempt.scope.attempt, self.question.key, self.occurrence
 
     @property
     def scope(self) -> CellScope | None:
@@ -80,8 +99,7 @@ class Claim:
             return
         attempt.give_back(self.question.key, self.occurrence)
         if self.stored is not None:
-            use = (attempt.scope.cell, attempt.scope.attempt, self.question.key, self.occurrence)
-            self._database.submit(_NOT_REPLAYED, use)
+            self._database.submit(_NOT_REPLAYED, self._use(attempt))
 
     def refuse(self) -> None:
         """Releases it because the answer was not a valid one, and counts that."""
@@ -169,12 +187,6 @@ class Journal:
             scope = attempt.scope
             place = (question.key, scope.cell, occurrence)
             stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
-            if stored is not None:
-                self._database.submit(_REPLAYED, (scope.cell, scope.attempt, question.key, occurrence))
-        if stored is not None:
-            self.counters.hits += 1
-        else:
-            self.counters.misses += 1
         return Claim(question, self._database, attempt=attempt, occurrence=occurrence, stored=stored)
 
     async def keep(self, claim: Claim, content_type: str, body: bytes, *, facts: AnswerFacts) -> None:

@@ -133,8 +133,8 @@ class Forwarder:
         claim = journal.claim(question(subject, target, body=asked.body, fields=asked.fields), cell=scope)
         settled = False
         try:
-            if claim.stored is not None:
-                responder.send(_stored_reply(claim.stored))
+            if (stored := await claim.replay()) is not None:
+                responder.send(_stored_reply(stored))
                 for tally in self._tallies(asked, scope):
                     tally.journal_hits += 1
                 settled = True

@@ -232,6 +232,42 @@ async def test_lock_that_is_never_given_back_is_told_once_and_costs_no_request(p
         await kept_at_last(journal)
 
 
+async def test_replay_waits_until_its_use_is_committed(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        await journal.open_cell(FIRST, mirror=None)
+        await answer(journal, sampled(), b"0", cell=FIRST)
+        await journal.open_cell(SECOND, mirror=None)
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            replaying = asyncio.create_task(journal.claim(sampled(), cell=SECOND).replay())
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert not replaying.done()  # a kill now loses the use, and nobody has seen the sample
+            other.execute("COMMIT")
+        stored = await replaying
+        assert stored is not None and stored.body == b"0"
+        assert rows(path, "SELECT attempt, occurrence FROM replays") == [("second", 0)]
+
+
+async def test_sample_whose_use_cannot_be_committed_is_not_given_and_an_engine_is_asked(path: Path) -> None:
+    async with opened(path, retry_seconds=0.05) as (journal, warnings):
+        await journal.open_cell(FIRST, mirror=None)
+        await answer(journal, sampled(), b"0", cell=FIRST)
+        await answer(journal, asked("a"), b"1", cell=FIRST)
+        await journal.open_cell(SECOND, mirror=None)
+        with closing(sqlite3.connect(path, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            claim = journal.claim(sampled(), cell=SECOND)
+            assert await claim.replay() is None and claim.stored is None
+            assert await journal.claim(asked("a"), cell=SECOND).replay()
+            other.execute("COMMIT")
+        await journal.keep(claim, JSON, b"asked anew", facts=FACTS)
+        assert len(warnings) == 1 and (journal.counters.hits, journal.counters.misses) == (1, 1)
+    async with opened(path) as (journal, _):
+        await journal.open_cell(SECOND, mirror=None)
+        assert replayed(journal, sampled(), cell=SECOND) == b"0"  # nobody has seen it in this attempt
+
+
 TESTS = str(Path(__file__).parents[2])
 CHILD = """
 import asyncio, sys

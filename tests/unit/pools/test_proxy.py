@@ -8,11 +8,12 @@ import re
 import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -458,6 +459,36 @@ async def test_answers_of_different_checkpoints_are_never_exchanged(
     assert first[0] == second[0] == 200
     assert first[1] != second[1]
     assert (engine.stats.requests, other_engine.stats.requests) == (1, 1)
+
+
+async def test_samples_given_while_the_journal_is_locked_are_not_given_again_after_a_kill(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    engine.faults.fresh_samples = True
+
+    async def four(proxy: RunningProxy, attempt: str) -> list[tuple[int, bytes]]:
+        url = f"{proxy.url}/cells/cell/{attempt}{COMPLETIONS}"
+        fields = {"model": model, "prompt": "Once", "temperature": 1}
+        return await asyncio.gather(*(_post(http, url, fields) for _ in range(4)))
+
+    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+        proxy.tell(state_of(model, engine))
+        proxy.client.open_cell("cell", "first", mirror=None)
+        kept = await four(proxy, "first")
+    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+        proxy.tell(state_of(model, engine))
+        proxy.client.open_cell("cell", "second", mirror=None)
+        with closing(sqlite3.connect(tmp_path / "journal.sqlite", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            before = await four(proxy, "second")
+            proxy.process.kill()
+            proxy.process.wait()
+    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+        proxy.tell(state_of(model, engine))
+        proxy.client.open_cell("cell", "second", mirror=None)
+        after = await four(proxy, "second")
+    assert len({*kept}) == 4
+    assert len({*before, *after}) == 8
 
 
 # --- Failing replicas ------------------------------------------------------------------------------------------------
