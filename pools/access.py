@@ -56,13 +56,19 @@ class PoolAccess(Config):
             "build": self.engine_build,
             "device": self.config.device,
             "arguments": engine_kwargs(self.config),
+            **self.config.model.unnamed_inputs(),
         }
 
 
 def engine_digest(config: InferencePoolConfig, build: str) -> str:
-    """Identifies an engine as far as its answers depend on it: build, device, and arguments but for sizes and logs."""
+    """Identifies an engine as far as its answers depend on it: build, device, variables, and arguments.
+
+    Those about sizes and logs do not count.
+    """
     arguments = {
         name: value for name, value in engine_kwargs(config).items() if name not in _NOTHING_TO_DO_WITH_ANSWERS
     }
-    content = json.dumps([build, config.device, arguments], sort_keys=True, default=str)
+    content = json.dumps(
+        [build, config.device, {**arguments, **config.model.unnamed_inputs()}], sort_keys=True, default=str
+    )
     return hashlib.sha256(content.encode()).hexdigest()[:32]

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from resources.config import Config, ResourceConfig, infer_device_from_resource_config
+from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
+from resources.storage import storage
+from resources.storage.tree_signature import list_tree
 
 EngineDevice = Literal["cpu", "cuda", "tpu"]
 
@@ -27,6 +32,11 @@ REQUEST_GENERATION_PARAMS = ("stop_token_ids",)
 """Those it does not: evaluators that say how to sample put them into each request."""
 
 
+def is_setting(name: str) -> bool:
+    """Tells whether a variable is one of those that can change what an engine answers."""
+    return fnmatchcase(name, ENGINE_SETTINGS) and not any(fnmatchcase(name, other) for other in NO_ENGINE_SETTINGS)
+
+
 def check_name(name: str) -> str:
     """A name that may become part of a path or a URL.
 
@@ -40,6 +50,20 @@ def check_name(name: str) -> str:
     return name
 
 
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _texts(part)
+    elif isinstance(value, str):
+        yield value
+
+
+def _state_of(path: str) -> str | None:
+    return list_tree(path).signature if storage.is_folder(path) else storage.content_digest(path)
+
+
 class ModelConfig(Config):
     """One model, or every checkpoint of one run, as an engine serves it."""
 
@@ -51,6 +75,8 @@ class ModelConfig(Config):
     """Engine family; "auto" follows the device of the resources."""
     engine_kwargs: dict[str, Any] = {}
     """Engine arguments as vLLM names them, such as max_model_len; true becomes a flag without a value."""
+    engine_variables: dict[str, str] | None = None
+    """Variables VLLM_* of the engine that can change an answer; when unset, those of the process that plans."""
     apply_chat_template: bool = False
     """Ask through the model's own chat template."""
     generation_params: dict[str, Any] | None = None
@@ -69,10 +95,30 @@ class ModelConfig(Config):
             raise ValueError(
                 "chat_template would replace the model's own template: put the right one into the checkpoint"
             )
+        if "config" in normal:
+            raise ValueError("config names a file that may set any of these: write what it says into engine_kwargs")
         ours = {"host", "port", "model", "served_model_name", "api_key", "override_generation_config"} & set(normal)
         if ours:
             raise ValueError(f"{', '.join(sorted(ours))} is set by the pool: remove it from engine_kwargs")
         return normal
+
+    @field_validator("engine_variables")
+    @classmethod
+    def _engine_variables_are_settings(cls, variables: dict[str, str] | None) -> dict[str, str] | None:
+        refused = [name for name in variables or () if not is_setting(name)]
+        if refused:
+            raise ValueError(f"expected names VLLM_* of settings that can change an answer, found {', '.join(refused)}")
+        return variables
+
+    def unnamed_inputs(self) -> dict[str, Any]:
+        """All that can change an answer beside build, device and arguments: variables, and files that these name.
+
+        A folder counts by names, sizes and times of its files, since it may hold a model. Empty where there is nothing.
+        """
+        named = {text for text in _texts([self.engine_kwargs, self.engine_variables]) if text.startswith(("/", "~"))}
+        files = {text: state for text in sorted(named) if (state := _state_of(text)) is not None}
+        inputs = {"engine_variables": self.engine_variables, "engine_files": files}
+        return {name: value for name, value in inputs.items() if value}
 
     @field_validator("generation_params")
     @classmethod

@@ -178,6 +178,15 @@ def variable(name: str) -> str | None:
     return os.environ.get(name)
 
 
+def variables_like(pattern: str, *, but: Iterable[str] = ()) -> dict[str, str]:
+    """The variables of this process whose names match a pattern and none of the others."""
+    return {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if fnmatchcase(name, pattern) and not any(fnmatchcase(name, other) for other in but)
+    }
+
+
 def forwarded_secrets() -> dict[str, str]:
     """Credentials that jobs need wherever they run, as far as they are set here."""
     names = ("HF_TOKEN", "WANDB_API_KEY")

@@ -15,6 +15,8 @@ from typing import Any
 
 from pools.config import REQUEST_GENERATION_PARAMS, EngineDevice, InferencePoolConfig
 from resources.config import GpuConfig, size_in_bytes
+from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
+from resources.settings import variables_like
 
 
 @dataclass(frozen=True)
@@ -188,6 +190,14 @@ def arguments_digest(kwargs: Mapping[str, Any]) -> str:
     """A short name for engine arguments, without those that only say how to sample."""
     compiled_for = {name: value for name, value in kwargs.items() if name != "override_generation_config"}
     return hashlib.sha256(json.dumps(compiled_for, sort_keys=True, default=str).encode()).hexdigest()[:12]
+
+
+def with_engine_variables(config: InferencePoolConfig) -> InferencePoolConfig:
+    """The configuration with the engine's variables in it: its own, else those of this process."""
+    if config.model.engine_variables is not None:
+        return config
+    found = variables_like(ENGINE_SETTINGS, but=NO_ENGINE_SETTINGS)
+    return config.model_copy(update={"model": config.model.model_copy(update={"engine_variables": found})})
 
 
 def hand_command(python: str, arguments: Sequence[str], variables: Mapping[str, str]) -> str:

@@ -217,7 +217,7 @@ class VllmLauncher:
             offline=True,  # the checkpoint is a local folder: there is nothing to ask a hub for
             kwargs=engine_kwargs(self.config),
         )
-        return {**variables, **_ANY_NAME}
+        return {**(self.config.model.engine_variables or {}), **variables, **_ANY_NAME}
 
 
 def environment_name(config: InferencePoolConfig) -> str:

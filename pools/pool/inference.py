@@ -13,6 +13,7 @@ from types import TracebackType
 from pools.access import PoolAccess, engine_digest
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
+from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_name
 from pools.jobs import labelled, pool_environment
 from pools.pool.director_loop import DirectorLoop
@@ -61,7 +62,7 @@ class InferencePool:
         own_session: bool = True,
         label: str | None = None,
     ) -> None:
-        self.config = config
+        self.config = with_engine_variables(config)
         self._checkpoints = list(checkpoints)
         self._client = client or current_client()
         self._launcher = launcher

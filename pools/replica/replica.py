@@ -195,7 +195,7 @@ class ReplicaEngine:
         engine = {
             "engine": self._launcher.identity,
             "version": self.engine_version,
-            "arguments": arguments,
+            "arguments": {**arguments, **self._config.model.unnamed_inputs()},
             "prompt_logprobs": self.prompt_logprobs,
         }
         return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.digests.config)

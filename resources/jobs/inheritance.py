@@ -26,7 +26,22 @@ _STORES = (
 )
 _CLUSTERS = ("RAY_*", "IRIS_*", "KUBECONFIG", "KUBERNETES_*")
 
-ENGINE = (*_ANY, *_COMPUTE, *_HUB, "VLLM_*", "FLASHINFER_*")
+_ENGINE_PLACES = (
+    *("VLLM_LOGGING_*", "VLLM_CONFIGURE_LOGGING", "VLLM_LOG_STATS_INTERVAL", "VLLM_DEBUG_*", "VLLM_TRACE_FUNCTION"),
+    *("VLLM_TORCH_PROFILER_*", "VLLM_USAGE_*", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "VLLM_RPC_BASE_PATH"),
+    *("VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT", "VLLM_ASSETS_CACHE*", "VLLM_MEDIA_CACHE*", "VLLM_XLA_CACHE_PATH"),
+    *("VLLM_DISABLE_COMPILE_CACHE", "VLLM_COMPILE_CACHE_SAVE_FORMAT", "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR"),
+    *("VLLM_*_TIMEOUT*", "VLLM_HOST_IP", "VLLM_PORT", "VLLM_*_HOST", "VLLM_*_PORT", "VLLM_*_IP"),
+    *("VLLM_CPU_KVCACHE_SPACE", "VLLM_SERVER_DEV_MODE", "VLLM_SKIP_MODEL_NAME_VALIDATION"),
+)
+ENGINE_SETTINGS = "VLLM_*"
+"""Variables that can change what an engine answers: a pool hands them over, and they count as its arguments do; but:"""
+NO_ENGINE_SETTINGS = (
+    *_ENGINE_PLACES,
+    *("VLLM_API_KEY", "VLLM_MODEL_REDIRECT_PATH", "VLLM_TEST_*", "VLLM_USE_MODELSCOPE"),
+)
+"""Logs, folders, addresses and times, which change no answer; and what would put other weights in place of ours."""
+ENGINE = (*_ANY, *_COMPUTE, *_HUB, *_ENGINE_PLACES, "FLASHINFER_*")
 """For an engine: it loads files of this machine, some with code of their own."""
 HARNESS = (*_ANY, *_COMPUTE, *_HUB, *_HUB_TOKENS, "LMEVAL_*", "NLTK_DATA")
 """For a harness: it asks an endpoint, and fetches data sets, of which some are gated."""

@@ -13,6 +13,7 @@ from prefect.runtime import flow_run
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
+from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Servable, environment_name
 from pools.pool.inference import InferencePool
 from pools.pool.kept import require
@@ -30,11 +31,13 @@ from tasks.spec.names import pool_label
 
 
 def as_served(config: EvaluationConfig) -> EvaluationConfig:
-    """The evaluation with the configuration of the kept pool it is to use, if it names one.
+    """The evaluation with all that says how it is served: a kept pool's configuration, or its own with variables.
 
     Raises:
         BadInput: there is no such pool.
     """
+    if config.pool_name is None and config.pool_config is not None:
+        return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
     if config.pool_name is None or config.native:
         return config
     served = require(config.pool_name).access.config

@@ -210,6 +210,7 @@ class EvaluationConfig(Config):
             "engine_kwargs": model.engine_kwargs if model else None,
             "generation_params": model.generation_params if model else None,
             "device": self.pool_config.device if self.pool_config else self._endpoint,
+            **(model.unnamed_inputs() if model else {}),
         }
 
     @property

@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from fakes.models import write_checkpoint
+from pools.access import engine_digest
 from pools.config import InferencePoolConfig
 from pools.engine.engines import (
     ENGINES,
@@ -17,7 +20,11 @@ from pools.engine.engines import (
     hand_command,
     replica_capacity,
     server_arguments,
+    with_engine_variables,
 )
+from pools.engine.launch import ServedCheckpoint, VllmLauncher
+from pools.weights.model_files import digest_model_folder, inspect_model_folder
+from resources.environments.environments import Environment
 
 
 @pytest.mark.parametrize(
@@ -123,3 +130,40 @@ def test_capacity_follows_max_num_seqs() -> None:
 
 def test_hand_command_can_be_pasted_into_a_shell() -> None:
     assert hand_command("py", ["-m", "x y"], {"A": "1 2"}) == "A='1 2' py -m 'x y'"
+
+
+def test_engine_is_told_apart_by_variables_and_files_that_can_change_an_answer(tmp_path: Path) -> None:
+    scales = tmp_path / "scales"
+    scales.mkdir()
+    (scales / "kv.json").write_text("1")
+    first = engine_digest(pool(engine_kwargs={"quantization_param_path": str(scales / "kv.json")}), "b")
+    (scales / "kv.json").write_text("2")
+    assert engine_digest(pool(engine_kwargs={"quantization_param_path": str(scales / "kv.json")}), "b") != first
+    folder = engine_digest(pool(engine_kwargs={"tokenizer": str(scales)}), "b")
+    (scales / "more.json").write_text("2")
+    assert engine_digest(pool(engine_kwargs={"tokenizer": str(scales)}), "b") != folder
+    plain = engine_digest(pool(), "b")
+    assert engine_digest(pool(engine_variables={}), "b") == plain
+    assert engine_digest(pool(engine_variables={"VLLM_BATCH_INVARIANT": "1"}), "b") != plain
+
+
+def test_variables_of_the_process_that_plans_reach_the_engine_and_no_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("VLLM_BATCH_INVARIANT", "VLLM_LOGGING_LEVEL", "VLLM_API_KEY", "VLLM_MODEL_REDIRECT_PATH"):
+        monkeypatch.setenv(name, "1")
+    config = with_engine_variables(pool())
+    assert config.model.engine_variables == {"VLLM_BATCH_INVARIANT": "1"}
+    assert with_engine_variables(pool(engine_variables={})).model.engine_variables == {}
+    folder = write_checkpoint(tmp_path / "step-1")
+    served = ServedCheckpoint.from_folder("run-1", folder, digest_model_folder(inspect_model_folder(str(folder))))
+    launcher = VllmLauncher(config, Environment(tmp_path / "bin" / "python", tmp_path, identity="b"))
+    assert launcher.launch(served, port=81).variables["VLLM_BATCH_INVARIANT"] == "1"
+
+
+def test_engine_arguments_in_a_file_and_variables_of_other_kinds_are_refused() -> None:
+    with pytest.raises(ValidationError, match="write what it says into engine_kwargs"):
+        pool(engine_kwargs={"config": "/x.yaml"})
+    for name in ("VLLM_MODEL_REDIRECT_PATH", "LD_PRELOAD"):
+        with pytest.raises(ValidationError, match=f"found {name}"):
+            pool(engine_variables={name: "1"})

@@ -15,6 +15,8 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
+from tasks.running.provisioning import as_served
+from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.loading import load_config
 from tasks.spec.suites import load_suite
@@ -244,3 +246,14 @@ def test_options_beside_the_evaluator_are_refused_with_how_to_write_them_now(
     if " and leave out" not in now:
         advised = yaml.safe_load(f"evaluator: {now}")
         EvaluationConfig.model_validate({**MINIMAL, **advised})
+
+
+def test_variables_that_reach_the_engine_are_part_of_the_evaluation_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = as_served(EvaluationConfig.model_validate(MINIMAL))
+    assert digest_of(plain.score_inputs()) == digest_of(EvaluationConfig.model_validate(MINIMAL).score_inputs())
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG")
+    assert as_served(EvaluationConfig.model_validate(MINIMAL)) == plain
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with_variable = as_served(EvaluationConfig.model_validate(MINIMAL))
+    assert evaluation_hash(with_variable) != evaluation_hash(plain)
+    assert as_served(plain) == plain, "what was planned elsewhere stays as it was planned"
