@@ -16,7 +16,7 @@ from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, conclude, plan_cells
-from tasks.running.claimed_cells import ClaimedCells
+from tasks.running.claimed_cells import ClaimedCells, put_away
 from tasks.running.provisioning import as_served, provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig
@@ -67,6 +67,7 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
     Cells that another run has claimed are left to it; with `wait`, this one waits for their outcome.
     """
     began = now()
+    put_away(cells)
     with ClaimedCells([cell for cell in cells if not cell.done], wait=wait) as claimed:
         run_claimed(configs, claimed)
     publish_report(configs[0])

@@ -9,10 +9,11 @@ from types import TracebackType
 
 from prefect.runtime import flow_run
 
-from tasks.claims.files import SeenClaim, Subject, claims_folder
+from resources.storage import storage
+from tasks.claims.files import SeenClaim, Subject, claims_folder, end_claim, read_claims
 from tasks.claims.leases import LEASE_SECONDS, Claims
 from tasks.prefect_server.progress import report_event
-from tasks.records.record import now, read_record
+from tasks.records.record import JOURNAL_FOLDER, end_scope, now, read_record
 from tasks.running.cells import Cell
 from tasks.spec.names import how_many
 
@@ -141,6 +142,27 @@ class ClaimedCells:
                 self._reported.add(seen.claim.holder)
                 number = sum(other.claim.holder == seen.claim.holder for other in others)
                 report_event(f"waiting for {how_many(number, 'cell')} that {described(seen)} evaluates")
+
+
+def put_away(cells: Sequence[Cell]) -> None:
+    """Ends what runs that died right after a success left: their claim, the copy of the answers, the evaluation's name.
+
+    An evaluation that is done afresh would otherwise go on with their sampled answers.
+
+    Raises:
+        StorageError: claims cannot be read or written.
+    """
+    done = {key_of(cell): cell for cell in cells if cell.done}
+    if not done:
+        return
+    first = next(iter(done.values()))
+    folder = claims_folder(first.config.evaluation_path, first.reference.run)
+    for seen in read_claims(folder, done):
+        if seen.died(time.time()) and end_claim(seen):
+            for way in done[seen.claim.subject.key].ways:
+                end_scope(way.uri)
+                for file in storage.list_files(storage.join(way.uri, JOURNAL_FOLDER)):
+                    storage.delete(file.uri)
 
 
 def key_of(cell: Cell) -> str:

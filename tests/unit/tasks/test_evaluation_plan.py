@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,23 @@ from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources
 from tasks.checkpoints.discovery import find_checkpoints, select
+from tasks.claims.files import claims_folder, read_claims
+from tasks.claims.leases import Claims
+from tasks.claims.process_marks import ProcessMark
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.levanter.options import LevanterOptions
-from tasks.records.record import write_record
+from tasks.records.record import begin_scope, record_uri, write_record
 from tasks.running.cells import plan_cells
+from tasks.running.claimed_cells import put_away, subject_of
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import EndpointServing
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.evaluators import Judge
+
+
+def started_at(pid: int) -> str:
+    """Start of a process, in the kernel's ticks."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def config(path: Path | str, output: Path | str, **changes: Any) -> EvaluationConfig:
@@ -64,6 +75,32 @@ def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_place
     plan(moved)
     shutil.rmtree(first)
     plan(write_checkpoint(first, seed=3))  # rewritten in its place
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the start of a process in /proc")
+def test_what_a_run_left_that_died_right_after_its_record_is_put_away_by_the_next(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run-a", [100])
+    wanted = [config(run, tmp_path / "out", base_url="http://127.0.0.1:9/v1")], find_checkpoints(str(run))
+    [cell] = plan_cells.fn(*wanted)
+    ended = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    mark = ProcessMark.of_this_process().model_copy(update={"pid": ended.pid, "started": started_at(ended.pid)})
+    claims = Claims(str(tmp_path / "out" / "run-a" / "claims"), process=mark, in_background=False)
+    claims.__enter__()
+    assert claims.acquire([subject_of(cell)]).ours
+    scope = begin_scope(cell.uri)
+    segment = Path(cell.uri) / "journal" / "1.segment"
+    segment.parent.mkdir()
+    segment.touch()
+    write_record(cell.uri, make_record(checkpoint=cell.reference))
+
+    put_away(plan_cells.fn(*wanted))
+    assert segment.exists(), "its process may be about to end it"
+    ended.communicate()
+    put_away(plan_cells.fn(*wanted))
+    assert not segment.exists()
+    assert [seen.claim.released for seen in read_claims(claims_folder(str(tmp_path / "out"), "run-a"))] == [True]
+    Path(record_uri(cell.uri)).unlink()
+    assert begin_scope(cell.uri) != scope
 
 
 def test_one_served_name_for_several_checkpoints_is_refused(tmp_path: Path) -> None:
