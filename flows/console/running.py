@@ -11,6 +11,7 @@ from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
 from tasks.gates.verdict import Verdict
 from tasks.prefect_server.client import prefect_errors_in_words
+from tasks.prefect_server.embedded import let_embedded_server_end_with_us
 from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.records.record import Record, current_records, now, read_records
 from tasks.reports.artifacts import report_uri
@@ -43,6 +44,7 @@ def run_series(
     Raises:
         BadInput: the request cannot be right; nothing was evaluated.
     """
+    let_embedded_server_end_with_us()
     began = now()
     evaluated: set[int] = set()
     error: AssayError | None = None

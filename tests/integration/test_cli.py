@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from subprocess import PIPE
 
 import httpx
 import pytest
@@ -14,7 +16,9 @@ from typer.testing import CliRunner
 
 from fakes.command import run_command
 from fakes.models import write_checkpoint, write_run
+from fakes.polling import eventually, is_alive
 from fakes.records import make_metric, make_record
+from faults.scenarios.processes import descendants
 from flows.cli.app import app
 from resources.settings import deployment_data, process_environment, settings
 from tasks.records.record import Record, write_record
@@ -107,6 +111,27 @@ def test_report_on_a_folder_of_records_is_one_page(tmp_path: Path):
     text = page.read_text()
     assert "A tiny one" in text and "<svg" in text
     assert "withheld" in text
+
+
+def test_evaluate_that_is_killed_leaves_no_prefect_server_of_its_own(tmp_path: Path, run: Path):
+    command = [str(Path(sys.executable).with_name("assay")), "evaluate", "--model", str(run), "--eval", "demo_facts"]
+    own = {"PREFECT_HOME": str(tmp_path / "prefect"), "ASSAY_CACHE_DIR": str(tmp_path / "cache")}
+    variables = {name: value for name, value in process_environment(own).items() if name != "PREFECT_API_URL"}
+    with subprocess.Popen(
+        [*command, *SERVED_ELSEWHERE], env=variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE
+    ) as assay:
+        server = eventually(lambda: prefect_server_of(assay.pid), seconds=60)
+        assay.kill()
+    eventually(lambda: not is_alive(server))
+
+
+def prefect_server_of(pid: int) -> int | None:
+    """The process id of the Prefect server that a process has started, if it has."""
+    for child in descendants(pid):
+        with suppress(OSError):
+            if b"prefect.server.api.server:create_app" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0"):
+                return child
+    return None
 
 
 def test_doctor_as_json_names_a_remedy_for_everything_missing():
