@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -70,6 +71,9 @@ class Settings(BaseSettings):
 
     inherit: str = ""
     """Further variables for engines, harnesses, proxies and sinks, with commas between them: `MY_MIRROR,CORP_*`."""
+
+    code_isolation: Literal["required", "where_possible"] = "required"
+    """Refuse to run code that a model wrote where it cannot be isolated, or run it with this user's rights."""
 
     @property
     def environments_dir(self) -> Path:

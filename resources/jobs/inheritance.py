@@ -6,11 +6,14 @@ user's shell would give it. A name may hold `*`; `ASSAY_INHERIT` names more for 
 
 from __future__ import annotations
 
-_ANY = (
-    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "TZ", "LANG", "LANGUAGE", "LC_*"),
-    *("TMPDIR", "TEMP", "TMP", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"),
+_PROCESS = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "COLUMNS", "TZ", "LANG", "LANGUAGE", "LC_*", "TMPDIR"),
     *("PYTHON*", "LD_LIBRARY_PATH", "LD_PRELOAD", "MALLOC_*", "GLIBC_TUNABLES", "DO_NOT_TRACK"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE"),
+)
+_ANY = (
+    *_PROCESS,
+    *("XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_RUNTIME_DIR"),
     *("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "all_proxy", "no_proxy"),
 )
 _COMPUTE = (
@@ -45,6 +48,17 @@ ENGINE = (*_ANY, *_COMPUTE, *_HUB, *_ENGINE_PLACES, "FLASHINFER_*")
 """For an engine: it loads files of this machine, some with code of their own."""
 HARNESS = (*_ANY, *_COMPUTE, *_HUB, *_HUB_TOKENS, "LMEVAL_*", "NLTK_DATA")
 """For a harness: it asks an endpoint, and fetches data sets, of which some are gated."""
+ISOLATED = (
+    *_PROCESS,
+    *_COMPUTE,
+    "HF_[!T]*",
+    "HUGGINGFACE_*",
+    "TRANSFORMERS_*",
+    "TOKENIZERS_*",
+    "LMEVAL_*",
+    "NLTK_DATA",
+)
+"""For a harness that runs code which a model wrote, beside its own: nothing that opens anything."""
 NATIVE_HARNESS = (*HARNESS, *_STORES)
 """For a harness that loads the checkpoint itself, wherever that lies."""
 SERVICE = (*ENGINE, *_STORES, *_CLUSTERS, "UV_*", "PIP_*")

@@ -10,6 +10,7 @@ from typing import Protocol
 
 from pools.endpoint import LocalCheckpoint, RunningModel
 from resources.environments.environments import EnvironmentSpec
+from tasks.evaluators.isolation import ModelCode
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
 from tasks.spec.evaluation import EvaluationConfig
@@ -31,6 +32,8 @@ class HarnessCommand:
     files: Mapping[str, str]
     copies: Mapping[str, str] = field(default_factory=dict)
     arguments: tuple[str, ...] = ()
+    model_code: ModelCode | None = None
+    """Set where it runs code that the model wrote, which is isolated then: its needs."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import json
 import secrets
 import shlex
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +32,7 @@ from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, HarnessCommand, Parsed, Progress
+from tasks.evaluators.isolation import isolated
 from tasks.records.samples import SAMPLES_NAME, write_samples
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -91,11 +92,12 @@ def run_harness(
     """
     output = output.absolute()
     command = evaluator.command(model, config, output, python=python, judge=judge)
-    working_folder = _prepare(command, output)
     variables = {**cache_variables(), **command.variables}
+    working_folder = _prepare(command, output)
+    argv = _isolated(command, config, output, python=python, variables=variables)
     request = JobRequest(
         name or f"{evaluator.environment(config).name}-{secrets.token_hex(4)}",
-        server.command(*command.arguments) if server else Command(command.argv[0], command.argv[1:]),
+        server.command(*command.arguments) if server and argv == command.argv else Command(argv[0], argv[1:]),
         resources=(config.resource_config if not evaluator.needs_endpoint else None) or ResourceConfig(),
         environment=create_environment(
             workspace=working_folder, python=python, env_vars=variables, inherited=_inherited(evaluator)
@@ -163,22 +165,46 @@ def _inherited(evaluator: Evaluator) -> tuple[str, ...]:
     return inheritance.HARNESS if evaluator.needs_endpoint else inheritance.NATIVE_HARNESS
 
 
-def _prepare(command: HarnessCommand, output: Path) -> Path:
-    working_folder = output / WORKING_FOLDER
+@contextmanager
+def _writing_into(output: Path) -> Iterator[None]:
     try:
-        working_folder.mkdir(parents=True, exist_ok=True)
-        (output / REFUSAL_NAME).unlink(missing_ok=True)
-        for name, text in command.files.items():
-            (working_folder / name).write_text(text)
+        yield
     except OSError as error:
         raise StorageError(
             expected=f"to write the harness's files into {output}",
             found=str(error),
             remedy="check that the folder is yours and has space, or choose another evaluation_path",
         ) from error
+
+
+def _prepare(command: HarnessCommand, output: Path) -> Path:
+    working_folder = output / WORKING_FOLDER
+    with _writing_into(output):
+        working_folder.mkdir(parents=True, exist_ok=True)
+        (output / REFUSAL_NAME).unlink(missing_ok=True)
+        for name, text in command.files.items():
+            (working_folder / name).write_text(text)
     for name, uri in command.copies.items():
         storage.copy_to_local(uri, working_folder / name)
     return working_folder
+
+
+def _isolated(
+    command: HarnessCommand, config: EvaluationConfig, output: Path, *, python: Path, variables: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The command to run: isolated where it runs code that the model wrote."""
+    if command.model_code is None:
+        return command.argv
+    with _writing_into(output):
+        return isolated(
+            command.argv,
+            command.model_code,
+            python=python,
+            output=output,
+            refusal=output / REFUSAL_NAME,
+            seconds=config.timeout_seconds,
+            variables=variables,
+        )
 
 
 def cache_variables() -> dict[str, str]:

@@ -13,6 +13,7 @@ from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput, UnknownBenchmark
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
+from tasks.evaluators.isolation import ModelCode
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.index import PROGRAM, OwnBenchmarks, listing, own_benchmarks
 from tasks.evaluators.lm_eval.options import LmEvalOptions
@@ -23,6 +24,7 @@ from tasks.spec.benchmarks import benchmarks_here, benchmarks_uri, copied_benchm
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import LmEvalBenchmarkOptions
 
+FETCH_OPTION = "--fetch"
 _JOB_FILE = "job.json"
 _PROMPTS_PER_REQUEST = 8
 """More would save little, and lose more in flight where something is killed: 580 prompts took 1.4 s instead of 2.3."""
@@ -107,12 +109,20 @@ class LmEval:
             "output": str(output),
             "results_folder": RESULTS_FOLDER,
         }
+        program = (str(python), "-I", "-u", str(PROGRAM))
+        code = ModelCode(
+            endpoint=model.base_url,
+            prepare=(*program, FETCH_OPTION, _JOB_FILE),
+            reads=(str(PROGRAM.parent), *([model.tokenizer] if Path(model.tokenizer).is_absolute() else [])),
+            scratch=() if copied_benchmarks(config) else (benchmarks_here(config),),
+        )
         return HarnessCommand(
-            argv=(str(python), "-I", "-u", str(PROGRAM), _JOB_FILE),
+            argv=(*program, _JOB_FILE),
             variables={"OPENAI_API_KEY": model.api_key, **self.import_variables},
             arguments=(_JOB_FILE,),
             files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
             copies=copied_benchmarks(config),
+            model_code=code if options.allow_code_execution else None,
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:

@@ -21,10 +21,10 @@ def refuse_environment(arguments: list[str], error: BaseException) -> None:
 
     Returns only if they are not.
     """
-    if len(arguments) != 1 or arguments[0].startswith("-"):
+    if not arguments or arguments[-1].startswith("-"):
         return
     refuse(
-        Path(json.loads(Path(arguments[0]).read_text())["output"]),
+        Path(json.loads(Path(arguments[-1]).read_text())["output"]),
         kind="EnvironmentBuildFailed",
         expected=f"an environment with all that lm-eval imports in {sys.prefix}",
         found=f"{type(error).__name__}: {error}",

@@ -1,6 +1,7 @@
 """Runs lm-eval on benchmarks listed in a job file. Executed by the interpreter of the lm-eval environment.
 
     python run_lm_eval.py <job file>
+    python run_lm_eval.py --fetch <job file>    only fetches what that needs, and refuses what it would refuse
     python run_lm_eval.py --list        the benchmarks that come with lm-eval, as JSON
 
 Also a program for `fork_server.py`: `preload` imports, and reads lm-eval's benchmarks if asked to, `main` evaluates.
@@ -72,7 +73,7 @@ READ_AT_IMPORT = (
     "XDG_CACHE_HOME",
 )
 """Beginnings of the variables that a fork server must have been started with, too."""
-BUILT_IN_OPTION = "--built-in"
+BUILT_IN_OPTION, FETCH_OPTION = "--built-in", "--fetch"
 
 
 def preload(arguments: list[str]) -> None:
@@ -90,11 +91,17 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--list"]:
         print(json.dumps(listing()))
         return
+    if arguments[0] == FETCH_OPTION:
+        load(json.loads(Path(arguments[1]).read_text()))
+        return
     evaluate(json.loads(Path(arguments[0]).read_text()))
 
 
-def evaluate(job: dict[str, Any]) -> None:
-    """Asks, scores, and writes results and samples below `job["output"]`."""
+def load(job: dict[str, Any]) -> tuple[Any, ...]:
+    """Loads benchmarks and tokenizer, with all that they fetch: benchmarks, their tasks, tokenizer, arguments, manager.
+
+    Refuses what cannot be asked.
+    """
     output = Path(job["output"])
     tokenizer = load_tokenizer(job, output)
     model_args = complete_model_args(job, tokenizer)
@@ -102,6 +109,13 @@ def evaluate(job: dict[str, Any]) -> None:
     benchmarks = load_benchmarks(job, manager, output)
     tasks = {key: leaves(items) for key, items in benchmarks.items()}
     check_tasks(job, tasks, model_args, output)
+    return benchmarks, tasks, tokenizer, model_args, manager
+
+
+def evaluate(job: dict[str, Any]) -> None:
+    """Asks, scores, and writes results and samples below `job["output"]`."""
+    output = Path(job["output"])
+    benchmarks, tasks, tokenizer, model_args, manager = load(job)
     prompts_per_request = 1 if job["conversations"] else job["prompts_per_request"]
     kind = Conversations if job["conversations"] else Completions
     model = kind(**model_args, batch_size=prompts_per_request)

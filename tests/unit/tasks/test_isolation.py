@@ -1,0 +1,226 @@
+"""Code that a model wrote: what it reaches when a harness runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.attacker import main as attacker
+from fakes.polling import eventually
+from pools.endpoint import RunningModel
+from resources.backends.local.client import LocalClient
+from resources.settings import settings
+from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed
+from tasks.evaluators.harness import run_harness
+from tasks.evaluators.isolation import ModelCode, isolated
+from tasks.evaluators.lm_eval.evaluator import LmEval
+from tasks.records.record import Counts
+from tasks.records.samples import Sample
+from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
+
+ATTACKER = Path(attacker.__code__.co_filename)
+NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--mount", "true")
+WITHOUT = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
+"""A shell in which no further namespace of users can be made, once `FORBID` was run."""
+FORBID = "echo 0 > /proc/sys/user/max_user_namespaces"
+CAN_ISOLATE = (
+    shutil.which("unshare") is not None and subprocess.run(NAMESPACES, check=False, capture_output=True).returncode == 0
+)
+SECRET = "a-secret-of-the-user"
+VARIABLES = ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "MY_OWN_KEY", "https_proxy")
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.skipif(not CAN_ISOLATE, reason="this machine allows no namespaces of users"),
+]
+
+
+@pytest.fixture
+def ports() -> Iterator[tuple[int, int]]:
+    """The ports of two servers of this machine."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *arguments: Any) -> None:
+            return
+
+    servers = [ThreadingHTTPServer(("127.0.0.1", 0), Handler) for _ in range(2)]
+    for server in servers:
+        threading.Thread(target=server.serve_forever).start()
+    yield servers[0].server_port, servers[1].server_port
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[LocalClient]:
+    client = LocalClient(tmp_path / "jobs", grace_seconds=1.0)
+    yield client
+    client.shutdown()
+
+
+@dataclass(frozen=True)
+class Attacked(LmEval):
+    """An evaluator whose harness runs what a hostile model wrote."""
+
+    arguments: tuple[str, ...] = ()
+    code: ModelCode | None = None
+
+    def command(
+        self,
+        model: EvaluatedModel,
+        config: EvaluationConfig,
+        output: Path,
+        *,
+        python: Path,
+        judge: RunningModel | None = None,
+    ) -> HarnessCommand:
+        """The command of the attack."""
+        argv = (str(python), "-I", str(ATTACKER), str(output), *self.arguments)
+        return HarnessCommand(argv=argv, variables={"OPENAI_API_KEY": "k"}, files={}, model_code=self.code)
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        """Returns nothing: what was tried is looked at."""
+        return Parsed(metrics=(), counts=Counts(requested=1, answered=1, scored=1), versions={})
+
+    def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
+        """Yields none."""
+        return iter(())
+
+
+@dataclass(frozen=True)
+class Target:
+    """A machine with secrets, on which an attack is run."""
+
+    folder: Path
+    client: LocalClient
+    ports: tuple[int, int]
+    hidden: tuple[Path, ...]
+    token: Path
+    question: Path
+
+    def attacked(self, *, isolated: bool, host: str = "127.0.0.1") -> dict[str, Any]:
+        """Returns how far each attempt got."""
+        files = (*self.hidden, self.token, self.question)
+        code = ModelCode(
+            endpoint=f"http://{host}:{self.ports[0]}/v1",
+            prepare=(sys.executable, "-c", "import os; print('prepared with', len(os.environ['HF_TOKEN']))"),
+            reads=(str(ATTACKER),),
+            scratch=(str(self.question.parent),),
+        )
+        model = RunningModel(
+            base_url=code.endpoint,
+            model="m",
+            tokenizer="t",
+            capacity=1,
+            prompt_logprobs=True,
+            request_timeout_seconds=10,
+            api_key="k",
+        )
+        arguments = (host, *map(str, (*self.ports, os.getpid())), SECRET, *map(str, files))
+        output = self.folder / "output"
+        run_harness(
+            Attacked(arguments=arguments, code=code if isolated else None),
+            model,
+            EvaluationConfig(model_path="checkpoint", evals=(EvalTaskConfig(name="b"),), timeout_seconds=60),
+            output=output,
+            python=Path(sys.executable),
+            client=self.client,
+            poll_seconds=0.1,
+        )
+        left = f"6000{os.getpid()}".encode()
+        eventually(lambda: not any(left in command for command in commands()))
+        return json.loads((output / "attempts.json").read_text())
+
+
+@pytest.fixture
+def target(
+    tmp_path: Path, client: LocalClient, ports: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Target]:
+    for name in VARIABLES:
+        monkeypatch.setenv(name, SECRET)
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("ASSAY_INHERIT", "MY_OWN_KEY")
+    for name in ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    settings.cache_clear()
+    cache = tmp_path / "cache"
+    hidden = (cache / "actor.key", cache / "journal" / "journal.sqlite", cache / "pools" / "mine.json")
+    target = Target(tmp_path, client, ports, hidden, cache / "hub" / "token", tmp_path / "own" / "questions.jsonl")
+    for path in (*hidden, target.token, target.question):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(SECRET)
+    yield target
+    settings.cache_clear()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_code_of_a_model_reaches_the_endpoint_and_neither_secret_nor_journal_nor_network(target: Target, host: str):
+    found = target.attacked(isolated=True, host=host)
+    assert found["endpoint"].startswith("HTTP/1.0 501")
+    assert (found["other port"], found["network"], found["signal"]) == (None, None, None)
+    assert not set(VARIABLES) & set(found["variables"]) and "OPENAI_API_KEY" in found["variables"]
+    assert not found["secret in variables"]
+    hidden = {str(path): None for path in target.hidden}
+    assert found["files"] == {**hidden, str(target.token): "", str(target.question): SECRET}
+    assert all(path.read_text() == SECRET for path in (*target.hidden, target.token, target.question))
+    assert found["rights"] == [False, False, False]
+    assert (found["memory"], found["file"]) == (None, None)
+    assert f"prepared with {len(SECRET)}" in (target.folder / "output" / "harness.log").read_text()
+
+
+def test_same_code_without_isolation_reaches_all_that_its_user_may(target: Target):
+    found = target.attacked(isolated=False)
+    assert found["other port"].startswith("HTTP/1.0 501")
+    assert found["signal"] == "sent" and found["secret in variables"]
+    assert set(found["files"].values()) == {SECRET}
+    assert target.hidden[0].read_text() == "overwritten"
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_machine_without_namespaces_refuses_or_says_that_it_isolates_nothing(tmp_path: Path, required: bool):
+    code = ModelCode(endpoint="http://127.0.0.1:9/v1", prepare=("true",))
+    setting = "required" if required else "where_possible"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ASSAY_CODE_ISOLATION", setting)
+        settings.cache_clear()
+        argv = isolated(
+            ("sh", "-c", "echo ran with a limit of $(ulimit -c)"),
+            code,
+            python=Path(sys.executable),
+            output=tmp_path,
+            refusal=tmp_path / "refused.json",
+            seconds=60,
+            variables={"HF_HOME": str(tmp_path / "hub")},
+        )
+    settings.cache_clear()
+    ran = subprocess.run([*WITHOUT, f"{FORBID}; exec {shlex.join(argv)}"], capture_output=True, text=True, check=False)
+    refusal = tmp_path / "refused.json"
+    if required:
+        assert ran.returncode != 0 and "ran with" not in ran.stdout
+        assert "ASSAY_CODE_ISOLATION" in json.loads(refusal.read_text())["remedy"]
+    else:
+        assert ran.returncode == 0 and ran.stdout == "ran with a limit of 0\n"
+        assert "NOT isolated" in ran.stderr and not refusal.exists()
+
+
+def commands() -> list[bytes]:
+    """The command lines of all processes."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            found.append(path.read_bytes())
+        except OSError:
+            continue
+    return found
