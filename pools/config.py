@@ -152,7 +152,7 @@ class InferencePoolConfig(Config):
     max_pending_requests: int = Field(default=20_000, ge=1)
     """Requests that the proxy holds at once; one more is answered 429."""
     max_replica_restarts: int = Field(default=2, ge=0)
-    """Most restarts of a replica whose engine dies."""
+    """Most restarts in ten minutes of a replica whose engine dies."""
     reload_in_place: bool = True
     """Load the next checkpoint into the running engine where that is possible; else restart it."""
     reload_audit_share: float = Field(default=0.01, ge=0, le=1)

@@ -163,6 +163,8 @@ class DesiredState(Config):
     """Model names whose checkpoint cannot be served: requests for them are answered 503 with the reason."""
     failed: str | None = None
     """The reason that the pool has given up: every request is answered 503 with it."""
+    tries_again: bool = False
+    """A request that comes after that, and belongs to no cell, is held, since the pool tries again for it."""
 
 
 class Lease(Config):

@@ -57,6 +57,11 @@ def pool_ls(as_json: Json = False) -> None:
         users = "\n".join(row["users"]) or "none"
         table.add_row(row["name"], row["state"], row["base_url"], replicas, users, str(row["answered"]))
     OUT.print(table if rows else "No pool is kept up on this machine.")
+    for row in rows:
+        if row["reason"]:
+            OUT.print(
+                f"{row['name']} has given up: {row['reason']}\nThe next request makes it try again.", markup=False
+            )
 
 
 @pool_app.command("env")
@@ -129,6 +134,7 @@ def state_of(state: KeptPoolState) -> dict[str, Any]:
     return {
         "name": pool.name,
         "state": state.state,
+        "reason": status.failed if status else None,
         "base_url": pool.access.address.base_url,
         "replicas": {
             replica.name: _of_replica(replica.lost, replica.announcement.state, replica.announcement.model)

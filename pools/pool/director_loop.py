@@ -58,6 +58,7 @@ class DirectorLoop:
         self._desired = DesiredState()
         self._ordered_at: dict[str, float] = {}
         self._failed: str | None = None
+        self._users_then: frozenset[str] = frozenset()
         self._proxy_silent_since: float | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="pool-director", daemon=True)
@@ -95,7 +96,7 @@ class DirectorLoop:
             _log.exception("the pool's director failed")
             self._failed = f"its director failed: {type(error).__name__}: {error}"
             with suppress(ProxyFailed):
-                self.proxy.set_state(self._desired.model_copy(update={"failed": self._failed}))
+                self.proxy.set_state(self._desired.model_copy(update={"failed": self._failed, "tries_again": False}))
 
     def _direct(self) -> None:
         version = -1
@@ -119,9 +120,8 @@ class DirectorLoop:
             self._stopping.wait(_BUSY_WAIT_SECONDS / 5)  # whoever asks much must not make us ask as often
 
     def _order(self, status: ProxyStatus) -> None:
+        self._give_up_or_try_again(status)
         usable = self._agents.usable
-        if not usable:
-            self._failed = self._agents.given_up
         self._loads.forgive(status.leases)
         unusable = self._loads.unusable(self._models)
         wanted = (name for lease in status.leases.values() for name in lease.wants)
@@ -148,6 +148,17 @@ class DirectorLoop:
         orders.update(dict.fromkeys(paused.intersection(usable)))
         self._publish(orders, later=[name for name in wants if name not in orders.values()])
 
+    def _give_up_or_try_again(self, status: ProxyStatus) -> None:
+        """Gives up once nothing is left that could answer; a request or a user that comes after that is a new try."""
+        if self._failed is None:
+            self._failed = self._agents.given_up if not self._agents.usable else self._loads.start_failure
+            self._users_then = frozenset(status.leases)
+        elif status.held or not self._users_then.issuperset(status.leases):
+            self._on_event("the pool had given up and tries again")
+            self._failed = None
+            self._agents.try_again()
+            self._loads.try_again()
+
     def _publish(self, orders: dict[str, str | None], *, later: Sequence[str] = ()) -> None:
         """Tells the proxy what is wanted, if that is news."""
         desired = DesiredState(
@@ -157,10 +168,11 @@ class DirectorLoop:
             next=tuple(later),
             unusable=self._loads.unusable(self._models),
             failed=self._failed,
+            tries_again=self._failed is not None,
         )
         if desired != self._desired:
-            self._desired = desired
             self.proxy.set_state(desired)
+            self._desired = desired
 
     def _restart_proxy(self) -> bool:
         """Sees to a proxy that does not answer; False if it will not do so any more."""

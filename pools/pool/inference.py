@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -70,7 +69,6 @@ class InferencePool:
         self._own_session = own_session
         self._label = label
         self._keys = ProxyKeys.new()
-        self._agent_starts = itertools.count(1)
         self._proxy_process = ProxyProcess(config, client=self._client, keys=self._keys, label=label)
         self._director: DirectorLoop | None = None
         self._session: PoolSession | None = None
@@ -138,14 +136,12 @@ class InferencePool:
         self._launcher = VllmLauncher(self.config, ensure_environment(spec, on_progress=self._on_event))
         return self._launcher.identity
 
-    def _submit_agent(self, name: str) -> JobHandle:
+    def _submit_agent(self, name: str, start: int) -> JobHandle:
         token = {POOL_JOIN_TOKEN_VARIABLE: self._keys.join.get_secret_value()}
         return self._client.submit(
             JobRequest(
                 name=labelled(name, self._label, secrets.token_hex(3)),
-                entrypoint=Call(
-                    run_agent, (name, self.config, self._launcher, self.access.address, next(self._agent_starts))
-                ),
+                entrypoint=Call(run_agent, (name, self.config, self._launcher, self.access.address, start)),
                 resources=self.config.resource_config.model_copy(update={"replicas": 1}),
                 environment=pool_environment(self.config, env_vars=token),
                 # Here the director starts it again, and counts; elsewhere a machine that is taken away is replaced.

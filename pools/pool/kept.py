@@ -52,7 +52,7 @@ class KeptPoolState:
     """A kept pool as it is now; `status` is what its proxy says, none where that does not answer."""
 
     pool: KeptPool
-    state: Literal["up", "not answering"]
+    state: Literal["up", "failed", "not answering"]
     status: ProxyStatus | None
 
 
@@ -191,7 +191,8 @@ def list_kept() -> list[KeptPoolState]:
         if pool is None:
             continue
         try:
-            states.append(KeptPoolState(pool, "up", pool.access.proxy().status()))
+            status = pool.access.proxy().status()
+            states.append(KeptPoolState(pool, "failed" if status.failed is not None else "up", status))
         except ProxyFailed:
             states.append(KeptPoolState(pool, "not answering", None))
     return states

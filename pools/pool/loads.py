@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus
-from resources.errors import EngineStartFailed
+from resources.errors import EngineDied, EngineStartFailed
 
 _SHORTEST_LINGER_SECONDS = 0.25
 _LONGEST_LINGER_SECONDS = 5.0
@@ -78,6 +78,8 @@ class LoadLog:
 
     def _failed(self, replica: str, load: LoadReport, failure: Failure, *, held_elsewhere: bool) -> None:
         self._on_event(f"{load.model} cannot be served by {replica}: {failure.found.splitlines()[0]}")
+        if failure.kind == EngineDied.__name__:
+            return  # of what it held before; the replica is given up
         if held_elsewhere:  # so it is the replica's fault, not the checkpoint's
             self._failures_in_a_row[replica] += 1
             self._to_pause.add(replica)
@@ -87,6 +89,17 @@ class LoadLog:
         self._unusable[load.model] = failure
         if not self._has_answered and failure.kind == EngineStartFailed.__name__:
             self._start_failure = failure  # it never worked: the next checkpoint would meet the same
+
+    @property
+    def start_failure(self) -> str | None:
+        """The reason that no checkpoint can be served, since no engine has ever started; None if one has."""
+        return self._start_failure.found if self._start_failure is not None and not self._has_answered else None
+
+    def try_again(self) -> None:
+        """Forgets that engines did not start, and which replicas failed."""
+        self._unusable = {model: why for model, why in self._unusable.items() if why != self._start_failure}
+        self._start_failure = None
+        self._failures_in_a_row.clear()
 
     def forgive(self, leases: Mapping[str, LeaseStatus]) -> None:
         """Forgets that a checkpoint could not be served once a user wants it anew."""

@@ -92,6 +92,7 @@ class Forwarder:
         status, turned_away = CLIENT_LEFT, False
         try:
             asked = asked_in(request, target=target)
+            asked.tries_after = self._table.failures if scope is None else None
             status = await self._answer(asked, responder, scope)
         except Refusal as refusal:
             status, turned_away = refusal.status, True
@@ -126,7 +127,7 @@ class Forwarder:
             return await _give(last, responder)
         if self._table.models is None:
             await self._hold(asked, scope, lambda: self._table.models)
-        served = self._served(asked.model)
+        served = self._served(asked)
         engine = f"{self._table.engine}/{served.config}"  # generation defaults and the like are engine arguments too
         subject = Subject(served.weights or served.digest, served.tokenizer, engine)
         target = asked.target.decode("latin-1")
@@ -162,9 +163,9 @@ class Forwarder:
         attempts = 0
         tallies = self._tallies(asked, scope)
         while True:
-            replica = self._choose(asked.model, tried)
+            replica = self._choose(asked, tried)
             if replica is None:
-                replica = await self._hold(asked, scope, lambda: self._choose(asked.model, tried))
+                replica = await self._hold(asked, scope, lambda: self._choose(asked, tried))
                 tallies = self._tallies(asked, scope)
             attempts += 1
             digest = replica.announcement.digest
@@ -177,7 +178,7 @@ class Forwarder:
             tried[replica.name] = last.outcome
             if not may_retry(last.outcome, attempts=attempts):
                 break
-            if last.outcome is RequestOutcome.TIMED_OUT and self._choose(asked.model, tried) is None:
+            if last.outcome is RequestOutcome.TIMED_OUT and self._choose(asked, tried) is None:
                 break
             if last.outcome is RequestOutcome.SERVER_ERROR:
                 await asyncio.sleep(SERVER_ERROR_PAUSE_SECONDS)
@@ -219,21 +220,22 @@ class Forwarder:
 
     # --- Choosing and holding ----------------------------------------------------------------------------------------
 
-    def _served(self, model: str) -> ServedModel:
-        table = self._table
-        if table.failed is not None:
+    def _served(self, asked: Asked) -> ServedModel:
+        table, model = self._table, asked.model
+        is_try = table.failed is not None and table.tries_again and asked.tries_after == table.failures
+        if table.failed is not None and not is_try:
             raise Refusal(503, table.failed)
         served = (table.models or {}).get(model)
         if served is None:
             raise unknown_model(model, table.models or {})
-        if (failure := table.unusable.get(model)) is not None:
+        if (failure := table.unusable.get(model)) is not None and not is_try:
             raise Refusal(503, f"{model} cannot be served: {failure.found.splitlines()[0]}", param="model")
         return served
 
-    def _choose(self, model: str, tried: Mapping[str, RequestOutcome]) -> RoutedReplica | None:
+    def _choose(self, asked: Asked, tried: Mapping[str, RequestOutcome]) -> RoutedReplica | None:
         if self._table.models is None and self._table.failed is None:
             return None
-        return self._table.choose(self._served(model).digest, tried=tried)
+        return self._table.choose(self._served(asked).digest, tried=tried)
 
     async def _hold(self, asked: Asked, scope: CellScope | None, look: Callable[[], Found | None]) -> Found:
         """Returns the finding of `look`, once the table has changed so that there is one."""

@@ -24,6 +24,8 @@ class Asked:
     stream: bool
     fields: dict[str, Any] = field(repr=False)
     """The body, parsed."""
+    tries_after: int | None = None
+    """The number of times that the pool had given up before it came; none where it must not make it try again."""
 
 
 def asked_in(request: Request, *, target: bytes) -> Asked:

@@ -113,6 +113,9 @@ class RoutingTable:
     engine: str = ""
     unusable: Mapping[str, Failure] = field(default_factory=dict)
     failed: str | None = None
+    failures: int = 0
+    """Times that the pool has given up."""
+    tries_again: bool = False
     next: tuple[str, ...] = ()
     on_news: Callable[[], None] = lambda: None
     """Called whenever `version` has grown."""
@@ -143,7 +146,8 @@ class RoutingTable:
         self.models = dict(desired.models)
         self.engine = desired.engine
         self.unusable = dict(desired.unusable)
-        self.failed = desired.failed
+        self.failures += self.failed is None and desired.failed is not None
+        self.failed, self.tries_again = desired.failed, desired.tries_again
         self.next = desired.next
         self._orders = dict(desired.orders)
         if changed:

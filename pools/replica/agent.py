@@ -25,7 +25,7 @@ from pools.replica.replica import Loading, ReplicaEngine
 from pools.weights.staging import StagedFolder
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import AssayError, ProxyFailed
+from resources.errors import AssayError, EngineDied, ProxyFailed
 from resources.jobs.addresses import is_loopback, own_address
 from resources.jobs.jobs import Client
 from resources.settings import join_token
@@ -155,6 +155,8 @@ class Agent:
             orders = self._orders
             if orders is None or not orders.known or self._loading or self._stop.is_set():
                 return
+            if isinstance(self._replica.failure, EngineDied):
+                return  # it says so, and the pool ends it
             for model, served in orders.next.items():
                 self._prefetch(model, served)
                 break

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
 from pools.protocol import ReplicaStatus
+from pools.replica.restarts import Restarts
+from resources.errors import EngineDied
 from resources.jobs.jobs import JobHandle, JobStatus
 
 _SILENT_LEASES = 4.0  # an agent that is silent for so many leases is started again
 _AGENT_JOB_POLL_SECONDS = 0.2
-_FORGIVEN_AFTER_SECONDS = 600.0
 
 
 class _Agent:
     """The job of one replica's agent, and how it fared."""
 
-    def __init__(self, job: JobHandle) -> None:
+    def __init__(self, job: JobHandle, start: int, *, restarts: Restarts) -> None:
         self.job = job
+        self.start = start
         self.started_at = time.monotonic()
-        self.restarts = 0
+        self.restarts = restarts
         self.given_up: str | None = None
         self.restarting: threading.Thread | None = None
         self.details = job.details()
@@ -41,9 +44,9 @@ class _Agent:
             self.started_at = now
         return True
 
-    def take(self, job: JobHandle) -> None:
+    def take(self, job: JobHandle, start: int) -> None:
         """Goes on with another job."""
-        self.job, self.details, self.started_at = job, job.details(), time.monotonic()
+        self.job, self.start, self.details, self.started_at = job, start, job.details(), time.monotonic()
 
     @property
     def is_restarting(self) -> bool:
@@ -54,15 +57,15 @@ class AgentJobs:
     """One agent for each replica.
 
     Args:
-        submit: starts the agent of a replica, by its name.
+        submit: starts the agent of a replica, by its name and the number of this start among all.
         lease_seconds: how long an announcement holds.
-        max_restarts: how often an agent is started again before its replica is given up.
+        max_restarts: how often an agent is started again in ten minutes before its replica is given up.
         on_event: told in a line what happens.
     """
 
     def __init__(
         self,
-        submit: Callable[[str], JobHandle],
+        submit: Callable[[str, int], JobHandle],
         *,
         lease_seconds: float,
         max_restarts: int,
@@ -72,13 +75,15 @@ class AgentJobs:
         self._patience_seconds = _SILENT_LEASES * lease_seconds
         self._max_restarts = max_restarts
         self._on_event = on_event
+        self._starts = itertools.count(1)
         self._agents: dict[str, _Agent] = {}
         self._closing = threading.Event()
 
     def start(self, names: Iterable[str]) -> None:
         """Starts an agent for each replica."""
         for name in names:
-            self._agents[name] = _Agent(self._submit(name))
+            start = next(self._starts)
+            self._agents[name] = _Agent(self._submit(name, start), start, restarts=Restarts(self._max_restarts))
 
     @property
     def usable(self) -> list[str]:
@@ -104,32 +109,38 @@ class AgentJobs:
             # A new agent needs a moment until it speaks; what was heard last is of the one before.
             is_new = time.monotonic() - agent.started_at < self._patience_seconds
             silent = replica is not None and replica.silent_seconds > self._patience_seconds and not is_new
-            if (
-                replica is not None
-                and replica.announcement.failure
-                and replica.announcement.failure.kind == "EngineDied"
-            ):
-                agent.given_up = replica.announcement.failure.found
+            last = replica.announcement if replica is not None else None
+            failure = last.failure if last is not None and last.start == agent.start else None
+            if failure is not None and failure.kind == EngineDied.__name__:
+                agent.given_up = failure.found
             elif agent.details.status.finished or silent:
                 self._start_again(name, agent, why="was silent" if silent else "ended")
 
     def _start_again(self, name: str, agent: _Agent, *, why: str) -> None:
-        if agent.started_at + _FORGIVEN_AFTER_SECONDS < time.monotonic():
-            agent.restarts = 0
-        if agent.restarts >= self._max_restarts:
+        if not agent.restarts.allow():
             log = agent.job.logs(15).rstrip()
-            agent.given_up = f"its process {why}, for the {agent.restarts + 1}. time. Last lines of its log:\n{log}"
+            agent.given_up = f"its process {why}, {agent.restarts.last}. Last lines of its log:\n{log}"
             agent.job.terminate()
             return
-        agent.restarts += 1
         self._on_event(f"{name} {why} and is started again")
-        agent.restarting = threading.Thread(target=self._replace, args=(name, agent), name=f"restart-{name}")
-        agent.restarting.start()  # what hangs takes its time to end; the other replicas need orders meanwhile
+        self._replace(name, agent)
+
+    def try_again(self) -> None:
+        """Starts agents of replicas that were given up, as if nothing had happened to them before."""
+        for name, agent in self._agents.items():
+            if agent.given_up is not None:
+                agent.given_up, agent.restarts = None, Restarts(self._max_restarts)
+                self._replace(name, agent)
 
     def _replace(self, name: str, agent: _Agent) -> None:
-        agent.job.terminate()
-        if not self._closing.is_set():
-            agent.take(self._submit(name))
+        def replace() -> None:
+            agent.job.terminate()
+            if not self._closing.is_set():
+                start = next(self._starts)
+                agent.take(self._submit(name, start), start)
+
+        agent.restarting = threading.Thread(target=replace, name=f"restart-{name}")
+        agent.restarting.start()  # what hangs takes its time to end; the other replicas need orders meanwhile
 
     def stop(self) -> None:
         """Ends every agent, with its engine; safe to call twice."""

@@ -17,6 +17,7 @@ from pools.engine.engines import engine_kwargs, replica_capacity
 from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload
 from pools.engine.reload_trust import ReloadTrust
 from pools.protocol import LoadedHow, ReplicaState
+from pools.replica.restarts import Restarts
 from resources.errors import (
     AssayError,
     EndpointUnusable,
@@ -91,10 +92,10 @@ class ReplicaEngine:
         self.prompt_logprobs = False
         self.max_model_len: int | None = None
         self.engine_version: str | None = None
-        self.restarts = 0
         self.revived = 0
-        """Engines started again since this replica exists; `restarts` counts those for the present checkpoint."""
+        """Engines started again since this replica exists, because one died."""
         self.failure: AssayError | None = None
+        self._restarts = Restarts(config.max_replica_restarts)
         self._config = config
         self._launcher = launcher
         self._client = client
@@ -113,6 +114,7 @@ class ReplicaEngine:
         Raises:
             EngineStartFailed: the engine did not come up with it.
             ModelUnusable: it did, and the weights give no finite numbers.
+            EngineDied: the running one had died, once too often.
         """
         with self._changing:
             running = self.checkpoint
@@ -120,7 +122,6 @@ class ReplicaEngine:
                 loading.how = "already loaded"
                 self._become("ready", checkpoint)
                 return
-            self.restarts = 0
             if running is None or self.state != "ready":
                 self._start(checkpoint, loading)
                 return
@@ -128,7 +129,7 @@ class ReplicaEngine:
             with loading.phase("drain"):
                 self._drain()
             loading.how = "reload"
-            reason = self._why_restart(running, checkpoint, loading)
+            reason = self._why_restart(running, checkpoint, loading) if self._lives else self._count_death("died")
             if reason is None:
                 self._become("ready", checkpoint)
                 return
@@ -261,7 +262,11 @@ class ReplicaEngine:
     @property
     def engine_ended(self) -> bool:
         """True if a ready engine's process has ended by itself."""
-        return not self._stopping and self.state == "ready" and self._job is not None and self._job.status().finished
+        return not self._stopping and self.state == "ready" and not self._lives
+
+    @property
+    def _lives(self) -> bool:
+        return self._job is not None and not self._job.status().finished
 
     def healthy(self, timeout_seconds: float) -> bool:
         """True if the engine's server answers at all in that time; a busy one answers late."""
@@ -278,23 +283,31 @@ class ReplicaEngine:
             checkpoint = self.checkpoint
             if self._stopping or self.state != "ready" or checkpoint is None or self._job is None or not still():
                 return
-            if self.restarts >= self._config.max_replica_restarts:
-                last_words = _explained(self._job.logs(max_lines=_SEARCHED_LINES))
-                self._end_job()
-                self.failure = EngineDied(
-                    expected=f"the engine of {self.name} to live",
-                    found=f"it {why}, for the {self.restarts + 1}. time. {last_words}",
-                    remedy="read the log above; run again, or give the replicas more memory",
-                )
-                self._become("dead", checkpoint)
-                return
-            self.restarts += 1
-            self.revived += 1
-            _log.warning("the engine %s and is started again", why)
             try:
+                self._count_death(why)
+                _log.warning("the engine %s and is started again", why)
                 self._start(checkpoint, Loading())
             except AssayError:
                 return  # the replica is dead now, and says why
+
+    def _count_death(self, why: str) -> str:
+        """Counts a death of the engine; the reason for the restart that follows.
+
+        Raises:
+            EngineDied: it was one too many; the replica is dead.
+        """
+        if self._restarts.allow():
+            self.revived += 1
+            return f"the engine {why}"
+        last_words = _explained(self._job.logs(max_lines=_SEARCHED_LINES)) if self._job else ""
+        self._end_job()
+        self.failure = EngineDied(
+            expected=f"the engine of {self.name} to live",
+            found=f"it {why}, {self._restarts.last}. {last_words}",
+            remedy="read the log above; run again, or give the replicas more memory",
+        )
+        self._become("dead", self.checkpoint)
+        raise self.failure
 
     def stop(self) -> None:
         """Ends the engine's whole process tree; safe to call twice, and while it starts."""

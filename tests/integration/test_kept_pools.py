@@ -25,7 +25,7 @@ from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.kept import KeptPool, find, keep_up, list_kept, require, take_down
 from pools.pool.session import PoolSession
-from resources.errors import BadInput, ProxyFailed
+from resources.errors import BadInput, EngineStartFailed, ProxyFailed
 from resources.settings import settings
 
 NEVER = 3600.0
@@ -58,9 +58,10 @@ def kept(folder: Path, checkpoints: list[Servable], *, name: str = "warm", idle_
     return keep_up(name, pool_config(), checkpoints, idle_seconds=idle_seconds, launcher=FakeLauncher(folder))
 
 
-def ask(pool: KeptPool, model: str) -> list[float]:
+def ask(pool: KeptPool, model: str, **options: Any) -> list[float]:
     """Log probabilities that any OpenAI client gets for a checkpoint's name."""
-    with openai.OpenAI(base_url=pool.access.address.base_url, api_key=pool.access.key.get_secret_value()) as client:
+    key = pool.access.key.get_secret_value()
+    with openai.OpenAI(base_url=pool.access.address.base_url, api_key=key, **options) as client:
         answer = client.completions.create(
             model=model, prompt="hello", max_tokens=1, temperature=0, logprobs=1, echo=True
         )
@@ -161,6 +162,40 @@ def test_kept_pool_whose_owner_is_killed_leaves_nothing_and_is_not_listed(
     eventually(lambda: not list_kept())
     with pytest.raises(BadInput, match="on this machine: none"):
         require("warm")
+
+
+def test_kept_pool_that_gave_up_is_shown_as_failed_and_tries_again_for_the_next_request(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
+    config, launcher = pool_config(max_replica_restarts=0), FakeLauncher(tmp_path)
+    pool = keep_up("warm", config, checkpoints, idle_seconds=NEVER, launcher=launcher)
+    first = ask(pool, "run-1")
+    [engine] = tmp_path.glob("engine-*.json")
+    os.kill(json.loads(engine.read_text())["pid"], signal.SIGKILL)
+    eventually(lambda: [state.state for state in list_kept()] == ["failed"])
+    [shown] = json.loads(printed("pool", "ls", "--json"))
+    assert shown["state"] == "failed" and "it died, for the 1. time" in shown["reason"]
+    assert "warm has given up: replica-0: it died" in printed("pool", "ls")
+    assert ask(pool, "run-2") != first
+    assert [state.state for state in list_kept()] == ["up"]
+    assert launcher.launches == ["run-1", "run-2"]
+
+
+def test_kept_pool_whose_first_engine_did_not_start_tries_again_for_the_next_request_or_user(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
+    launcher = FakeLauncher(tmp_path, scripts=dict.fromkeys((0, 1), "raise SystemExit('no accelerator is free')"))
+    pool = keep_up("warm", pool_config(), checkpoints, idle_seconds=NEVER, launcher=launcher)
+    with PoolSession(pool.access, checkpoints[:1], holder="a test") as session:
+        for name in ("run-1", "run-1"):
+            with pytest.raises(EngineStartFailed, match="no accelerator is free"):
+                session.load(name)
+        assert launcher.launches == ["run-1"]
+        with pytest.raises(openai.InternalServerError, match="no accelerator is free"):
+            ask(pool, "run-2", max_retries=0)
+        assert launcher.launches == ["run-1", "run-2"]
+    with PoolSession(pool.access, checkpoints, holder="another") as session:
+        session.load("run-3")
 
 
 def test_kept_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, checkpoints: list[Servable]) -> None:

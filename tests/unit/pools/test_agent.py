@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +37,14 @@ class Pool:
         return self._orders(announcement)
 
 
-def run_agent(launcher: FakeLauncher, orders: Callable[[Announcement], Orders], patch: pytest.MonkeyPatch) -> Pool:
+def run_agent(
+    launcher: FakeLauncher, orders: Callable[[Announcement], Orders], patch: pytest.MonkeyPatch, **fields: Any
+) -> Pool:
     """Runs an agent until it is ordered to stop, and its load has ended."""
     pool, client = Pool(orders), LocalClient()
     patch.setattr(agent, "ProxyClient", lambda *_, **__: pool)
     options: dict[str, Any] = {"address": ProxyAddress(host="127.0.0.1", port=9, pid=1), "token": "join", "start": 7}
-    config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}, **fields})
     agent.Agent("replica-0", config, launcher=launcher, client=client, **options).run()
     for thread in threading.enumerate():
         if thread.name == "load":
@@ -63,6 +69,26 @@ def test_load_that_its_own_end_cuts_short_is_no_failure_of_the_checkpoint(
     assert [load for announcement in pool.heard for load in announcement.loads] == []
     assert pool.heard[-1].state == "dead"
     assert {announcement.start for announcement in pool.heard} == {7}
+
+
+def test_replica_whose_engine_died_once_too_often_starts_none_though_it_is_still_ordered_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1))).served
+    launcher, failures = FakeLauncher(tmp_path), 0
+
+    def orders(announcement: Announcement) -> Orders:
+        nonlocal failures
+        if announcement.state == "ready":
+            [engine] = tmp_path.glob("engine-*.json")
+            with suppress(ProcessLookupError):
+                os.kill(json.loads(engine.read_text())["pid"], signal.SIGKILL)
+        failures += announcement.failure is not None
+        return Orders(version=failures, known=True, model="run-1", served=served, stop=failures > 3)
+
+    pool = run_agent(launcher, orders, monkeypatch, max_replica_restarts=0)
+    assert [failure.kind for failure in [pool.heard[-1].failure] if failure] == ["EngineDied"]
+    assert launcher.launches == ["run-1"]
 
 
 def test_replica_that_says_it_is_ready_says_how_it_became_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,21 @@ def test_engine_that_never_started_makes_every_checkpoint_unusable_until_somethi
     assert set(pool.unusable) == {"run-1"}
 
 
+def test_engine_that_never_started_is_forgotten_for_another_try() -> None:
+    pool = Pool()
+    assert pool.loads.start_failure is None
+    pool.loads.take_in([replica("r0", load(1, "run-1", failed=failure("EngineStartFailed")))])
+    assert pool.loads.start_failure == "NaN"
+    pool.loads.try_again()
+    assert (pool.loads.start_failure, pool.unusable) == (None, {})
+
+
+def test_load_before_which_the_engine_had_died_is_no_fault_of_its_checkpoint() -> None:
+    pool = Pool()
+    pool.loads.take_in([replica("r0", load(1, "run-1", failed=failure("EngineDied")))])
+    assert pool.unusable == {}
+
+
 def test_load_reported_again_is_told_once() -> None:
     pool = Pool()
     for _ in range(3):

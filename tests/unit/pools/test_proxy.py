@@ -395,6 +395,24 @@ async def test_failed_pool_answers_503_with_its_reason_at_once(
         assert (status, _error(answer)["message"]) == (503, "the engine died three times")
 
 
+async def test_pool_that_tries_again_holds_what_comes_after_it_has_given_up_but_not_for_a_cell(
+    proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    gave_up = PoolState({model: "d"}, failed="the engine died three times").desired
+    gave_up = gave_up.model_copy(update={"tries_again": True})
+    proxy.client.set_state(gave_up)
+    in_cell = await _post(http, f"{proxy.url}/cells/a/b{COMPLETIONS}", {"model": model, "prompt": "Once"})
+    assert (in_cell[0], _error(in_cell[1])["message"]) == (503, "the engine died three times")
+    for again in (gave_up, state_of(model, engine).desired):
+        held = asyncio.create_task(_ask(http, proxy, model))
+        await until(lambda: proxy.client.status().held == 1)
+        proxy.tell(PoolState({model: "d"}))
+        assert proxy.client.status().held == 1
+        proxy.client.set_state(again)
+        proxy.announce(replica_of(engine))
+        assert (await held)[0] == (503 if again is gave_up else 200)
+
+
 async def test_held_request_of_a_client_that_leaves_is_dropped(
     proxy: RunningProxy, engine: FakeEngine, http: aiohttp.ClientSession, model: str
 ) -> None:
