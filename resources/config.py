@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_v
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
+from resources.addresses import refuse_user_information
 from resources.errors import BadInput
 from resources.tpu import TpuTopology, canonical_variant, tpu_topology
 
@@ -28,6 +29,12 @@ class Config(BaseModel):
         protected_namespaces=(),
         field_title_generator=lambda name, _: name,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _addresses_hold_no_user_information(cls, values: Any) -> Any:
+        refuse_user_information(values, place="")  # no ValueError: pydantic would print the value beside it
+        return values
 
 
 class CpuConfig(Config):

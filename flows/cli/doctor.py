@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from prefect.settings import PREFECT_API_URL
-
 from resources.environments.environments import ENVIRONMENTS, is_built
+from resources.errors import BadInput
 from resources.settings import deployment_data, pip_find_links, settings
 from tasks.evaluators.evaluator import harness_environments
+from tasks.prefect_server.client import server_address
 
 _ENGINE_DISK_BYTES = 6 * 1024**3
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
@@ -101,7 +101,10 @@ def _environments() -> list[Finding]:
 
 
 def _prefect() -> Finding:
-    url = PREFECT_API_URL.value()
+    try:
+        url = server_address()
+    except BadInput as error:
+        return Finding("Prefect server", "missing", error.found, error.remedy)
     return Finding("Prefect server", "ok", url or "embedded, started with each run")
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from resources.addresses import refuse_user_information
 from resources.errors import BadInput
 from resources.jobs.jobs import Client
 from resources.settings import iris_job, settings
@@ -48,6 +49,7 @@ def client_from_url(url: str) -> Client:
         BadInput: it names no backend, or the backend's package is not installed.
         BackendUnavailable: nothing answers there.
     """
+    refuse_user_information(url, place="the address of a backend")
     return _client_of(url.strip(), os.getpid())
 
 

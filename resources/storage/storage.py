@@ -22,6 +22,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
+from resources.addresses import refuse_user_information
 from resources.errors import AssayError, BadInput, StorageError
 from resources.storage import listings
 from resources.storage.listings import FileInfo
@@ -69,6 +70,7 @@ def parent(uri: str) -> str:
 def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a location, without its listing cache, and the path inside it."""
     location = str(local_path(uri).absolute()) if is_local(uri) else uri
+    refuse_user_information(location, place="a location")
     try:
         filesystem, path = fsspec.core.url_to_fs(location)
     except (ImportError, ValueError) as error:

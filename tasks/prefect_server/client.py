@@ -11,6 +11,7 @@ from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_c
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_URL
 
+from resources.addresses import refuse_user_information
 from resources.errors import AssayError, BadInput, PrefectUnavailable
 from tasks.prefect_server.progress import report_event
 
@@ -22,13 +23,24 @@ _SERVER_POLL_SECONDS = 2.0
 _SERVER_ANSWER_SECONDS = 5.0
 
 
+def server_address() -> str | None:
+    """The address of the Prefect server; None where one is started with each run.
+
+    Raises:
+        BadInput: there is user information in it, which Prefect has PREFECT_API_AUTH_STRING for.
+    """
+    address = PREFECT_API_URL.value()
+    refuse_user_information(address, place="PREFECT_API_URL")
+    return address
+
+
 def require_server() -> None:
     """Makes sure that there is a Prefect server beyond this process.
 
     Raises:
         BadInput: none was named; one that is started with each run would forget what it is told.
     """
-    if not PREFECT_API_URL.value():
+    if not server_address():
         raise BadInput(
             expected="a Prefect server that stays: its address in PREFECT_API_URL, or in Prefect's profile",
             found="no PREFECT_API_URL is set",
@@ -102,7 +114,7 @@ def server_answers(
         sleep: waits.
         clock: gives seconds.
     """
-    if PREFECT_API_URL.value() is None:
+    if server_address() is None:
         return True  # it is started with each run, and does not come back
     # Not entered: that would ask for the server's version, and fail.
     client = get_client(sync_client=True, httpx_settings={"timeout": _SERVER_ANSWER_SECONDS})
@@ -139,7 +151,7 @@ def prefect_errors_in_words() -> Iterator[None]:
 
 def _unavailable(error: BaseException) -> PrefectUnavailable:
     return PrefectUnavailable(
-        expected=f"the Prefect server at {PREFECT_API_URL.value()} to do what it is asked",
+        expected=f"the Prefect server at {server_address()} to do what it is asked",
         found=str(error) or type(error).__name__,
         remedy="start it (prefect server start), or correct PREFECT_API_URL",
     )
