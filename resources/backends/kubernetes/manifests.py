@@ -29,6 +29,8 @@ KEPT_SECONDS = 24 * 3600
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 _JOB, _RUN, _HEARTBEAT = "/assay/job", "/assay/run", "/assay/heartbeat"
 _MESSAGE = "/dev/termination-log"
+_UNPRIVILEGED: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+_NOT_ROOT: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 _ANNOUNCER_LIMITS = {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
 
 
@@ -138,6 +140,7 @@ def job_manifest(
         "image": image,
         "command": [*_program(environment), "run", _JOB, _RUN, _HEARTBEAT, _MESSAGE],
         "resources": {"requests": where.limits, "limits": where.limits},
+        "securityContext": _UNPRIVILEGED,
         "terminationMessagePath": _MESSAGE,
         "volumeMounts": [
             {"name": "job", "mountPath": _JOB, "readOnly": True},
@@ -151,6 +154,7 @@ def job_manifest(
         "name": ANNOUNCER,
         "image": image,
         "command": [*_program(environment), "announce", _RUN],
+        "securityContext": _UNPRIVILEGED,
         "restartPolicy": "Always",  # makes it a sidecar: it starts first, and does not keep the pod from ending
         "resources": {"requests": _ANNOUNCER_LIMITS, "limits": _ANNOUNCER_LIMITS},
         "volumeMounts": [
@@ -162,6 +166,9 @@ def job_manifest(
         "restartPolicy": "Never",
         "subdomain": name,
         "enableServiceLinks": False,
+        # A program of the user's may submit jobs; those of ours in a cluster do not.
+        "automountServiceAccountToken": environment.inherited is None,
+        "securityContext": _NOT_ROOT,
         "terminationGracePeriodSeconds": max(1, round(owner.grace_seconds)),
         "nodeSelector": where.node_selector,
         "affinity": where.affinity,
@@ -199,6 +206,7 @@ def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> d
         "image": image,
         "command": [python, "-m", "resources.backends.kubernetes.keeper_pod", job_id, f"{_JOB}/keeper.pickle"],
         "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}, "limits": {"memory": "512Mi"}},
+        "securityContext": _UNPRIVILEGED,
         "volumeMounts": [{"name": "job", "mountPath": _JOB, "readOnly": True}],
     }
     return {
@@ -217,6 +225,8 @@ def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> d
                 "spec": {
                     "restartPolicy": "Never",
                     "enableServiceLinks": False,
+                    "automountServiceAccountToken": True,  # it makes and deletes what the job consists of
+                    "securityContext": _NOT_ROOT,
                     "containers": [container],
                     "volumes": [{"name": "job", "secret": {"secretName": name, "defaultMode": 0o444}}],
                 },

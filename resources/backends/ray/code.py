@@ -6,11 +6,13 @@ import hashlib
 import io
 import os
 import secrets
+import stat
 import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 from resources.errors import BadInput
@@ -36,18 +38,26 @@ def own_code() -> Package:
 
 
 def this_machine() -> str:
-    """A word that processes of one machine share, and no other machine knows: the content of a file in its `/tmp`."""
-    path = Path(tempfile.gettempdir()) / f"assay-machine-{os.getuid()}"
-    if not path.exists():
-        unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
-        unfinished.write_text(secrets.token_hex(16))
-        try:
-            os.link(unfinished, path)  # unlike a rename it leaves what another process has put there
-        except FileExistsError:
-            pass
-        finally:
-            unfinished.unlink()
-    return path.read_text()
+    """A word that processes of one machine share, and no other machine knows: the content of a file in its `/tmp`.
+
+    A name that somebody else has taken there, or that is no file, is passed over.
+    """
+    for number in count():
+        path = Path(tempfile.gettempdir()) / f"assay-machine-{os.getuid()}{f'-{number}' if number else ''}"
+        if not os.path.lexists(path):
+            unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
+            unfinished.touch(mode=0o600)
+            unfinished.write_text(secrets.token_hex(16))
+            try:
+                os.link(unfinished, path)  # unlike a rename it leaves what another process has put there
+            except FileExistsError:
+                pass
+            finally:
+                unfinished.unlink()
+        found = path.lstat()
+        if stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022:
+            return path.read_text()
+    raise AssertionError("numbers do not end")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,8 @@ from resources.backends.kubernetes.manifests import (
 from resources.backends.kubernetes.names import dns_label, new_job_id
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.jobs.jobs import Call, Command, JobRequest, create_environment
+from resources.jobs import inheritance
+from resources.jobs.jobs import Call, Command, EnvironmentConfig, JobRequest, create_environment
 from resources.settings import settings
 from resources.tpu import TPU_TOPOLOGIES
 
@@ -32,8 +33,16 @@ OWNER = Owner(name="owner-1", jobs_url="kubernetes:///ml", image=None, grace_sec
 SECRET_WORD = "hf_do_not_show"
 
 
-def manifest(resources: ResourceConfig, *, replicas: int | None = None, **options: Any) -> dict[str, Any]:
-    environment = create_environment(docker_image="registry.example/a:1", env_vars={"HF_TOKEN": SECRET_WORD})
+def manifest(
+    resources: ResourceConfig,
+    *,
+    replicas: int | None = None,
+    environment: EnvironmentConfig | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    environment = environment or create_environment(
+        docker_image="registry.example/a:1", env_vars={"HF_TOKEN": SECRET_WORD}
+    )
     request = JobRequest(
         "Eval_7B.step", Command("train", (SECRET_WORD,)), resources=resources, replicas=replicas, **options
     )
@@ -67,6 +76,25 @@ def test_manifests_of_a_job_follow_the_published_schemas(resources: ResourceConf
     keeper_pod = keeper_pod_manifest(job_id="a-1", name="a-1-keeper", image="registry.example/a:1", python="python3")
     for made in (job, secret_manifest({"pod.json": b"{}"}, job=owner), service_manifest(job=owner), keeper_pod):
         kubernetes_validate.validate(made, version, strict=True)
+
+
+def test_pods_have_no_privileges_and_only_programs_of_users_and_keepers_a_token_of_the_cluster() -> None:
+    ours = create_environment(docker_image="image", inherited=inheritance.SERVICE)
+    pods = [
+        manifest(ResourceConfig())["spec"]["template"]["spec"],
+        manifest(ResourceConfig(), environment=ours)["spec"]["template"]["spec"],
+        keeper_pod_manifest(job_id="a-1", name="a-1-keeper", image="image", python="python3")["spec"]["template"][
+            "spec"
+        ],
+    ]
+    for pod in pods:
+        assert pod["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+        for container in [*pod["containers"], *pod.get("initContainers", [])]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+    assert [pod["automountServiceAccountToken"] for pod in pods] == [True, False, True]
 
 
 def test_manifest_asks_for_what_one_replica_gets_and_limits_it_to_that() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fakes.polling import eventual_pid, eventually
-from resources.backends.ray.code import SentFolder
+from resources.backends.ray.code import SentFolder, this_machine
 from resources.backends.ray.controller import Controller
 from resources.backends.ray.orders import JobOrder, ProcessEnd, ProcessOrder
 from resources.backends.ray.replica import run_process
@@ -138,3 +138,26 @@ async def test_order_that_reaches_the_controller_twice_is_one_job_and_no_conflic
     assert await controller.submit(order=order, adopt_existing=False) == JOB_ID
     assert [details.job_id for details in await controller.jobs()] == [JOB_ID]
     assert await controller.finished(job_id=JOB_ID, seconds=20) is JobStatus.FAILED
+
+
+@pytest.mark.parametrize("taken", ["folder", "link", "written by others", "of somebody else"])
+def test_word_of_a_machine_passes_over_names_that_are_not_ours(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    name = tmp_path / f"assay-machine-{os.getuid()}"
+    if taken == "folder":
+        name.mkdir()
+    elif taken == "link":
+        name.symlink_to(tmp_path / "nowhere")
+    else:
+        name.write_text("a word of somebody else's")
+        name.chmod(0o666 if taken == "written by others" else 0)
+    if taken == "of somebody else":
+        if os.getuid() != 0:
+            pytest.skip("only root can give files away")
+        os.chown(name, 12345, 12345)
+    word = this_machine()
+    assert word == this_machine() != "a word of somebody else's"
+    [file] = [path for path in tmp_path.iterdir() if path != name]
+    assert (file.read_text(), file.stat().st_mode & 0o077) == (word, 0)
