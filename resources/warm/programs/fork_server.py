@@ -24,6 +24,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -338,6 +339,9 @@ def main(arguments: list[str]) -> None:
         program = Program.load(program_path, arguments[2:])
         print(f"{program_path.name} preloaded in {time.monotonic() - began:.2f} s", file=sys.stderr, flush=True)
         ForkServer(program, listener).serve()
+        with suppress(OSError):  # whoever asked for the server may have been killed
+            path.unlink()
+            path.parent.rmdir()
 
 
 if __name__ == "__main__":

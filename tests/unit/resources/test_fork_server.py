@@ -313,3 +313,11 @@ def test_socket_is_private_and_goes_with_the_server(program: Path, client: Local
         assert socket.stat().st_mode & 0o077 == 0
         assert socket.parent.stat().st_mode & 0o077 == 0
     assert not socket.parent.exists()
+
+
+def test_socket_goes_with_a_server_whose_owner_has_no_time_to_close_it(program: Path, client: LocalClient):
+    server = ForkServer(program, python=Path(sys.executable), client=client)
+    server.start()
+    assert run(server.command("return", "0")).returncode == 0
+    client.shutdown()  # as the end of the owner's process ends its jobs
+    assert not Path(server.command().args[4]).parent.exists()
