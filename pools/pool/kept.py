@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -84,11 +85,7 @@ def keep_up(
     except ValueError as error:
         raise BadInput(expected="a name for the pool", found=str(error), remedy="choose another name") from error
     if (standing := find(name)) is not None:
-        raise BadInput(
-            expected=f"no pool named {name}",
-            found=f"one that is up at {standing.access.address.base_url}",
-            remedy=f"use it, choose another name, or end it: assay pool down {name}",
-        )
+        raise _is_up(standing)
     backend = current_client().url  # the job that keeps it up is of this machine; its replicas may not be
     try:
         job = LocalClient().submit(
@@ -114,6 +111,8 @@ def _wait_until_up(name: str, job: JobHandle, timeout_seconds: float) -> KeptPoo
             return pool
         time.sleep(_POOL_FILE_POLL_SECONDS)
     ended = job.status().finished
+    if ended and (standing := find(name)) is not None:
+        raise _is_up(standing)
     log = job.logs(20).rstrip()
     job.terminate()
     raise ProxyFailed(
@@ -133,7 +132,6 @@ def _keep(
 ) -> None:
     """The pool's own job: serves until nobody uses the pool any more."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    file = _file_of(name)
     with InferencePool(
         config,
         checkpoints,
@@ -145,23 +143,21 @@ def _keep(
         kept = KeptPool(
             name=name, access=pool.access, job_id=job_id(), created=datetime.now(UTC), idle_seconds=idle_seconds
         )
-        _write(file, kept)
+        _publish(kept)
         try:
             pool.wait_until_unused(idle_seconds)
             _log.info("nobody has used the pool for %g s", idle_seconds)
         finally:
-            with suppress(FileNotFoundError):
-                file.unlink()
+            _remove(kept)
 
 
 def find(name: str) -> KeptPool | None:
     """The kept pool of that name; None if there is none, or its job has ended (its file is removed then)."""
-    file = _file_of(name)
-    pool = _read(file)
+    pool = _read(_file_of(name))
     if pool is None:
         return None
     if _job_of(pool) is None:
-        file.unlink(missing_ok=True)
+        _remove(pool)
         return None
     return pool
 
@@ -208,7 +204,7 @@ def take_down(name: str) -> KeptPool:
     job = _job_of(pool)
     if job is not None:
         job.terminate()
-    _file_of(name).unlink(missing_ok=True)
+    _remove(pool)
     return pool
 
 
@@ -228,14 +224,52 @@ def _read(file: Path) -> KeptPool | None:
         return None
 
 
-def _write(file: Path, pool: KeptPool) -> None:
-    """Writes the file at once, readable for its owner alone."""
-    file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    unfinished = file.with_suffix(".part")
-    descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "w") as stream:
-        stream.write(pool.model_dump_json(indent=2))
-    unfinished.replace(file)
+def _is_up(pool: KeptPool) -> BadInput:
+    return BadInput(
+        expected=f"no pool named {pool.name}",
+        found=f"one that is up at {pool.access.address.base_url}",
+        remedy=f"use it, choose another name, or end it: assay pool down {pool.name}",
+    )
+
+
+def _publish(pool: KeptPool) -> None:
+    """Writes the file of a pool at once, readable for its owner alone.
+
+    Raises:
+        BadInput: another pool of that name is up.
+    """
+    file = _file_of(pool.name)
+    with _alone():
+        standing = _read(file)
+        if standing is not None and _job_of(standing) is not None:
+            raise _is_up(standing)
+        unfinished = file.with_suffix(".part")
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as stream:
+            stream.write(pool.model_dump_json(indent=2))
+        unfinished.replace(file)
+
+
+def _remove(pool: KeptPool) -> None:
+    """Removes the file of a pool, unless it is another's by now."""
+    file = _file_of(pool.name)
+    with _alone():
+        standing = _read(file)
+        if standing is not None and standing.job_id == pool.job_id:
+            file.unlink()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Keeps every other process from changing files of kept pools meanwhile."""
+    folder = settings().pools_dir
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _file_of(name: str) -> Path:

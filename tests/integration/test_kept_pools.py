@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.kept import KeptPool, find, keep_up, list_kept, require, take_down
 from pools.pool.session import PoolSession
+from resources.backends.local.client import LocalClient
 from resources.errors import BadInput, EngineStartFailed, ProxyFailed
 from resources.settings import settings
 
@@ -99,6 +101,35 @@ def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run_and
         PoolSession(pool.access, [other], holder="the second"),
     ):
         pass
+
+
+def test_kept_pools_of_one_name_that_are_started_at_once_are_one_and_the_other_leaves_nothing(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
+    def started(_: int) -> KeptPool | BadInput:
+        try:
+            return kept(tmp_path, checkpoints)
+        except BadInput as error:
+            return error
+
+    with ThreadPoolExecutor(2) as threads:
+        outcomes = list(threads.map(started, range(2)))
+    [pool] = [outcome for outcome in outcomes if isinstance(outcome, KeptPool)]
+    [refused] = [outcome for outcome in outcomes if isinstance(outcome, BadInput)]
+    assert pool.access.address.base_url in refused.found
+    running = [job.name for job in LocalClient().jobs() if not job.status.finished]
+    assert sorted(name.partition("-")[0] for name in running) == ["pool", "proxy", "replica"]
+    assert find("warm") == pool
+    assert ask(pool, "run-1")
+
+
+def test_kept_pool_that_ends_leaves_the_file_of_its_successor(tmp_path: Path, checkpoints: list[Servable]) -> None:
+    first = kept(tmp_path, checkpoints)
+    [file] = settings().pools_dir.glob("*.json")
+    file.unlink()
+    second = kept(tmp_path, checkpoints)
+    LocalClient().attach(first.job_id).terminate()
+    assert find("warm") == second
 
 
 def test_kept_pool_survives_the_process_that_made_it(tmp_path: Path, checkpoints: list[Servable]) -> None:
