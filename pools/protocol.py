@@ -13,6 +13,7 @@ ProxyHealth = Literal["ready", "holding", "failed"]
 LoadedHow = Literal["cold start", "reload", "restart", "already loaded"]
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}$"
+_KEY_PATTERN = r"^[A-Za-z0-9_-]{16,128}$"
 _URL_PATTERN = r"^https?://[^/?#\s]+$"
 
 
@@ -99,8 +100,10 @@ class Announcement(Config):
     """Grows with every announcement of an instance: an older one that arrives late changes nothing."""
     url: str | None = Field(default=None, pattern=_URL_PATTERN)
     """Address of its engine, without a path, such as http://127.0.0.1:8001."""
-    ingress_key: str | None = Field(default=None, pattern=r"^[\w-]{16,128}$", repr=False)
+    ingress_key: str | None = Field(default=None, pattern=_KEY_PATTERN, repr=False)
     """First line of each connection to that address, where the engine is behind an ingress."""
+    engine_key: str | None = Field(default=None, pattern=_KEY_PATTERN, repr=False)
+    """Key that its engine asks for, known to agent and proxy alone."""
     capacity: int = Field(default=1, ge=1)
     """Requests it works on at once; load is measured against it."""
     state: ReplicaState = "starting"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -31,12 +31,12 @@ class EngineClient:
     """One server at `base_url` (without `/v1`), asked for a model by name."""
 
     base_url: str
-    api_key: str = "none"
+    api_key: str = field(default="none", repr=False)
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
         """True if the port answers in that time; says nothing about the model."""
         try:
-            return _http().get(f"{self.base_url}/health", timeout=timeout_seconds).status_code == 200
+            return _http().get(f"{self.base_url}/health", timeout=timeout_seconds, headers=self._key).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -140,6 +140,10 @@ class EngineClient:
                     expected=f"the engine to take POST {path}", found=error.found, remedy="restart the engine"
                 ) from error
 
+    @property
+    def _key(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.api_key}"}
+
     def _request(self, method: str, path: str, body: Any = None, *, timeout: float = _ANSWER_SECONDS) -> dict[str, Any]:
         try:
             response = _http().request(
@@ -147,7 +151,7 @@ class EngineClient:
                 f"{self.base_url}{path}",
                 json=body,
                 timeout=timeout,
-                headers={"Authorization": f"Bearer {self.api_key}"},
+                headers=self._key,
             )
             if response.status_code != 200:
                 raise EndpointUnusable(

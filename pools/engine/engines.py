@@ -35,11 +35,12 @@ class Engine:
     program: Path | None = None
 
 
+_PROGRAMS = Path(__file__).parent / "programs"
 _QUIET = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false",
-    # The reload endpoints; the engine listens on loopback only.
+    # The reload endpoints; the engine listens on loopback only, and its door asks for a key.
     "VLLM_SERVER_DEV_MODE": "1",
 }
 
@@ -49,7 +50,7 @@ ENGINES: dict[EngineDevice, Engine] = {
         kwargs={"enforce_eager": True},  # compiling costs minutes on a CPU and gains little
         capacity=32,
         variables=_QUIET,
-        program=Path(__file__).parent / "programs" / "serve_vllm.py",
+        program=_PROGRAMS / "serve_vllm.py",
     ),
     "cuda": Engine(environment="vllm-cuda", kwargs={}, capacity=256, variables=_QUIET),
     "tpu": Engine(
@@ -138,7 +139,7 @@ def server_arguments(
     """Arguments of the server itself: the end of `engine_arguments`, and all that a run in a fork server gets."""
     return (
         *("--model", folder, "--served-model-name", *served_names),
-        *("--host", host, "--port", str(port)),
+        *("--host", host, "--port", str(port), "--middleware", "engine_door.EngineDoor"),
         *engine_flags(kwargs),
     )
 
@@ -155,7 +156,8 @@ def engine_variables(
         offline: keep it from asking a hub for anything.
         kwargs: engine arguments, see `engine_kwargs`; what is compiled for them lies apart from what is for others.
     """
-    variables = {**ENGINES[device].variables, **_cache_variables(device, cache, kwargs or {})}
+    door = {"PYTHONPATH": str(_PROGRAMS)}
+    variables = {**ENGINES[device].variables, **door, **_cache_variables(device, cache, kwargs or {})}
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))
     if offline:

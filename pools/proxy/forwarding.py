@@ -83,7 +83,7 @@ class Forwarder:
         Args:
             request: as it came.
             responder: the client's end of it.
-            target: path and query to ask a replica for.
+            target: path to ask a replica for.
             scope: the attempt at a cell that the request belongs to.
         """
         started = self._loop.time()
@@ -203,7 +203,7 @@ class Forwarder:
         call = self._upstream.call(
             replica.url,
             patience_seconds=self._limits.engine_timeout_seconds,
-            ingress_key=replica.announcement.ingress_key,
+            keys=replica.keys,
         )
         self._running[call] = replica
         self._table.begin(replica, asked.model)

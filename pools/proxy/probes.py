@@ -55,7 +55,7 @@ class Probes:
         call = self._upstream.call(
             replica.url,
             patience_seconds=self._limits.probe_timeout_seconds,
-            ingress_key=replica.announcement.ingress_key,
+            keys=replica.keys,
         )
         try:
             await call.ask(b"GET", b"/health")

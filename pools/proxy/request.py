@@ -15,7 +15,7 @@ from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
 
 @dataclass(slots=True)
 class Asked:
-    """A client's request. `target` is its path with the query; `headers` are those a replica gets to see."""
+    """A client's request. `target` is its path; `headers` are those a replica gets to see."""
 
     target: bytes
     headers: Sequence[Header]
@@ -33,7 +33,7 @@ def asked_in(request: Request, *, target: bytes) -> Asked:
 
     Args:
         request: as it came.
-        target: path and query to ask a replica for.
+        target: path to ask a replica for.
 
     Raises:
         Refusal: it is not JSON, or names no model.

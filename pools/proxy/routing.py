@@ -17,6 +17,7 @@ from pools.protocol import (
     ReplicaStatus,
     ServedModel,
 )
+from pools.proxy.connections.engine_connection import EngineKeys
 
 MAX_ATTEMPTS = 3
 """Times one request is sent in all: a prompt that crashes engines must not take down every replica."""
@@ -70,6 +71,11 @@ class RoutedReplica:
     def url(self) -> str:
         """Address of its engine, without a path."""
         return self.announcement.url or ""
+
+    @property
+    def keys(self) -> EngineKeys:
+        """Keys on the way to its engine."""
+        return EngineKeys(self.announcement.engine_key, self.announcement.ingress_key)
 
     @property
     def takes_requests(self) -> bool:
@@ -299,7 +305,7 @@ class RoutingTable:
             ReplicaStatus(
                 name=replica.name,
                 ordered=replica.ordered,
-                announcement=replica.announcement.model_copy(update={"ingress_key": None}),  # for the proxy alone
+                announcement=replica.announcement.model_copy(update={"ingress_key": None, "engine_key": None}),
                 lost=replica.lost,
                 silent_seconds=max(0.0, now - replica.announced),
                 suspect=replica.suspect,

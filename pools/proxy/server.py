@@ -27,7 +27,6 @@ from pools.proxy.routing import RoutedReplica, RoutingTable
 from resources.config import Config
 from resources.settings import ProxyKeys
 
-_COMPLETIONS = frozenset({"/v1/completions", "/v1/chat/completions"})
 _CELL = re.compile(r"/cells/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,199})/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,99})(/v1/.*)")
 _NAMED = re.compile(NAME_PATTERN)
 _LONGEST_WAIT_SECONDS = 30.0
@@ -45,6 +44,14 @@ class _Route(NamedTuple):
     methods: tuple[str, ...]
     key: bytes | None
     answer: Answerer | None
+
+
+class _Found(NamedTuple):
+    """A route, the name behind it or else its path, and the attempt at a cell that it was asked for under."""
+
+    route: _Route
+    name: str
+    scope: CellScope | None
 
 
 class ProxyServer:
@@ -99,7 +106,7 @@ class ProxyServer:
     def refuse(self, head: Head) -> Reply | None:
         """Returns the refusal that is due before the body is read; None to go on."""
         try:
-            route, _ = self._route(head.path)
+            route = self._find(head.path).route
             if route.key is not None and not _carries(head, route.key):
                 raise Refusal(401, "The Authorization header must be Bearer and this pool's key.")
             if head.method not in route.methods:
@@ -111,11 +118,13 @@ class ProxyServer:
     async def answer(self, request: Request, responder: Responder) -> None:
         """Answers any request that was not refused."""
         try:
-            route, name = self._route(request.head.path)
-            if route.answer is None:
-                await self._complete(request, responder)
-            else:
+            route, name, scope = self._find(request.head.path)
+            if route.answer is not None:
                 responder.send(await route.answer(request, name))
+                return
+            if scope is not None:
+                await self._cells.ensure_open(scope)
+            await self._forwarder.answer(request, responder, target=name.encode(), scope=scope)
         except Refusal as refusal:
             responder.send(refusal.reply())
         except Exception as error:  # noqa: BLE001 - the boundary: one request must not show its text in a log
@@ -138,33 +147,22 @@ class ProxyServer:
         await self._forwarder.close()
         await self._cells.close()
 
-    def _route(self, path: str) -> tuple[_Route, str]:
+    def _find(self, path: str) -> _Found:
+        if "%" in path:  # whoever decodes it later might read another path
+            raise Refusal(400, "The path must be written without %.")
+        scope = None
+        if path.startswith("/cells/") and (inside := _CELL.fullmatch(path)):
+            scope, path = CellScope(inside[1], inside[2]), inside[3]
         route = self._routes.get(path)
         if route is not None and not path.endswith("/"):
-            return route, ""
-        if path.startswith("/cells/") and (inside := _CELL.fullmatch(path)):
-            route = self._routes.get(inside[3])
-            if route is not None:
-                return route, ""
+            return _Found(route, path, scope)
         for prefix in ("/admin/leases/", "/admin/cells/", "/replicas/"):
             if path.startswith(prefix):
                 name = path.removeprefix(prefix)
                 parts = name.split("/")
                 if len(parts) == (2 if prefix == "/admin/cells/" else 1) and all(map(_NAMED.match, parts)):
-                    return self._routes[prefix], name
+                    return _Found(self._routes[prefix], name, scope)
         raise Refusal(404, "There is nothing at this path.")
-
-    async def _complete(self, request: Request, responder: Responder) -> None:
-        path = request.head.path
-        if path in _COMPLETIONS:
-            await self._forwarder.answer(request, responder, target=request.head.target, scope=None)
-            return
-        inside = _CELL.fullmatch(path)
-        assert inside is not None
-        target = b"/" + request.head.target.split(b"/", 4)[4]
-        scope = CellScope(inside[1], inside[2])
-        await self._cells.ensure_open(scope)
-        await self._forwarder.answer(request, responder, target=target, scope=scope)
 
     async def _models(self, _request: Request, _name: str) -> Reply:
         entry = {"object": "model", "created": self._started, "owned_by": "assay"}

@@ -265,6 +265,7 @@ class Agent:
                 sequence=self._sequence,
                 url=self._ingress.url if self._ingress and replica.url else replica.url,
                 ingress_key=self._ingress.key if self._ingress else None,
+                engine_key=replica.key,
                 capacity=replica.capacity,
                 state="dead" if replica.engine_ended or self._hangs else state,
                 model=checkpoint.name if checkpoint else None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import re
+import secrets
 import socket
 import threading
 import time
@@ -29,6 +30,7 @@ from resources.errors import (
 )
 from resources.jobs import inheritance
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_environment
+from resources.settings import ENGINE_KEY_VARIABLE
 
 _log = logging.getLogger("assay.agent")
 _ENGINE_POLL_SECONDS = 0.05
@@ -85,6 +87,8 @@ class ReplicaEngine:
         drain: Callable[[], None],
     ) -> None:
         self.name = name
+        self.key = secrets.token_urlsafe(24)
+        """Key that its engines ask for."""
         self.capacity = replica_capacity(config.device, config.model.engine_kwargs)
         self.state: ReplicaState = "starting"
         self.checkpoint: ServedCheckpoint | None = None
@@ -159,7 +163,7 @@ class ReplicaEngine:
         verdict = trust.recall()
         if verdict is not None and not verdict.agrees:
             return f"a reload differed from a cold start before, by {verdict.difference:.2g} nats"
-        engine = EngineClient(self.url or "")
+        engine = EngineClient(self.url or "", self.key)
         try:
             with loading.phase("reload"):
                 engine.reload_weights(str(wanted.folder))
@@ -208,7 +212,7 @@ class ReplicaEngine:
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         launch = self._launcher.launch(checkpoint, port=port)
-        engine = EngineClient(self.url)
+        engine = EngineClient(self.url, self.key)
         try:
             with loading.phase("start"):
                 self._job = self._client.submit(
@@ -216,7 +220,9 @@ class ReplicaEngine:
                         name=f"engine-{self.name}-{random.randrange(16**6):06x}",
                         entrypoint=Command(launch.command, launch.arguments),
                         resources=self._config.resource_config.model_copy(update={"replicas": 1}),
-                        environment=create_environment(env_vars=dict(launch.variables), inherited=inheritance.ENGINE),
+                        environment=create_environment(
+                            env_vars={**launch.variables, ENGINE_KEY_VARIABLE: self.key}, inherited=inheritance.ENGINE
+                        ),
                         max_retries_preemption=0,  # a restart must prove its model again, so it is decided here
                     )
                 )
@@ -270,7 +276,7 @@ class ReplicaEngine:
 
     def healthy(self, timeout_seconds: float) -> bool:
         """True if the engine's server answers at all in that time; a busy one answers late."""
-        return self.url is not None and EngineClient(self.url).healthy(timeout_seconds)
+        return self.url is not None and EngineClient(self.url, self.key).healthy(timeout_seconds)
 
     def revive(self, why: str, *, still: Callable[[], bool]) -> None:
         """Starts the engine again with what it held; gives up after the configured restarts.

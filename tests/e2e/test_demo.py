@@ -5,6 +5,7 @@ One file, since all of it works on one demo, and files are what the test workers
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import re
@@ -22,14 +23,14 @@ from fakes import engine as engine_program
 from fakes.demo import Demo
 from fakes.polling import eventually
 from fakes.processes import running_program
-from faults.scenarios.processes import listener
+from faults.scenarios.processes import engine_key, listener
 from flows.evaluation import evaluate_checkpoint
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
-from resources.errors import ModelUnusable
+from resources.errors import ModelUnusable, SwapRefused
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.records.record import Record, read_records
 from tasks.spec.evaluation import EvaluationConfig
@@ -186,12 +187,35 @@ def engine_pid(pool: InferencePool) -> int:
     return pid
 
 
+def engine_of(pool: InferencePool) -> EngineClient:
+    url = pool.engine_urls()[0]
+    return EngineClient(url, engine_key(int(url.rpartition(":")[2])))
+
+
+def test_key_of_a_client_does_not_reach_the_engines_own_calls(
+    pool: InferencePool, checkpoints: dict[str, Servable]
+) -> None:
+    running, _ = pool.load("first")
+    before = engine_of(pool).canary("first", prompt_logprobs=True)
+    address = pool.access.address
+    call = {"method": "reload_weights", "kwargs": {"weights_path": checkpoints["last"].uri}}
+    body = json.dumps({"model": "first", "prompt": "a", **call})
+    for path in ("/cells%2Fa%2Fb%2Fv1%2Fcompletions?/x/y/collective_rpc", "/collective_rpc"):
+        attack = http.client.HTTPConnection(address.host, address.port, timeout=60)
+        attack.request("POST", path, body, {"Authorization": f"Bearer {running.api_key}"})
+        assert attack.getresponse().status in (400, 404)
+        attack.close()
+    with pytest.raises(SwapRefused, match="401"):
+        EngineClient(pool.engine_urls()[0], running.api_key).reload_weights(str(checkpoints["last"].uri))
+    assert engine_of(pool).canary("first", prompt_logprobs=True) == before
+
+
 def test_reloaded_checkpoint_answers_as_after_a_cold_start(pool: InferencePool) -> None:
     answers, engines, loads = [], set(), []
     for name in ("middle", "first", "middle"):
         _, loaded = pool.load(name)
         loads.append(loaded.how)
-        answers.append(EngineClient(pool.engine_urls()[0]).canary(name, prompt_logprobs=True))
+        answers.append(engine_of(pool).canary(name, prompt_logprobs=True))
         engines.add(engine_pid(pool))
     cold, another, reloaded = answers
     assert cold == reloaded != another
@@ -206,7 +230,7 @@ def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: Inf
     client = client_of(running)
     prompt = "Question: spell the word house backwards.\nAnswer:"
     whole = client.completions.create(model="last", prompt=prompt, max_tokens=8)
-    assert whole.choices[0].text
+    assert (whole.model, bool(whole.choices[0].text)) == ("last", True)
     stream = client.completions.create(model="last", prompt=prompt, max_tokens=8, stream=True)
     assert "".join(event.choices[0].text for event in stream if event.choices) == whole.choices[0].text
     tokens = client.completions.create(model="last", prompt=[70, 71, 72], max_tokens=1, logprobs=1, echo=True)

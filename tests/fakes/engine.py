@@ -22,7 +22,7 @@ import secrets
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -118,6 +118,8 @@ class FakeEngine:
     """
 
     models: tuple[str, ...] = ()
+    key: str | None = field(default=None, repr=False)
+    """Asked for on every path but those of the tests, where it is set."""
     label: str = "w0"
     weights: Path | None = None
     host: str = "127.0.0.1"
@@ -129,6 +131,8 @@ class FakeEngine:
     stats: Stats = field(default_factory=Stats)
     bodies: deque[bytes] = field(default_factory=lambda: deque(maxlen=1000))
     """The last bodies of completion requests, as they arrived."""
+    targets: deque[str] = field(default_factory=lambda: deque(maxlen=1000))
+    """The last paths, with their queries, of completion requests."""
     _runner: web.AppRunner | None = None
     _running: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -143,7 +147,7 @@ class FakeEngine:
             self.label = weights_label(self.weights)
         self._running.set()
         self._idle.set()
-        app = web.Application(client_max_size=256 * 2**20)
+        app = web.Application(client_max_size=256 * 2**20, middlewares=[self._door])
         app.add_routes(
             [
                 *(web.post(path, self._complete) for path in COMPLETIONS),
@@ -179,6 +183,15 @@ class FakeEngine:
                     connection.force_close()
             await runner.cleanup()
 
+    @web.middleware
+    async def _door(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        given = request.headers.get("Authorization")
+        if self.key is not None and given != f"Bearer {self.key}" and not request.path.startswith("/fake/"):
+            return web.Response(status=401)
+        return await handler(request)
+
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         stats = self.stats
         stats.requests += 1
@@ -206,6 +219,7 @@ class FakeEngine:
             return web.Response(body=CANNED, content_type="application/json")
         body = await request.read()
         self.bodies.append(body)
+        self.targets.append(request.path_qs)
         await self._running.wait()
         if self.faults.take("hang"):
             await asyncio.Event().wait()
@@ -436,6 +450,7 @@ def main() -> None:
         models=tuple(given.model),
         label=given.label,
         weights=given.weights,
+        key=os.environ.get("ASSAY_ENGINE_KEY"),
         host=given.host,
         port=given.port,
         max_model_len=given.max_model_len,

@@ -21,7 +21,7 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from fakes.proxy import ADMIN_KEY, CLIENT_KEY, JOIN_TOKEN, PoolState, RunningProxy, running_proxy
-from faults.scenarios.processes import command_line, descendants, listens_on
+from faults.scenarios.processes import command_line, descendants, engine_key, listens_on
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
@@ -49,6 +49,7 @@ ADMIN_PATHS = [
     ("GET", "/admin/cells/cell/attempt"),
     ("DELETE", "/admin/cells/cell/attempt"),
 ]
+ENGINE_PATHS = ("/v1/completions", "/collective_rpc", "/pause", "/reset_prefix_cache", "/health")
 REPLICA_PATHS = [("POST", "/replicas/replica-0")]
 EVERY_KEY = {"client": CLIENT_KEY, "admin": ADMIN_KEY, "join": JOIN_TOKEN}
 CASES = [
@@ -137,6 +138,8 @@ class _Used:
     metrics: str
     shown: str
     specifications: int
+    engine_keys: tuple[str, ...]
+    engines_without_their_key: tuple[int, ...]
 
 
 @pytest.fixture(scope="module")
@@ -176,13 +179,23 @@ def _use_a_pool(folder: Path) -> _Used:
         headers = {"Authorization": f"Bearer {pool.key}"}
         root = pool.base_url.removesuffix("/v1")
         metrics = httpx.get(f"{root}/metrics", headers=headers).text
+        urls = pool.engine_urls()
+        engine_keys = tuple(engine_key(int(url.rpartition(":")[2])) for url in urls)
+        without = tuple(
+            httpx.post(f"{url}{path}", headers=given).status_code
+            for url in urls
+            for path in ENGINE_PATHS
+            for given in ({}, headers)
+        )
         keys = [pool.access.key, pool.access.admin_key, pool._keys.join]
         shown = f"{events}{pool.access!r}{opened!r}{pool.proxy_status().model_dump_json()}"
         pool.session.close_cell(opened, finished=False)
     specifications = len(list(settings().jobs_dir.glob("*/specification.json")))
-    secrets = (CANARY, *(key.get_secret_value() for key in keys))
+    secrets = (CANARY, *(key.get_secret_value() for key in keys), *engine_keys)
     client.shutdown()
-    return _Used(folder, evaluation, secrets, command_lines, listening, metrics, shown, specifications)
+    return _Used(
+        folder, evaluation, secrets, command_lines, listening, metrics, shown, specifications, engine_keys, without
+    )
 
 
 def _ask_for_the_canary(base_url: str, key: str) -> None:
@@ -211,6 +224,11 @@ def _ask_for_the_canary(base_url: str, key: str) -> None:
 def test_pool_listens_on_loopback_only(used: _Used) -> None:
     assert len(used.listening) >= 3
     assert {address for address, _ in used.listening} == {"127.0.0.1"}
+
+
+def test_engines_ask_for_a_key_of_their_own_on_every_path(used: _Used) -> None:
+    assert len(set(used.engine_keys)) == 2 and all(len(key) >= 32 for key in used.engine_keys)
+    assert set(used.engines_without_their_key) == {401}
 
 
 def test_command_lines_show_neither_keys_nor_prompts(used: _Used) -> None:

@@ -23,12 +23,14 @@ from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
 from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
-from resources.settings import settings
+from resources.settings import ENGINE_KEY_VARIABLE, settings
 from resources.warm.fork_server import ForkServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 KWARGS = {"enforce_eager": True, "kv_cache_memory_bytes": "256M"}
+KEY = "engine-key-8f21"
+HEADERS = {"Authorization": f"Bearer {KEY}"}
 QUESTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("completions", {"prompt": "Question: What is the home of Alba?\nAnswer:", "echo": True, "logprobs": 5}),
     ("completions", {"prompt": ["a", "Spell rip backwards. " * 8], "echo": True, "logprobs": 1, "max_tokens": 1}),
@@ -58,7 +60,8 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
 @pytest.fixture
 def variables(environment: Environment) -> dict[str, str]:
     cache = settings().engine_cache_dir / environment.identity
-    return engine_variables("cpu", cache=cache, cpu=2, offline=True, kwargs=KWARGS)
+    variables = engine_variables("cpu", cache=cache, cpu=2, offline=True, kwargs=KWARGS)
+    return {**variables, "VLLM_SKIP_MODEL_NAME_VALIDATION": "1", ENGINE_KEY_VARIABLE: KEY}
 
 
 def serve(client: LocalClient, command: Command, variables: dict[str, str], *, port: int) -> LocalJob:
@@ -80,7 +83,7 @@ def serve(client: LocalClient, command: Command, variables: dict[str, str], *, p
         except httpx.TransportError:
             return False
 
-    with httpx.Client(timeout=10) as http:
+    with httpx.Client(timeout=10, headers=HEADERS) as http:
         eventually(is_healthy, seconds=300)
     return job
 
@@ -89,11 +92,23 @@ def answers(port: int) -> list[Any]:
     """Answers of the model, without what differs from request to request."""
     replies = []
     for path, question in QUESTIONS:
-        body = {"model": "m", "max_tokens": 8, "temperature": 0.0, **question}
-        response = httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=body, timeout=120)
+        body = {"model": f"of-{path}", "max_tokens": 8, "temperature": 0.0, **question}
+        response = httpx.post(f"http://127.0.0.1:{port}/v1/{path}", json=body, timeout=120, headers=HEADERS)
         assert response.is_success, response.text
+        assert response.json()["model"] == body["model"]
         replies.append([response.json()["choices"], response.json()["usage"]])
     return replies
+
+
+def refusals(port: int) -> set[int]:
+    """Answers to whoever has not the engine's key, on paths that vLLM itself guards and on others."""
+    paths = ("/v1/completions", "/collective_rpc", "/pause", "/sleep", "/reset_prefix_cache", "/update_weights")
+    found = set()
+    for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": f"Bearer {KEY}x"}):
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", headers=headers) as http:
+            found |= {http.post(path, json={"method": "reload_weights"}).status_code for path in paths}
+            found |= {http.get(path).status_code for path in ("/health", "/version", "/v1/models", "/server_info")}
+    return found
 
 
 def processes_of(server: ForkServer) -> set[int]:
@@ -121,6 +136,7 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
     own = Command(str(environment.python), engine_arguments(KWARGS, **where, port=port))
     job = serve(client, own, variables, port=port)
     expected = answers(port)
+    assert refusals(port) == {401}
     job.terminate()
 
     with ForkServer(program, python=environment.python, client=client, variables=variables) as server:
@@ -128,6 +144,7 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         job = serve(client, server.command(*server_arguments(KWARGS, **where, port=port)), variables, port=port)
         assert "no warm start" not in job.logs(10_000)
         assert json.dumps(answers(port)) == json.dumps(expected)
+        assert refusals(port) == {401}
         processes = processes_of(server)
         assert len(processes) >= 4  # the server, a subreaper, the API and the engine
         assert len([pid for pid in processes if ("127.0.0.1", port) in listens_on(pid)]) == 1

@@ -17,6 +17,7 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 READ_AT_IMPORT = (
@@ -67,6 +68,7 @@ def main(arguments: list[str]) -> None:
     allocate_kv_cache_untouched()
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     keep_address_from_forks(entry)
+    sys.path.append(str(Path(__file__).parent))  # an isolated interpreter does not look there for the engine's door
     sys.argv = ["vllm", *arguments]
     entry.main()
 

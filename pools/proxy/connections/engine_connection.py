@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -13,6 +13,8 @@ import httptools
 from pools.proxy.connections.messages import Header
 from pools.proxy.connections.replies import HOP_BY_HOP
 
+ENGINE_TARGETS = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/health"})
+"""All that is ever asked of an engine: whatever else it can do is for its own agent."""
 MAX_HEAD_BYTES = 64 * 2**10
 STALE_SECONDS = 1.0
 """A connection that the engine was about to close when it was used again shows it within a round trip."""
@@ -47,11 +49,21 @@ class Receiver(Protocol):
         ...
 
 
+class EngineKeys(NamedTuple):
+    """Keys on the way to an engine: its own, and that of an ingress before it."""
+
+    engine: str | None = None
+    ingress: str | None = None
+
+
+NO_KEYS = EngineKeys()
+
+
 class Origin:
-    """One address, and the open connections to it; where an ingress is before it, with the key for that."""
+    """One address with its keys, and the open connections to it."""
 
     def __init__(
-        self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float, ingress_key: str | None = None
+        self, url: str, loop: asyncio.AbstractEventLoop, idle_seconds: float, keys: EngineKeys = NO_KEYS
     ) -> None:
         parts = urlsplit(url)
         self.loop = loop
@@ -59,7 +71,8 @@ class Origin:
         self.port = parts.port or (443 if parts.scheme == "https" else 80)
         self.tls = ssl.create_default_context() if parts.scheme == "https" else None
         self.host_line = b"Host: %b\r\n" % parts.netloc.rpartition("@")[2].encode()
-        self.first_line = f"{ingress_key}\n".encode() if ingress_key else b""
+        self.key_line = f"Authorization: Bearer {keys.engine}\r\n".encode() if keys.engine else b""
+        self.first_line = f"{keys.ingress}\n".encode() if keys.ingress else b""
         self.idle: list[EngineConnection] = []
         self.connections: set[EngineConnection] = set()
         self._idle_seconds = idle_seconds
@@ -252,8 +265,14 @@ class EngineConnection(asyncio.Protocol):
 def message_of(
     origin: Origin, method: bytes, target: bytes, headers: Sequence[Header], body: bytes
 ) -> tuple[bytes, ...]:
-    """The bytes of a request: one piece, or a head and a large body."""
-    lines = [b"%b %b HTTP/1.1\r\n" % (method, target), origin.host_line]
+    """The bytes of a request: one piece, or a head and a large body.
+
+    Raises:
+        ValueError: the target is none of `ENGINE_TARGETS`.
+    """
+    if target not in ENGINE_TARGETS:
+        raise ValueError("no request of the proxy goes to that path of an engine")
+    lines = [b"%b %b HTTP/1.1\r\n" % (method, target), origin.host_line, origin.key_line]
     lines += [b"%b: %b\r\n" % header for header in headers]
     if body or method != b"GET":
         lines.append(b"Content-Length: %d\r\n" % len(body))

@@ -13,7 +13,7 @@ Header = tuple[bytes, bytes]
 
 @dataclass(slots=True)
 class Head:
-    """Request line and headers, before the body has been read. `path` is decoded and without the query."""
+    """Request line and headers, before the body has been read. `path` is as it came, without the query."""
 
     method: str
     path: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
-from urllib.parse import unquote
 
 import httptools
 
@@ -247,8 +246,7 @@ class RequestReader:
 
 
 def _path(target: bytes) -> str:
-    path = _local(target).partition(b"?")[0].decode("latin-1")
-    return unquote(path) if "%" in path else path
+    return _local(target).partition(b"?")[0].decode("latin-1")
 
 
 def _local(target: bytes) -> bytes:

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Sequence
 
-from pools.proxy.connections.engine_connection import EngineConnection, Origin, message_of
+from pools.proxy.connections.engine_connection import NO_KEYS, EngineConnection, EngineKeys, Origin, message_of
 from pools.proxy.connections.messages import Header
 
 STREAM_BUFFER_BYTES = 2**20
@@ -76,7 +76,7 @@ class Call:
 
         Args:
             method: such as `POST`.
-            target: path and query.
+            target: path, one of `ENGINE_TARGETS`.
             headers: sent as they are, between the host and the length of the body.
             body: of the request.
             stream: whether a stream of events is to be read piece by piece. Other answers always come whole.
@@ -243,21 +243,20 @@ class Upstream:
         self._loop = asyncio.get_running_loop()
         self._idle_seconds = idle_seconds
         self._look_seconds = look_seconds
-        self._origins: dict[tuple[str, str | None], Origin] = {}
+        self._origins: dict[tuple[str, EngineKeys], Origin] = {}
         self._timer = self._loop.call_later(look_seconds, self._look_around)
 
-    def call(self, url: str, *, patience_seconds: float, ingress_key: str | None = None) -> Call:
+    def call(self, url: str, *, patience_seconds: float, keys: EngineKeys = NO_KEYS) -> Call:
         """A call to the replica at an address such as http://127.0.0.1:8001.
 
         Args:
             url: the address, without a path.
             patience_seconds: how long the answer may take, or the next piece of it if it is a stream.
-            ingress_key: first line of each connection, where an ingress is before the engine.
+            keys: of the engine, and of an ingress before it.
         """
-        origin = self._origins.get((url, ingress_key))
+        origin = self._origins.get((url, keys))
         if origin is None:
-            origin = Origin(url, self._loop, self._idle_seconds, ingress_key)
-            self._origins[url, ingress_key] = origin
+            origin = self._origins[url, keys] = Origin(url, self._loop, self._idle_seconds, keys)
         return Call(self, origin, patience_seconds)
 
     def close(self) -> None:

@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from resources.settings import ENGINE_KEY_VARIABLE
+
 _PROC = Path("/proc")
 _LISTENING = "0A"
 
@@ -70,11 +72,23 @@ def state_of(pid: int) -> str:
 
 def job_of(pid: int) -> str:
     """The local job that a process belongs to, as its environment said at its start; empty if none."""
+    return variable_of(pid, "ASSAY_JOB_ID")
+
+
+def engine_key(port: int) -> str:
+    """The key of the engine that was started for a port; empty if there is none."""
+    pids = (int(folder.name) for folder in _PROC.glob("[0-9]*"))
+    started = (pid for pid in pids if str(port) in command_line(pid))
+    return next((key for pid in started if (key := variable_of(pid, ENGINE_KEY_VARIABLE))), "")
+
+
+def variable_of(pid: int, name: str) -> str:
+    """A variable of a process, as it was at its start; empty if there is none."""
     try:
         variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return ""
-    prefix = b"ASSAY_JOB_ID="
+    prefix = f"{name}=".encode()
     return next((variable[len(prefix) :].decode() for variable in variables if variable.startswith(prefix)), "")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from fakes.polling import eventually
 from fakes.wire import read_request, scripted_engine
+from pools.proxy.connections.engine_connection import EngineKeys
 from pools.proxy.connections.upstream import Lost, Upstream
 from pools.replica.ingress import Ingress
 
@@ -44,7 +45,7 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
 
 
 async def ask(upstream: Upstream, ingress: Ingress, key: str | None) -> bytes:
-    call = upstream.call(ingress.url, patience_seconds=10, ingress_key=key)
+    call = upstream.call(ingress.url, patience_seconds=10, keys=EngineKeys(ingress=key))
     try:
         await call.ask(b"POST", b"/v1/completions", body=BODY)
         return call.body

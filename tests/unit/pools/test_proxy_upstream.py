@@ -49,7 +49,7 @@ def _answering(answer: bytes, *, times: int = 1000, then_close: bool = False) ->
 async def _asked(upstream: Upstream, url: str, *, patience: float = 5, **options: Any) -> Call:
     call = upstream.call(url, patience_seconds=patience)
     try:
-        await call.ask(b"POST", b"/v1/x?y", **options)
+        await call.ask(b"POST", b"/v1/completions", **options)
         return call
     finally:
         if not call.is_stream:
@@ -71,7 +71,7 @@ async def test_request_reaches_the_engine_as_it_was_given(upstream: Upstream, si
     async with scripted_engine(script) as url:
         await _asked(upstream, url, headers=[(b"X-b", b"1"), (b"x-A", b"2"), (b"X-B", b"3")], body=body)
     host = url.removeprefix("http://").encode()
-    head = b"POST /v1/x?y HTTP/1.1\r\nHost: %b\r\nX-b: 1\r\nx-A: 2\r\nX-B: 3\r\nContent-Length: %d\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: %b\r\nX-b: 1\r\nx-A: 2\r\nX-B: 3\r\nContent-Length: %d\r\n\r\n"
     assert seen == [(head % (host, size), body)]
 
 
@@ -143,7 +143,7 @@ async def test_engine_that_is_silent_times_out_and_is_hung_up_on(upstream: Upstr
 async def test_call_that_is_given_up_raises_lost(upstream: Upstream) -> None:
     async with scripted_engine(_answering(b"", then_close=False)) as url:
         call = upstream.call(url, patience_seconds=5)
-        asking = asyncio.create_task(call.ask(b"POST", b"/"))
+        asking = asyncio.create_task(call.ask(b"POST", b"/v1/completions"))
         await asyncio.sleep(0)
         call.lose()
         with pytest.raises(Lost):

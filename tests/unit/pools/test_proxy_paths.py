@@ -1,0 +1,91 @@
+"""Paths of an engine that a client of the pool can reach through the proxy, and those it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.engine import FakeEngine
+from fakes.models import write_checkpoint
+from fakes.proxy import CLIENT_KEY, RunningProxy, running_proxy, state_of
+from pools.proxy.connections.upstream import Upstream
+
+MODEL = "m"
+ENGINES_OWN = ("collective_rpc", "pause", "sleep", "reset_prefix_cache")
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningProxy]:
+    with running_proxy(tmp_path_factory.mktemp("proxy")) as running:
+        yield running
+
+
+@pytest.fixture
+async def engine(proxy: RunningProxy) -> AsyncIterator[FakeEngine]:
+    async with FakeEngine() as engine:
+        proxy.tell(state_of(MODEL, engine))
+        yield engine
+
+
+async def _sent(proxy: RunningProxy, target: str, body: bytes) -> int:
+    """The status of the answer to a target that is sent as it is: clients would tidy it up."""
+    reader, writer = await asyncio.open_connection(proxy.address.host, proxy.address.port)
+    head = f"POST {target} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {CLIENT_KEY}\r\nConnection: close\r\n"
+    writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    answer = await reader.read()
+    writer.close()
+    return int(answer.split()[1])
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/cells%2Fa%2Fb%2Fv1%2Fcompletions?/x/y/{path}",
+        "/cells/a/b%2Fv1%2Fcompletions?/x/{path}",
+        "http://x/cells%2Fa%2Fb%2Fv1%2Fcompletions?/x/y/{path}",
+        "/cells/a/b/v1/completions/../../{path}",
+        "/v1/completions?/../{path}",
+        "/%76%31/completions",
+        "/v1/{path}",
+        "/{path}",
+    ],
+)
+@pytest.mark.parametrize("path", ENGINES_OWN)
+async def test_key_of_a_client_never_reaches_the_engines_own_calls(
+    proxy: RunningProxy, engine: FakeEngine, tmp_path: Path, target: str, path: str
+) -> None:
+    other = write_checkpoint(tmp_path / "other", seed=7)
+    label = engine.label
+    call = {"method": "reload_weights", "kwargs": {"weights_path": str(other)}}
+    await _sent(proxy, target.format(path=path), json.dumps({"model": MODEL, "prompt": "a", **call}).encode())
+    assert (engine.label, engine.stats.reloads, engine.stats.prefix_cache_resets) == (label, 0, 0)
+    assert await _sent(proxy, "/v1/completions", json.dumps({"model": MODEL, "prompt": "a"}).encode()) == 200
+
+
+@pytest.mark.parametrize("target", ["/v1%2Fcompletions", "/%76%31/completions", "/cells/a%2Fb/c/v1/completions"])
+async def test_path_with_an_encoded_character_is_refused(proxy: RunningProxy, engine: FakeEngine, target: str) -> None:
+    assert await _sent(proxy, target, json.dumps({"model": MODEL, "prompt": "a"}).encode()) == 400
+    assert engine.stats.requests == 0
+
+
+async def test_query_of_a_client_does_not_reach_the_engine(proxy: RunningProxy, engine: FakeEngine) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "a"}).encode()
+    for path in ("/v1/completions", "/cells/a/b/v1/completions"):
+        assert await _sent(proxy, f"{path}?api-version=1&/collective_rpc", body) == 200
+    assert list(engine.targets) == ["/v1/completions"] * 2
+
+
+@pytest.mark.parametrize("target", [b"/collective_rpc", b"/pause", b"/v1/completions?x", b"/v1/load_lora_adapter"])
+async def test_nothing_but_what_is_listed_is_ever_sent_to_an_engine(engine: FakeEngine, target: bytes) -> None:
+    upstream = Upstream(connect_timeout_seconds=5)
+    call = upstream.call(engine.url, patience_seconds=5)
+    try:
+        with pytest.raises(ValueError, match="no request of the proxy"):
+            await call.ask(b"POST", target, body=b"{}")
+    finally:
+        call.close()
+        upstream.close()
