@@ -159,8 +159,8 @@ class InferencePoolConfig(Config):
     """Share of such loads that is compared with a cold start, beside each architecture's first."""
     lease_seconds: float = Field(default=30, gt=0)
     """Longest silence of a replica before its requests go to another."""
-    longest_wait_seconds: float = Field(default=600, gt=0)
-    """Longest wait for a checkpoint while others keep every replica busy."""
+    longest_wait_seconds: float = Field(default=60, gt=0)
+    """Longest time that a checkpoint is asked for in vain while others keep every replica busy; then it gets one."""
     journal: bool = True
     """Keep every whole answer, and give it again when the same request comes. Without it the pool writes nothing of
     prompts and answers: for confidential sets."""

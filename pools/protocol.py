@@ -262,8 +262,8 @@ class Demand(Config):
     """Requests that wait for a replica that holds it."""
     in_flight: int = 0
     """Requests that replicas are working on."""
-    oldest_held_seconds: float = 0.0
-    """Wait of the request that has waited longest."""
+    unserved_seconds: float = 0.0
+    """Time that requests have come without one being served; a client that gives up and asks again waits on."""
     idle_seconds: float = 0.0
     """Time since the last request for it came or was answered; 0 while there is one."""
 

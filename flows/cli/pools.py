@@ -27,10 +27,13 @@ def pool_up(
     run_name: Annotated[str | None, typer.Option(help="Name of the run, with which its checkpoints' begin.")] = None,
     engines: EngineOptions,
     idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
+    longest_wait: Annotated[
+        float, typer.Option(help="Seconds that one model is asked for in vain while others keep every engine busy.")
+    ] = 60.0,
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
     options = EvaluationOptions(model=model, name=run_name, **asdict(engines))
-    pool = start_pool(options, pool_name=name, idle_minutes=idle_minutes)
+    pool = start_pool(options, pool_name=name, idle_minutes=idle_minutes, longest_wait_seconds=longest_wait)
     OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
     OUT.print(
         f"assay evaluate --pool {pool.name} …   evaluates on it\n"
@@ -83,7 +86,9 @@ def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) ->
     OUT.print(f"{name} is down.", highlight=False)
 
 
-def start_pool(options: EvaluationOptions, *, pool_name: str | None, idle_minutes: float) -> KeptPool:
+def start_pool(
+    options: EvaluationOptions, *, pool_name: str | None, idle_minutes: float, longest_wait_seconds: float = 60.0
+) -> KeptPool:
     """Keeps a pool up for every complete checkpoint at `options.model`; its engines start at the first request.
 
     Raises:
@@ -103,7 +108,8 @@ def start_pool(options: EvaluationOptions, *, pool_name: str | None, idle_minute
 
     assert options.model is not None
     run_name = options.name or name_of(options.model)[0]
-    config = build_config(pool_content(options), InferencePoolConfig, source="the options")
+    content = {**pool_content(options), "longest_wait_seconds": longest_wait_seconds}
+    config = build_config(content, InferencePoolConfig, source="the options")
     found = [
         checkpoint
         for checkpoint in find_checkpoints(options.model)

@@ -15,7 +15,10 @@ from pools.protocol import Demand
 
 @dataclass(frozen=True)
 class Patience:
-    """`linger_seconds` a checkpoint must be idle before its replica is free; `longest_wait_seconds` nobody waits."""
+    """Patience with checkpoints that are being served: one idle for `linger_seconds` gives its replica up.
+
+    One that others have waited for longer than `longest_wait_seconds` gets a replica that is busy.
+    """
 
     linger_seconds: float
     longest_wait_seconds: float
@@ -35,16 +38,17 @@ def assign(
         orders: model name by replica that can be used; none for a replica that has nothing to do.
         demand: what is being asked of each model that can be served.
         wants: models that users want now though they may not have asked yet, in order.
-        held_seconds: how long each replica has had its order.
+        held_seconds: how long each replica has held what it was ordered to; of those that have had their turn.
         patience: when to change.
     """
     seats = _Seats(dict(orders), demand, frozenset(wants), patience)
     asked = [model for model, pending in demand.items() if pending.held > 0]
-    asked.sort(key=lambda model: -demand[model].oldest_held_seconds)
+    asked.sort(key=lambda model: -demand[model].unserved_seconds)
     for model in asked:
         if not seats.serves(model):
-            starved = demand[model].oldest_held_seconds > patience.longest_wait_seconds
-            seats.give(model, seats.free() or seats.doubled() or (seats.oldest(held_seconds) if starved else None))
+            starved = demand[model].unserved_seconds > patience.longest_wait_seconds
+            taken = seats.oldest(held_seconds, below=demand[model].unserved_seconds) if starved else None
+            seats.give(model, seats.free() or seats.doubled() or taken)
     for model in dict.fromkeys(wants):
         if not seats.serves(model):
             seats.give(model, seats.unwanted() or seats.doubled())
@@ -87,10 +91,16 @@ class _Seats:
         most = max(counts.values(), default=0)
         return self._first(lambda model: counts[model or ""] == most) if most > 1 else None
 
-    def oldest(self, held_seconds: Mapping[str, float]) -> str | None:
-        """The replica that has had its order for the longest time."""
-        able = [replica for replica in self.orders if replica not in self._changed]
-        return max(able, key=lambda replica: held_seconds.get(replica, 0.0), default=None)
+    def oldest(self, held_seconds: Mapping[str, float], *, below: float) -> str | None:
+        """The replica that has held its checkpoint longest, of those whose checkpoint was asked in vain for a shorter time."""
+        able = [
+            replica
+            for replica, model in self.orders.items()
+            if replica not in self._changed
+            and replica in held_seconds
+            and self.demand.get(model or "", Demand()).unserved_seconds < below
+        ]
+        return max(able, key=lambda replica: held_seconds[replica], default=None)
 
     def neediest(self, wants: Sequence[str]) -> str | None:
         """The model with work or a user that has the fewest replicas for what waits for it."""

@@ -57,6 +57,7 @@ class DirectorLoop:
         self._loads = LoadLog(most_failures=config.max_replica_restarts, give_up=agents.give_up, on_event=on_event)
         self._desired = DesiredState()
         self._ordered_at: dict[str, float] = {}
+        self._held_since: dict[str, float] = {}
         self._failed: str | None = None
         self._users_then: frozenset[str] = frozenset()
         self._proxy_silent_since: float | None = None
@@ -139,12 +140,13 @@ class DirectorLoop:
                 name: demand for name, demand in status.demand.items() if name in self._models and name not in unusable
             },
             wants=wants,
-            held_seconds={replica: now - self._ordered_at.get(replica, now) for replica in usable},
+            held_seconds=self._turns(status, now),
             patience=Patience(self._loads.linger_seconds, self._longest_wait_seconds),
         )
         for replica, model in orders.items():
             if model != before.get(replica):
                 self._ordered_at[replica] = now
+                self._held_since.pop(replica, None)
         orders.update(dict.fromkeys(paused.intersection(usable)))
         self._publish(orders, later=[name for name in wants if name not in orders.values()])
 
@@ -158,6 +160,21 @@ class DirectorLoop:
             self._failed = None
             self._agents.try_again()
             self._loads.try_again()
+
+    def _turns(self, status: ProxyStatus, now: float) -> dict[str, float]:
+        """Seconds that replicas have held what they were ordered to, of those that did so for as long as the load took.
+
+        So at most half of the time goes into loads, however many wait.
+        """
+        turns = {}
+        for replica in status.replicas:
+            model = self._models.get(self._desired.orders.get(replica.name) or "")
+            if model is None or (replica.name not in self._held_since and not replica.holds(model.digest)):
+                continue
+            since = self._held_since.setdefault(replica.name, now)
+            if now - since >= since - self._ordered_at.get(replica.name, since):
+                turns[replica.name] = now - since
+        return turns
 
     def _publish(self, orders: dict[str, str | None], *, later: Sequence[str] = ()) -> None:
         """Tells the proxy what is wanted, if that is news."""

@@ -98,9 +98,10 @@ class RoutedReplica:
 
 @dataclass(slots=True)
 class _Asked:
-    """The requests for one model that are open now; `since` holds one entry per held request, oldest first."""
+    """The requests for one model that are open now; `unserved_since` outlives held ones that are given up."""
 
-    since: dict[object, float] = field(default_factory=dict)
+    held: set[object] = field(default_factory=set)
+    unserved_since: float | None = None
     in_flight: int = 0
     last_active: float = 0.0
 
@@ -254,15 +255,18 @@ class RoutingTable:
     def hold(self, model: str, request: object) -> None:
         """Notes that a request waits for a replica that holds this model."""
         asked = self._asked_of(model)
-        if not asked.since:
+        if not asked.held:
             self.bump()
-        asked.since[request] = self.clock()
+        if asked.unserved_since is None:
+            asked.unserved_since = self.clock()
+        asked.held.add(request)
         self.held += 1
 
     def let_go(self, model: str, request: object) -> None:
         """Notes that a request does not wait any more."""
         asked = self._asked_of(model)
-        if asked.since.pop(request, None) is not None:
+        if request in asked.held:
+            asked.held.remove(request)
             self.held -= 1
         asked.last_active = self.clock()
 
@@ -271,7 +275,9 @@ class RoutingTable:
         self._turn += 1
         replica.last_turn = self._turn
         replica.in_flight += 1
-        self._asked_of(model).in_flight += 1
+        asked = self._asked_of(model)
+        asked.in_flight += 1
+        asked.unserved_since = self.clock() if asked.held else None
 
     def end(self, replica: RoutedReplica, model: str, outcome: RequestOutcome | None) -> None:
         """Counts a request that a replica is done with; no outcome where the client left."""
@@ -293,7 +299,7 @@ class RoutingTable:
         """Requests for each model that is being asked, or was lately."""
         now = self.clock()
         for model, asked in list(self._asked.items()):
-            quiet = not asked.since and not asked.in_flight
+            quiet = not asked.held and not asked.in_flight
             if quiet and now - asked.last_active > _REMEMBERED_DEMAND_SECONDS:
                 del self._asked[model]
         return {model: _demand(asked, now) for model, asked in self._asked.items()}
@@ -352,11 +358,11 @@ class RoutingTable:
 
 
 def _demand(asked: _Asked, now: float) -> Demand:
-    open_now = bool(asked.since) or asked.in_flight > 0
+    open_now = bool(asked.held) or asked.in_flight > 0
     return Demand(
-        held=len(asked.since),
+        held=len(asked.held),
         in_flight=asked.in_flight,
-        oldest_held_seconds=max(0.0, now - next(iter(asked.since.values()))) if asked.since else 0.0,
+        unserved_seconds=max(0.0, now - asked.unserved_since) if asked.unserved_since is not None else 0.0,
         idle_seconds=0.0 if open_now else max(0.0, now - asked.last_active),
     )
 

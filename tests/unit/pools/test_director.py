@@ -11,7 +11,7 @@ from pools.pool.director import Patience, assign
 from pools.protocol import Demand
 
 PATIENCE = Patience(linger_seconds=0.5, longest_wait_seconds=60)
-HELD = Demand(held=3, oldest_held_seconds=1)
+HELD = Demand(held=3, unserved_seconds=1)
 WORKING = Demand(in_flight=2)
 LATELY = Demand(idle_seconds=0.1)
 DONE = Demand(idle_seconds=5)
@@ -68,14 +68,24 @@ def test_assign_want_given_up_frees_the_replica() -> None:
 
 
 def test_assign_requests_that_waited_too_long_take_the_longest_held_replica() -> None:
-    starved = Demand(held=1, oldest_held_seconds=61)
+    starved = Demand(held=1, unserved_seconds=61)
     orders: dict[str, str | None] = {"r0": "a", "r1": "b"}
     demand = {"a": WORKING, "b": WORKING, "c": starved}
     assert _assigned(orders, demand, held_seconds={"r0": 5, "r1": 70}) == {"r0": "a", "r1": "c"}
 
 
+def test_assign_requests_that_waited_too_long_leave_a_checkpoint_its_turn() -> None:
+    starved = Demand(held=1, unserved_seconds=61)
+    assert _assigned({"r0": "a"}, {"a": WORKING, "c": starved}, held_seconds={}) == {"r0": "a"}
+
+
+def test_assign_requests_that_waited_too_long_take_nothing_from_others_that_wait_longer_for_what_they_got() -> None:
+    demand = {"a": Demand(held=1, unserved_seconds=90), "c": Demand(held=1, unserved_seconds=61)}
+    assert _assigned({"r0": "a"}, demand, held_seconds={"r0": 5}) == {"r0": "a"}
+
+
 def test_assign_oldest_held_comes_first() -> None:
-    older = Demand(held=1, oldest_held_seconds=9)
+    older = Demand(held=1, unserved_seconds=9)
     assert _assigned({"r0": None}, {"b": HELD, "c": older}) == {"r0": "c"}
 
 
@@ -88,7 +98,7 @@ _demands = st.builds(
     Demand,
     held=st.integers(0, 2),
     in_flight=st.integers(0, 2),
-    oldest_held_seconds=st.sampled_from([0.0, 1.0, 100.0]),
+    unserved_seconds=st.sampled_from([0.0, 1.0, 100.0]),
     idle_seconds=st.sampled_from([0.0, 0.1, 9.0]),
 )
 _models = st.sampled_from(["a", "b", "c", "d"])
@@ -107,8 +117,8 @@ def test_assign_whatever_is_asked_settles_and_takes_no_working_replica_without_n
     for replica, model in orders.items():
         working = model is not None and demand.get(model, Demand()).in_flight > 0
         alone = sum(other == model for other in orders.values()) == 1
-        starved = any(load.held and load.oldest_held_seconds > 60 for load in demand.values())
+        starved = any(load.held and load.unserved_seconds > 60 for load in demand.values())
         if working and alone and not starved:
             assert once[replica] == model
-    if not any(load.held and load.oldest_held_seconds > 60 for load in demand.values()):
+    if not any(load.held and load.unserved_seconds > 60 for load in demand.values()):
         assert _assigned(once, demand, wants) == once

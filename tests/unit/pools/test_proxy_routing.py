@@ -231,14 +231,37 @@ def test_demand_tells_held_in_flight_and_idle() -> None:
     table.hold("m2", second)
     replica = _begun(table)
     demand = table.demand()
-    assert (demand["m2"].held, demand["m2"].oldest_held_seconds, table.held) == (2, 3.0, 2)
+    assert (demand["m2"].held, demand["m2"].unserved_seconds, table.held) == (2, 3.0, 2)
     assert (demand["m1"].in_flight, demand["m1"].idle_seconds) == (1, 0.0)
     table.let_go("m2", first)
     table.end(replica, "m1", RequestOutcome.ANSWERED)
     table.clock.now += 2
     demand = table.demand()
-    assert (demand["m2"].held, demand["m2"].oldest_held_seconds, table.held) == (1, 2.0, 1)
+    assert (demand["m2"].held, demand["m2"].unserved_seconds, table.held) == (1, 5.0, 1)
     assert demand["m1"].idle_seconds == 2.0
+
+
+def test_demand_counts_a_models_wait_since_it_was_served_whoever_gives_up_meanwhile() -> None:
+    table = _table(a=_announcement())
+    assert isinstance(table.clock, Clock)
+    for _ in range(5):  # a client with a time-out of 10 s, which asks again after 2
+        request = object()
+        table.hold("m1", request)
+        table.clock.now += 10
+        table.let_go("m1", request)
+        assert table.demand()["m1"].held == 0
+        table.clock.now += 2
+    first, second = object(), object()
+    table.hold("m1", first)
+    table.hold("m1", second)
+    assert table.demand()["m1"].unserved_seconds == 60
+    table.let_go("m1", first)
+    replica = _begun(table)
+    table.clock.now += 3
+    assert table.demand()["m1"].unserved_seconds == 3, "the second one waits since the first one was served"
+    table.let_go("m1", second)
+    table.begin(replica, "m1")
+    assert table.demand()["m1"].unserved_seconds == 0
 
 
 def test_news_comes_with_the_first_held_request_and_not_with_every_request() -> None:
