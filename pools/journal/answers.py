@@ -17,6 +17,7 @@ _DONE = b"[DONE]"
 _EVENT_END = re.compile(rb"\r\n\r\n|\n\n|\r\r")
 _ENDS = (b"\n\n", b"\r\n\r\n", b"\r\r")
 _MOST_TOKENS = 2**53
+_RESPONSE_ENDS = ("completed", "incomplete")
 _CONTENT_TYPE = re.compile(r"[\t\x20-\x7e\x80-\xff]{0,1000}")
 
 
@@ -57,6 +58,35 @@ def judge(content_type: str, body: bytes, *, stream: bool = False) -> AnswerFact
         return _judge_whole(_parsed(body))
     except _Invalid:
         return None
+
+
+def judge_response(body: bytes, *, stream: bool = False) -> AnswerFacts | None:
+    """The facts of a 200 answer of `/v1/responses`, None unless it is whole and valid; see `judge`."""
+    try:
+        if stream:
+            *_, last = _event_payloads(body)
+            return _judge_response(_parsed(last).get("response"))
+        return _judge_response(_parsed(body))
+    except (_Invalid, ValueError):
+        return None
+
+
+def judge_tokens(body: bytes) -> AnswerFacts | None:
+    """The facts of a 200 answer of `/tokenize`, None unless it is whole and valid; see `judge`."""
+    try:
+        return AnswerFacts(0, 0, ()) if isinstance(_parsed(body).get("tokens"), list) else None
+    except _Invalid:
+        return None
+
+
+def _judge_response(document: Any) -> AnswerFacts:
+    if not isinstance(document, dict) or document.get("status") not in _RESPONSE_ENDS:
+        raise _Invalid
+    if not isinstance(document.get("output"), list):
+        raise _Invalid
+    usage = document.get("usage")
+    counts = usage if isinstance(usage, dict) else {}
+    return AnswerFacts(_count(counts.get("input_tokens")), _count(counts.get("output_tokens")), (document["status"],))
 
 
 def _judge_whole(document: dict[str, Any]) -> AnswerFacts:

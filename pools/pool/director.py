@@ -92,7 +92,7 @@ class _Seats:
         return self._first(lambda model: counts[model or ""] == most) if most > 1 else None
 
     def oldest(self, held_seconds: Mapping[str, float], *, below: float) -> str | None:
-        """The replica that has held its checkpoint longest, of those whose checkpoint was asked in vain for a shorter time."""
+        """The replica that has held its checkpoint longest, if that was asked in vain for a shorter time."""
         able = [
             replica
             for replica, model in self.orders.items()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pools.journal.answers import AnswerFacts, judge
+from pools.journal.answers import AnswerFacts, judge, judge_response, judge_tokens
 from pools.proxy.connections.messages import Reply, Responder
 from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import Call, Lost, TimedOut
-from pools.proxy.request import Asked
+from pools.proxy.request import RESPONSES, TOKENIZE, Asked
 from pools.proxy.routing import RequestOutcome, RoutedReplica, outcome_of
 
 
@@ -50,11 +50,11 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
     try:
         await call.ask(b"POST", asked.target, headers=asked.headers, body=asked.body, stream=asked.stream)
         if not call.is_stream:
-            return _judged(call)
+            return _judged(call, asked.target)
         chunk = await call.read()
         if not chunk:
             return Attempt(RequestOutcome.SERVER_ERROR)
-        relay = EventRelay(responder)
+        relay = EventRelay(responder, of_response=asked.target == RESPONSES)
         relay.begin(call.status, call.headers)
         while chunk:
             await relay.send(chunk)
@@ -66,16 +66,22 @@ async def attempt(call: Call, replica: RoutedReplica, asked: Asked, *, responder
     if not relay.is_done:
         return Attempt(RequestOutcome.SERVER_ERROR, stream=relay)
     body, content_type = relay.relayed, call.content_type.decode("latin-1")
-    facts = judge(content_type, body, stream=True) if body is not None else None
+    facts = _facts(asked.target, content_type, body, stream=True) if body is not None else None
     return Attempt(RequestOutcome.ANSWERED, stream=relay, facts=facts, content_type=content_type)
 
 
-def _judged(call: Call) -> Attempt:
+def _judged(call: Call, target: bytes) -> Attempt:
     reply = Reply(call.status, call.body, call.headers)
     if call.status != 200:
         return Attempt(outcome_of(call.status), reply)
     content_type = call.content_type.decode("latin-1")
-    facts = judge(content_type, reply.body)
+    facts = _facts(target, content_type, reply.body)
     if facts is None:
         return Attempt(RequestOutcome.SERVER_ERROR)
     return Attempt(RequestOutcome.ANSWERED, reply, facts=facts, content_type=content_type)
+
+
+def _facts(target: bytes, content_type: str, body: bytes, *, stream: bool = False) -> AnswerFacts | None:
+    if target == RESPONSES:
+        return judge_response(body, stream=stream)
+    return judge_tokens(body) if target == TOKENIZE else judge(content_type, body, stream=stream)

@@ -34,7 +34,7 @@ class _InvalidAnswers(Refusal):
 
 
 class Forwarder:
-    """Answers the completion endpoints from the replicas of a table, and from the journal.
+    """Answers requests for engines from the replicas of a table, and from the journal.
 
     Args:
         upstream: for requests to replicas.
@@ -78,7 +78,7 @@ class Forwarder:
         await self._probes.close()
 
     async def answer(self, request: Request, responder: Responder, *, target: bytes, scope: CellScope | None) -> None:
-        """Answers one completion request, with an error of the proxy's own too.
+        """Answers one request for an engine, with an error of the proxy's own too.
 
         Args:
             request: as it came.
@@ -122,7 +122,7 @@ class Forwarder:
     async def _answer(self, asked: Asked, responder: Responder, scope: CellScope | None) -> int:
         """Answers a request that could be read; the status of the answer."""
         journal = self._journal
-        if journal is None:
+        if journal is None or not asked.is_completion:
             last, _ = await self._forward(asked, responder, scope)
             return await _give(last, responder)
         if self._table.models is None:

@@ -1,4 +1,4 @@
-"""A completion request as the proxy knows it: all of its bytes, and two of its fields."""
+"""A request for an engine as the proxy knows it: all of its bytes, and two of its fields."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ import orjson
 
 from pools.proxy.connections.messages import Header, Request
 from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
+
+COMPLETIONS, CHAT, RESPONSES, TOKENIZE = b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/tokenize"
+"""Paths of engines that clients may ask for."""
 
 
 @dataclass(slots=True)
@@ -27,9 +30,14 @@ class Asked:
     tries_after: int | None = None
     """The number of times that the pool had given up before it came; none where it must not make it try again."""
 
+    @property
+    def is_completion(self) -> bool:
+        """True if the journal keeps answers to such requests."""
+        return self.target in (COMPLETIONS, CHAT)
+
 
 def asked_in(request: Request, *, target: bytes) -> Asked:
-    """A completion request, read.
+    """A request for an engine, read.
 
     Args:
         request: as it came.

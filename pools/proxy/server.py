@@ -19,10 +19,11 @@ from pools.journal.cells import CellScope
 from pools.protocol import NAME_PATTERN, Announcement, DesiredState, Lease, Orders, ProxyLimits, ProxyStatus
 from pools.proxy.cells import Cells
 from pools.proxy.connections.messages import Head, Reply, Request, Responder
-from pools.proxy.connections.replies import Refusal
+from pools.proxy.connections.replies import Refusal, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.leases import Leases
+from pools.proxy.request import CHAT, COMPLETIONS, RESPONSES, TOKENIZE
 from pools.proxy.routing import RoutedReplica, RoutingTable
 from resources.config import Config
 from resources.settings import ProxyKeys
@@ -58,7 +59,7 @@ class ProxyServer:
     """Authorization, and the way from a path to what answers it.
 
     Args:
-        forwarder: answers completion requests.
+        forwarder: answers requests for engines.
         table: models and replicas.
         tally: what was counted.
         cells: journal and counters by cell.
@@ -87,11 +88,11 @@ class ProxyServer:
         self._instance = secrets.token_hex(6)
         client, admin = keys.client.get_secret_value().encode(), keys.admin.get_secret_value().encode()
         join = keys.join.get_secret_value().encode()
-        completion = _Route(("POST",), client, None)
         self._routes: dict[str, _Route] = {
-            "/v1/completions": completion,
-            "/v1/chat/completions": completion,
+            **{path.decode(): _Route(("POST",), client, None) for path in (COMPLETIONS, CHAT, RESPONSES, TOKENIZE)},
             "/v1/models": _Route(("GET",), client, self._models),
+            "/v1/models/": _Route(("GET",), client, self._model),
+            "/version": _Route(("GET",), client, self._version),
             "/metrics": _Route(("GET",), client, self._metrics),
             "/health": _Route(("GET",), None, self._health),
             "/admin/state": _Route(("PUT",), admin, self._set_state),
@@ -156,7 +157,7 @@ class ProxyServer:
         route = self._routes.get(path)
         if route is not None and not path.endswith("/"):
             return _Found(route, path, scope)
-        for prefix in ("/admin/leases/", "/admin/cells/", "/replicas/"):
+        for prefix in ("/v1/models/", "/admin/leases/", "/admin/cells/", "/replicas/"):
             if path.startswith(prefix):
                 name = path.removeprefix(prefix)
                 parts = name.split("/")
@@ -165,6 +166,22 @@ class ProxyServer:
         raise Refusal(404, "There is nothing at this path.")
 
     async def _models(self, _request: Request, _name: str) -> Reply:
+        return _json({"object": "list", "data": self._known_models()})
+
+    async def _model(self, _request: Request, name: str) -> Reply:
+        entry = next((entry for entry in self._known_models() if entry["id"] == name), None)
+        if entry is None:
+            raise unknown_model(name, self._table.models or {})
+        return _json(entry)
+
+    async def _version(self, _request: Request, _name: str) -> Reply:
+        """The version of the engines, as they say; they need not be asked again."""
+        versions = {replica.announcement.engine_version for replica in self._table.replicas.values()} - {None}
+        if not versions:
+            raise Refusal(503, "No engine has said its version yet.", retry_after_seconds=5)
+        return _json({"version": ", ".join(sorted(map(str, versions)))})
+
+    def _known_models(self) -> list[dict[str, object]]:
         entry = {"object": "model", "created": self._started, "owned_by": "assay"}
         lengths = {
             replica.announcement.digest: replica.announcement.max_model_len
@@ -172,11 +189,11 @@ class ProxyServer:
             if replica.announcement.max_model_len
         }
         longest = min(lengths.values(), default=None)
-        listed = []
+        listed: list[dict[str, object]] = []
         for name, served in sorted((self._table.models or {}).items()):
             length = lengths.get(served.digest, longest)
             listed.append({"id": name, **entry, "root": served.uri, "max_model_len": length})
-        return _json({"object": "list", "data": listed})
+        return listed
 
     async def _health(self, _request: Request, _name: str) -> Reply:
         health = self._table.health

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import openai
 import pytest
 
@@ -240,6 +241,16 @@ def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: Inf
     )
     assert chat.choices[0].message.content
     assert {model.id for model in client.models.list()} == {"first", "middle", "last", "useless"}
+    assert client.models.retrieve("last").id == "last"
+    response = client.responses.create(model="last", input="Spell the word house backwards.", max_output_tokens=8)
+    assert (response.model, response.output_text) == ("last", chat.choices[0].message.content)
+    events = client.responses.create(model="last", input="Spell it.", max_output_tokens=8, stream=True)
+    assert [event.type for event in events][-1] == "response.completed"
+    asked = client.with_options(base_url=str(client.base_url).removesuffix("/v1/"))
+    tokens = asked.post("/tokenize", body={"model": "last", "prompt": "abc"}, cast_to=httpx.Response).json()
+    assert tokens["count"] == len(tokens["tokens"]) > 0
+    version = asked.get("/version", cast_to=httpx.Response).json()["version"]
+    assert version == pool.session.engine_identity()["version"]
 
 
 def test_generation_params_are_the_engines_defaults(pool: InferencePool) -> None:

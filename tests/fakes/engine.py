@@ -151,6 +151,8 @@ class FakeEngine:
         app.add_routes(
             [
                 *(web.post(path, self._complete) for path in COMPLETIONS),
+                web.post("/v1/responses", self._respond),
+                web.post("/tokenize", self._tokenize),
                 web.get("/health", self._health),
                 web.get("/v1/models", self._models),
                 web.get("/metrics", self._metrics),
@@ -296,6 +298,37 @@ class FakeEngine:
         if request.transport is not None:
             request.transport.abort()
         return sent or web.Response()
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        fields = await request.json()
+        self.stats.requests += 1
+        self.targets.append(request.path_qs)
+        fields = {"max_tokens": fields.get("max_output_tokens", 16), **fields}
+        [made] = completions_of(self.label, [str(fields["input"]).encode()], fields, chat=False)
+        text = {"type": "output_text", "text": made.choice["text"], "annotations": []}
+        message = {"id": "msg_0", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+        usage = {"input_tokens": made.prompt_tokens, "output_tokens": len(made.made)}
+        answer = {"id": "resp_0", "object": "response", "created_at": 0, "model": fields.get("model")}
+        begun = {**answer, "status": "in_progress", "output": []}
+        whole = {**answer, "status": "completed", "output": [message], "usage": usage}
+        if not fields.get("stream"):
+            return web.json_response(whole)
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
+        await response.prepare(request)
+        dying = self.faults.take("die_mid_stream")
+        for kind, said in (("created", begun), ("in_progress", begun), ("completed", whole)):
+            name = f"response.{kind}"
+            event = f"event: {name}\ndata: {json.dumps({'type': name, 'response': said})}\n\n".encode()
+            if dying and kind == "completed":
+                await response.write(event[: len(event) // 2])
+                return self._die(request, response)
+            await response.write(event)
+        await response.write_eof()
+        return response
+
+    async def _tokenize(self, request: web.Request) -> web.StreamResponse:
+        tokens = list(str((await request.json())["prompt"]).encode())
+        return web.json_response({"count": len(tokens), "max_model_len": self.max_model_len, "tokens": tokens})
 
     async def _health(self, _request: web.Request) -> web.Response:
         self.stats.health_checks += 1

@@ -9,6 +9,7 @@ from pools.proxy.connections.replies import error_event
 
 KEPT_BYTES = 8 * 2**20
 _DONE = b"[DONE]"
+_LAST_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed"})
 _LAST_LINE_BYTES = 64
 
 
@@ -19,12 +20,16 @@ class EventRelay:
     dropped and an error event follows. And a client that has seen `data: [DONE]` has the whole answer: that line waits
     until `finish`.
 
+    Streams of `/v1/responses` have no such line: they end with an event of a name that says so.
+
     Args:
         responder: the client's end of the request.
+        of_response: the stream is one of `/v1/responses`.
     """
 
-    def __init__(self, responder: Responder) -> None:
+    def __init__(self, responder: Responder, *, of_response: bool = False) -> None:
         self._responder = responder
+        self._of_response = of_response
         self._held = b""
         self._between_events = True
         self._kept: list[bytes] | None = []
@@ -44,8 +49,10 @@ class EventRelay:
         self._keep(chunk)
         data = self._held + chunk if self._held else chunk
         end = _end_of_stream(data)
-        self.is_done = end is not None
         whole = data.rfind(b"\n") + 1 if end is None else end
+        if self._of_response:  # an event's name stands in a line of its own, and is no event without the next one
+            whole = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
+        self.is_done = end is not None or (self._of_response and whole == len(data) and _names_the_end(data))
         self._held = data[whole:]
         if whole:
             await self._write(data[:whole] if self._held else data)
@@ -96,3 +103,9 @@ def _end_of_stream(data: bytes) -> int | None:
     at = data.rfind(b"data:", max(0, len(data) - _LAST_LINE_BYTES))
     begins_line = at == 0 or (at > 0 and data[at - 1] in b"\r\n")
     return at if begins_line and data[at + len(b"data:") :].strip() == _DONE else None
+
+
+def _names_the_end(events: bytes) -> bool:
+    """True if the last of some whole events is the one that ends a stream of `/v1/responses`."""
+    name, _, value = events.rstrip(b"\n").rpartition(b"\n\n")[2].partition(b"\n")[0].partition(b":")
+    return name == b"event" and value.strip() in _LAST_EVENTS

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pools.journal.answers import AnswerFacts, judge
+from pools.journal.answers import AnswerFacts, judge, judge_response, judge_tokens
 
 JSON = "application/json"
 SSE = "text/event-stream; charset=utf-8"
@@ -139,3 +139,29 @@ def test_judge_any_bytes_never_raises(body: bytes, content_type: str, stream: bo
     for given_body in (body, b"data: " + body + b"\n\n" + DONE):
         facts = judge(content_type, given_body, stream=stream)
         assert facts is None or facts.finish_reasons
+
+
+@pytest.mark.parametrize(
+    ("body", "whole"),
+    [
+        (b'{"status": "completed", "output": [], "usage": {"input_tokens": 3, "output_tokens": 2}}', True),
+        (b'{"status": "incomplete", "output": []}', True),
+        (b'{"status": "failed", "output": []}', False),
+        (b'{"status": "in_progress", "output": []}', False),
+        (b'{"status": "completed"}', False),
+        (b'{"status": "completed", "output": []', False),
+        (b'{"error": {"code": 1}, "status": "completed", "output": []}', False),
+        (b"[]", False),
+        (b"", False),
+    ],
+)
+def test_response_is_judged_by_its_status_and_output(body: bytes, whole: bool) -> None:
+    assert (judge_response(body) is not None) == whole
+    event = b'event: response.completed\ndata: {"response": %b}\n\n' % body.replace(b"\n", b"")
+    assert (judge_response(event, stream=True) is not None) == (whole or b'"error"' in body)
+    assert judge_response(event[:-20], stream=True) is None
+
+
+@pytest.mark.parametrize(("body", "whole"), [(b'{"tokens": [1]}', True), (b'{"count": 1}', False), (b"{", False)])
+def test_tokens_are_judged_by_their_list(body: bytes, whole: bool) -> None:
+    assert (judge_tokens(body) is not None) == whole

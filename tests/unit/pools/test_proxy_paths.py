@@ -7,11 +7,13 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import httpx
+import openai
 import pytest
 
 from fakes.engine import FakeEngine
 from fakes.models import write_checkpoint
-from fakes.proxy import CLIENT_KEY, RunningProxy, running_proxy, state_of
+from fakes.proxy import CLIENT_KEY, FakeReplica, RunningProxy, replica_of, running_proxy, state_of
 from pools.proxy.connections.upstream import Upstream
 
 MODEL = "m"
@@ -89,3 +91,51 @@ async def test_nothing_but_what_is_listed_is_ever_sent_to_an_engine(engine: Fake
     finally:
         call.close()
         upstream.close()
+
+
+async def test_openai_client_is_answered_at_every_path_that_is_passed_on(
+    proxy: RunningProxy, engine: FakeEngine
+) -> None:
+    replica = replica_of(engine)
+    announcement = replica.announcement.model_copy(update={"engine_version": "0.32.0", "sequence": 1})
+    await asyncio.to_thread(proxy.announce, FakeReplica(replica.name, announcement))
+    async with openai.AsyncOpenAI(base_url=proxy.address.base_url, api_key=CLIENT_KEY, max_retries=0) as client:
+        whole = await client.responses.create(model=MODEL, input="Once", max_output_tokens=4)
+        assert (whole.model, whole.status, len(whole.output_text)) == (MODEL, "completed", 4)
+        events = [event async for event in await client.responses.create(model=MODEL, input="Once", stream=True)]
+        assert [event.type for event in events] == ["response.created", "response.in_progress", "response.completed"]
+        assert (await client.models.retrieve(MODEL)).id == MODEL
+        with pytest.raises(openai.NotFoundError, match="another"):
+            await client.models.retrieve("another")
+        with pytest.raises(openai.NotFoundError, match="another"):
+            await client.responses.create(model="another", input="Once")
+    headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
+    async with httpx.AsyncClient(base_url=proxy.url, headers=headers) as http:
+        assert (await http.post("/tokenize", json={"model": MODEL, "prompt": "ab"})).json()["tokens"] == [97, 98]
+        assert (await http.get("/version")).json() == {"version": "0.32.0"}
+        assert (await http.get("/v1/responses/resp_0")).status_code == 404, "nothing is stored"
+    counters = proxy.client.status().models[MODEL]
+    assert (counters.server_errors, counters.journal_hits) == (0, 0)
+
+
+async def test_stream_of_a_response_that_breaks_ends_with_an_error_event(
+    proxy: RunningProxy, engine: FakeEngine
+) -> None:
+    engine.faults.die_mid_stream = 1
+    async with openai.AsyncOpenAI(base_url=proxy.address.base_url, api_key=CLIENT_KEY, max_retries=0) as client:
+        stream = await client.responses.create(model=MODEL, input="Once", stream=True)
+        with pytest.raises(openai.APIError, match="broke off"):
+            _ = [event async for event in stream]
+
+
+async def test_sampled_response_is_asked_anew_each_time_whatever_else_stands_in_the_request(
+    tmp_path: Path,
+) -> None:
+    body = {"model": MODEL, "input": "Once", "max_tokens": 0, "echo": True, "temperature": 1}
+    headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
+    async with FakeEngine() as engine, httpx.AsyncClient(headers=headers) as http:
+        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+            proxy.tell(state_of(MODEL, engine))
+            for _ in range(2):
+                assert (await http.post(f"{proxy.url}/v1/responses", json=body)).status_code == 200
+    assert engine.stats.requests == 2
