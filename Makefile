@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test tests test-fast check lint types faults bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: demo demo-train test tests test-fast check lint types faults chaos bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -38,6 +38,11 @@ types: .venv/.development
 # The fault scenarios at full size, then those that real engines allow on two of them.
 faults: .venv/.development
 	.venv/bin/python -m pytest tests/faults tests/faults/real_engines.py --long-faults
+
+# Each process of a real evaluation killed in turn, at random moments: make chaos KILLS=100 SEED=7 ROLE=proxy
+chaos: .venv/.development
+	PYTHONPATH=tests .venv/bin/python -m faults.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED)) \
+		$(if $(ROLE),--role "$(ROLE)")
 
 bench: .venv/.development
 	.venv/bin/python tests/benchmarks/$(NAME).py

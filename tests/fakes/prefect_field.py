@@ -104,11 +104,14 @@ class Field:
             end(self._server)
 
     @contextmanager
-    def worker(self, work_pool: str) -> Iterator[subprocess.Popen[bytes]]:
-        """A worker, for as long as the block lasts."""
+    def worker(
+        self, work_pool: str, *, variables: Mapping[str, str] | None = None
+    ) -> Iterator[subprocess.Popen[bytes]]:
+        """A worker, for as long as the block lasts, with some variables beside those of this field."""
         with (self.folder / "worker.log").open("ab") as log:
             command = [str(_BIN / "prefect"), "worker", "start", "--pool", work_pool, "--type", "process"]
-            process = subprocess.Popen(command, env=self.environment(), cwd=self.folder, stdout=log, stderr=log)
+            env = {**self.environment(), **(variables or {})}
+            process = subprocess.Popen(command, env=env, cwd=self.folder, stdout=log, stderr=log)
         try:
             yield process
         finally:

@@ -24,32 +24,42 @@ def send(number: signal.Signals, pids: Iterable[int]) -> None:
             continue
 
 
+def children(pid: int) -> list[int]:
+    """The processes whose parent a process is."""
+    return _children()[pid]
+
+
 def descendants(pid: int) -> list[int]:
     """Every process that a process has started, directly or not, and that is still there."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for folder in _PROC.glob("[0-9]*"):
-        try:
-            fields = (folder / "stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue  # it has ended meanwhile
-        children[int(fields[1])].append(int(folder.name))
+    children_of = _children()
     found: list[int] = []
     left = [pid]
     while left:
-        below = children[left.pop()]
+        below = children_of[left.pop()]
         found += below
         left += below
     return found
 
 
+def _children() -> defaultdict[int, list[int]]:
+    found: defaultdict[int, list[int]] = defaultdict(list)
+    for folder in _PROC.glob("[0-9]*"):
+        found[parent(int(folder.name))].append(int(folder.name))
+    return found
+
+
+def parent(pid: int) -> int:
+    """The process that a process is a child of, 0 if it has ended."""
+    try:
+        return int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
 def ancestors(pid: int) -> list[int]:
     """The process that started a process, the one that started that, and so on."""
     found: list[int] = []
-    while pid > 1:
-        try:
-            pid = int((_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            break
+    while pid > 1 and (pid := parent(pid)):
         found.append(pid)
     return found
 

@@ -157,7 +157,7 @@ class Target:
     def answers_of(self, engine: EngineProcess) -> int:
         """Number of answers from one engine since its start, as it counts them; 0 where it does not answer."""
         try:
-            return _answers_of(engine.url)
+            return engine_answers(engine.url)
         except OSError:
             return 0
 
@@ -216,7 +216,8 @@ def kept_answers(path: Path, cell: str) -> Kept:
         return Kept(*journal.execute(query, (cell,)).fetchone())
 
 
-def _answers_of(url: str) -> int:
+def engine_answers(url: str) -> int:
+    """Number of prompts that the engine at an address has answered since its start, as it counts them."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=_METRICS_SECONDS) as reply:
         lines = reply.read().decode().splitlines()
     return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_ENGINE_ANSWERS)))

@@ -1,0 +1,1 @@
+"""A real evaluation of which each process is killed in turn; `make chaos`."""

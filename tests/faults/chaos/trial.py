@@ -1,0 +1,242 @@
+"""One evaluation, undisturbed or with a kill: started, started again if it ended, and looked at."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.error import URLError
+
+from faults.chaos.evaluation import Place, Started, Way
+from faults.chaos.outcome import (
+    Answered,
+    Outcome,
+    answered,
+    asked_too_often,
+    count_answers,
+    differences,
+    journal_damage,
+    leftovers,
+    not_replayed,
+    outcome_of,
+)
+from faults.chaos.roles import ROLES, Tree
+from faults.scenarios.processes import children, listens_on, state_of
+from faults.scenarios.target import engine_answers
+
+_POLL_SECONDS = 0.1
+_LOOK_AT_ENGINES_SECONDS = 0.5
+_MOST_STARTS = 3
+_LONGEST_SECONDS = 420.0
+_GONE_SECONDS = 45.0
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The moment of a kill: seconds after the process was first seen, or the number of answers in the journal."""
+
+    seconds: float | None
+    answers: int | None
+
+    @property
+    def words(self) -> str:
+        """The moment, for people."""
+        return f"{self.seconds:.1f} s old" if self.seconds is not None else f"with {self.answers} requests answered"
+
+    def has_come(self, place: Place, *, since: float) -> bool:
+        """Tells if it is now, or was before."""
+        if self.seconds is not None:
+            return time.monotonic() - since >= self.seconds
+        assert self.answers is not None
+        return count_answers(place) >= self.answers
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """An evaluation without a kill: what others are compared with, and the times in which kills may fall."""
+
+    outcome: Outcome
+    asked: int
+    requests: int
+    seconds: float
+    lives: dict[str, float]
+    """Seconds that processes of a kind were there."""
+
+    def moment(self, role: str, source: random.Random) -> Moment:
+        """Draws a moment in the life of a process: one half by the clock, one half by the answers."""
+        share = source.random()
+        if source.random() < 0.5:
+            return Moment(round(share * self.lives[role], 1), None)
+        return Moment(None, 1 + int(share * (self.requests - 1)))
+
+
+@dataclass
+class Watch:
+    """Observations of an evaluation while it goes on."""
+
+    place: Place
+    before: frozenset[int]
+    """Processes that have nothing to do with it."""
+    first: dict[int, float] = field(default_factory=dict)
+    last: dict[int, float] = field(default_factory=dict)
+    roles: dict[int, str] = field(default_factory=dict)
+    answers: dict[int, int] = field(default_factory=dict)
+    ours: set[int] = field(default_factory=set)
+    """Processes that this one started itself, and waits for."""
+    requests: int = 0
+    _looked: float = 0.0
+
+    def start(self, way: Way, run: Path) -> Started:
+        """Starts the evaluation, the first time or again."""
+        before = children(os.getpid())
+        started = way.start(run, self.place)
+        self.ours |= set(children(os.getpid())) - set(before)
+        return started
+
+    def look(self) -> Tree:
+        """Looks once, and takes notice of orphans that have ended."""
+        for pid in children(os.getpid()):
+            if pid not in self.ours and pid not in self.before and state_of(pid) == "Z":
+                os.waitpid(pid, 0)
+        below = Tree.below(os.getpid()).processes
+        tree = Tree({pid: process for pid, process in below.items() if pid not in self.before})
+        now = time.monotonic()
+        for role, find in ROLES.items():
+            for pid in find(tree):
+                self.first.setdefault(pid, now)
+                self.last[pid] = now
+                self.roles[pid] = role
+        if now - self._looked > _LOOK_AT_ENGINES_SECONDS:
+            self.ask_engines(tree)
+            self.requests = max(self.requests, count_answers(self.place))
+            self._looked = now
+        return tree
+
+    def ask_engines(self, tree: Tree) -> None:
+        """Notes how many prompts each engine has answered."""
+        for pid in ROLES["engine's server"](tree):
+            for address, port in listens_on(pid):
+                try:
+                    self.answers[pid] = max(self.answers.get(pid, 0), engine_answers(f"http://{address}:{port}"))
+                except (OSError, URLError):
+                    continue  # it starts, or ends
+
+    def lives(self) -> dict[str, float]:
+        """Seconds that processes of each kind were there, the longest one of each."""
+        found: dict[str, float] = {}
+        for pid, role in self.roles.items():
+            found[role] = max(found.get(role, 0.0), self.last[pid] - self.first[pid])
+        return found
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A kill, and what came of it."""
+
+    role: str
+    moment: Moment
+    happened: str
+    seconds: float
+    missed: bool = False
+    """True if the process had ended before its moment came."""
+    wrong: tuple[str, ...] = ()
+    replayed: int = 0
+    """Sampled answers that were there at the kill, and in the end."""
+    temporary: int = 0
+    """Files and folders that are left among temporary ones."""
+
+
+def undisturbed(way: Way, run: Path, place: Place) -> Undisturbed:
+    """Evaluates without a kill.
+
+    Raises:
+        AssertionError: it did not succeed, or left something.
+    """
+    began, watch = time.monotonic(), Watch(place, frozenset(Tree.below(os.getpid()).processes))
+    started = watch.start(way, run)
+    ended = _watched(started, watch, until=began + _LONGEST_SECONDS)
+    seconds = time.monotonic() - began
+    way.end()
+    outcome, wrong = outcome_of(place)
+    left = _left(place, watch)
+    assert ended == "" and outcome is not None and not wrong and not left, (ended, wrong, left)
+    asked = sum(watch.answers.values())
+    return Undisturbed(outcome, asked, watch.requests, seconds, watch.lives())
+
+
+def killed(role: str, moment: Moment, way: Way, run: Path, place: Place, expected: Undisturbed) -> Kill:
+    """Evaluates, kills a process at its moment, and starts again what has ended."""
+    began, watch = time.monotonic(), Watch(place, frozenset(Tree.below(os.getpid()).processes))
+    deadline = began + _LONGEST_SECONDS
+    started = watch.start(way, run)
+    before = _kill(role, moment, started, watch, until=deadline)
+    story: list[str] = []
+    ended = _watched(started, watch, until=deadline)
+    while ended and len(story) < _MOST_STARTS - 1:
+        story.append(f"ended with {ended}; started again")
+        started = watch.start(way, run)
+        ended = _watched(started, watch, until=time.monotonic() + _LONGEST_SECONDS)
+    seconds = time.monotonic() - began
+    wrong: list[str] = []
+    if ended is None:
+        wrong.append(f"it does not end within {_LONGEST_SECONDS:g} s")
+    elif ended:
+        wrong.append(f"it ended with {ended}")
+    way.end()
+    outcome, of_itself = outcome_of(place)
+    wrong += of_itself
+    replayed = 0
+    if outcome is not None:
+        wrong += differences(outcome, expected.outcome)
+        if before is not None:
+            wrong += not_replayed(outcome, before)
+            replayed = before.sampled.total()
+        starts = sum(watch.roles[pid] == "engine's server" for pid in watch.roles)
+        wrong += asked_too_often(sum(watch.answers.values()), expected.asked, starts=max(1, starts))
+    wrong += _left(place, watch)
+    wrong += journal_damage(place)
+    happened = "; ".join(story) or "went on to its end"
+    temporary = sum(1 for _ in place.temporary.iterdir())
+    return Kill(role, moment, happened, seconds, before is None, tuple(wrong), replayed, temporary)
+
+
+def _kill(role: str, moment: Moment, started: Started, watch: Watch, *, until: float) -> Answered | None:
+    """Waits for the moment and kills; what had been answered by then, None if it never came."""
+    since: float | None = None
+    while started.outcome() is None and time.monotonic() < until:
+        tree = watch.look()
+        found = ROLES[role](tree)
+        if found and since is None:
+            since = time.monotonic()
+        if found and since is not None and moment.has_come(watch.place, since=since):
+            watch.ask_engines(tree)
+            before = answered(watch.place)
+            try:
+                os.kill(random.Random(len(tree.processes)).choice(sorted(found)), signal.SIGKILL)
+            except ProcessLookupError:
+                return None
+            return before
+        time.sleep(_POLL_SECONDS)
+    return None
+
+
+def _watched(started: Started, watch: Watch, *, until: float) -> str | None:
+    """Watches an evaluation to its end, and says how it ended; None if it does not in time."""
+    while (ended := started.outcome()) is None and time.monotonic() < until:
+        watch.look()
+        time.sleep(_POLL_SECONDS)
+    return ended
+
+
+def _left(place: Place, watch: Watch) -> list[str]:
+    """Waits for what is ending; says what is left, and ends it."""
+    deadline = time.monotonic() + _GONE_SECONDS
+    while (tree := watch.look()).processes and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+    left = leftovers(place, tree)
+    for pid in tree.processes:
+        os.kill(pid, signal.SIGKILL)
+    return left
