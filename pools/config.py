@@ -138,7 +138,8 @@ class InferencePoolConfig(Config):
     model: ModelConfig = Field(validation_alias=AliasChoices("model", "model_config"))
     """The model to serve. In Python, YAML and JSON `model_config` is accepted too."""
     proxy_host: str = "auto"
-    """Address the proxy listens on; auto is loopback, or the proxy's machine's where jobs run elsewhere."""
+    """Address the proxy listens on; auto is loopback, or the proxy's machine's where jobs run elsewhere. Beyond
+    loopback it needs --insecure."""
     proxy_port: int = Field(default=0, ge=0, le=65535)
     """Port of the proxy; 0 takes a free one."""
     startup_timeout_seconds: float = Field(default=1800, gt=0)

@@ -73,6 +73,9 @@ class Settings(BaseSettings):
     inherit: str = ""
     """Further variables for engines, harnesses, proxies and sinks, with commas between them: `MY_MIRROR,CORP_*`."""
 
+    insecure: bool = False
+    """Let keys, prompts and answers of pools travel unencrypted between machines, whose network keeps strangers out."""
+
     code_isolation: Literal["required", "where_possible"] = "required"
     """Refuse to run code that a model wrote where it cannot be isolated, or run it with this user's rights."""
 

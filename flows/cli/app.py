@@ -58,12 +58,15 @@ _EMBEDDED_PREFECT = {
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
 }
 
-_TRACEBACK = "--traceback"
+_TRACEBACK, _INSECURE = "--traceback", "--insecure"
 
 
 @app.callback()
 def _common(
     traceback: Annotated[bool, typer.Option(_TRACEBACK, help="Show Python's traceback with an error.")] = False,
+    insecure: Annotated[
+        bool, typer.Option(_INSECURE, help="Let pools' keys travel unencrypted between machines.")
+    ] = False,
 ) -> None:
     """Options of every command; `main` has taken them off the command line, wherever they stood."""
 
@@ -78,10 +81,12 @@ def main() -> None:
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # what follows belongs to a submitted program
     arguments, submitted = sys.argv[1:end], sys.argv[end:]
     traceback = _TRACEBACK in arguments
+    if _INSECURE in arguments:
+        set_process_environment_defaults({"ASSAY_INSECURE": "true"})
     # By default SIGTERM would skip every `with` block.
     signal.signal(signal.SIGTERM, _exit_on_signal)
     try:
-        app([argument for argument in arguments if argument != _TRACEBACK] + submitted)
+        app([argument for argument in arguments if argument not in (_TRACEBACK, _INSECURE)] + submitted)
     except SystemExit as ended:
         # Typer ends with 2 when it cannot read the command line, which for us is bad input.
         sys.exit(BadInput.exit_code if ended.code == 2 else ended.code)

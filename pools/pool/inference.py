@@ -18,7 +18,7 @@ from pools.jobs import labelled, pool_environment
 from pools.pool.director_loop import DirectorLoop
 from pools.pool.session import PoolSession
 from pools.protocol import LoadReport, ProxyStatus
-from pools.proxy.process import ProxyProcess
+from pools.proxy.process import ProxyProcess, check_network
 from pools.replica.agent import run_agent
 from pools.replica.agent_jobs import AgentJobs
 from resources.backends.current import current_client
@@ -48,6 +48,7 @@ class InferencePool:
     Raises:
         EnvironmentBuildFailed: the engine's environment could not be built.
         ProxyFailed: the proxy did not start; whatever had been started is ended first.
+        BadInput: its keys would leave the machine unencrypted.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class InferencePool:
 
     def _start(self, ending: ExitStack) -> None:
         """Starts everything, in this order; `ending` ends it in the reverse one."""
+        check_network(self.config, is_local=self._client.is_local)
         build = self._build_engine()
         agents = AgentJobs(
             self._submit_agent,

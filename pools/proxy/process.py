@@ -9,12 +9,34 @@ from pools.jobs import labelled, placed_with, pool_environment
 from pools.protocol import ProxyLimits
 from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
 from resources.config import ResourceConfig
-from resources.errors import ProxyFailed
+from resources.errors import BadInput, ProxyFailed
+from resources.jobs.addresses import is_loopback
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest
 from resources.settings import ProxyKeys, settings
 
 _START_SECONDS = 60.0
 _MOST_RESTARTS = 10
+
+
+def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
+    """Refuses a pool whose keys, prompts and answers would leave the machine unencrypted, unless that was allowed.
+
+    Args:
+        config: of the pool.
+        is_local: whether its jobs run on this machine.
+
+    Raises:
+        BadInput: they would.
+    """
+    stays_here = is_local if config.proxy_host == "auto" else is_loopback(config.proxy_host)
+    if stays_here or settings().insecure:
+        return
+    raise BadInput(
+        expected="a pool on loopback, since its keys, prompts and answers are not encrypted",
+        found=f"proxy_host={config.proxy_host}" + ("" if is_local else ", with jobs on other machines"),
+        remedy="if the network between the machines keeps strangers out (docs/security.md), say so: --insecure, or "
+        "ASSAY_INSECURE=1",
+    )
 
 
 class ProxyProcess:

@@ -82,6 +82,13 @@ def test_submit_writes_what_the_program_writes_and_ends_as_it_ends(project: Path
     assert "failed 2 times" in err and "Traceback" not in err
 
 
+def test_option_for_insecure_networks_stands_anywhere_and_counts_for_what_is_started(project: Path):
+    code, out, err = assay(
+        project, "submit", "--insecure", "--", "sh", "-c", "echo $ASSAY_INSECURE $1", "sh", "--insecure"
+    )
+    assert (code, out) == (0, "true --insecure\n"), err
+
+
 def test_submit_no_wait_prints_an_id_by_which_other_processes_find_the_job(project: Path):
     code, out, err = assay(project, "submit", "--no-wait", "--name", "found", "--", "python", "program.py", "0", "wait")
     assert code == 0, err

@@ -229,7 +229,10 @@ def test_kept_pool_whose_first_engine_did_not_start_tries_again_for_the_next_req
         session.load("run-3")
 
 
-def test_kept_pool_that_cannot_start_says_why_and_leaves_nothing(tmp_path: Path, checkpoints: list[Servable]) -> None:
+def test_kept_pool_that_cannot_start_says_why_and_leaves_nothing(
+    tmp_path: Path, checkpoints: list[Servable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_INSECURE", "1")
     config = pool_config(proxy_host="203.0.113.1")
     with pytest.raises(ProxyFailed, match="to listen on"):
         keep_up("warm", config, checkpoints, idle_seconds=NEVER, launcher=FakeLauncher(tmp_path))

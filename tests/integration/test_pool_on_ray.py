@@ -29,6 +29,7 @@ from faults.scenarios.trial import Fault, Trial, tried
 from pools.engine.launch import Launcher, Servable
 from pools.pool.inference import InferencePool
 from resources.jobs.addresses import is_loopback, own_address
+from resources.settings import settings
 
 pytestmark = [
     pytest.mark.timeout(600),  # 30 s; 200 s where ten times as much wants to run as there are cores
@@ -40,15 +41,19 @@ REPLICAS = 2
 CLIENTS = 16
 MARK = {"ASSAY_TEST_CLUSTER": f"pool-on-ray-{os.getpid()}"}
 """In the environment of everything that runs on the cluster."""
+MARKED = {**MARK, "ASSAY_INHERIT": next(iter(MARK))}
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     """A head with room for one proxy, and machines with room for one replica each, of which one is to spare."""
-    with ray_cluster(num_cpus=1, env_vars=MARK) as cluster:
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(num_cpus=1, env_vars=MARKED) as cluster:
+        patch.setenv("ASSAY_INSECURE", "1")  # this machine's own address, which only this machine uses
+        settings.cache_clear()
         for _ in range(REPLICAS + 1):
-            add_node(cluster, num_cpus=1, env_vars=MARK)
+            add_node(cluster, num_cpus=1, env_vars=MARKED)
         yield cluster
+    settings.cache_clear()
 
 
 @contextmanager
@@ -180,7 +185,7 @@ def test_machine_lost_under_load_fails_no_request_and_its_replica_comes_back_on_
     cluster: Cluster, pool: Target
 ) -> None:
     while len(cluster.worker_nodes) <= REPLICAS:  # where it is tried again
-        add_node(cluster, num_cpus=1, env_vars=MARK)
+        add_node(cluster, num_cpus=1, env_vars=MARKED)
     assert asyncio.run(pool.settled()) is None
     before = instances(pool)
     machine = machine_with_a_replica(cluster)

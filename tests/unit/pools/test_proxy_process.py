@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
 from fakes.jobs import FakeClient, FakeJob
 from pools.config import InferencePoolConfig
+from pools.pool.inference import InferencePool
 from pools.proxy.client import ProxyAddress
-from pools.proxy.process import ProxyProcess
-from resources.errors import ProxyFailed
+from pools.proxy.process import ProxyProcess, check_network
+from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Command, JobStatus
-from resources.settings import ProxyKeys
+from resources.settings import ProxyKeys, settings
 
 
 def started_at(*addresses: ProxyAddress) -> tuple[ProxyProcess, FakeClient]:
@@ -46,3 +49,36 @@ def test_proxy_that_comes_back_on_another_machine_is_given_up_and_can_be_ended()
     assert process.address == first
     process.stop()
     assert client.submitted[1].status() is JobStatus.STOPPED
+
+
+@pytest.mark.parametrize(
+    ("address", "is_local", "leaves"),
+    [
+        ("auto", True, False),
+        ("auto", False, True),
+        ("127.0.0.1", False, False),
+        ("0.0.0.0", True, True),
+        ("::", True, True),
+        ("10.0.0.1", True, True),
+        ("evaluations.internal", True, True),
+    ],
+)
+def test_pool_whose_keys_would_leave_the_machine_is_refused_unless_that_is_allowed(
+    address: str, is_local: bool, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}, "proxy_host": address})
+    settings.cache_clear()
+    with pytest.raises(BadInput, match="--insecure") if leaves else nullcontext():
+        check_network(config, is_local=is_local)
+    monkeypatch.setenv("ASSAY_INSECURE", "1")
+    settings.cache_clear()
+    check_network(config, is_local=is_local)
+    settings.cache_clear()
+
+
+def test_pool_beyond_loopback_is_refused_before_anything_is_started() -> None:
+    client = FakeClient()
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}, "proxy_host": "0.0.0.0"})
+    with pytest.raises(BadInput, match="ASSAY_INSECURE=1"), InferencePool(config, [], client=client):
+        pass
+    assert client.requests == []
