@@ -157,7 +157,7 @@ class InferencePoolConfig(Config):
     reload_in_place: bool = True
     """Load the next checkpoint into the running engine where that is possible; else restart it."""
     reload_audit_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of such loads that is compared with a cold start, beside each architecture's first."""
+    """Share of such loads that is compared with a cold start, beside those that are to prove it right."""
     lease_seconds: float = Field(default=30, gt=0)
     """Longest silence of a replica before its requests go to another."""
     longest_wait_seconds: float = Field(default=60, gt=0)

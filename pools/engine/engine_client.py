@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from pools.engine.reload_trust import Reading
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 CANARY_PROMPTS = (
@@ -127,18 +128,45 @@ class EngineClient:
         """
         steps = (
             ("/pause?mode=wait", None),
-            ("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": folder}}),
+            ("/collective_rpc", {"method": "assay_reload", "kwargs": {"folder": folder}}),
             ("/reset_prefix_cache", None),
             ("/resume", None),
         )
         for path, body in steps:
-            try:
-                self._request("POST", path, body, timeout=_RELOAD_SECONDS)
-            except EndpointUnusable as error:
-                kind = ReloadUnavailable if error.found.startswith(_NO_SUCH_CALL) else SwapRefused
-                raise kind(
-                    expected=f"the engine to take POST {path}", found=error.found, remedy="restart the engine"
-                ) from error
+            self._change(path, body)
+
+    def reading(self, canary: Sequence[float], *, weights: bool = False) -> Reading:
+        """Shows what it computes with, beside the canary that it gave; see `programs/reloading_worker.py`.
+
+        Args:
+            canary: see `canary`.
+            weights: read all of its memory that holds weights, which takes about a second per gigabyte.
+
+        Raises:
+            ReloadUnavailable: the engine has no such call.
+            SwapRefused: it cannot show that.
+        """
+        shown = self._of_workers("assay_output_layer")
+        digests = self._of_workers("assay_weights") if weights else []
+        return Reading(
+            dtype="/".join(sorted({str(part.get("dtype")) for part in shown})),
+            canary=tuple(canary),
+            output_layer=tuple(value for part in shown for value in part.get("log_probabilities", ())),
+            weights={f"{rank}.{name}": value for rank, part in enumerate(digests) for name, value in part.items()},
+        )
+
+    def _of_workers(self, method: str) -> list[dict[str, Any]]:
+        results = self._change("/collective_rpc", {"method": method}).get("results")
+        return [part for part in results or [] if isinstance(part, dict)]
+
+    def _change(self, path: str, body: Any) -> dict[str, Any]:
+        try:
+            return self._request("POST", path, body, timeout=_RELOAD_SECONDS)
+        except EndpointUnusable as error:
+            kind = ReloadUnavailable if error.found.startswith(_NO_SUCH_CALL) else SwapRefused
+            raise kind(
+                expected=f"the engine to take POST {path}", found=error.found, remedy="restart the engine"
+            ) from error
 
     @property
     def _key(self) -> dict[str, str]:

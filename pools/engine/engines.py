@@ -44,15 +44,24 @@ _QUIET = {
     "VLLM_SERVER_DEV_MODE": "1",
 }
 
+RELOADING_WORKER = "reloading_worker.ReloadingWorker"
+"""Our calls inside vLLM's workers. Without them, as with tpu-inference's own workers, no reload can be proved right."""
+
 ENGINES: dict[EngineDevice, Engine] = {
     "cpu": Engine(
         environment="vllm-cpu",
-        kwargs={"enforce_eager": True},  # compiling costs minutes on a CPU and gains little
+        # Compiling costs minutes on a CPU and gains little.
+        kwargs={"enforce_eager": True, "worker_extension_cls": RELOADING_WORKER},
         capacity=32,
         variables=_QUIET,
         program=_PROGRAMS / "serve_vllm.py",
     ),
-    "cuda": Engine(environment="vllm-cuda", kwargs={}, capacity=256, variables=_QUIET),
+    "cuda": Engine(
+        environment="vllm-cuda",
+        kwargs={"worker_extension_cls": RELOADING_WORKER},
+        capacity=256,
+        variables=_QUIET,
+    ),
     "tpu": Engine(
         environment="vllm-tpu",
         kwargs={"distributed_executor_backend": "mp"},
@@ -156,8 +165,8 @@ def engine_variables(
         offline: keep it from asking a hub for anything.
         kwargs: engine arguments, see `engine_kwargs`; what is compiled for them lies apart from what is for others.
     """
-    door = {"PYTHONPATH": str(_PROGRAMS)}
-    variables = {**ENGINES[device].variables, **door, **_cache_variables(device, cache, kwargs or {})}
+    ours = {"PYTHONPATH": str(_PROGRAMS)}
+    variables = {**ENGINES[device].variables, **ours, **_cache_variables(device, cache, kwargs or {})}
     if device == "cpu":
         variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))
     if offline:

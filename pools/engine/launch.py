@@ -26,6 +26,7 @@ from pools.weights.model_files import (
     inspect_model_folder,
     read_tensors,
 )
+from pools.weights.shared_tensors import tensor_in_common
 from pools.weights.staging import Staging
 from resources.environments.environments import Environment
 from resources.jobs import inheritance
@@ -36,7 +37,7 @@ from resources.warm.fork_server import ForkServer
 
 _ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
 """One engine answers for checkpoint after checkpoint; which names mean which weights is the proxy's to say."""
-_SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
+_SAME_WHATEVER_THEY_SAY = ("_name_or_path", "transformers_version")
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,15 @@ def why_not_reload(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str |
         if before[name] != tensor:
             return f"its parameter {name} is {_shown(tensor)}, not {_shown(before[name])}"
     return None
+
+
+def why_unprovable(running: ServedCheckpoint, wanted: ServedCheckpoint) -> str | None:
+    """Returns the reason that comparing a reload of `wanted` with a cold start would prove nothing; None if it might.
+
+    A tensor that is the same in both could stay behind unnoticed.
+    """
+    same = tensor_in_common(running.files, wanted.files)
+    return f"{same} is the same in both checkpoints" if same else None
 
 
 def _shown(tensor: Tensor) -> str:

@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 SCHEMA_VERSION = 3
-"""`PRAGMA user_version` of the file, and the version in the first line of a segment."""
+"""`PRAGMA user_version` of the file, and the version in the first line of a segment.
+
+Version 2 may hold answers of engines that had reloaded weights incompletely.
+"""
 
 _SCHEMA = """
 CREATE TABLE answers (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import re
@@ -14,11 +15,12 @@ from contextlib import contextmanager
 
 from pools.config import InferencePoolConfig
 from pools.engine.engine_client import EngineClient
-from pools.engine.engines import engine_kwargs, replica_capacity
-from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload
-from pools.engine.reload_trust import ReloadTrust
+from pools.engine.engines import RELOADING_WORKER, engine_kwargs, replica_capacity
+from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload, why_unprovable
+from pools.engine.reload_trust import Reading, ReloadTrust
 from pools.protocol import LoadedHow, ReplicaState
 from pools.replica.restarts import Restarts
+from pools.weights.model_files import read_tensors
 from resources.errors import (
     AssayError,
     EndpointUnusable,
@@ -107,7 +109,8 @@ class ReplicaEngine:
         self._drain = drain
         self._job: JobHandle | None = None
         self._canary: tuple[float, ...] = ()
-        self._untrusted_canary: tuple[float, ...] = ()
+        self._compared: tuple[Reading, Reading] | None = None
+        """Before and after a reload that is to be compared with a cold start."""
         self._cannot_reload: str | None = None
         self._stopping = False
         self._changing = threading.RLock()
@@ -138,12 +141,18 @@ class ReplicaEngine:
                 self._become("ready", checkpoint)
                 return
             loading.how, loading.reason = "restart", reason
-            before, reloaded = self._canary, self._untrusted_canary
+            compared = self._compared
             self._start(checkpoint, loading)
-            if reloaded:
-                verdict = self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=self._canary)
-                agreement = "they agree" if verdict.agrees else "they differ"
-                loading.reason = f"{reason}: {agreement} ({verdict.difference:.2g} nats)"
+            if compared is not None:
+                loading.reason = f"{reason}: {self._judged(checkpoint, *compared)}"
+
+    def _judged(self, checkpoint: ServedCheckpoint, before: Reading, reloaded: Reading) -> str:
+        """The verdict, in words, on a reload of the checkpoint that this engine was started with."""
+        try:
+            cold = EngineClient(self.url or "", self.key).reading(self._canary, weights=True)
+        except (ReloadUnavailable, SwapRefused) as error:
+            return error.found
+        return self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=cold).found
 
     def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint, loading: Loading) -> str | None:
         """Tries to reload in place; None if the engine now provably holds the wanted weights.
@@ -151,9 +160,11 @@ class ReplicaEngine:
         Raises:
             ModelUnusable: it holds them, and they give no finite numbers; the engine is ended.
         """
-        self._untrusted_canary = ()
+        self._compared = None
         if not self._config.reload_in_place:
             return "reloading in place is switched off"
+        if engine_kwargs(self._config).get("worker_extension_cls") != RELOADING_WORKER:
+            return "reloads of this engine cannot be compared with cold starts"
         if self._cannot_reload is not None:
             return self._cannot_reload
         reason = why_not_reload(running, wanted)
@@ -162,13 +173,18 @@ class ReplicaEngine:
         trust = self._trust(wanted)
         verdict = trust.recall()
         if verdict is not None and not verdict.agrees:
-            return f"a reload differed from a cold start before, by {verdict.difference:.2g} nats"
+            return f"a reload differed from a cold start before: {verdict.found}"
+        if verdict is None and (reason := why_unprovable(running, wanted)):
+            return f"reloads of this architecture are not proved right yet, and {reason}"
+        compared = verdict is None or trust.audits(wanted.digests.weights, share=self._config.reload_audit_share)
         engine = EngineClient(self.url or "", self.key)
         try:
+            before = engine.reading(self._canary) if compared else None
             with loading.phase("reload"):
                 engine.reload_weights(str(wanted.folder))
             with loading.phase("canary"):
                 canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
+            reloaded = engine.reading(canary, weights=True) if compared else None
         except ModelUnusable as error:
             if verdict is None:
                 return error.found
@@ -185,12 +201,10 @@ class ReplicaEngine:
             return error.found
         if canary == self._canary and running.digests.weights != wanted.digests.weights:
             return "the engine still answered with the former weights"
-        if verdict is None:
-            self._untrusted_canary = canary
-            return "the first reload of this architecture is compared with a cold start"
-        if trust.audits(wanted.digests.weights, share=self._config.reload_audit_share):
-            self._untrusted_canary = canary
-            return "this reload is among those compared with a cold start"
+        if before is not None and reloaded is not None:
+            self._compared = before, reloaded
+            first = "the first reload of this architecture is compared with a cold start"
+            return first if verdict is None else "this reload is among those compared with a cold start"
         self._canary = canary
         return None
 
@@ -203,7 +217,8 @@ class ReplicaEngine:
             "arguments": {**arguments, **self._config.model.unnamed_inputs()},
             "prompt_logprobs": self.prompt_logprobs,
         }
-        return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.digests.config)
+        names = json.dumps(sorted(read_tensors(checkpoint.files)))  # a config may be silent about an output layer
+        return ReloadTrust.for_engine(engine=engine, architecture=(checkpoint.digests.config, names))
 
     def _start(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
         self._become("starting", checkpoint)  # said first: an engine that hangs takes its time to end

@@ -42,10 +42,12 @@ _NEVER_SERVED = (
 
 @dataclass(frozen=True)
 class Tensor:
-    """One parameter as a safetensors header describes it."""
+    """One parameter as a safetensors header describes it, and the file and the bytes in it that hold its content."""
 
     dtype: str
     shape: tuple[int, ...]
+    uri: str = field(default="", compare=False)
+    span: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
 @dataclass(frozen=True)
@@ -270,8 +272,11 @@ def _header_of(file: FileInfo) -> tuple[dict[str, Tensor], str | None]:
         return {}, f"{name} is cut off within its header ({file.size} bytes)"
     header = json.loads(storage.read_bytes(file.uri, start=8, end=8 + header_bytes))
     header.pop("__metadata__", None)
-    wanted = 8 + header_bytes + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    tensors = {key: Tensor(entry["dtype"], tuple(entry["shape"])) for key, entry in header.items()}
+    tensors: dict[str, Tensor] = {}
+    for key, entry in header.items():
+        start, end = (8 + header_bytes + offset for offset in entry["data_offsets"])
+        tensors[key] = Tensor(entry["dtype"], tuple(entry["shape"]), file.uri, (start, end))
+    wanted = max((tensor.span[1] for tensor in tensors.values()), default=8 + header_bytes)
     return tensors, None if file.size == wanted else f"{name} has {file.size} bytes where its header says {wanted}"
 
 

@@ -73,11 +73,13 @@ class Faults:
     canned: bool = False
     """Every answer is the same few bytes, and requests are not looked at: for measuring what is in front."""
     skip_reload: bool = False
-    """`reload_weights` says it did, and did not."""
+    """`assay_reload` says it did, and did not."""
     partial_reload: bool = False
-    """`reload_weights` takes over only a part of the weights, as an engine with a stale packed layer does."""
+    """`assay_reload` takes over only a part of the weights, as an engine with a stale packed layer does."""
+    stale_output_layer: bool = False
+    """Reloads leave the output layer as it was at the start, though the answers do not show it."""
     fail_reload: bool = False
-    """`reload_weights` answers 500."""
+    """`assay_reload` answers 500."""
     no_echo: bool = False
     """Prompts are not echoed, as with engines that have no log-probabilities of them."""
     no_reload: bool = False
@@ -145,6 +147,7 @@ class FakeEngine:
     async def __aenter__(self) -> FakeEngine:
         if self.weights is not None:
             self.label = weights_label(self.weights)
+        self._first_label = self.label
         self._running.set()
         self._idle.set()
         app = web.Application(client_max_size=256 * 2**20, middlewares=[self._door])
@@ -365,11 +368,17 @@ class FakeEngine:
         call = await request.json()
         if self.faults.no_reload:
             return _error(404, "Not Found")
-        if call.get("method") != "reload_weights":
+        if call.get("method") == "assay_output_layer":
+            label = self._first_label if self.faults.stale_output_layer else self.label
+            values = [-float(digit) for digit in hashlib.sha256(label.encode()).digest()]
+            return web.json_response({"results": [{"dtype": "float32", "log_probabilities": values}]})
+        if call.get("method") == "assay_weights":
+            return web.json_response({"results": [{"all": self.label}]})
+        if call.get("method") != "assay_reload":
             return _error(400, f"no method {call.get('method')}")
-        folder = Path(call.get("kwargs", {}).get("weights_path", ""))
+        folder = Path(call.get("kwargs", {}).get("folder", ""))
         if self.faults.fail_reload or not (folder / "model.safetensors").is_file():
-            return _error(500, "reload_weights failed")
+            return _error(500, "assay_reload failed")
         self.stats.reloads += 1
         if self.faults.partial_reload:
             self.label = f"{weights_label(folder)} in part, else {self.label}"

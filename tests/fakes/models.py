@@ -19,12 +19,18 @@ CONFIG = {
 PARAMETERS: dict[str, Sequence[int]] = {"model.embed_tokens.weight": (16, 8), "lm_head.weight": (16, 8)}
 
 
-def write_safetensors(path: Path, *, seed: int = 0, parameters: Mapping[str, Sequence[int]] = PARAMETERS) -> None:
-    """A safetensors file with random float32 parameters."""
-    generator = random.Random(seed)
+def write_safetensors(
+    path: Path,
+    *,
+    seed: int = 0,
+    parameters: Mapping[str, Sequence[int]] = PARAMETERS,
+    reseeded: Mapping[str, int] | None = None,
+) -> None:
+    """A safetensors file with random float32 parameters; those that are `reseeded` do not follow from `seed`."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, shape in parameters.items():
+        generator = random.Random(f"{name} {(reseeded or {}).get(name, seed)}")
         count = 1
         for size in shape:
             count *= size
@@ -43,6 +49,7 @@ def write_checkpoint(
     parameters: Mapping[str, Sequence[int]] = PARAMETERS,
     template: str = "{{ messages }}",
     shards: int = 1,
+    reseeded: Mapping[str, int] | None = None,
 ) -> Path:
     """A complete checkpoint, its weights in one file or several with an index."""
     folder.mkdir(parents=True)
@@ -50,14 +57,14 @@ def write_checkpoint(
     (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": {"type": "BPE"}}))
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     if shards == 1:
-        write_safetensors(folder / "model.safetensors", seed=seed, parameters=parameters)
+        write_safetensors(folder / "model.safetensors", seed=seed, parameters=parameters, reseeded=reseeded)
         return folder
     names = list(parameters)
     weight_map: dict[str, str] = {}
     for index in range(shards):
         shard = f"model-{index + 1:05d}-of-{shards:05d}.safetensors"
         held = {name: parameters[name] for name in names[index::shards]}
-        write_safetensors(folder / shard, seed=seed + index, parameters=held)
+        write_safetensors(folder / shard, seed=seed, parameters=held, reseeded=reseeded)
         weight_map.update(dict.fromkeys(held, shard))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return folder

@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
     allocate_kv_cache_untouched()
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     keep_address_from_forks(entry)
-    sys.path.append(str(Path(__file__).parent))  # an isolated interpreter does not look there for the engine's door
+    sys.path.append(str(Path(__file__).parent))  # an isolated interpreter does not look there for door and worker
     sys.argv = ["vllm", *arguments]
     entry.main()
 

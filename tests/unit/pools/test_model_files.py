@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from pools.engine.launch import Servable, ServedCheckpoint, why_not_reload
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
+from pools.weights.shared_tensors import tensor_in_common
 from resources.errors import IncompleteCheckpoint
 
 
@@ -224,6 +226,29 @@ def test_reload_is_refused_for_what_an_engine_cannot_take(tmp_path: Path) -> Non
     assert why_not_reload(running, fewer) == "its parameters differ (lm_head.weight)"
     relabelled = served("relabelled", config={**CONFIG, "transformers_version": "9"})
     assert why_not_reload(running, relabelled) is None
+    assert why_not_reload(running, served("dtype", config={**CONFIG, "dtype": "float16"})) == (
+        "its config differs (dtype)"
+    )
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_tensor_in_common_is_found_wherever_it_lies(tmp_path: Path, shards: int) -> None:
+    parameters = {"model.embed_tokens.weight": (16, 100), "lm_head.weight": (16, 100), "empty": (0,)}
+    one, same, other = (
+        inspect_model_folder(
+            str(write_checkpoint(tmp_path / name, seed=seed, parameters=parameters, reseeded=reseeded, shards=shards))
+        )
+        for name, seed, reseeded in (("a", 1, {}), ("b", 2, {"lm_head.weight": 1}), ("c", 2, {}))
+    )
+    sharded = inspect_model_folder(str(write_checkpoint(tmp_path / "d", seed=1, parameters=parameters, shards=2)))
+    assert tensor_in_common(one, same) == "lm_head.weight"
+    assert tensor_in_common(one, other) is None
+    assert tensor_in_common(one, sharded) == "model.embed_tokens.weight"
+    almost = inspect_model_folder(str(shutil.copytree(tmp_path / "d", tmp_path / "e")))
+    for name in almost.weight_files:  # the last byte of each file, so of its last tensor
+        content = (tmp_path / "e" / name).read_bytes()
+        (tmp_path / "e" / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert tensor_in_common(sharded, almost) is None
 
 
 def test_checkpoint_in_a_store_brings_its_small_files_here_and_leaves_its_weights_there(tmp_path: Path) -> None:

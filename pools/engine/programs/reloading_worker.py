@@ -1,0 +1,117 @@
+"""Calls of ours inside vLLM's workers: reload weights completely, and show what a worker computes with.
+
+vLLM's own reload visits each layer that the files name. On a CPU two things that are packed at a cold start are not
+packed again: the output layer of a model with tied embeddings, which the files do not name, and the experts of a
+mixture, whose kernel is taken to be there already. Both are made anew here, by the layers' own methods.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.distributed import get_pp_group
+from vllm.platforms import current_platform
+
+ROWS = 4
+"""Rows of random numbers that the output layer is shown, each as after a norm."""
+MOST_TOKENS = 512
+"""Tokens, evenly over the vocabulary, whose log-probabilities are told of each row."""
+OF_REQUESTS = ("kv_cache",)
+"""Attributes of layers that hold what requests computed, not what they are computed with."""
+
+
+class ReloadingWorker:
+    """A worker extension: its methods are called through `/collective_rpc`."""
+
+    model_runner: Any
+
+    def assay_reload(self, folder: str) -> None:
+        """Loads the weights of a folder into the running model.
+
+        Raises:
+            RuntimeError: whether this model's embeddings are tied was read from its weights, not from its config.
+        """
+        if self.model_runner.model_config.word_embeddings_untied_by_checkpoint:
+            raise RuntimeError("the weights hold an output layer that their config says is tied to the embedding")
+        model = self.model_runner.get_model()
+        on_cpu = current_platform.is_cpu()
+        if on_cpu:
+            forget_kernels_of_experts(model)
+        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+        if on_cpu:
+            pack_again(model)
+
+    def assay_output_layer(self) -> dict[str, Any]:
+        """The model's dtype, and log-probabilities that its output layer alone gives for fixed random numbers.
+
+        None of them from ranks without an output layer, or that get no logits.
+        """
+        config = self.model_runner.model_config
+        shown = {"dtype": str(config.dtype).removeprefix("torch."), "log_probabilities": []}
+        if not get_pp_group().is_last_rank:
+            return shown
+        numbers = random_rows(ROWS, config.get_hidden_size()).to(self.model_runner.device, config.dtype)
+        with torch.inference_mode():
+            logits = self.model_runner.get_model().compute_logits(numbers)
+        if logits is not None:
+            values = logits.float().log_softmax(-1)
+            tokens = torch.linspace(0, values.shape[-1] - 1, min(MOST_TOKENS, values.shape[-1])).long()
+            shown["log_probabilities"] = values[:, tokens.to(values.device)].flatten().tolist()
+        return shown
+
+    def assay_weights(self) -> dict[str, str]:
+        """Digests of everything that the model computes with, by name.
+
+        Of tensors their bytes; of a layer that is packed out of sight what it gives for fixed random numbers.
+        """
+        with torch.inference_mode():
+            return {
+                name: hashlib.sha256(as_bytes(tensor)).hexdigest()
+                for name, tensor in computed_with(self.model_runner.get_model())
+            }
+
+
+def forget_kernels_of_experts(model: torch.nn.Module) -> None:
+    """Has the experts' kernel made anew after loading: only then are their weights packed for it."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
+
+
+def pack_again(model: torch.nn.Module) -> None:
+    """Packs each layer again that has kept its weight beside the packed copy."""
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "cpu_linear") and weight is not None and weight.ndim == 2 and weight.numel():
+            module.quant_method.process_weights_after_loading(module)
+
+
+def computed_with(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors of a model, and the answers of layers whose packed weights cannot be read."""
+    for prefix, module in model.named_modules():
+        held = {**module._parameters, **module._buffers, **vars(module)}
+        for name, value in held.items():
+            if name in OF_REQUESTS:
+                continue
+            for index, tensor in enumerate(value if isinstance(value, list | tuple) else (value,)):
+                if isinstance(tensor, torch.Tensor):
+                    yield f"{prefix}.{name}.{index}", tensor
+        if hasattr(module, "cpu_linear"):
+            width = getattr(module, "embedding_dim", None) or getattr(module, "input_size_per_partition", None)
+            numbers = random_rows(1, width or module.input_size).to(module.weight.dtype)
+            yield f"{prefix}.cpu_linear", module.cpu_linear(numbers, module.weight, None)
+
+
+def random_rows(count: int, width: int) -> torch.Tensor:
+    """The same normal random numbers each time."""
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(0))
+
+
+def as_bytes(tensor: torch.Tensor) -> Any:
+    """The content of a tensor, as its dtype, shape and bytes."""
+    content = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype}{tuple(tensor.shape)}".encode() + content
