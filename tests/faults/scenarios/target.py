@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.scenarios.load import Endpoint
-from faults.scenarios.processes import ancestors, command_line, descendants, job_of, listener
+from faults.scenarios.processes import ancestors, command_line, descendants, engine_key, job_of, listener
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Launcher, Servable
 from pools.pool.inference import InferencePool
@@ -218,6 +218,8 @@ def kept_answers(path: Path, cell: str) -> Kept:
 
 def engine_answers(url: str) -> int:
     """Number of prompts that the engine at an address has answered since its start, as it counts them."""
-    with urllib.request.urlopen(f"{url}/metrics", timeout=_METRICS_SECONDS) as reply:
+    key = engine_key(int(url.rpartition(":")[2]))
+    request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {key}"})
+    with urllib.request.urlopen(request, timeout=_METRICS_SECONDS) as reply:
         lines = reply.read().decode().splitlines()
     return int(sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(_ENGINE_ANSWERS)))
