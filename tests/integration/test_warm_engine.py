@@ -111,6 +111,14 @@ def refusals(port: int) -> set[int]:
     return found
 
 
+def sampled(port: int, prompts: list[str]) -> list[str]:
+    """Texts that a seed leads to, of prompts in one request."""
+    body = {"model": "m", "prompt": prompts, "max_tokens": 4, "temperature": 1.0, "seed": 7}
+    response = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, headers=HEADERS, timeout=120)
+    assert response.is_success, response.text
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
 def processes_of(server: ForkServer) -> set[int]:
     """The server and its forks, which all have its command line."""
     mark = os.fsencode(server.command().args[4])
@@ -145,6 +153,8 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         assert "no warm start" not in job.logs(10_000)
         assert json.dumps(answers(port)) == json.dumps(expected)
         assert refusals(port) == {401}
+        prompts = [f"{number}: " + "spell rip backwards " * 22 for number in range(24)]  # more than a batch holds
+        assert sampled(port, prompts) == [text for prompt in prompts for text in sampled(port, [prompt])]
         processes = processes_of(server)
         assert len(processes) >= 4  # the server, a subreaper, the API and the engine
         assert len([pid for pid in processes if ("127.0.0.1", port) in listens_on(pid)]) == 1

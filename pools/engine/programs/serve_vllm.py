@@ -5,9 +5,10 @@
 Also a program for `fork_server.py`: `preload` imports, `main` serves. Nothing may start a thread or compute before a
 fork, since OpenMP's threads do not survive one.
 
-Three things of vLLM are replaced, none of which changes a number; a test compares. The engine process is forked from
+Four things of vLLM are replaced, none of which changes a number; a test compares. The engine process is forked from
 the server's rather than started anew, and closes the server's socket. Memory of the KV cache is zero because it was
-never written to, not because it was: writing 2 GiB took 1 to 6 s. Ranks of tokens are counted without a compiler.
+never written to, not because it was: writing 2 GiB took 1 to 6 s. Ranks of tokens are counted without a compiler. A
+sample that is thrown away, since its prompt was not read to the end, is taken back in a way that a CPU knows.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def main(arguments: list[str]) -> None:
     preload([])
     fork_one_engine_process()
     allocate_kv_cache_untouched()
+    take_back_discarded_samples()
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     keep_address_from_forks(entry)
     sys.path.append(str(Path(__file__).parent))  # an isolated interpreter does not look there for door and worker
@@ -129,6 +131,36 @@ def allocate_kv_cache_untouched() -> None:
             torch.zeros = zeros
 
     runner.allocate_kv_cache = allocate_kv_cache
+
+
+def take_back_discarded_samples() -> None:
+    """Puts the generator of a request back to where it was before a sample that nobody gets.
+
+    vLLM samples for a prompt of which only a part was read, and takes that back by an offset, which generators of a
+    CPU do not have: its engine process ended. It met every request with a seed and a temperature, as lm-eval sends
+    them, whose prompt did not fit whole into a batch.
+    """
+    runner: Any = importlib.import_module("vllm.v1.worker.gpu_model_runner").GPUModelRunner
+    sample: Callable[..., Any] = runner._sample
+    bookkeeping: Callable[..., Any] = runner._bookkeeping_sync
+
+    def _sample(self: Any, *given: Any, **options: Any) -> Any:
+        generators = self.input_batch.generators.items()
+        before = [(generator, generator.get_state()) for n, generator in generators if self.discard_request_mask.np[n]]
+        try:
+            return sample(self, *given, **options)
+        finally:
+            for generator, state in before:
+                generator.set_state(state)
+
+    def _bookkeeping_sync(self: Any, *given: Any, **options: Any) -> Any:
+        generators, self.input_batch.generators = self.input_batch.generators, {}
+        try:
+            return bookkeeping(self, *given, **options)
+        finally:
+            self.input_batch.generators = generators
+
+    runner._sample, runner._bookkeeping_sync = _sample, _bookkeeping_sync
 
 
 def replace_rank_count() -> None:

@@ -164,6 +164,7 @@ def undisturbed(way: Way, run: Path, place: Place) -> Undisturbed:
     left = _left(place, watch)
     assert ended == "" and outcome is not None and not wrong and not left, (ended, wrong, left)
     asked = sum(watch.answers.values())
+    assert asked >= watch.requests > 0, f"engines counted {asked} prompts of {watch.requests} requests"
     return Undisturbed(outcome, asked, watch.requests, seconds, watch.lives())
 
 
