@@ -26,7 +26,7 @@ from pools.protocol import ProxyLimits
 from pools.proxy.cells import Cells
 from pools.proxy.client import JournalFlags
 from pools.proxy.connections.listener import Listener
-from pools.proxy.connections.reading import Bounds
+from pools.proxy.connections.reading import BodyRoom, Bounds
 from pools.proxy.connections.upstream import Upstream
 from pools.proxy.counters import Tally
 from pools.proxy.forwarding import Forwarder
@@ -88,7 +88,8 @@ async def serve(
         forwarder = Forwarder(upstream, table=table, tally=tally, limits=limits, journal=kept)
         proxy = ProxyServer(forwarder, table=table, tally=tally, cells=cells, limits=limits, keys=keys)
         ending.push_async_callback(proxy.close)
-        bounds = Bounds(limits.max_body_bytes, head_timeout_seconds=limits.head_timeout_seconds)
+        room = BodyRoom(max(limits.max_buffered_bytes, limits.max_body_bytes))
+        bounds = Bounds(limits.max_body_bytes, head_timeout_seconds=limits.head_timeout_seconds, room=room)
         listener = Listener(proxy, bounds=bounds)
         ending.push_async_callback(listener.close, SHUTDOWN_GRACE_SECONDS)
         try:

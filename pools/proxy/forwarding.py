@@ -159,6 +159,7 @@ class Forwarder:
         Raises:
             Refusal: no attempt had anything to give.
         """
+        asked.fields = {}  # nobody reads them any more, and they take as much memory as the body
         tried: dict[str, RequestOutcome] = {}
         attempts = 0
         tallies = self._tallies(asked, scope)

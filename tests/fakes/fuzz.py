@@ -11,7 +11,7 @@ import h11
 from hypothesis import strategies as st
 
 from fakes.wire import EchoApplication
-from pools.proxy.connections.reading import Bounds
+from pools.proxy.connections.reading import BodyRoom, Bounds
 from pools.proxy.connections.wire import ClientConnection
 
 _SPACES = re.compile(rb"\A([A-Z]+) +(\S+) +(?=HTTP/)")
@@ -64,12 +64,14 @@ def awkward_streams() -> st.SearchStrategy[list[bytes]]:
 def check_conversation(pieces: list[bytes]) -> None:
     """Asserts what holds for any bytes.
 
-    Replies are well-formed, the connection ends, and no more requests are answered well than another parser finds.
+    Replies are well-formed, the connection ends and gives its room back, and no more requests are answered well than
+    another parser finds.
     """
-    statuses, closed = asyncio.run(converse(pieces, bounds=Bounds(1000, head_timeout_seconds=1)))
+    bounds = Bounds(1000, head_timeout_seconds=1, room=BodyRoom(1500))
+    statuses, closed = asyncio.run(converse(pieces, bounds=bounds))
     stream = b"".join(pieces)
-    assert closed
-    assert set(statuses) <= {200, 400, 401, 408, 413, 431}
+    assert closed and bounds.room.free == 1500
+    assert set(statuses) <= {200, 400, 401, 408, 413, 429, 431}
     assert sum(status == 200 for status in statuses) <= whole_requests(stream), stream
 
 

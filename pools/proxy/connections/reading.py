@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import httptools
 
@@ -18,7 +18,15 @@ BETWEEN, HEAD, BODY, NOTHING = range(4)
 
 _METHODS: dict[bytes, str] = {}
 _MALFORMED = Refusal(400, "The request is not well-formed HTTP/1.1.")
+_NO_ROOM = Refusal(429, "The bodies of other requests take all the memory there is for them.", retry_after_seconds=1)
 _HEAD_TOO_LARGE = Refusal(431, f"The request line and headers are larger than {MAX_HEAD_BYTES} bytes.")
+
+
+@dataclass(slots=True)
+class BodyRoom:
+    """Bytes that the bodies of all connections together may still take, from their arrival to their answers."""
+
+    free: int = 2**29
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,8 @@ class Bounds:
     """Longest time a client may take over the headers, and then over each piece of the body."""
     idle_timeout_seconds: float = 75.0
     """Longest time a connection may be quiet between requests, and a client may take nothing of its answer."""
+    room: BodyRoom = field(default_factory=BodyRoom)
+    """Shared by all connections."""
 
 
 @dataclass(slots=True)
@@ -46,6 +56,8 @@ class Turn:
     """The client may still be sending: it gets time to read the reply before the connection closes."""
     begun: bool = False
     ended: bool = False
+    room_bytes: int = 0
+    """Those that its body takes of the room until the turn ends."""
 
 
 class _Stop(Exception):
@@ -74,6 +86,7 @@ class RequestReader:
         take: Callable[[Turn], None],
     ) -> None:
         self._max_body_bytes = bounds.max_body_bytes
+        self._room = bounds.room
         self._gone = gone
         self._refusal_of = refuse
         self._take = take
@@ -81,10 +94,10 @@ class RequestReader:
         self._target = b""
         self._headers: list[Header] = []
         self._first: dict[bytes, bytes] = {}
-        self._body: list[bytes] = []
+        self._body = bytearray()  # not a list: a body may come in pieces of one byte
         self._head: Head
         self._refused: Reply | None = None
-        self._piece_bytes = self._begun_in_bytes = self._head_bytes = self._body_bytes = self._quiet_bytes = 0
+        self._piece_bytes = self._begun_in_bytes = self._head_bytes = self._quiet_bytes = self._room_bytes = 0
         self._old = self._two_hosts = self._keep_alive = self._resuming = False
         self._framing: bytes | None = None
         self.state = BETWEEN
@@ -143,7 +156,12 @@ class RequestReader:
         """Reads no more."""
         self.state = NOTHING
         self.owes_continue = False
-        self._body = []
+        self._body = bytearray()
+        self._take_room(-self._room_bytes)
+
+    def _take_room(self, size: int) -> None:
+        self._room.free -= size
+        self._room_bytes += size
 
     # --- What the parser says ----------------------------------------------------------------------------------------
 
@@ -199,16 +217,19 @@ class RequestReader:
             method = _METHODS[raw] = raw.decode("ascii")  # the parser knows a few dozen
         self.state = BODY
         self._old = version == "1.0"
-        self._body = []
-        self._body_bytes = self._quiet_bytes = 0
+        self._body = bytearray()
+        self._quiet_bytes = 0
         self._head = Head(method, _path(self._target), _local(self._target), self._headers, first)
         length = int(first.get(b"content-length", b"0"))
         self._refused = self._refusal_of(self._head)
         if self._refused is None and length > self._max_body_bytes:
             self._refused = self._too_large().reply()
+        elif self._refused is None and length > self._room.free:
+            self._refused = _NO_ROOM.reply()
         if self._refused is not None and (length or coding is not None):
             self.refuse(self._refused)
             raise _Stop
+        self._take_room(length)
         self._keep_alive = self._parser.should_keep_alive()
         if self._parser.should_upgrade() and (length or coding is not None):
             self._framing = b"Content-Length: %d" % length if coding is None else b"Transfer-Encoding: chunked"
@@ -216,27 +237,29 @@ class RequestReader:
 
     def on_body(self, body: bytes) -> None:
         """A piece of the body came."""
-        self._body.append(body)
-        self._body_bytes += len(body)
+        self._body += body
+        self._take_room(max(0, len(self._body) - self._room_bytes))
         self._quiet_bytes = 0
         self.moved = True
-        if self._body_bytes > self._max_body_bytes:
+        if len(self._body) > self._max_body_bytes:
             self.refuse(self._too_large())
+            raise _Stop
+        if self._room.free < 0:
+            self.refuse(_NO_ROOM)
             raise _Stop
 
     def on_message_complete(self) -> None:
         """The request is whole, unless the parser has stopped before its body."""
         if self._framing is not None:
             return
-        parts = self._body
-        request = None
-        if self._refused is None:
-            request = Request(self._head, parts[0] if len(parts) == 1 else b"".join(parts), self._gone)
+        request = Request(self._head, bytes(self._body), self._gone) if self._refused is None else None
         keep_alive = self._keep_alive and not self._parser.should_upgrade()
-        self._body = []
+        turn = Turn(request, self._refused, keep_alive, self._head.method != "HEAD", self._old)
+        turn.room_bytes, self._room_bytes = self._room_bytes, 0
+        self._body = bytearray()
         self.owes_continue = False
         self.state = BETWEEN if keep_alive else NOTHING
-        self._take(Turn(request, self._refused, keep_alive, self._head.method != "HEAD", self._old))
+        self._take(turn)
 
     def _size_of_head(self) -> int:
         return len(self._target) + sum(len(name) + len(value) + 4 for name, value in self._headers)

@@ -67,6 +67,9 @@ class ClientConnection(asyncio.Protocol):
         """Ends the work on whatever has not been answered."""
         self._closed = True
         self._connections.discard(self)
+        self._reader.stop()
+        for turn in (self._turn, *self._turns):
+            self._give_room_back(turn)
         self._turns.clear()
         if not self._gone.done():
             self._gone.set_result(None)
@@ -213,8 +216,14 @@ class ClientConnection(asyncio.Protocol):
         self._end_turn(turn)
         self._advance()
 
+    def _give_room_back(self, turn: Turn | None) -> None:
+        if turn is not None:
+            self._bounds.room.free += turn.room_bytes
+            turn.room_bytes = 0
+
     def _end_turn(self, turn: Turn) -> None:
         self._turn = None
+        self._give_room_back(turn)
         if turn.keep_alive:
             if not self._write_paused:
                 self._deadline = self._next_deadline()

@@ -202,6 +202,31 @@ async def test_engine_refusal_is_passed_through_once(
 
 
 @pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (b"NaN" + b", NaN" * 200_000, 200),
+        (b"NaN" + b", NaN" * 1_500_000, 400),
+        (b"0" + b", 0" * 3_000_000, 413),
+        (b'"' + b"word " * 3_000_000 + b'"', 200),
+    ],
+    ids=["NaN", "much NaN", "many values", "a long text"],
+)
+async def test_body_that_would_be_parsed_for_long_is_refused(
+    proxy: RunningProxy,
+    engine: FakeEngine,
+    http: aiohttp.ClientSession,
+    model: str,
+    values: bytes,
+    expected: int,
+) -> None:
+    proxy.tell(state_of(model, engine))
+    body = b'{"model": "%b", "prompt": "a", "max_tokens": 1, "ignored": [%b]}' % (model.encode(), values)
+    status, answer = await _post(http, proxy.url + COMPLETIONS, body)
+    assert status == expected, answer[:200]
+    assert engine.stats.requests == (expected == 200)
+
+
+@pytest.mark.parametrize(
     "body",
     [b"", b"{", b"[1]", b'"x"', b"{}", b'{"model": 1}', b"\xff\xfe\x00", b"[" * 200_000],
     ids=["empty", "cut", "list", "text", "no-model", "number", "no-utf8", "deep"],
@@ -894,7 +919,8 @@ def test_command_carries_every_limit_and_no_key(tmp_path: Path) -> None:
     command = proxy_command(tmp_path / "a", host="::1", port=7, limits=ProxyLimits(max_held=3))
     assert command[1:] == (
         *("-m", "pools.proxy", "--host", "::1", "--port", "7", "--address-file", str(tmp_path / "a")),
-        *("--max-body-bytes", "67108864", "--head-timeout-seconds", "30", "--max-held", "3"),
+        *("--max-body-bytes", "67108864", "--max-buffered-bytes", "536870912"),
+        *("--head-timeout-seconds", "30", "--max-held", "3"),
         *("--hold-timeout-seconds", "1800"),
         *("--engine-timeout-seconds", "600", "--connect-timeout-seconds", "10"),
         *("--probe-interval-seconds", "1", "--probe-timeout-seconds", "30", "--lease-seconds", "30"),

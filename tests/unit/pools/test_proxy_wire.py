@@ -16,7 +16,7 @@ from fakes.fuzz import awkward_streams, check_conversation
 from fakes.proxy import until
 from fakes.wire import EchoApplication
 from pools.proxy.connections.listener import Listener
-from pools.proxy.connections.reading import MAX_HEAD_BYTES, Bounds, RequestReader, Turn
+from pools.proxy.connections.reading import MAX_HEAD_BYTES, BodyRoom, Bounds, RequestReader, Turn
 
 BOUNDS = Bounds(2**26, head_timeout_seconds=5, idle_timeout_seconds=5)
 POST = b"POST /a HTTP/1.1\r\nHost: x\r\n"
@@ -244,6 +244,34 @@ async def test_body_that_is_too_large_is_answered_413(application: EchoApplicati
         fitting = b"Content-Length: 1000\r\n\r\n" + b"a" * 1000
         assert (await _exchange(port, _closing(POST) + fitting)).startswith(b"HTTP/1.1 200 ")
     assert len(application.requests) == 1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"Content-Length: 600\r\n\r\n" + b"a" * 600,
+        b"Transfer-Encoding: chunked\r\n\r\n258\r\n" + b"a" * 600 + b"\r\n0\r\n\r\n",
+    ],
+    ids=["length", "chunks"],
+)
+async def test_bodies_of_all_connections_share_one_room(application: EchoApplication, body: bytes) -> None:
+    bounds = Bounds(1000, room=BodyRoom(1000))
+    async with _listening(application, bounds) as port:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST.replace(b"/a", b"/hang") + body)
+        await until(lambda: len(application.requests) == 1)
+        refused = await _exchange(port, POST + body)
+        assert refused.startswith(b"HTTP/1.1 429 ") and b"Retry-After: 1\r\n" in refused
+        assert (await _exchange(port, _closing(GET))).startswith(b"HTTP/1.1 200 ")
+        application.release.set()
+        await until(lambda: bounds.room.free == 1000)
+        assert (await _exchange(port, _closing(POST) + body)).startswith(b"HTTP/1.1 200 ")
+        writer.close()
+        _, leaving = await asyncio.open_connection("127.0.0.1", port)
+        leaving.write(POST + body[:-50])
+        await until(lambda: bounds.room.free < 1000)
+        leaving.close()
+        await until(lambda: bounds.room.free == 1000)
 
 
 async def test_refusal_comes_before_the_body_and_can_be_read_by_a_client_that_sends_it_all(port: int) -> None:
