@@ -43,23 +43,33 @@ def benchmarks_digest(config: EvaluationConfig) -> str:
     Raises:
         BadInput: a file that is named cannot be read.
     """
-    root = benchmarks_uri(config).rstrip("/")
-    files = [file for file in storage.list_files(root) if "__pycache__" not in file.uri]
-    names = [file.uri.removeprefix(f"{root}/") for file in files]
-    if config.benchmarks_path is None:
-        names = [name for name in names if _is_asked_by(config.evaluator.name, name)]
-    named = files_elsewhere(
+    root, names = _files_of(config)
+    return digest_of(
+        [
+            *([f"/{name}", storage.read_bytes(storage.join(root, name)).hex()] for name in names),
+            *([place, _content_of(place)] for place in sorted(named_elsewhere(config))),
+        ]
+    )
+
+
+def named_elsewhere(config: EvaluationConfig) -> set[str]:
+    """Files outside of the benchmarks folder that benchmarks or their arguments name."""
+    root, names = _files_of(config)
+    return files_elsewhere(
         root,
         names if config.benchmarks_path is not None else (),
         arguments=[task.task_kwargs for task in config.evals],
         all_is_data=not isinstance(config.evaluator, LmEvalBenchmarkOptions),
     )
-    return digest_of(
-        [
-            *([f"/{name}", storage.read_bytes(storage.join(root, name)).hex()] for name in names),
-            *([place, _content_of(place)] for place in sorted(named)),
-        ]
-    )
+
+
+def _files_of(config: EvaluationConfig) -> tuple[str, list[str]]:
+    root = benchmarks_uri(config).rstrip("/")
+    files = [file for file in storage.list_files(root) if "__pycache__" not in file.uri]
+    names = [file.uri.removeprefix(f"{root}/") for file in files]
+    if config.benchmarks_path is None:
+        names = [name for name in names if _is_asked_by(config.evaluator.name, name)]
+    return root, names
 
 
 def _content_of(place: str) -> str:

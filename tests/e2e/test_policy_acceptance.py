@@ -337,6 +337,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
     folder = tmp_path_factory.mktemp("acceptance")
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")  # the shortest that there is
+        patch.setenv("ASSAY_INHERIT", "PREFECT__FLOW_RUN_ID")  # by which `processes_of` knows them
         prefect = stack.enter_context(prefect_field(folder, database=stack.enter_context(postgresql())))
         stack.enter_context(temporary_settings({PREFECT_API_URL: prefect.url}))
         story = Story(prefect, folder)

@@ -12,6 +12,7 @@ from pathlib import Path
 from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput, UnknownBenchmark
+from resources.storage import storage
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.isolation import ModelCode
 from tasks.evaluators.lm_eval.environment import LM_EVAL
@@ -20,7 +21,7 @@ from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.evaluators.lm_eval.results import NO_ANSWER, RESULTS_FOLDER, read_results
 from tasks.evaluators.lm_eval.samples import read_samples
 from tasks.records.samples import Sample
-from tasks.spec.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks
+from tasks.spec.benchmarks import benchmarks_here, benchmarks_uri, copied_benchmarks, named_elsewhere
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import LmEvalBenchmarkOptions
 
@@ -110,19 +111,13 @@ class LmEval:
             "results_folder": RESULTS_FOLDER,
         }
         program = (str(python), "-I", "-u", str(PROGRAM))
-        code = ModelCode(
-            endpoint=model.base_url,
-            prepare=(*program, FETCH_OPTION, _JOB_FILE),
-            reads=(str(PROGRAM.parent), *([model.tokenizer] if Path(model.tokenizer).is_absolute() else [])),
-            scratch=() if copied_benchmarks(config) else (benchmarks_here(config),),
-        )
         return HarnessCommand(
             argv=(*program, _JOB_FILE),
             variables={"OPENAI_API_KEY": model.api_key, **self.import_variables},
             arguments=(_JOB_FILE,),
             files={_JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
             copies=copied_benchmarks(config),
-            model_code=code if options.allow_code_execution else None,
+            model_code=_model_code(model, config, program) if options.allow_code_execution else None,
         )
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
@@ -170,6 +165,17 @@ class LmEval:
                     raise _unknown(task.name, own=own, known=known.benchmarks, place=benchmarks_uri(config))
             run_code |= set(known.run_code) - own.names
         _check_code(config, run_code)
+
+
+def _model_code(model: RunningModel, config: EvaluationConfig, program: tuple[str, ...]) -> ModelCode:
+    named = [place for place in sorted(named_elsewhere(config)) if storage.is_local(place)]
+    tokenizer = [model.tokenizer] if Path(model.tokenizer).is_absolute() else []
+    return ModelCode(
+        endpoint=model.base_url,
+        prepare=(*program, FETCH_OPTION, _JOB_FILE),
+        reads=(str(PROGRAM.parent), *tokenizer, *(str(storage.local_path(place)) for place in named)),
+        scratch=() if copied_benchmarks(config) else (benchmarks_here(config),),
+    )
 
 
 def _check_code(config: EvaluationConfig, run_code: set[str]) -> None:

@@ -150,6 +150,20 @@ def test_options_that_change_scores_change_score_inputs_and_permissions_do_not()
     assert make_config(evaluator=LmEvalOptions(allow_code_execution=("humaneval",))).score_inputs() == plain
 
 
+def test_harness_is_isolated_where_code_is_allowed_and_sees_the_files_that_its_benchmarks_name(tmp_path: Path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text("{}")
+    task = EvalTaskConfig(name="shape_words", task_kwargs={"dataset_kwargs": {"data_files": {"test": str(questions)}}})
+    allowed = LmEvalOptions(allow_code_execution=("shape_words",))
+    model = make_model()
+    assert LmEval().command(model, make_config(task), Path("/out"), python=PYTHON).model_code is None
+    command = LmEval().command(model, make_config(task, evaluator=allowed), Path("/out"), python=PYTHON)
+    assert command.model_code is not None
+    assert command.model_code.endpoint == model.base_url
+    assert str(questions) in command.model_code.reads
+    assert command.model_code.scratch == (str(DATA / "benchmarks"),)
+
+
 def test_command_argv_is_our_program_run_by_the_environment():
     command = LmEval().command(make_model(), make_config(), Path("/out"), python=PYTHON)
     python, *_, program, job_file = command.argv
