@@ -8,19 +8,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, ValidationError
 
 from resources.config import Config
 from resources.storage import storage
 from tasks.claims.process_marks import ProcessMark
 
+LEASE_SECONDS = 120.0
+"""Time that a claim holds after the last sign of life of its holder."""
 _CLOCKS_DIFFER_SECONDS = 10.0
 _FOLDER = "claims"
 _HOLDERS = "holders"
 _Kind = TypeVar("_Kind", bound=Config)
 
 
-class Subject(Config):
+class _Written(Config):
+    """The content of a file; fields of a newer version are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Subject(_Written):
     """A cell in words that need no look at the checkpoint: for lists of claims."""
 
     key: str
@@ -33,7 +41,7 @@ class Subject(Config):
     """The checkpoint's state, as a listing tells it."""
 
 
-class Claim(Config):
+class Claim(_Written):
     """One holder's claim of one cell."""
 
     subject: Subject
@@ -52,7 +60,7 @@ class Claim(Config):
     """Time it was made, seconds since the epoch."""
 
 
-class Holder(Config):
+class Holder(_Written):
     """A process that claims, and when it was last heard of."""
 
     name: str
@@ -75,17 +83,42 @@ class Holder(Config):
 
 @dataclass(frozen=True)
 class SeenClaim:
-    """A claim and its holder, as found; the holder is None where its file is gone."""
+    """A claim and its holder, as found; the holder is None where its file is gone.
+
+    `heard` is when the store had the holder's last sign of life, by the store's time; 0.0 where it does not say. One
+    that is not `readable` stands for a file that is no claim; its time is that of the file.
+    """
 
     claim: Claim
     uri: str
     holder: Holder | None
+    heard: float = 0.0
+    readable: bool = True
 
-    def live(self, now: float) -> bool:
-        """Tells if its holder still counts as being at work."""
-        if self.claim.released or self.holder is None:
+    def until(self) -> float:
+        """Time at which it ends if nothing more is heard: by its holder's clock, but not later than by the store's."""
+        if self.holder is None:
+            return self.claim.at + LEASE_SECONDS + _CLOCKS_DIFFER_SECONDS
+        latest = self.heard + self.holder.lease_seconds + _CLOCKS_DIFFER_SECONDS
+        return min(self.holder.until(), latest) if self.heard else self.holder.until()
+
+    def live(self, now: float, *, store_now: float | None = None) -> bool:
+        """Tells if its holder still counts as being at work.
+
+        Args:
+            now: time, by this machine's clock.
+            store_now: time by the store's clock, where it is known. It decides where a sign of life is of the future.
+        """
+        at_store = now if store_now is None else store_now
+        if not self.readable:
+            return self.claim.at <= at_store + _CLOCKS_DIFFER_SECONDS and at_store < self.until()
+        if self.claim.released or self.holder is None or self.holder.process.has_ended():
             return False
-        return now < self.holder.until() and not self.holder.process.has_ended()
+        if self.holder.renewed <= now + _CLOCKS_DIFFER_SECONDS:
+            return now < self.holder.until()
+        if 0.0 < self.heard <= at_store + _CLOCKS_DIFFER_SECONDS:
+            return at_store < self.until()
+        return self.holder.process.is_here()
 
     def died(self, now: float) -> bool:
         """Tells if its holder is gone and has not given it up."""
@@ -103,24 +136,32 @@ def read_claims(folder: str, keys: Iterable[str] | None = None) -> list[SeenClai
     Raises:
         StorageError: the folder cannot be read.
     """
-    return standing_claims(folder, claims_by_key(folder), keys)
+    return standing_claims(folder, *listed_claims(folder), keys)
 
 
 def standing_claims(
-    folder: str, by_key: Mapping[str, Sequence[ClaimFile]], keys: Iterable[str] | None
+    folder: str, by_key: Mapping[str, Sequence[ClaimFile]], heard: Mapping[str, float], keys: Iterable[str] | None
 ) -> list[SeenClaim]:
     """The last claim of each cell of a listing, of some cells or of all, with its holder; a read for each."""
     holders: dict[str, Holder | None] = {}
     found = []
     for key in by_key if keys is None else (key for key in keys if key in by_key):
-        uri = by_key[key][-1].uri
-        claim = read_file(uri, Claim)
+        file = by_key[key][-1]
+        claim = read_file(file.uri, Claim)
         if claim is None:
+            if storage.exists(file.uri):
+                found.append(_unreadable(key, file))
             continue
         if claim.holder not in holders:
             holders[claim.holder] = read_file(holder_uri(folder, claim.holder), Holder)
-        found.append(SeenClaim(claim, uri, holders[claim.holder]))
+        found.append(SeenClaim(claim, file.uri, holders[claim.holder], heard.get(claim.holder, 0.0)))
     return found
+
+
+def _unreadable(key: str, file: ClaimFile) -> SeenClaim:
+    subject = Subject(key=key, checkpoint="", evaluation_hash="")
+    claim = Claim(subject=subject, number=file.number, holder="nobody", at=file.modified)
+    return SeenClaim(claim, file.uri, None, readable=False)
 
 
 def end_claim(seen: SeenClaim) -> bool:
@@ -154,9 +195,18 @@ class ClaimFile:
 
 def claims_by_key(folder: str) -> dict[str, list[ClaimFile]]:
     """Files of claims by cell, the one that stands last."""
+    return listed_claims(folder)[0]
+
+
+def listed_claims(folder: str) -> tuple[dict[str, list[ClaimFile]], dict[str, float]]:
+    """Files of claims by cell, the one that stands last; and when the store heard of each holder, by its own time."""
     found: dict[str, list[ClaimFile]] = defaultdict(list)
+    heard: dict[str, float] = {}
+    holders = storage.join(folder, _HOLDERS)
     for file in storage.list_files(folder):
         name = storage.basename(file.uri)
+        if storage.parent(file.uri) == holders:
+            heard[name.removesuffix(".json")] = file.modified
         if storage.parent(file.uri) != folder.rstrip("/") or not name.endswith(".json"):
             continue
         parts = name.removesuffix(".json").rsplit(".", 2)
@@ -165,7 +215,7 @@ def claims_by_key(folder: str) -> dict[str, list[ClaimFile]]:
         if number.isdecimal():
             # Of two with one number, which only a store without exclusive writes lets stand, the first name wins.
             found[key].append(ClaimFile(int(number), tuple(-ord(letter) for letter in holder), file.uri, file.modified))
-    return {key: sorted(files) for key, files in found.items()}
+    return {key: sorted(files) for key, files in found.items()}, heard
 
 
 def read_file(uri: str, kind: type[_Kind]) -> _Kind | None:

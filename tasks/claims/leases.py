@@ -23,6 +23,7 @@ from resources.errors import AssayError, ClaimLost
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
 from tasks.claims.files import (
+    LEASE_SECONDS,
     Claim,
     ClaimFile,
     Holder,
@@ -31,13 +32,12 @@ from tasks.claims.files import (
     claim_uri,
     claims_by_key,
     holder_uri,
+    listed_claims,
     read_file,
     standing_claims,
 )
 from tasks.claims.process_marks import ProcessMark, acting_user
 
-LEASE_SECONDS = 120.0
-"""Time that a claim holds after the last sign of life of its holder."""
 _BEATS_PER_LEASE = 5
 _SETTLE_SECONDS = 2.0
 _RELEASED_KEPT_SECONDS = 3600.0
@@ -118,12 +118,11 @@ class Claims:
         Raises:
             StorageError: the folder cannot be read or written.
         """
-        listed = claims_by_key(self._folder)
-        before = {
-            seen.claim.subject.key: seen for seen in standing_claims(self._folder, listed, [s.key for s in subjects])
-        }
+        listed, heard = listed_claims(self._folder)
+        keys = [subject.key for subject in subjects]
+        before = {seen.claim.subject.key: seen for seen in standing_claims(self._folder, listed, heard, keys)}
         self._tidy(listed)
-        standing = [seen for seen in before.values() if seen.live(self._now())]
+        standing = [seen for seen in before.values() if self._is_live(seen, heard)]
         others = [seen for seen in standing if seen.claim.holder != self._me.name]
         live = {seen.claim.subject.key for seen in standing}
         # Ours already: made before the store failed, in a call that ended with its error.
@@ -136,10 +135,10 @@ class Claims:
                     made[subject.key] = (claim, uri)
         if made and not self._exclusive:
             self._sleep(_SETTLE_SECONDS)
-        after = claims_by_key(self._folder) if made else {}
+        after, heard = listed_claims(self._folder) if made else ({}, {})
         ours = set()
         for key, (claim, uri) in made.items():
-            if self._stands(uri, after.get(key, [])):
+            if self._stands(uri, after.get(key, []), heard):
                 with self._lock:
                     self._held[key] = (claim, uri)
                     self._lost.discard(key)
@@ -209,7 +208,7 @@ class Claims:
             number=before.number + 1,
             holder=self._me.name,
             succeeds=before.holder,
-            deaths=0 if before.released else before.deaths + 1,
+            deaths=0 if before.released or not standing.readable else before.deaths + 1,
             at=self._now(),
         )
 
@@ -242,7 +241,13 @@ class Claims:
         later = [read_file(file.uri, Claim) for file in files[position + 1 :]]
         return any(claim is not None and claim.succeeds == self._me.name for claim in later)
 
-    def _stands(self, uri: str, files: Sequence[ClaimFile]) -> bool:
+    def _is_live(self, seen: SeenClaim, heard: Mapping[str, float]) -> bool:
+        """Tells if a holder is at work, by our clock and the store's, which our own last sign of life tells."""
+        own = heard.get(self._me.name)
+        store_now = self._now() + own - self._me.renewed if own else None
+        return seen.live(self._now(), store_now=store_now)
+
+    def _stands(self, uri: str, files: Sequence[ClaimFile], heard: Mapping[str, float]) -> bool:
         """Tells if a claim just made is the last one, and nobody who made an earlier one still has the cell.
 
         Every claim made before is seen here, since looking comes after making: so of two, one withdraws at least.
@@ -260,7 +265,7 @@ class Claims:
             ):
                 continue  # its holder sees that too
             holder = read_file(holder_uri(self._folder, claim.holder), Holder)
-            if SeenClaim(claim, file.uri, holder).live(self._now()):
+            if self._is_live(SeenClaim(claim, file.uri, holder, heard.get(claim.holder, 0.0)), heard):
                 return False
         for file, _ in earlier:
             storage.delete(file.uri)

@@ -8,11 +8,15 @@ import socket
 from functools import cache
 from pathlib import Path
 
+from pydantic import ConfigDict
+
 from resources.config import Config
 
 
 class ProcessMark(Config):
     """A process by what identifies it for good: machine and boot, process id, and when it started."""
+
+    model_config = ConfigDict(extra="ignore")
 
     machine: str
     """Host name, boot and, on Linux, the process-id namespace: in a container the same ids mean others."""
@@ -25,6 +29,10 @@ class ProcessMark(Config):
     def of_this_process(cls) -> ProcessMark:
         """The mark of the calling process."""
         return cls(machine=_machine(), pid=os.getpid(), started=_started(os.getpid()))
+
+    def is_here(self) -> bool:
+        """Tells if it is certainly running, on this machine."""
+        return self.machine == _machine() and self.started is not None and _started(self.pid) == self.started
 
     def has_ended(self) -> bool:
         """Tells if it has certainly ended; False where only time can tell, as for another machine."""

@@ -15,6 +15,9 @@ from tasks.policies.overrides import Overrides
 from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 
+_CLOCKS_DIFFER_SECONDS = 10.0
+_ANY_TIME_BEFORE = 1.0  # later than where nobody asked for another try, which is 0
+
 State = Literal[
     "work", "waiting", "failed", "backing_off", "retries_exhausted", "claimed", "scheduled", "stopped", "not_served"
 ]
@@ -187,7 +190,9 @@ class _RunState:
         self._listing, self._policy, self._now = listing, policy, now
         self._failures: dict[tuple[str, str], list[IndexedRecord]] = defaultdict(list)
         for record in listing.records.others:
-            self._failures[record.checkpoint, record.evaluation_hash].append(record)
+            created = self._known_time(record.created)
+            known = record if created == record.created else record._replace(created=created)
+            self._failures[record.checkpoint, record.evaluation_hash].append(known)
         self._digests: dict[tuple[str, str | None], set[str]] = defaultdict(set)
         for name, recorded in listing.records.done.items():
             for state in recorded if len(recorded) > 1 or listing.records.others else ():
@@ -200,6 +205,10 @@ class _RunState:
         self._has_overrides = bool(listing.overrides.by_cell or listing.overrides.by_policy)
         names = Counter(checkpoint.name for checkpoint in listing.checkpoints)
         self._twice = {name for name, times in names.items() if times > 1}
+
+    def _known_time(self, seconds: float) -> float:
+        """A time that may have been told by a clock that was ahead: then it was at any time before."""
+        return seconds if seconds <= self._now + _CLOCKS_DIFFER_SECONDS else _ANY_TIME_BEFORE
 
     def recorded(self, checkpoint: SeenCheckpoint) -> frozenset[str]:
         """Hashes of the evaluations that have a succeeded record of this very state of a checkpoint."""
@@ -248,7 +257,7 @@ class _RunState:
             claim = None  # of the checkpoint as it was before
         if claim is not None and claim.live(self._now) and claim.holder is not None:
             who = f"{claim.holder.user} on {claim.holder.process.machine.partition(' ')[0]}"
-            return self._cell(checkpoint, wanted, "claimed", who, claim.holder.until())
+            return self._cell(checkpoint, wanted, "claimed", who, claim.until())
         last = max(failures, key=lambda record: record.created, default=None)
         return self._after(checkpoint, wanted, last, claim, since=override.at if override is not None else 0.0)
 
@@ -275,14 +284,14 @@ class _RunState:
             last = None
         if last is not None and last.status in ("failed", "withheld"):
             return self._cell(checkpoint, wanted, "failed", last.reason)
-        dead = claim is not None and claim.died(self._now) and claim.claim.at > since
+        at = self._known_time(claim.claim.at) if claim is not None else 0.0
+        dead = claim is not None and claim.died(self._now) and at > since
         deaths = claim.claim.deaths + 1 if claim is not None and dead else 0
         failures = deaths + (last.infra_failures if last is not None else 0)
         if failures == 0:
             return self._cell(checkpoint, wanted, "work")
         reason = last.reason if last is not None else "the run that had it died"
-        died = claim.claim.at if claim is not None and deaths else 0.0
-        ended = max(last.created if last is not None else 0.0, died)
+        ended = max(last.created if last is not None else 0.0, at if deaths else 0.0)
         return self._by_budget(checkpoint, wanted, self._policy.retries, failures=failures, ended=ended, reason=reason)
 
     def _by_budget(

@@ -132,15 +132,18 @@ class ClaimedCells:
         since = self._since[key_of(cell)]
         for way in cell.ways:
             record = read_record(way.uri)
-            if record is not None and (record.succeeded or (record.created > since and not record.interrupted)):
+            if record is None or (way.record is not None and record.attempt == way.record.attempt):
+                continue  # it stood before, whatever its clock said
+            if record.succeeded or (record.created > since and not record.interrupted):
                 return True
         return False
 
     def _tell(self, others: Sequence[SeenClaim]) -> None:
         for seen in others:
-            if seen.claim.holder not in self._reported:
-                self._reported.add(seen.claim.holder)
-                number = sum(other.claim.holder == seen.claim.holder for other in others)
+            who = seen.claim.holder if seen.readable else seen.uri
+            if who not in self._reported:
+                self._reported.add(who)
+                number = sum(other.claim.holder == who for other in others) if seen.readable else 1
                 report_event(f"waiting for {how_many(number, 'cell')} that {described(seen)} evaluates")
 
 
@@ -183,6 +186,8 @@ def subject_of(cell: Cell) -> Subject:
 
 def described(seen: SeenClaim) -> str:
     """The holder of a claim in words."""
+    if not seen.readable:
+        return f"somebody whose claim cannot be read ({seen.uri}): it ends {LEASE_SECONDS:g} s after it was written"
     if seen.holder is None:
         return "somebody who is gone"
     machine = seen.holder.process.machine.partition(" ")[0]

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import subprocess
 import sys
+import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +25,9 @@ from resources.errors import ClaimLost
 from resources.storage import storage
 from resources.storage.conditional_writes import creates_exclusively
 from tasks.claims.files import Claim, Subject, end_claim, read_claims
-from tasks.claims.leases import Claims
+from tasks.claims.leases import LEASE_SECONDS, Claims
 from tasks.claims.process_marks import ProcessMark
+from tasks.running.claimed_cells import described
 
 LEASE = 60.0
 CELL = Subject(key="step-1.facts-0123456789", checkpoint="run-1", evaluation_hash="hash")
@@ -29,8 +36,8 @@ CELL = Subject(key="step-1.facts-0123456789", checkpoint="run-1", evaluation_has
 class Clock:
     """Seconds that pass when a test says so."""
 
-    def __init__(self) -> None:
-        self.seconds = 1_000_000.0
+    def __init__(self, seconds: float = 1_000_000.0) -> None:
+        self.seconds = seconds
 
     def __call__(self) -> float:
         return self.seconds
@@ -147,6 +154,91 @@ def test_claim_of_one_who_had_looked_too_early_stands_in_nobodys_way(tmp_path: P
         second.prove(CELL.key)
     with claims(tmp_path, clock, 2) as third:
         assert third.acquire([CELL]).ours == {CELL.key}
+
+
+DAY = 86_400.0
+
+
+def renew(holder: Claims, folder: Path, clock: Clock) -> None:
+    """A sign of life that the store has at a clock's time."""
+    holder.renew()
+    for path in (folder / "holders").iterdir():
+        if json.loads(path.read_text())["renewed"] == clock():
+            os.utime(path, (clock(), clock()))
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b'{"subject": '], ids=["empty", "of another kind", "cut off"])
+@pytest.mark.parametrize("number", [1, 3])
+def test_unreadable_claim_is_told_and_succeeded_after_a_lease(tmp_path: Path, content: bytes, number: int):
+    clock = Clock(time.time())
+    (tmp_path / f"{CELL.key}.{number}.json").write_bytes(content)
+    with claims(tmp_path, clock) as mine:
+        [standing] = mine.acquire([CELL]).others
+        assert "cannot be read" in described(standing)
+        clock.seconds += LEASE_SECONDS + 11
+        renew(mine, tmp_path, clock)
+        assert mine.acquire([CELL]).ours == {CELL.key}
+        mine.prove(CELL.key)
+
+
+def test_claims_with_fields_of_a_newer_version_are_understood(tmp_path: Path):
+    clock = Clock(time.time())
+
+    def newer(path: Path) -> None:
+        content = json.loads(path.read_text())
+        nested = {name: {**part, "new": 1} for name, part in content.items() if isinstance(part, dict)}
+        path.write_text(json.dumps({**content, **nested, "new": 1}))
+
+    first = claims(tmp_path, clock, 0).__enter__()
+    first.acquire([CELL])
+    for path in tmp_path.rglob("*.json"):
+        newer(path)
+    with claims(tmp_path, clock, 1) as second:
+        [standing] = second.acquire([CELL]).others
+        assert standing.live(clock()) and standing.holder is not None
+        first.release(CELL.key)
+        newer(tmp_path / f"{CELL.key}.1.json")
+        assert second.acquire([CELL]).ours == {CELL.key}
+
+
+SKEWS = [-3 * DAY, -3600.0, -LEASE, -9.0, 0.0, 9.0, LEASE, 3600.0, 3 * DAY]
+
+
+@pytest.mark.parametrize("skew", SKEWS)
+def test_silent_holder_whose_clock_differs_keeps_its_cell_for_two_leases_at_most(tmp_path: Path, skew: float):
+    here, there = Clock(time.time()), Clock(time.time() + skew)
+    first = claims(tmp_path, there, 0).__enter__()
+    first.acquire([CELL])
+    with claims(tmp_path, here, 1) as second:
+        if skew >= -LEASE:  # what is older by the reader's clock, which the store's agrees with, is taken for silent
+            assert not second.acquire([CELL]).ours
+        here.seconds += 2 * LEASE + 21
+        renew(second, tmp_path, here)
+        assert second.acquire([CELL]).ours == {CELL.key}
+        with pytest.raises(ClaimLost):
+            first.prove(CELL.key)
+
+
+def test_claimant_whose_own_clock_is_behind_takes_no_cell_from_a_live_holder(tmp_path: Path):
+    with claims(tmp_path, Clock(time.time()), 0) as first, claims(tmp_path, Clock(time.time() - DAY), 1) as second:
+        assert first.acquire([CELL]).ours
+        assert not second.acquire([CELL]).ours
+        first.prove(CELL.key)
+
+
+def test_sixty_races_of_six_have_one_winner_each(tmp_path: Path):
+    start = threading.Barrier(6)
+
+    def race(holder: Claims, subject: Subject) -> bool:
+        start.wait()
+        return bool(holder.acquire([subject]).ours)
+
+    with ExitStack() as held, ThreadPoolExecutor(6) as threads:
+        holders = [held.enter_context(claims(tmp_path, Clock(time.time()), number)) for number in range(6)]
+        for number in range(60):
+            subject = CELL.model_copy(update={"key": f"step-{number}.cell"})
+            won = list(threads.map(race, holders, [subject] * 6))
+            assert won.count(True) == 1
 
 
 RACE = """

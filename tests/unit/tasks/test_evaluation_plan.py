@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,9 @@ from tasks.claims.leases import Claims
 from tasks.claims.process_marks import ProcessMark
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.levanter.options import LevanterOptions
-from tasks.records.record import begin_scope, record_uri, write_record
-from tasks.running.cells import plan_cells
-from tasks.running.claimed_cells import put_away, subject_of
+from tasks.records.record import begin_scope, now, record_uri, write_record
+from tasks.running.cells import Cell, plan_cells
+from tasks.running.claimed_cells import ClaimedCells, put_away, subject_of
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import EndpointServing
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
@@ -101,6 +102,25 @@ def test_what_a_run_left_that_died_right_after_its_record_is_put_away_by_the_nex
     assert [seen.claim.released for seen in read_claims(claims_folder(str(tmp_path / "out"), "run-a"))] == [True]
     Path(record_uri(cell.uri)).unlink()
     assert begin_scope(cell.uri) != scope
+
+
+def test_failure_by_a_clock_that_was_ahead_does_not_keep_a_cell_from_being_evaluated_again(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run-a", [1])
+
+    def plan() -> Cell:
+        [cell] = plan_cells.fn([config(run, tmp_path / "out")], find_checkpoints(str(run)))
+        return cell
+
+    def fail(cell: Cell, attempt: str) -> None:
+        later = now() + timedelta(days=3)
+        write_record(cell.uri, make_record(status="failed", created=later, attempt=attempt, checkpoint=cell.reference))
+
+    fail(plan(), "attempt-1")
+    with ClaimedCells([again := plan()], wait=False) as claimed:
+        assert claimed.take() == [again]
+    with ClaimedCells([again := plan()], wait=False) as claimed:
+        fail(again, "attempt-2")  # another run's, meanwhile
+        assert claimed.take() == []
 
 
 def test_one_served_name_for_several_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -176,6 +176,9 @@ def test_incomplete_checkpoint_waits_with_what_it_lacks_where_it_would_be_wanted
         ("infra_failed", {"created": NOW - 1201, "infra_failures": 2}, "work"),
         ("infra_failed", {"infra_failures": 3}, "retries_exhausted"),
         ("infra_failed", {"created": NOW - 1, "infra_failures": 0}, "work"),
+        ("infra_failed", {"created": NOW + 300_000}, "work"),  # by a clock that was ahead
+        ("infra_failed", {"created": NOW + 300_000, "infra_failures": 3}, "retries_exhausted"),
+        ("failed", {"created": NOW + 300_000}, "failed"),
         ("failed", {"listing": "as it was", "digest": "as it was"}, "work"),
     ],
 )
@@ -208,12 +211,20 @@ def claim(*, renewed: float, deaths: int = 0, released: bool = False, listing: s
         (claim(renewed=NOW - 700), "work"),
         (claim(renewed=NOW - 7000, deaths=2), "retries_exhausted"),
         (claim(renewed=NOW - 30, released=True), "work"),
+        (replace(claim(renewed=NOW + 300_000), heard=NOW - 30), "claimed"),  # by a clock that was ahead
+        (replace(claim(renewed=NOW + 300_000), heard=NOW - 300), "work"),
     ],
 )
 def test_claim_keeps_a_cell_while_its_holder_lives_and_counts_as_a_failure_when_it_died(
     standing: SeenClaim, state: State
 ):
     assert states(decide([checkpoint(1)], [wanted("a")], claims=[standing])) == {(1, "a"): state}
+
+
+def test_another_try_that_somebody_asks_for_is_made_though_the_failure_has_a_later_time():
+    overrides = Overrides({}, {"p": Override(kind="retry", policy="p", cells=None, at=NOW - 1, user="u")})
+    records = RunRecords({}, [outcome(1, "a", "failed", created=NOW + 300_000)], {})
+    assert states(decide([checkpoint(1)], [wanted("a")], records, overrides=overrides)) == {(1, "a"): "work"}
 
 
 @pytest.mark.parametrize(
