@@ -16,6 +16,7 @@ from flows.dispatching import dispatch
 from flows.evaluation import run_pending
 from flows.hooks import leave_nothing
 from resources.errors import AssayError, BadInput, EvaluationIncomplete, EvaluationInterrupted
+from resources.storage import storage
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkpoints
 from tasks.gates.gate import Gate
 from tasks.policies.batches import served_together
@@ -144,7 +145,7 @@ def _configs(group: Sequence[OpenCell]) -> list[Any]:
 
 def _planned(group: Sequence[OpenCell]) -> list[Cell]:
     """The cells of a group, whole: with digests, folders and what stands there by now."""
-    wanted = {(cell.checkpoint.uri, cell.evaluation.hash) for cell in group}
+    wanted = {(storage.behind_link(cell.checkpoint.uri), cell.evaluation.hash) for cell in group}
     checkpoints = [_as_it_is(cell) for cell in {cell.checkpoint.uri: cell for cell in group}.values()]
     planned = plan_cells(_configs(group), [checkpoint for checkpoint in checkpoints if checkpoint is not None])
     return [cell for cell in planned if (cell.reference.uri, cell.evaluation_hash) in wanted]
@@ -157,9 +158,8 @@ def _as_it_is(cell: OpenCell) -> Checkpoint | None:
         found = find_checkpoints(cell.checkpoint.uri, kinds=kinds, reference=cell.evaluation.config.native_reference)
     except BadInput:
         return None
-    return next(
-        (checkpoint for checkpoint in found if checkpoint.uri == cell.checkpoint.uri and checkpoint.complete), None
-    )
+    uri = storage.behind_link(cell.checkpoint.uri)
+    return next((checkpoint for checkpoint in found if checkpoint.uri == uri and checkpoint.complete), None)
 
 
 def _concluded(found: Reconciliation, cells: Sequence[Cell], errors: Sequence[AssayError], *, since: datetime) -> Pass:

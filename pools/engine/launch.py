@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -64,13 +64,12 @@ class Servable:
 
     @classmethod
     def from_folder(cls, name: str, folder: ModelFolder, digests: ModelDigests) -> Servable:
-        """A checkpoint that was inspected and digested; of one in an object store only the small files are copied.
+        """A checkpoint that was inspected and digested; its small files are copied, and links to it are resolved.
 
         Raises:
             StorageError: they could not be copied.
         """
-        local = storage.is_local(folder.uri)
-        uri = str(storage.local_path(folder.uri).absolute()) if local else folder.uri
+        uri = storage.resolved(folder.uri)
         return cls(name, uri, digests, staging().stage_small_files(uri, digests))
 
     @property
@@ -88,17 +87,24 @@ class Servable:
 
 @dataclass(frozen=True)
 class ServedCheckpoint:
-    """A checkpoint in a local folder, as an engine loads it."""
+    """A checkpoint in a local folder, as an engine loads it.
+
+    `verify` passes if the files in it are still those of its digests, and raises a `CheckpointError` or a
+    `StorageError` otherwise.
+    """
 
     name: str
     folder: Path
     files: ModelFolder = field(repr=False)
     digests: ModelDigests = field(repr=False)
+    verify: Callable[[], None] = field(repr=False, compare=False)
 
     @classmethod
-    def from_folder(cls, name: str, folder: Path, digests: ModelDigests) -> ServedCheckpoint:
+    def from_folder(
+        cls, name: str, folder: Path, digests: ModelDigests, *, verify: Callable[[], None] = lambda: None
+    ) -> ServedCheckpoint:
         """A checkpoint that was staged into a folder of this machine."""
-        return cls(name, folder, inspect_model_folder(str(folder)), digests)
+        return cls(name, folder, inspect_model_folder(str(folder)), digests, verify)
 
 
 def digests_of(served: ServedModel) -> ModelDigests:

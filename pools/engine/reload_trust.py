@@ -121,12 +121,12 @@ class ReloadTrust:
 def compare(*, before: Reading, reloaded: Reading, cold: Reading) -> Verdict:
     """The verdict on three readings, see `ReloadTrust.judge`; a dtype without a bound has to agree exactly."""
     difference = max(
-        _largest_difference(reloaded.canary, cold.canary),
-        _largest_difference(reloaded.output_layer, cold.output_layer),
+        largest_difference(reloaded.canary, cold.canary),
+        largest_difference(reloaded.output_layer, cold.output_layer),
     )
     change = min(
-        _largest_difference(before.canary, cold.canary, unlike=0.0),
-        _largest_difference(before.output_layer, cold.output_layer, unlike=0.0),
+        largest_difference(before.canary, cold.canary, unlike=0.0),
+        largest_difference(before.output_layer, cold.output_layer, unlike=0.0),
     )
     names = sorted({*reloaded.weights, *cold.weights})
     stale = [name for name in names if reloaded.weights.get(name) != cold.weights.get(name)]
@@ -135,7 +135,7 @@ def compare(*, before: Reading, reloaded: Reading, cold: Reading) -> Verdict:
     return Verdict(agrees, difference, change, stale)
 
 
-def _largest_difference(values: Sequence[float], others: Sequence[float], *, unlike: float = math.inf) -> float:
+def largest_difference(values: Sequence[float], others: Sequence[float], *, unlike: float = math.inf) -> float:
     """The largest of all differences; `unlike` where there is none, or not as many of these as of those."""
     if len(values) != len(others) or not values:
         return unlike

@@ -21,7 +21,8 @@ from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digest
 from pools.protocol import Announcement, Failure, LoadReport, Orders, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
 from pools.replica.ingress import Ingress
-from pools.replica.replica import Loading, ReplicaEngine
+from pools.replica.loading import Loading
+from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import StagedFolder
 from resources.backends.local.client import local_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -191,7 +192,8 @@ class Agent:
             with loading.phase("stage"):
                 digests = digests_of(served)
                 staged = self._staging.stage(served.uri, digests)
-            self._replica.load(ServedCheckpoint.from_folder(model, staged.path, digests), loading)
+            checkpoint = ServedCheckpoint.from_folder(model, staged.path, digests, verify=staged.verify)
+            self._replica.load(checkpoint, loading)
         except AssayError as error:
             failure = error
             _log.error("%s was not loaded: %s", model, error)
@@ -255,7 +257,7 @@ class Agent:
         with self._snapshot:
             self._sequence += 1
             replica = self._replica
-            checkpoint, state = replica.checkpoint, replica.state
+            state, checkpoint = replica.standing
             if state == "ready" and checkpoint is not self._reported:
                 state = "starting"  # "ready" is said together with the report of how it came to be so
             holds = checkpoint is not None and state in ("ready", "draining")

@@ -10,15 +10,15 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from pools.config import InferencePoolConfig
 from pools.engine.engine_client import EngineClient
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, replica_capacity
 from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload, why_unprovable
-from pools.engine.reload_trust import Reading, ReloadTrust
-from pools.protocol import LoadedHow, ReplicaState
+from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
+from pools.protocol import ReplicaState
+from pools.replica.loading import Loading, Standing
 from pools.replica.restarts import Restarts
 from pools.weights.model_files import read_tensors
 from resources.errors import (
@@ -40,30 +40,6 @@ _SEARCHED_LINES = 400
 _SHOWN_LINES = 15
 _EXCEPTION = re.compile(r"(?:^|\] )([A-Z]\w*(?:Error|Exception): .*)", re.MULTILINE)
 _REFUSALS_AT_START = 10
-
-
-class Loading:
-    """One load of a checkpoint: wall seconds by phase, and why it could not be reloaded in place."""
-
-    def __init__(self) -> None:
-        self.how: LoadedHow = "cold start"
-        self.reason: str | None = None
-        self.phases: dict[str, float] = {}
-        self._began = time.monotonic()
-
-    @property
-    def seconds(self) -> float:
-        """Since it began."""
-        return time.monotonic() - self._began
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Adds the block's wall seconds to a phase."""
-        began = time.monotonic()
-        try:
-            yield
-        finally:
-            self.phases[name] = round(self.phases.get(name, 0.0) + time.monotonic() - began, 4)
 
 
 class ReplicaEngine:
@@ -92,8 +68,8 @@ class ReplicaEngine:
         self.key = secrets.token_urlsafe(24)
         """Key that its engines ask for."""
         self.capacity = replica_capacity(config.device, config.model.engine_kwargs)
-        self.state: ReplicaState = "starting"
-        self.checkpoint: ServedCheckpoint | None = None
+        self.standing = Standing("starting", None)
+        """Replaced as a whole: whoever reads it from another thread sees no state with another's checkpoint."""
         self.url: str | None = None
         self.prompt_logprobs = False
         self.max_model_len: int | None = None
@@ -109,11 +85,22 @@ class ReplicaEngine:
         self._drain = drain
         self._job: JobHandle | None = None
         self._canary: tuple[float, ...] = ()
+        self._canaries: dict[str, tuple[float, ...]] = {}
         self._compared: tuple[Reading, Reading] | None = None
         """Before and after a reload that is to be compared with a cold start."""
         self._cannot_reload: str | None = None
         self._stopping = False
         self._changing = threading.RLock()
+
+    @property
+    def state(self) -> ReplicaState:
+        """Returns the state that it is in."""
+        return self.standing.state
+
+    @property
+    def checkpoint(self) -> ServedCheckpoint | None:
+        """The checkpoint that its state is about."""
+        return self.standing.checkpoint
 
     def load(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
         """Makes this replica answer for `checkpoint`: reloads in place where that is safe, else starts an engine.
@@ -135,9 +122,12 @@ class ReplicaEngine:
             self._become("draining", running)
             with loading.phase("drain"):
                 self._drain()
+            self._verify(checkpoint, loading, otherwise=Standing("ready", running))
             loading.how = "reload"
             reason = self._why_restart(running, checkpoint, loading) if self._lives else self._count_death("died")
             if reason is None:
+                self._verify(checkpoint, loading, otherwise=Standing("dead", checkpoint))
+                self._canaries.setdefault(checkpoint.digests.checkpoint, self._canary)
                 self._become("ready", checkpoint)
                 return
             loading.how, loading.reason = "restart", reason
@@ -153,6 +143,18 @@ class ReplicaEngine:
         except (ReloadUnavailable, SwapRefused) as error:
             return error.found
         return self._trust(checkpoint).judge(before=before, reloaded=reloaded, cold=cold).found
+
+    def _verify(self, checkpoint: ServedCheckpoint, loading: Loading, *, otherwise: Standing) -> None:
+        """Passes if the files are still the digested ones, around a reload."""
+        try:
+            with loading.phase("verify"):
+                checkpoint.verify()
+        except AssayError as error:
+            if otherwise.state == "dead":
+                self._end_job()
+                self.failure = error
+            self._become(*otherwise)
+            raise
 
     def _why_restart(self, running: ServedCheckpoint, wanted: ServedCheckpoint, loading: Loading) -> str | None:
         """Tries to reload in place; None if the engine now provably holds the wanted weights.
@@ -226,9 +228,11 @@ class ReplicaEngine:
             self._end_job()
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        launch = self._launcher.launch(checkpoint, port=port)
         engine = EngineClient(self.url, self.key)
         try:
+            with loading.phase("verify"):
+                checkpoint.verify()
+            launch = self._launcher.launch(checkpoint, port=port)
             with loading.phase("start"):
                 self._job = self._client.submit(
                     JobRequest(
@@ -247,12 +251,32 @@ class ReplicaEngine:
                 self.max_model_len = engine.max_model_len(checkpoint.name)
                 self.engine_version = engine.version()
                 self._canary = engine.canary(checkpoint.name, prompt_logprobs=self.prompt_logprobs)
+            with loading.phase("verify"):
+                checkpoint.verify()
+            self._require_former(checkpoint)
         except BaseException as error:
             self._end_job()
             self.failure = error if isinstance(error, AssayError) else None
             self._become("dead", checkpoint)
             raise
         self._become("ready", checkpoint)
+
+    def _require_former(self, checkpoint: ServedCheckpoint) -> None:
+        """Passes if the canary is the one that this replica gave for the same weights before, if it ever did.
+
+        Raises:
+            EngineStartFailed: it is another one.
+        """
+        former = self._canaries.setdefault(checkpoint.digests.checkpoint, self._canary)
+        dtypes = {tensor.dtype for tensor in read_tensors(checkpoint.files).values()}
+        exact = self._config.device == "cpu" and dtypes == {"F32"} and "dtype" not in engine_kwargs(self._config)
+        rounding = ROUNDING_NATS["float32" if exact else "bfloat16"]
+        if (difference := largest_difference(former, self._canary)) > rounding:
+            raise EngineStartFailed(
+                expected=f"the engine of {self.name} to answer for {checkpoint.name} as it did before",
+                found=f"log-probabilities that differ by up to {difference:.2g} nats on the same files",
+                remedy="look at the machine, its memory first; a pool started anew compares with nothing",
+            )
 
     def _wait_until_answers(self, job: JobHandle, engine: EngineClient, model: str, launch: Launch) -> None:
         deadline = time.monotonic() + self._config.startup_timeout_seconds
@@ -336,15 +360,14 @@ class ReplicaEngine:
         self._end_job()
         with self._changing:
             self._end_job()  # a start that was under way has submitted its job by now
-            self.state = "dead"
+            self.standing = Standing("dead", self.checkpoint)
 
     def _end_job(self) -> None:
         if self._job is not None:
             self._job.terminate()
 
     def _become(self, state: ReplicaState, checkpoint: ServedCheckpoint | None) -> None:
-        self.state = state
-        self.checkpoint = checkpoint
+        self.standing = Standing(state, checkpoint)
         if state == "ready":
             self.failure = None
         self._on_change()

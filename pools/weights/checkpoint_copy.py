@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import fnmatch
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder, inspect_model_folder
+from pools.weights.model_files import (
+    ModelDigests,
+    ModelFolder,
+    digest_model_folder,
+    inspect_model_folder,
+    inspect_reference_folder,
+    served_files,
+    small_files,
+)
 from resources.errors import CheckpointChanged, StorageError
 from resources.storage import storage
 from resources.storage.file_copy import copy_files
@@ -16,34 +23,6 @@ from resources.storage.storage import FileInfo
 
 Progress = Callable[[int, int], None]
 """Told how many bytes of a checkpoint are here, and how many there will be. Called from several threads, in turn."""
-
-_NEVER_SERVED = (
-    "*.partial",
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.h5",
-    "*.msgpack",
-    "*.gguf",
-    "*.npz",
-)
-"""Weights in other formats and states of optimizers, which trainers leave beside the weights that are served."""
-_SMALL = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab*",
-    "merges.txt",
-    "tekken.json",
-    "*.model",
-    "*.tiktoken",
-    "chat_template*",
-    "*.py",
-)
 
 
 def copy_checkpoint(
@@ -57,7 +36,7 @@ def copy_checkpoint(
     stopped: Callable[[], bool],
     on_progress: Progress | None,
 ) -> Path:
-    """Copies the files that are served, and no states of optimizers, going on where an earlier call ended.
+    """Copies the files that are served, going on where an earlier call ended.
 
     Args:
         uri: the checkpoint.
@@ -82,7 +61,7 @@ def copy_checkpoint(
     remote.require_complete()
     if all(remote.files[name].checksum for name in remote.weight_files):
         require_planned(uri, digest_model_folder(remote), digests)  # of the weights only checksums are read
-    sources = _served_files(remote)
+    sources = served_files(remote)
     total_bytes = sum(source.size for source in sources.values())
     make_room(total_bytes)
     content = partial / "content"
@@ -111,12 +90,10 @@ def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
         CheckpointChanged: they differ from the planned ones.
         StorageError: they cannot be read or written.
     """
-    for file in storage.list_files(uri):
-        name = file.uri.removeprefix(uri.rstrip("/") + "/")
-        if "/" not in name and _matches(name, _SMALL):
-            storage.write_bytes(str(folder / name), storage.read_bytes(file.uri))
-    without_weights = replace(inspect_model_folder(str(folder)), problems=(), weight_files=())
-    require_planned(uri, replace(digest_model_folder(without_weights), weights=digests.weights), digests)
+    for name, file in small_files(inspect_reference_folder(uri)).items():
+        storage.write_bytes(str(folder / name), storage.read_bytes(file.uri))
+    copied = replace(inspect_reference_folder(str(folder)), problems=())
+    require_planned(uri, replace(digest_model_folder(copied), weights=digests.weights), digests)
 
 
 def require_planned(uri: str, found: ModelDigests, planned: ModelDigests) -> None:
@@ -127,18 +104,6 @@ def require_planned(uri: str, found: ModelDigests, planned: ModelDigests) -> Non
 
 def _differing(found: ModelDigests, planned: ModelDigests) -> list[str]:
     return [name for name in ("weights", "tokenizer", "config") if getattr(found, name) != getattr(planned, name)]
-
-
-def _matches(name: str, patterns: tuple[str, ...]) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _served_files(folder: ModelFolder) -> dict[str, FileInfo]:
-    return {
-        name: file
-        for name, file in folder.files.items()
-        if name in folder.weight_files or not _matches(name, _NEVER_SERVED)
-    }
 
 
 def _served_files_now(uri: str, served: Mapping[str, FileInfo]) -> dict[str, FileInfo]:

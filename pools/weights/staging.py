@@ -1,17 +1,18 @@
-"""Checkpoints from object stores on local disk, for engines that read files.
+"""Checkpoints as folders of this machine that hold the digested files and nothing else, for engines that read files.
 
-Copies are named after the digest of the checkpoint, appear only when whole and verified, are shared by the processes
-of a machine, and make room for new ones when nobody holds them. Retrying is the caller's: every call goes on where
-the last one ended.
+One that lies here is a folder of links to its files, one in an object store a copy. Copies are named after the digest
+of the checkpoint, appear only when whole and verified, are shared by the processes of a machine, and make room for new
+ones when nobody holds them. Retrying is the caller's: every call goes on where the last one ended.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +20,13 @@ from pathlib import Path
 from types import TracebackType
 
 from pools.weights.checkpoint_copy import Progress, copy_checkpoint, copy_small_files, require_planned
-from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder
+from pools.weights.model_files import (
+    ModelDigests,
+    digest_model_folder,
+    file_identity,
+    inspect_model_folder,
+    served_files,
+)
 from resources.errors import StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
@@ -34,14 +41,23 @@ _log = logging.getLogger(__name__)
 class StagedFolder:
     """A local model folder that stays where it is until `release`, or the end of the `with` block."""
 
-    def __init__(self, path: Path, hold: Hold | None = None) -> None:
-        self.path = path
+    def __init__(self, hold: Hold, verify: Callable[[], None]) -> None:
+        self.path = hold.path
         self._hold = hold
+        self._verify = verify
+
+    def verify(self) -> None:
+        """Passes if every file is still the one that was digested.
+
+        Raises:
+            CheckpointError: one is another, or gone.
+            StorageError: one cannot be read, or the copy was changed.
+        """
+        self._verify()
 
     def release(self) -> None:
-        """Lets the copy be evicted. May be called again; the folder of a local checkpoint is never touched."""
-        if self._hold is not None:
-            self._hold.release()
+        """Lets the folder be evicted. May be called again; the files of a local checkpoint are never touched."""
+        self._hold.release()
 
     def __enter__(self) -> StagedFolder:
         return self
@@ -92,7 +108,7 @@ class Staging:
         self.close()
 
     def stage(self, uri: str, digests: ModelDigests, *, on_progress: Progress | None = None) -> StagedFolder:
-        """The checkpoint in a local folder: its own if it is local, else a copy, made now unless there is one.
+        """The checkpoint in a local folder: of links if it is local, else a copy, made now unless there is one.
 
         Copying that another thread or process is already doing is waited for.
 
@@ -106,21 +122,28 @@ class Staging:
             CheckpointChanged: it is another one by now.
             StorageError: it cannot be read, written or fitted in, or arrived damaged.
         """
-        if storage.is_local(uri):
-            require_planned(uri, digest_model_folder(inspect_model_folder(uri)), digests)
-            return StagedFolder(storage.local_path(uri).absolute())
         try:
-            hold = self._hold_copy(
-                _Wanted(uri, digests),
-                alone=self._prefetch_giving_way(digests),
-                stopped=self._closed.is_set,
-                on_progress=on_progress,
-            )
+            if storage.is_local(uri):
+                hold = self._hold_links(uri)
+                staged = StagedFolder(hold, partial(_verify_links, hold.path, uri, digests))
+            else:
+                hold = self._hold_copy(
+                    _Wanted(uri, digests),
+                    alone=self._prefetch_giving_way(digests),
+                    stopped=self._closed.is_set,
+                    on_progress=on_progress,
+                )
+                staged = StagedFolder(hold, partial(self._verify_copy, uri, digests.checkpoint))
         except CopyStopped:
             raise StorageError(
                 expected=f"to copy {uri}", found="staging was closed", remedy="run again: what arrived is kept"
             ) from None
-        return StagedFolder(hold.path, hold)
+        try:
+            staged.verify()
+        except BaseException:
+            staged.release()
+            raise
+        return staged
 
     def prefetch(self, uri: str, digests: ModelDigests) -> None:
         """Starts staging in the background, one checkpoint at a time; only the last of the waiting ones is kept.
@@ -142,7 +165,7 @@ class Staging:
             self._changed.notify_all()
 
     def stage_small_files(self, uri: str, digests: ModelDigests) -> Path:
-        """A local folder with config, tokenizer and templates only, for those who tokenize and do not serve.
+        """A local copy of config, tokenizer and templates only, for those who tokenize and do not serve.
 
         It is shared by all checkpoints that have the same, and never evicted.
 
@@ -150,8 +173,6 @@ class Staging:
             CheckpointChanged: they differ from the planned ones.
             StorageError: they cannot be read or written.
         """
-        if storage.is_local(uri):
-            return storage.local_path(uri).absolute()
         small = self._copies.folder / "small"
         target = small / hashlib.blake2b(f"{digests.tokenizer}{digests.config}".encode(), digest_size=16).hexdigest()
         if target.is_dir():
@@ -178,6 +199,33 @@ class Staging:
         if self._thread is not None:
             self._thread.join(_GIVE_WAY_SECONDS)
 
+    def _hold_links(self, uri: str) -> Hold:
+        """A folder of links to the files that are served: what else lies beside them, no engine gets to see."""
+        folder = inspect_model_folder(uri)
+        folder.require_complete()
+        links = {name: storage.local_path(file.uri).resolve() for name, file in served_files(folder).items()}
+        key = hashlib.blake2b(repr(sorted(links.items())).encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+        hold = self._copies.hold(key)
+        try:
+            waiting = partial(self._wait_for_copy, key, stopped=self._closed.is_set, on_progress=None)
+            with self._copies.filling(key, waiting=waiting):
+                if _links_in(hold.path) != links:
+                    self._copies.discard(key)
+                    self._copies.make_room(key, 0)
+                    self._copies.publish(key, _linked(self._copies.partial(key) / "content", links))
+        except BaseException:
+            hold.release()
+            raise
+        return hold
+
+    def _verify_copy(self, uri: str, key: str) -> None:
+        if not self._is_whole(key):
+            raise StorageError(
+                expected=f"the copy of {uri} in {self._copies.entry(key)} as it was verified",
+                found="files with other sizes, times or inodes",
+                remedy="let nothing write there, and run again: it is copied anew",
+            )
+
     def _hold_copy(
         self,
         wanted: _Wanted,
@@ -189,10 +237,10 @@ class Staging:
         key = wanted.digests.checkpoint
         hold = self._copies.hold(key)
         try:
-            if not _is_whole(hold.path):
+            if not self._is_whole(key):
                 waiting = partial(self._wait_for_copy, key, stopped=stopped, on_progress=on_progress)
                 with alone, self._copies.filling(key, waiting=waiting):
-                    if not _is_whole(hold.path):
+                    if not self._is_whole(key):
                         self._copies.discard(key)
                         content = copy_checkpoint(
                             wanted.uri,
@@ -204,7 +252,7 @@ class Staging:
                             stopped=stopped,
                             on_progress=on_progress,
                         )
-                        self._copies.publish(key, content)
+                        self._copies.publish(key, content, note=_identities(content))
         except BaseException:
             hold.release()
             raise
@@ -236,6 +284,10 @@ class Staging:
                 self._copies_wanted_now -= 1
                 self._changed.notify_all()
 
+    def _is_whole(self, key: str) -> bool:
+        entry = self._copies.entry(key)
+        return self._copies.note(key) == _identities(entry) != b""
+
     def _prefetch_stopped(self) -> bool:
         return self._closed.is_set() or self._give_way.is_set()
 
@@ -259,5 +311,26 @@ class Staging:
                 _log.debug("%s was not prefetched: %s", self._prefetching.uri, error)
 
 
-def _is_whole(folder: Path) -> bool:
-    return folder.is_dir() and inspect_model_folder(str(folder)).complete
+def _verify_links(folder: Path, uri: str, digests: ModelDigests) -> None:
+    require_planned(uri, digest_model_folder(inspect_model_folder(str(folder))), digests)
+
+
+def _links_in(folder: Path) -> dict[str, Path]:
+    return {path.name: path.readlink() for path in folder.iterdir() if path.is_symlink()} if folder.is_dir() else {}
+
+
+def _linked(folder: Path, links: Mapping[str, Path]) -> Path:
+    """A new folder with these links."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    return folder
+
+
+def _identities(folder: Path) -> bytes:
+    """The state of all files of a folder, wherever that lies; it changes with any of them. Empty for a broken one."""
+    try:
+        return repr([(path.name, file_identity(path)[1:]) for path in sorted(folder.iterdir())]).encode()
+    except OSError:
+        return b""

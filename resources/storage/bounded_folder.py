@@ -6,6 +6,7 @@ Beside each entry `<key>/` lie, named after the same key:
     <key>.copying    exclusive lock of the one who fills it
     <key>.partial/   what was filled so far, with the bytes it will have in the end; kept over crashes
     <key>.used       when it was last used, as a number that only grows
+    <key>.note       what its filler noted of it
     <key>.evicted/   what is being removed
 
 The locks are `flock`'s: the kernel ends them with their process. Order of use is a counter and no time, since clocks
@@ -18,6 +19,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from typing import IO
 from resources.errors import StorageError
 from resources.storage import storage
 
-_OF_AN_ENTRY = re.compile(r"([0-9a-f]{32})(\.(lock|copying|partial|used))?")
+_OF_AN_ENTRY = re.compile(r"([0-9a-f]{32})(\.(lock|copying|partial|used|note))?")
 _PLANNED = "planned_bytes"
 
 
@@ -59,7 +61,8 @@ class _Entry:
 class BoundedFolder:
     """Entries below `folder`, at most `max_bytes` of them together.
 
-    Keys are 32 hex digits. Whatever else lies in the folder is neither counted nor touched.
+    Keys are 32 hex digits. Whatever else lies in the folder is neither counted nor touched. Links have no size: entries
+    of links alone go as soon as nobody holds them and room is made for another one.
     """
 
     def __init__(self, folder: Path, *, max_bytes: int) -> None:
@@ -122,7 +125,7 @@ class BoundedFolder:
                     to_come += size - found
             bounded = planned_bytes + sum(entry.size_bytes for entry in idle + held) - self.max_bytes
             free_bytes = shutil.disk_usage(self.folder).free
-            excess = max(bounded, to_come - free_bytes)
+            excess = max(bounded, to_come - free_bytes) if planned_bytes else 0
             if excess > sum(entry.size_bytes for entry in idle):
                 raise self._no_room(planned_bytes, to_come, free_bytes, held)
             for entry in sorted(idle, key=lambda entry: entry.last_used):
@@ -136,10 +139,18 @@ class BoundedFolder:
         """Returns the size that an entry in the making will have; 0 if that is not known."""
         return _read_number(self.partial(key) / _PLANNED)
 
-    def publish(self, key: str, content: Path) -> None:
+    def note(self, key: str) -> bytes | None:
+        """Returns what was noted of an entry when it was published."""
+        try:
+            return (self.folder / f"{key}.note").read_bytes()
+        except OSError:
+            return None
+
+    def publish(self, key: str, content: Path, *, note: bytes = b"") -> None:
         """Makes `content`, a folder in the partial one, the entry. Only for the one who fills it."""
         with self._reported("complete a copy in"):
             _sync_folder(content)
+            storage.write_bytes(str(self.folder / f"{key}.note"), note)
             content.rename(self.entry(key))
             _sync_folder(self.folder)
             shutil.rmtree(self.partial(key))
@@ -188,7 +199,7 @@ class BoundedFolder:
         self._remove_tree(key)
         if self.partial(key).exists():
             shutil.rmtree(self.partial(key))
-        for suffix in ("used", "copying", "lock"):
+        for suffix in ("used", "note", "copying", "lock"):
             (self.folder / f"{key}.{suffix}").unlink(missing_ok=True)
 
     def _remove_tree(self, key: str) -> None:
@@ -239,7 +250,8 @@ def tree_bytes(folder: Path) -> int:
     for root, _, names in os.walk(folder):
         for name in names:
             with suppress(FileNotFoundError):  # a partial file that just got its name
-                total += (Path(root) / name).stat().st_size
+                status = (Path(root) / name).lstat()
+                total += 0 if stat.S_ISLNK(status.st_mode) else status.st_size
     return total
 
 

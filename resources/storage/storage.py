@@ -52,6 +52,16 @@ def absolute(uri: str) -> str:
     return str(local_path(uri).absolute()) if is_local(uri) else uri
 
 
+def resolved(uri: str) -> str:
+    """Returns the location without any link in it, if it is local."""
+    return os.path.realpath(local_path(uri)) if is_local(uri) else uri
+
+
+def behind_link(uri: str) -> str:
+    """Returns what a location shows, if it is a link itself; links on the way to it are left as they are."""
+    return resolved(uri) if is_local(uri) and local_path(uri).is_symlink() else uri
+
+
 def join(uri: str, *parts: str) -> str:
     """A location below another one."""
     return posixpath.join(uri.rstrip("/") or "/", *parts)

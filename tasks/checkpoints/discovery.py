@@ -23,7 +23,7 @@ from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.names import how_many, name_of, step_of
 
-_MODEL_FILES = ("config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
+_MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
 _INCOMPLETE_POLL_SECONDS = 1.0
 _ARCHIVE = "checkpoints"  # where training scripts put native checkpoints, beside hf/
 
@@ -56,7 +56,8 @@ class Checkpoint:
 def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: str | None = None) -> list[Checkpoint]:
     """Every checkpoint at or below a location, complete or not, by step and then by time of writing.
 
-    `<path>` and `<path>/hf` mean the same run. One listing of the store, then one look at each folder's headers.
+    `<path>` and `<path>/hf` mean the same run; of a link, what it shows is found. One listing of the store, then one
+    look at each folder's headers.
 
     Args:
         path: a checkpoint, or a run.
@@ -67,6 +68,7 @@ def find_checkpoints(path: str, *, kinds: Collection[Kind] = SERVED, reference: 
         BadInput: the location is not there, or is a file.
         NoCheckpoints: nothing below it looks like a checkpoint.
     """
+    path = storage.behind_link(path)  # a link may show elsewhere by the time that an engine starts
     files = storage.list_files(path)
     if [file.uri for file in files] == [path] and not storage.is_folder(path):
         raise BadInput(
@@ -115,7 +117,7 @@ def checkpoint_at(folder: str, *, kinds: Collection[Kind] = SERVED) -> Checkpoin
         found = find_checkpoints(folder, kinds=kinds)
     except BadInput:
         return None
-    return next((checkpoint for checkpoint in found if checkpoint.uri == folder), None)
+    return next((checkpoint for checkpoint in found if checkpoint.uri == storage.behind_link(folder)), None)
 
 
 def looks_like_checkpoint(folder: str, files: Sequence[FileInfo]) -> bool:

@@ -10,17 +10,19 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
 
 from fakes.launcher import FakeLauncher
-from fakes.models import write_checkpoint
+from fakes.models import write_checkpoint, write_safetensors
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.protocol import Announcement, Orders
 from pools.proxy.client import ProxyAddress
 from pools.replica import agent
+from pools.replica.replica import ReplicaEngine
 from resources.backends.local.client import LocalClient
 
 
@@ -108,3 +110,122 @@ def test_replica_that_says_it_is_ready_says_how_it_became_so(tmp_path: Path, mon
     run_agent(FakeLauncher(tmp_path), orders, monkeypatch)
     assert [load.how for load in first_words["run-1"].loads] == ["cold start"]
     assert [load.how for load in first_words["run-2"].loads] == ["cold start", "restart"]
+
+
+def end_engine(folder: Path) -> None:
+    """Kills the engine that was started last, as a lack of memory would."""
+    address = max(folder.glob("engine-*.json"), key=lambda path: path.stat().st_mtime_ns)
+    os.kill(json.loads(address.read_bytes())["pid"], signal.SIGKILL)
+
+
+def stop_once_settled(announcement: Announcement) -> Orders | None:
+    """Orders to stop once an engine was started again, or could not be."""
+    revived = announcement.state == "ready" and announcement.restarts
+    if revived or any(load.failure for load in announcement.loads):
+        return Orders(version=9, known=True, stop=True)
+    return None
+
+
+def test_engine_is_not_revived_on_files_written_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path / "step-1", seed=1)
+    served = Servable.from_uri("run-1", str(folder)).served
+    launcher, heard_ready = FakeLauncher(tmp_path), threading.Event()
+
+    def orders(announcement: Announcement) -> Orders:
+        if announcement.state == "ready" and not heard_ready.is_set():
+            heard_ready.set()
+            write_safetensors(folder / "model.safetensors", seed=2)
+            end_engine(tmp_path)
+        return stop_once_settled(announcement) or Orders(version=1, known=True, model="run-1", served=served)
+
+    pool = run_agent(launcher, orders, monkeypatch)
+    assert launcher.launches == ["run-1"]
+    assert heard_ready.is_set()
+    failure = pool.heard[-1].loads[-1].failure
+    assert failure is not None
+    assert failure.kind == "CheckpointChanged"
+
+
+def test_engine_is_revived_on_the_files_that_a_link_showed_when_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (write_checkpoint(tmp_path / f"step-{seed}", seed=seed) for seed in (1, 2))
+    latest = tmp_path / "latest"
+    latest.symlink_to(first)
+    served = Servable.from_uri("run", str(latest)).served
+    assert served.uri == str(first)
+    launcher, killed = FakeLauncher(tmp_path), threading.Event()
+
+    def orders(announcement: Announcement) -> Orders:
+        if announcement.state == "ready" and not killed.is_set():
+            killed.set()
+            latest.unlink()
+            latest.symlink_to(second)
+            end_engine(tmp_path)
+        return stop_once_settled(announcement) or Orders(version=1, known=True, model="run", served=served)
+
+    pool = run_agent(launcher, orders, monkeypatch)
+    assert launcher.launches == ["run", "run"]
+    assert [load.failure for load in pool.heard[-1].loads] == [None]
+
+
+def test_engine_that_answers_otherwise_after_a_revival_is_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = Servable.from_uri("run-1", str(write_checkpoint(tmp_path / "step-1", seed=1))).served
+    engine = Path(__file__).parents[2] / "fakes" / "engine.py"
+    other = (
+        f"import runpy, sys; sys.argv = ['engine', '--port', sys.argv[1], '--label', 'others', '--address-file', "
+        f"{str(tmp_path / 'other.json')!r}]; runpy.run_path({str(engine)!r}, run_name='__main__')"
+    )
+    launcher, killed = FakeLauncher(tmp_path, scripts={1: other, 2: other}), threading.Event()
+
+    def orders(announcement: Announcement) -> Orders:
+        if announcement.state == "ready" and not killed.is_set():
+            killed.set()
+            end_engine(tmp_path)
+        return stop_once_settled(announcement) or Orders(version=1, known=True, model="run-1", served=served)
+
+    pool = run_agent(launcher, orders, monkeypatch)
+    assert not [heard for heard in pool.heard if heard.state == "ready" and heard.restarts]
+    failure = pool.heard[-1].loads[-1].failure
+    assert failure is not None
+    assert "as it did before" in failure.expected
+
+
+def test_replica_between_two_checkpoints_never_says_that_it_is_ready_for_the_former(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = [
+        Servable.from_uri(f"run-{seed}", str(write_checkpoint(tmp_path / f"step-{seed}", seed=seed)))
+        for seed in range(3)
+    ]
+
+    def say_at_every_instruction(frame: FrameType, event: str, _: object) -> Any:
+        """Lets the replica announce itself wherever its state is being changed."""
+        if frame.f_code is not ReplicaEngine._become.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            frame.f_locals["self"]._on_change()
+        return say_at_every_instruction
+
+    def orders(announcement: Announcement) -> Orders:
+        loaded = {load.model for load in announcement.loads}
+        for version, checkpoint in enumerate(checkpoints):
+            if checkpoint.name not in loaded:
+                return Orders(version=version, known=True, model=checkpoint.name, served=checkpoint.served)
+        return Orders(version=len(checkpoints), known=True, stop=True)
+
+    threading.settrace(say_at_every_instruction)
+    try:
+        pool = run_agent(FakeLauncher(tmp_path), orders, monkeypatch)
+    finally:
+        threading.settrace(None)  # pyright: ignore[reportArgumentType]
+    assert pool.heard[-1].loads[-1].how == "reload"
+    words = [(heard.state, heard.digest) for heard in sorted(pool.heard, key=lambda heard: heard.sequence)]
+    for checkpoint in checkpoints[:-1]:
+        digest = checkpoint.digests.checkpoint
+        first = words.index(("ready", digest))
+        gone = next(place for place, pair in enumerate(words) if place > first and pair != ("ready", digest))
+        assert ("ready", digest) not in words[gone:]

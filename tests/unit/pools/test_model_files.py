@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from pools.engine.launch import Servable, ServedCheckpoint, why_not_reload
-from pools.weights.model_files import digest_model_folder, inspect_model_folder
+from pools.weights.model_files import digest_model_folder, inspect_model_folder, served_files
 from pools.weights.shared_tensors import tensor_in_common
 from resources.errors import IncompleteCheckpoint
 
@@ -208,6 +208,55 @@ def test_digest_follows_weights_written_again_in_place(tmp_path: Path) -> None:
     assert digest_model_folder(inspect_model_folder(str(folder))).weights != before.weights
 
 
+EVERY_FILE = {
+    "generation_config.json": b'{"eos_token_id": 2}',
+    "merges.txt": b"#version: 0.2\na b\n",
+    "added_tokens.json": b'{"<x>": 17}',
+    "special_tokens_map.json": b"{}",
+    "vocab.json": b"{}",
+    "chat_template.jinja": b"{{ messages }}",
+    "hf_quant_config.json": b"{}",
+    "modeling_own.py": b"pass",
+    "a file of tomorrow": b"\x00",
+}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.data())
+def test_digest_follows_every_byte_of_every_file_that_is_served(tmp_path: Path, data: st.DataObject) -> None:
+    folder = tmp_path / "a"
+    if not folder.exists():
+        write_checkpoint(folder, shards=2)
+        for name, content in EVERY_FILE.items():
+            (folder / name).write_bytes(content)
+    before = inspect_model_folder(str(folder))
+    assert set(served_files(before)) == {path.name for path in folder.iterdir()}
+    path = folder / data.draw(st.sampled_from(sorted(served_files(before))))
+    original, written = path.read_bytes(), path.stat()
+    place = data.draw(st.integers(0, len(original) - 1))
+    digests = digest_model_folder(before)
+    try:
+        changed = bytearray(original)
+        changed[place] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(changed)
+        os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
+        after = inspect_model_folder(str(folder))
+        assert not after.complete or digest_model_folder(after).checkpoint != digests.checkpoint
+    finally:
+        path.write_bytes(original)
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "added_tokens.json", "modeling_own.py", "hf_quant_config.json"])
+def test_tokenizer_digest_tells_small_files_apart(tmp_path: Path, name: str) -> None:
+    digests = []
+    for content in ("a b", "b a"):
+        folder = write_checkpoint(tmp_path / content)
+        (folder / name).write_text(content)
+        digests.append(digest_model_folder(inspect_model_folder(str(folder))))
+    assert digests[0].tokenizer != digests[1].tokenizer
+    assert digests[0].weights == digests[1].weights
+
+
 def test_reload_is_refused_for_what_an_engine_cannot_take(tmp_path: Path) -> None:
     def served(name: str, **kwargs: object) -> ServedCheckpoint:
         folder = write_checkpoint(tmp_path / name, **kwargs)  # type: ignore[arg-type]
@@ -260,4 +309,4 @@ def test_checkpoint_in_a_store_brings_its_small_files_here_and_leaves_its_weight
     assert servable.digests.tokenizer == digest_model_folder(inspect_model_folder(str(folder))).tokenizer
     assert (servable.tokenizer / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
     assert not (servable.tokenizer / "model.safetensors").exists()
-    assert Servable.from_uri("m", str(folder)).tokenizer == folder
+    assert Servable.from_uri("m", str(folder)).tokenizer == servable.tokenizer

@@ -14,7 +14,8 @@ from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable, ServedCheckpoint
-from pools.replica.replica import Loading, ReplicaEngine
+from pools.replica.loading import Loading
+from pools.replica.replica import ReplicaEngine
 from pools.replica.restarts import Restarts
 from resources.backends.local.client import LocalClient
 from resources.errors import EngineDied

@@ -83,12 +83,88 @@ def test_stage_from_a_store_without_hashes_copies_what_is_served(tmp_path: Path,
         assert all(path.read_bytes() == (tmp_path / "model" / path.name).read_bytes() for path in staged.path.iterdir())
 
 
-def test_stage_of_a_local_checkpoint_copies_nothing(tmp_path: Path, local: Path) -> None:
+BESIDE_THE_WEIGHTS = (
+    "consolidated.safetensors",
+    "consolidated-00001-of-00002.safetensors",
+    "other.safetensors",
+    "adapter_model.safetensors",
+    "adapter_config.json",
+    "pytorch_model.bin",
+    "optimizer.pt",
+    "training_args.bin",
+    "trainer_state.json",
+    "README.md",
+    "runs/events.json",
+)
+SMALL = ("merges.txt", "added_tokens.json", "hf_quant_config.json", "modeling_own.py", "nobody_knows_what.bpe")
+
+
+@pytest.mark.parametrize("kind", ["local", "store"])
+def test_stage_shows_weights_and_small_files_and_nothing_else(
+    store: type[FolderStore], tmp_path: Path, local: Path, kind: str
+) -> None:
     folder = write_checkpoint(tmp_path / "model")
+    for name in (*BESIDE_THE_WEIGHTS, *SMALL):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"x")
+    uri = str(folder) if kind == "local" else f"store:/{folder}"
+    with staging(local).stage(uri, digest_model_folder(inspect_model_folder(uri))) as staged:
+        assert names(staged.path) == {WEIGHTS, "config.json", "tokenizer.json", "tokenizer_config.json", *SMALL}
+        assert all(path.is_symlink() == (kind == "local") for path in staged.path.iterdir())
+        assert all(path.read_bytes() == (folder / path.name).read_bytes() for path in staged.path.iterdir())
+
+
+def test_stage_of_a_local_checkpoint_leaves_no_links_behind(tmp_path: Path, local: Path) -> None:
+    folders = [write_checkpoint(tmp_path / f"step-{seed}", seed=seed) for seed in range(3)]
+    digests = [digest_model_folder(inspect_model_folder(str(folder))) for folder in folders]
+    here = staging(local)
+    held = here.stage(str(folders[0]), digests[0])
+    here.stage(str(folders[1]), digests[1]).release()
+    last = here.stage(str(folders[2]), digests[2])
+    assert {path for path in local.iterdir() if path.is_dir()} == {held.path, last.path}
+    assert (held.path / WEIGHTS).resolve() == folders[0] / WEIGHTS
+
+
+def test_stage_of_a_local_checkpoint_mends_its_folder_of_links(tmp_path: Path, local: Path) -> None:
+    folder = write_checkpoint(tmp_path / "step-1")
     digests = digest_model_folder(inspect_model_folder(str(folder)))
     with staging(local).stage(str(folder), digests) as staged:
-        assert staged.path == folder
-    assert not local.exists()
+        (staged.path / "tokenizer.json").unlink()
+        with pytest.raises(IncompleteCheckpoint):
+            staged.verify()
+    with staging(local).stage(str(folder), digests) as staged:
+        staged.verify()
+
+
+def test_staged_checkpoint_stays_what_its_link_showed(tmp_path: Path, local: Path) -> None:
+    first, second = (write_checkpoint(tmp_path / f"step-{seed}", seed=seed) for seed in (1, 2))
+    latest = tmp_path / "latest"
+    latest.symlink_to(first)
+    digests = digest_model_folder(inspect_model_folder(str(latest)))
+    with staging(local).stage(str(latest), digests) as staged:
+        latest.unlink()
+        latest.symlink_to(second)
+        staged.verify()
+        assert (staged.path / WEIGHTS).read_bytes() == (first / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["local", "store"])
+@pytest.mark.parametrize("name", [WEIGHTS, "merges.txt"])
+def test_staged_checkpoint_that_was_changed_is_told(
+    store: type[FolderStore], tmp_path: Path, local: Path, kind: str, name: str
+) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+    (folder / "merges.txt").write_text("a b")
+    uri = str(folder) if kind == "local" else f"store:/{folder}"
+    with staging(local).stage(uri, digest_model_folder(inspect_model_folder(uri))) as staged:
+        staged.verify()
+        file = staged.path / name
+        before = file.stat()
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        with pytest.raises(CheckpointChanged if kind == "local" else StorageError):
+            staged.verify()
 
 
 def test_stage_of_a_local_checkpoint_written_since_is_refused(tmp_path: Path, local: Path) -> None:
@@ -385,7 +461,7 @@ def test_small_files_are_copied_once_without_weights(store: type[FolderStore], t
     assert staging(local).stage_small_files(other_uri, other) == folder
     assert store.ranges("tokenizer.json") == [(0, (folder / "tokenizer.json").stat().st_size)]
     assert store.ranges(WEIGHTS) == []
-    assert staging(local).stage_small_files(str(tmp_path), digests) == tmp_path
+    assert staging(local).stage_small_files(uri.removeprefix("store:/"), digests) == folder
 
 
 def test_small_files_that_differ_from_the_plan_are_refused(
