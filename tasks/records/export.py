@@ -115,13 +115,21 @@ def _csv(rows: Iterable[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")
+
+
 def _in_a_cell(value: Any) -> Any:
-    """Lists with semicolons, truth values as JSON has them, times as ISO 8601."""
+    """Lists with semicolons, truth values as JSON has them, times as ISO 8601; numbers as they are.
+
+    A text that a spreadsheet would take for a formula gets a single quote in front, as OWASP advises.
+    """
     match value:
         case bool():
             return "true" if value else "false"
         case list():
-            return ";".join(value)
+            return _in_a_cell(";".join(value))
+        case str() if value.startswith(_FORMULA):
+            return f"'{value}"
         case datetime():
             return value.isoformat()
         case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -59,3 +60,26 @@ def test_commands_of_the_workflow_are_those_of_this_version():
 
 def test_example_of_a_gate_is_one():
     assert {type(rule) for rule in load_gate(str(CI / "gate.yaml")).rules} == {BoundRule, BaselineRule}
+
+
+def test_path_from_outside_is_one_value_of_the_request_whatever_it_holds(tmp_path: Path):
+    path = 'gs://runs/a", "evaluation_path": "/elsewhere'
+    (tmp_path / "gate.yaml").write_text((CI / "gate.yaml").read_text())
+    stand_in = tmp_path / "prefect"
+    stand_in.write_text(f"#!{sys.executable}\nimport json, sys\nprint(json.dumps(sys.argv[1:]))\n")
+    stand_in.chmod(0o755)
+    done = subprocess.run(
+        ["bash", "-e", "-c", SCRIPTS["deployed: Evaluate, and wait"]],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={
+            **{"PATH": f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin", "GATE": str(tmp_path / "gate.yaml")},
+            **{"MODEL_PATH": path, "RECORDS": "gs://b/records", "SUITE": '{"a": 1}', "DEPLOYMENT": "d/local"},
+        },
+    )
+    assert done.returncode == 0, done.stderr
+    arguments = json.loads(done.stdout)
+    sent = json.loads(arguments[arguments.index("--params") + 1])
+    assert sent["request"] == {"model_path": path, "evaluation_path": "gs://b/records"}
+    assert sent["suite"] == '{"a": 1}' and "rules" in sent["gate"]

@@ -140,6 +140,18 @@ def test_every_form_says_the_same(evaluations: Path, tmp_path: Path):
     assert str(stored.schema.field("step").type) == "int64"
 
 
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n", "＝", "＠"])
+def test_cell_that_a_spreadsheet_would_compute_is_text_in_csv_alone(tmp_path: Path, start: str):
+    formula = f'{start}HYPERLINK("http://x";1)'
+    metrics = (make_metric(value=-0.5, stderr=-2e-07),)
+    publish(tmp_path, make_record(metrics=metrics, tags=(formula, "release")))
+    publish(tmp_path, make_record(step=200, status="failed", reason=formula))
+    first, second = csv.DictReader(io.StringIO(run(tmp_path, "--format", "csv"), newline=""))
+    assert {first["tags"], second["reason"]} == {f"'{formula};release", f"'{formula}"}
+    assert (first["value"], first["stderr"]) == ("-0.5", "-2e-07")
+    assert {row["reason"] for row in rows(tmp_path)} == {None, formula}
+
+
 def test_output_is_written_in_the_form_its_name_ends_with(evaluations: Path, tmp_path: Path):
     for name in ("a.csv", "b.jsonl", "c.txt"):
         assert run(evaluations, "--output", str(tmp_path / name)) == ""
