@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
 from flows.cli.option_groups import EngineOptions, EvaluationOptions, flattened
-from flows.console.console import OUT, Json, print_json
+from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
     from pools.pool.kept import KeptPool, KeptPoolState
+    from tasks.checkpoints.discovery import Checkpoint
 
 pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.", no_args_is_help=True)
 
@@ -102,25 +104,14 @@ def start_pool(
     from pools.pool.kept import keep_up
     from pools.weights.model_files import digest_model_folder
     from resources.environments.environments import ENVIRONMENTS, ensure_environment
-    from resources.errors import NoCheckpoints
-    from tasks.checkpoints.discovery import find_checkpoints, name_of
+    from tasks.checkpoints.discovery import name_of
     from tasks.spec.loading import build_config
 
     assert options.model is not None
     run_name = options.name or name_of(options.model)[0]
     content = {**pool_content(options), "longest_wait_seconds": longest_wait_seconds}
     config = build_config(content, InferencePoolConfig, source="the options")
-    found = [
-        checkpoint
-        for checkpoint in find_checkpoints(options.model)
-        if checkpoint.complete and checkpoint.folder is not None
-    ]
-    if not found:
-        raise NoCheckpoints(
-            expected=f"at least one complete checkpoint in Hugging Face layout at {options.model}",
-            found="none",
-            remedy="see which are there and why not: assay checkpoints PATH",
-        )
+    found = checkpoints_to_serve(options.model)
     checkpoints = [
         Servable.from_folder(
             f"{run_name}{checkpoint.name.removeprefix(checkpoint.run)}",
@@ -132,6 +123,18 @@ def start_pool(
     ]
     ensure_environment(ENVIRONMENTS[environment_name(config)])
     return keep_up(pool_name or run_name, config, checkpoints, idle_seconds=idle_minutes * 60)
+
+
+def checkpoints_to_serve(path: str) -> list[Checkpoint]:
+    """The complete checkpoints at a location; shows the others, each with its reason.
+
+    Raises:
+        NoCheckpoints: none is complete.
+    """
+    from tasks.checkpoints.discovery import complete_among, find_checkpoints
+
+    shown = partial(ERR.print, highlight=False, markup=False, soft_wrap=True)
+    return complete_among(find_checkpoints(path), path, on_left_out=shown)
 
 
 def state_of(state: KeptPoolState) -> dict[str, Any]:

@@ -219,17 +219,7 @@ def discover(
         if not waiting_helps or clock() >= deadline:
             break
         sleep(_INCOMPLETE_POLL_SECONDS)
-    for checkpoint in incomplete:
-        report_event(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
-    complete = [checkpoint for checkpoint in found if checkpoint.complete]
-    if not complete:
-        reasons = "; ".join(f"{storage.basename(c.uri)}: {', '.join(c.problems)}" for c in incomplete[:5])
-        raise NoCheckpoints(
-            expected=f"at least one complete checkpoint at {path}",
-            found=f"{len(incomplete)} incomplete ({reasons})",
-            remedy="wait until one is written; `assay checkpoints` shows what is missing",
-        )
-    return select(complete, selection)
+    return select(complete_among(found, path, on_left_out=report_event), selection)
 
 
 @task(task_run_name="look at {path}", cache_policy=NO_CACHE, persist_result=False)
@@ -257,6 +247,26 @@ def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:
     native = [config for config in configs if config.native]
     kinds = LOADED_NATIVELY if native and len(native) == len(configs) else SERVED
     return {"kinds": kinds, "reference": next((config.native_reference for config in native), None)}
+
+
+def complete_among(found: Sequence[Checkpoint], path: str, *, on_left_out: Callable[[str], object]) -> list[Checkpoint]:
+    """The complete ones among the checkpoints found at a location; of each other one it is told why it is left out.
+
+    Raises:
+        NoCheckpoints: none is complete.
+    """
+    incomplete = [checkpoint for checkpoint in found if not checkpoint.complete]
+    for checkpoint in incomplete:
+        on_left_out(f"left out {checkpoint.uri}: {'; '.join(checkpoint.problems)}")
+    complete = [checkpoint for checkpoint in found if checkpoint.complete]
+    if not complete:
+        reasons = "; ".join(f"{storage.basename(c.uri)}: {', '.join(c.problems)}" for c in incomplete[:5])
+        raise NoCheckpoints(
+            expected=f"at least one complete checkpoint at {path}",
+            found=f"{len(incomplete)} incomplete ({reasons})",
+            remedy="wait until one is written; `assay checkpoints` shows what is missing",
+        )
+    return complete
 
 
 def select(complete: Sequence[Checkpoint], selection: CheckpointSelection) -> list[Checkpoint]:
