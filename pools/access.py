@@ -45,9 +45,9 @@ class PoolAccess(Config):
     def _key_in_the_clear(self, key: SecretStr) -> str:
         return key.get_secret_value()
 
-    def proxy(self) -> ProxyClient:
-        """Speaks to its proxy."""
-        return ProxyClient(self.address, admin_key=self.admin_key.get_secret_value())
+    def proxy(self, *, timeout_seconds: float = 10) -> ProxyClient:
+        """Speaks to its proxy, which may take so long to answer."""
+        return ProxyClient(self.address, admin_key=self.admin_key.get_secret_value(), timeout_seconds=timeout_seconds)
 
     def engine_identity(self) -> dict[str, Any]:
         """The engine that answers: build, device and arguments."""

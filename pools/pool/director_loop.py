@@ -198,13 +198,17 @@ class DirectorLoop:
         try:
             if now - self._proxy_silent_since > _SILENT_PROXY_SECONDS:
                 self._on_event("the proxy has not answered for long and is ended")
-                self._proxy_process.stop()
+                self._proxy_process.end()
                 self._proxy_silent_since = None
-            if self._proxy_process.restart_if_ended():
+            looked_until = now + _IDLE_WAIT_SECONDS
+            while not (restarted := self._proxy_process.restart_if_ended()) and time.monotonic() < looked_until:
+                if self._stopping.wait(_BUSY_WAIT_SECONDS):  # asked too early, its socket would keep us waiting
+                    return False
+            if restarted:
                 self._on_event("the proxy ended and was started again")
                 self.proxy.set_state(self._desired)
         except ProxyFailed as error:
             self._failed = error.found
+            self._proxy_process.stop()
             return False
-        self._stopping.wait(_IDLE_WAIT_SECONDS)
         return True

@@ -28,6 +28,7 @@ from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
 from resources.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 
 _PREEMPTIONS = 100
+_DIRECTOR_SECONDS = 3.0  # a socket that stands takes connections for a proxy that has ended, too
 
 
 class InferencePool:
@@ -110,7 +111,7 @@ class InferencePool:
         )
         self._director = DirectorLoop(
             self.config,
-            proxy=self.access.proxy(),
+            proxy=self.access.proxy(timeout_seconds=_DIRECTOR_SECONDS),
             proxy_process=self._proxy_process,
             agents=agents,
             models={checkpoint.name: checkpoint.served for checkpoint in self._checkpoints},

@@ -32,6 +32,7 @@ from pools.proxy.counters import Tally
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.routing import RoutingTable
 from pools.proxy.server import ProxyServer
+from pools.proxy.standing_socket import borrowed
 from resources.errors import ProxyFailed
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce
@@ -53,6 +54,7 @@ async def serve(
     keys: ProxyKeys,
     tell: Callable[[str, int], None],
     journal: JournalFlags | None = None,
+    lender: Path | None = None,
 ) -> None:
     """Serves until SIGTERM or SIGINT, then answers what it can at once and ends.
 
@@ -63,6 +65,7 @@ async def serve(
         keys: of clients, of the pool and of its replicas.
         tell: called with the bound address once connections are accepted.
         journal: the journal to keep; none keeps none.
+        lender: where a socket is lent that listens already, in place of one of its own.
 
     Raises:
         ProxyFailed: the address cannot be listened on.
@@ -93,7 +96,8 @@ async def serve(
         listener = Listener(proxy, bounds=bounds)
         ending.push_async_callback(listener.close, SHUTDOWN_GRACE_SECONDS)
         try:
-            bound = await listener.start(host, port)
+            listening = borrowed(lender) if lender is not None else None
+            bound = await listener.start(host, port, listening=listening)
         except OSError as error:
             raise ProxyFailed(
                 expected=f"to listen on {host}:{port}",
@@ -139,6 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pools.proxy", description="The proxy of an Assay pool.")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; auto is this machine's")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--lender", type=Path, help="where a socket is lent that listens at that host and port")
     parser.add_argument("--address-file", type=Path, help="where to write the bound address")
     for name, limit in ProxyLimits.model_fields.items():
         flag = f"--{name.replace('_', '-')}"
@@ -158,8 +163,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             size, prompts = given["journal_max_bytes"], given["journal_prompts"]
             file = Path(given["journal"]) if given["journal"] else None
             journal = JournalFlags(path=file, max_bytes=size, prompts=prompts)
+        where, keys = (host, given["port"]), proxy_keys()
         with asyncio.Runner(loop_factory=_new_loop) as runner:
-            runner.run(serve(host, given["port"], limits=limits, keys=proxy_keys(), tell=tell, journal=journal))
+            runner.run(serve(*where, limits=limits, keys=keys, tell=tell, journal=journal, lender=given["lender"]))
     except ValidationError as error:
         parser.error(str(error))
     except ProxyFailed as error:

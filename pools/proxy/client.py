@@ -59,7 +59,13 @@ class JournalFlags(Config):
 
 
 def proxy_command(
-    address_file: Path | None, *, host: str, port: int, limits: ProxyLimits, journal: JournalFlags | None = None
+    address_file: Path | None,
+    *,
+    host: str,
+    port: int,
+    limits: ProxyLimits,
+    journal: JournalFlags | None = None,
+    lender: Path | None = None,
 ) -> tuple[str, ...]:
     """The command that starts a proxy with this interpreter; its keys belong into its environment.
 
@@ -70,9 +76,11 @@ def proxy_command(
         port: port to listen on; 0 takes a free one.
         limits: its bounds and time-outs.
         journal: the journal it is to keep; none if it is to keep none.
+        lender: where it is lent a socket that listens there already; none if it is to make its own.
     """
     command = [sys.executable, "-m", "pools.proxy", "--host", host, "--port", str(port)]
     command += ["--address-file", str(address_file)] if address_file else []
+    command += ["--lender", str(lender)] if lender else []
     for name, value in limits.model_dump().items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     if journal is not None:

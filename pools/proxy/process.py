@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import secrets
+import socket
+from pathlib import Path
 
 from pools.config import InferencePoolConfig
 from pools.jobs import labelled, placed_with, pool_environment
 from pools.protocol import ProxyLimits
 from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
+from pools.proxy.standing_socket import lent, standing_socket
 from resources.config import ResourceConfig
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.addresses import is_loopback
@@ -58,6 +61,7 @@ class ProxyProcess:
         self._job: JobHandle | None = None
         self._address: ProxyAddress | None = None
         self._restarts = 0
+        self._listening: socket.socket | None = None
 
     @property
     def address(self) -> ProxyAddress:
@@ -67,11 +71,27 @@ class ProxyProcess:
         return self._address
 
     def start(self) -> ProxyAddress:
-        """Starts it, on the address it had before if there was one.
+        """Starts it, on the address it had before if there was one; on this machine with the socket it had before.
 
         Raises:
             ProxyFailed: it does not listen, or runs on another machine than before.
         """
+        config = self._config
+        if not self._client.is_local:
+            return self._start(config.proxy_host, config.proxy_port, lender=None)
+        host = "127.0.0.1" if config.proxy_host == "auto" else config.proxy_host
+        try:
+            listening = self._listening = self._listening or standing_socket(host, config.proxy_port)
+        except OSError as error:
+            raise ProxyFailed(
+                expected=f"to listen on {host}:{config.proxy_port}",
+                found=str(error),
+                remedy="choose another proxy_port, or 0 for a free one; or a proxy_host of this machine",
+            ) from error
+        with lent(listening) as lender:
+            return self._start(host, listening.getsockname()[1], lender=lender)
+
+    def _start(self, host: str, port: int, *, lender: Path | None) -> ProxyAddress:
         config = self._config
         local = self._client.is_local
         journal = JournalFlags(
@@ -81,8 +101,8 @@ class ProxyProcess:
         )
         _, *arguments = proxy_command(
             None,
-            host="127.0.0.1" if local and config.proxy_host == "auto" else config.proxy_host,
-            port=self._address.port if self._address else config.proxy_port,
+            host=host,
+            port=self._address.port if self._address else port,
             limits=ProxyLimits(
                 max_held=config.max_pending_requests,
                 hold_timeout_seconds=config.proxy_timeout_seconds,
@@ -90,6 +110,7 @@ class ProxyProcess:
                 lease_seconds=config.lease_seconds,
             ),
             journal=journal if config.journal else None,
+            lender=lender,
         )
         try:
             job = self._job = self._client.submit(
@@ -141,7 +162,13 @@ class ProxyProcess:
         self.start()
         return True
 
-    def stop(self) -> None:
-        """Ends it; safe to call twice."""
+    def end(self) -> None:
+        """Ends its process, which may be started again."""
         if self._job is not None:
             self._job.terminate()
+
+    def stop(self) -> None:
+        """Ends it, and refuses whoever connects; safe to call twice."""
+        if self._listening is not None:
+            self._listening.close()
+        self.end()

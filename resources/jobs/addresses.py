@@ -1,11 +1,25 @@
-"""Under which address other machines reach this one."""
+"""Under which address other machines reach this one, and where its own processes find each other's sockets."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import socket
+import tempfile
+from pathlib import Path
 
 _ANYWHERE = ("10.255.255.255", 9)  # nothing is sent: it makes the kernel choose an interface
+
+_LONGEST_SOCKET_PATH = 90  # the kernel takes 108 bytes, or 104, and a fork server adds its process id for a moment
+
+
+def folder_for_a_socket() -> Path:
+    """A new folder that only this user can enter, with a name short enough for the path of a socket in it."""
+    folder = Path(tempfile.mkdtemp(prefix="assay-"))
+    if len(os.fsencode(folder / "socket")) <= _LONGEST_SOCKET_PATH:
+        return folder
+    folder.rmdir()
+    return Path(tempfile.mkdtemp(prefix="assay-", dir="/tmp"))
 
 
 def own_address(towards: tuple[str, int] = _ANYWHERE) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -18,10 +17,10 @@ from types import TracebackType
 from typing import Self
 
 from resources.config import ResourceConfig
+from resources.jobs.addresses import folder_for_a_socket
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_environment
 
 _PROGRAMS = Path(__file__).parent / "programs"
-_LONGEST_SOCKET_PATH = 90  # the kernel takes 108 bytes, or 104, and the server adds its process id for a moment
 _RESTARTS = 3
 
 
@@ -76,7 +75,7 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         Raises:
             BadInput: the interpreter does not exist.
         """
-        self._folder = _private_folder()
+        self._folder = folder_for_a_socket()
         self._socket = self._folder / "socket"
         arguments = ("-I", "-u", str(_PROGRAMS / "fork_server.py"), str(self._socket), str(self._program))
         self._job = self._client.submit(
@@ -110,12 +109,3 @@ class ForkServer(AbstractContextManager["ForkServer"]):
             self._job.terminate()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def _private_folder() -> Path:
-    """A folder that only this user can enter, with a name short enough for a socket's path."""
-    folder = Path(tempfile.mkdtemp(prefix="assay-"))
-    if len(os.fsencode(folder / "socket")) <= _LONGEST_SOCKET_PATH:
-        return folder
-    folder.rmdir()
-    return Path(tempfile.mkdtemp(prefix="assay-", dir="/tmp"))

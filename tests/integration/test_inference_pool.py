@@ -125,6 +125,16 @@ def answered(running: RunningModel, model: str, timeout_seconds: float | None) -
         return False
 
 
+def asked_thrice(running: RunningModel, prompt: str) -> int:
+    """The status that a client gets which asks again at once, twice at most; 0 where it gets none."""
+    for _ in range(3):
+        try:
+            return ask(running, prompt).status_code
+        except httpx.TransportError:
+            continue
+    return 0
+
+
 NAN_ENGINE = """
 import http.server, sys
 class Engine(http.server.BaseHTTPRequestHandler):
@@ -331,6 +341,43 @@ def test_requests_for_another_checkpoint_wait_no_longer_than_the_bound_while_one
         assert not refused
         loads = [load.model for replica in pool.proxy_status().replicas for load in replica.announcement.loads]
         assert loads[:2] == ["run-1", "run-2"]
+
+
+def test_proxy_that_is_killed_under_load_fails_no_request_of_a_client_that_tries_thrice_at_once(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    launcher = FakeLauncher(tmp_path, faults={"delay_seconds": 0.02})
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+        running, _ = pool.load("run-1")
+        killed, stop = pool.proxy_pid, threading.Event()
+        answers: list[int] = []
+
+        def asks(number: int) -> None:
+            while not stop.is_set():
+                answers.append(asked_thrice(running, f"{number} {len(answers)}"))
+
+        with ThreadPoolExecutor(8) as threads:
+            asking = [threads.submit(asks, number) for number in range(8)]
+            try:
+                eventually(lambda: len(answers) > 40)
+                os.kill(killed, signal.SIGKILL)
+                eventually(lambda: pool.proxy_pid != killed)
+                before = len(answers)
+                eventually(lambda: len(answers) > before + 40)
+            finally:
+                stop.set()
+        for thread in asking:
+            thread.result()
+        assert set(answers) == {200}
+
+
+def test_pool_that_is_closed_leaves_nobody_waiting_for_its_proxy(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable]
+) -> None:
+    with InferencePool(pool_config(), checkpoints, client=client, launcher=FakeLauncher(tmp_path)) as pool:
+        address = pool.access.address
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.host, address.port))
 
 
 def agent_pid(folder: Path) -> int:

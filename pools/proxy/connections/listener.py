@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 from pools.proxy.connections.messages import Application
 from pools.proxy.connections.reading import Bounds
@@ -27,12 +28,13 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def start(self, host: str, port: int) -> tuple[str, int]:
+    async def start(self, host: str, port: int, *, listening: socket.socket | None = None) -> tuple[str, int]:
         """Accepts connections from now on.
 
         Args:
             host: address to listen on.
             port: port to listen on; 0 takes a free one.
+            listening: the socket to take connections from, in place of one of its own.
 
         Returns:
             the bound address and port.
@@ -42,7 +44,10 @@ class Listener:
         """
         loop = asyncio.get_running_loop()
         # A proxy that was killed leaves its port in TIME_WAIT: the next one takes it nevertheless.
-        self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
+        if listening is None:
+            self._server = await loop.create_server(self._connection, host, port, backlog=BACKLOG, reuse_address=True)
+        else:
+            self._server = await loop.create_server(self._connection, sock=listening, backlog=BACKLOG)
         self._look_at_connections()
         bound, number, *_ = self._server.sockets[0].getsockname()
         return bound, number

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import socket
 from contextlib import nullcontext
+from pathlib import Path
 
+import httpx
 import pytest
 
 from fakes.jobs import FakeClient, FakeJob
+from fakes.polling import eventually
+from fakes.proxy import CLIENT_KEY, running_proxy
 from pools.config import InferencePoolConfig
 from pools.pool.inference import InferencePool
 from pools.proxy.client import ProxyAddress
 from pools.proxy.process import ProxyProcess, check_network
+from pools.proxy.standing_socket import borrowed, lent, standing_socket
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Command, JobStatus
 from resources.settings import ProxyKeys, settings
@@ -82,3 +88,42 @@ def test_pool_beyond_loopback_is_refused_before_anything_is_started() -> None:
     with pytest.raises(BadInput, match="ASSAY_INSECURE=1"), InferencePool(config, [], client=client):
         pass
     assert client.requests == []
+
+
+def test_connections_wait_while_the_proxy_is_started_again_with_its_socket(tmp_path: Path) -> None:
+    with standing_socket("127.0.0.1", 0) as standing:
+        host, port = standing.getsockname()
+        for _ in range(2):
+            with socket.create_connection((host, port)) as early, lent(standing) as lender:
+                early.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                with running_proxy(tmp_path, "--lender", str(lender), port=port) as proxy:
+                    assert early.recv(100).startswith(b"HTTP/1.1 503 ")
+                    headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
+                    assert httpx.get(f"{proxy.url}/v1/models", headers=headers).status_code == 200
+                    proxy.process.kill()
+    eventually(lambda: is_refused(host, port))
+
+
+def test_socket_that_nobody_borrows_leaves_nothing(tmp_path: Path) -> None:
+    with standing_socket("127.0.0.1", 0) as standing, lent(standing) as lender:
+        folder = lender.parent
+        assert folder.stat().st_mode & 0o077 == 0
+    assert not folder.exists()
+    with pytest.raises(OSError):
+        borrowed(lender)
+
+
+def is_refused(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_port_that_is_taken_is_named_with_its_remedy() -> None:
+    with standing_socket("127.0.0.1", 0) as taken:
+        content = {"model": {"name": "run"}, "proxy_port": taken.getsockname()[1]}
+        config = InferencePoolConfig.model_validate(content)
+        with pytest.raises(ProxyFailed, match="choose another proxy_port"):
+            ProxyProcess(config, client=FakeClient(), keys=ProxyKeys.new()).start()

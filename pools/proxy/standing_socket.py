@@ -1,0 +1,73 @@
+"""A listening socket that stands while the proxy behind it is started again: connections wait in it meanwhile.
+
+Whoever keeps the proxy up holds the socket and accepts nothing. Each start of the proxy is lent it, over a Unix socket
+in a folder that only this user can enter and that is there for the time of the start.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pools.proxy.connections.listener import BACKLOG
+from resources.jobs.addresses import folder_for_a_socket
+
+_BORROWING_SECONDS = 30.0
+
+
+def standing_socket(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Args:
+        host: address to listen on.
+        port: port to listen on; 0 takes a free one.
+
+    Raises:
+        OSError: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=BACKLOG)
+
+
+@contextmanager
+def lent(listening: socket.socket) -> Iterator[Path]:
+    """Lends a socket to the first process that asks at this path, for as long as the block lasts."""
+    path = folder_for_a_socket() / "socket"
+    try:
+        with socket.socket(socket.AF_UNIX) as counter:
+            counter.bind(str(path))
+            counter.listen()
+            threading.Thread(target=_lend, args=(listening, counter), name="proxy-socket", daemon=True).start()
+            try:
+                yield path
+            finally:
+                with suppress(OSError):  # wakes a lender whom nobody has asked
+                    counter.shutdown(socket.SHUT_RDWR)
+    finally:
+        shutil.rmtree(path.parent, ignore_errors=True)
+
+
+def _lend(listening: socket.socket, counter: socket.socket) -> None:
+    with suppress(OSError):  # the start has failed
+        borrower, _ = counter.accept()
+        with borrower:
+            socket.send_fds(borrower, [b"."], [listening.fileno()])
+
+
+def borrowed(path: Path) -> socket.socket:
+    """The socket that is lent at a path.
+
+    Raises:
+        OSError: nobody lends one there.
+    """
+    with socket.socket(socket.AF_UNIX) as asking:
+        asking.settimeout(_BORROWING_SECONDS)
+        asking.connect(str(path))
+        _, descriptors, _, _ = socket.recv_fds(asking, 1, 1)
+    if not descriptors:
+        raise ConnectionError("the lender left")
+    return socket.socket(fileno=descriptors[0])
