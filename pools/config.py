@@ -16,7 +16,7 @@ from resources.storage.tree_signature import list_tree
 
 EngineDevice = Literal["cpu", "cuda", "tpu"]
 
-_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._+=@-]*$")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]*")
 ENGINE_GENERATION_DEFAULTS = (
     "temperature",
     "top_p",
@@ -43,7 +43,7 @@ def check_name(name: str) -> str:
     Raises:
         ValueError: it may not.
     """
-    if not _NAME.match(name) or name in {".", ".."}:
+    if not _NAME.fullmatch(name):
         raise ValueError(
             f"expected a name of letters, digits and . _ + = @ - that starts with a letter or digit, found {name!r}"
         )

@@ -12,7 +12,7 @@ ReplicaState = Literal["starting", "ready", "draining", "dead"]
 ProxyHealth = Literal["ready", "holding", "failed"]
 LoadedHow = Literal["cold start", "reload", "restart", "already loaded"]
 
-NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}$"
+NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,199}"
 _KEY_PATTERN = r"^[A-Za-z0-9_-]{16,128}$"
 _URL_PATTERN = r"^https?://[^/?#\s]+$"
 

@@ -127,7 +127,7 @@ class AnyOfInForms:
 Device = Annotated[CpuConfig | GpuConfig | TpuConfig, Field(discriminator="kind"), AnyOfInForms()]
 """The device that does the arithmetic: told apart by `kind`."""
 
-_SIZE = re.compile(r"^\d+(\.\d+)?\s*(k|m|g|t)(i?b?)?$", re.IGNORECASE)
+_SIZE = re.compile(r"\d+(\.\d+)?\s*(k|m|g|t)(i?b?)?", re.IGNORECASE)
 _SIZE_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -156,7 +156,7 @@ class ResourceConfig(Config):
     @field_validator("ram", "disk")
     @classmethod
     def _size_is_readable(cls, size: str) -> str:
-        if not _SIZE.match(size.strip()):
+        if not _SIZE.fullmatch(size.strip()):
             raise ValueError(f"expected a size such as 512m or 128g, found {size!r}")
         return size.strip().lower()
 

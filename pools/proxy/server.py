@@ -161,7 +161,7 @@ class ProxyServer:
             if path.startswith(prefix):
                 name = path.removeprefix(prefix)
                 parts = name.split("/")
-                if len(parts) == (2 if prefix == "/admin/cells/" else 1) and all(map(_NAMED.match, parts)):
+                if len(parts) == (2 if prefix == "/admin/cells/" else 1) and all(map(_NAMED.fullmatch, parts)):
                     return _Found(self._routes[prefix], name, scope)
         raise Refusal(404, "There is nothing at this path.")
 

@@ -7,14 +7,17 @@ an upload becomes visible only when it ends.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import os
 import posixpath
+import re
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from resources.storage.listings import FileInfo
 
 _MEMORY_CREATE = threading.Lock()
 _READ_BYTES = 2**30  # a read of Linux returns no more than 2 GiB
+_ASIDE = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
+_ABANDONED_SECONDS = 600.0
 _OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
 
 
@@ -212,13 +217,28 @@ def _written_aside(path: Path, content: bytes) -> Iterator[Path]:
     temporary = Path(name)
     try:
         with os.fdopen(descriptor, "wb") as file:
+            with suppress(OSError):  # a store without locks, a folder that cannot be listed
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _sweep(path.parent)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o644)
-        yield temporary
+            temporary.chmod(0o644)
+            yield temporary
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@lru_cache(maxsize=1024)
+def _sweep(folder: Path) -> None:
+    """Removes what killed writers have left in a folder, once per process: the files of living ones are locked."""
+    now = folder.stat().st_mtime  # by the store's own clock: something was just begun in it
+    for path in folder.iterdir():
+        if _ASIDE.fullmatch(path.name):
+            with suppress(OSError), path.open("r+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if os.fstat(file.fileno()).st_mtime < now - _ABANDONED_SECONDS:  # else it may not be locked yet
+                    path.unlink()
 
 
 def check_writable(uri: str) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Iterable
 
 from resources.storage import storage
 
-_STEP = re.compile(r"^(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)$")
+_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)")
 
 
 def step_of(component: str) -> int | None:
     """The training step that a folder name such as step-2000, checkpoint-500 or global_step_10 stands for."""
-    match = _STEP.match(component)
+    match = _STEP.fullmatch(component)
     return int(match.group(1)) if match else None
 
 

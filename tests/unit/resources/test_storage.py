@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
+import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +69,38 @@ def test_create_from_many_threads_is_won_by_exactly_one(root: str) -> None:
         thread.join()
     assert len(won) == 1
     assert storage.read_bytes(uri) == str(won[0]).encode()
+
+
+WRITER = """
+import os, sys
+from resources.storage import storage
+os.fsync = lambda _: (print(flush=True), sys.stdin.read())
+storage.write_bytes(sys.argv[1], b"at last")
+"""
+
+
+def writer_in_the_middle(path: Path) -> subprocess.Popen[bytes]:
+    """A process that has begun to write a file, and ends it with its input; what it wrote so far is an hour old."""
+    command = [sys.executable, "-c", WRITER, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    for left in path.parent.glob(f".{path.name}.*.partial"):
+        os.utime(left, (time.time() - 3600, time.time() - 3600))
+    return process
+
+
+def test_write_sweeps_what_killed_writers_left_and_nothing_of_living_ones(tmp_path: Path) -> None:
+    with writer_in_the_middle(tmp_path / "killed") as killed, writer_in_the_middle(tmp_path / "living") as living:
+        killed.kill()
+        killed.wait()
+        (tmp_path / ".just.begun_by.partial").write_bytes(b"")
+        (tmp_path / ".weights.partial").write_bytes(b"")
+        os.utime(tmp_path / ".weights.partial", (1, 1))  # another's, to go on with
+        storage.write_bytes(str(tmp_path / "new"), b"")
+        names = {path.name.partition(".living.")[1] or path.name for path in tmp_path.iterdir()}
+        assert names == {"new", ".living.", ".just.begun_by.partial", ".weights.partial"}
+        living.communicate(b"")
+    assert living.returncode == 0 and (tmp_path / "living").read_bytes() == b"at last"
 
 
 def test_list_files_names_every_file_with_its_size(root: str) -> None:

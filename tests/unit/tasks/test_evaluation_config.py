@@ -87,7 +87,7 @@ def test_two_paths_for_one_model_are_refused() -> None:
         EvaluationConfig.model_validate({**MINIMAL, "pool_config": {"model": {"name": "m", "path": "/elsewhere"}}})
 
 
-@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "with space"])
+@pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "with space", "a\n", "a\0", "a\x1b", "\n"])
 def test_names_that_would_leave_their_folder_are_refused(name: str) -> None:
     with pytest.raises(ValidationError, match="expected a name"):
         EvaluationConfig.model_validate({**MINIMAL, "model_name": name})
