@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
+from resources.errors import StorageError
+from resources.storage import storage
 from resources.storage.storage import content_digest
 from tasks.spec.evaluators import EvaluatorOptions
+
+_WHOLE_PATH = re.compile(r"=([/~][^,\"'\s}]*)")
 
 
 class HelmOptions(EvaluatorOptions):
@@ -39,12 +44,23 @@ class HelmOptions(EvaluatorOptions):
 
     def score_inputs(self) -> dict[str, Any]:
         """Return the options that can change a score: not how fast, how often or how patiently it is asked."""
-        return {
+        inputs = {
             "run_specs": content_digest(self.run_specs_path, length=16) if self.run_specs_path is not None else None,
             "priority": self.priority,
             "groups": list(self.groups),
             "num_train_trials": self.num_train_trials,
         }
+        data = self._named_files()
+        return {**inputs, "run_specs_data": data} if data else inputs
+
+    def _named_files(self) -> dict[str, str]:
+        """The digest of each file that an entry names by its whole path."""
+        try:
+            entries = storage.read_bytes(self.run_specs_path).decode() if self.run_specs_path is not None else ""
+        except (OSError, ValueError, StorageError):  # refused where it is needed
+            return {}
+        paths = sorted(set(_WHOLE_PATH.findall(entries)))
+        return {path: digest for path in paths if (digest := content_digest(path)) is not None}
 
 
 OPTIONS = HelmOptions

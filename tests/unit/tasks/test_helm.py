@@ -240,6 +240,15 @@ def test_options_measure_what_is_asked_not_how_patiently(tmp_path: Path):
     assert HelmOptions(run_specs_path=str(entries)).score_inputs() != first
 
 
+def test_data_that_an_entry_of_the_file_names_by_its_whole_path_can_change_a_score(tmp_path: Path) -> None:
+    entries, questions = tmp_path / "run_specs.conf", tmp_path / "questions.jsonl"
+    entries.write_text(f'entries: [{{description: "custom_mcqa:path={questions},num_train_instances=0", priority: 1}}]')
+    questions.write_text("{}")
+    first = HelmOptions(run_specs_path=str(entries)).score_inputs()
+    questions.write_text("{} ")
+    assert HelmOptions(run_specs_path=str(entries)).score_inputs() != first
+
+
 def test_progress_is_that_of_the_last_line_about_it():
     log = "Answered 0 of 10 requests of simple_mcqa (1 of 2)\nINFO x\nAnswered 3 of 40 requests of demo_mcqa (2 of 2)\n"
     assert Helm().progress(log) == Progress("demo_mcqa (2 of 2)", 3, 40)

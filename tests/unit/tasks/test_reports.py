@@ -413,3 +413,10 @@ def test_checkpoints_of_one_name_at_different_places_are_told_apart_everywhere()
     page = render_report(records, title="t")
     assert "0.250" in page and "0.750" in page and "final (exp1/final)" in page
     assert any("exp1/final" in line for line in in_terminal(records))
+
+
+def test_page_tells_which_checkpoints_another_version_of_the_harness_scored() -> None:
+    versions = make_record().versions
+    later = make_record(step=200, versions={**versions, "lm_eval": "0.5.0"})
+    page = render_report([make_record(), later], title="t")
+    assert f"lm_eval {versions['lm_eval']}" in page and "lm_eval 0.5.0" in page
