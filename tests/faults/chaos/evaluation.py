@@ -5,7 +5,7 @@ Everything that it writes lies in a folder of its own, temporary files too, so t
 
 from __future__ import annotations
 
-import json
+import asyncio
 import subprocess
 import sys
 from abc import ABC, abstractmethod
@@ -16,13 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from prefect.deployments.runner import RunnerDeployment
+from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.types.entrypoint import EntrypointType
 
 from fakes.prefect_database import write_prefect_database
 from fakes.prefect_field import Field, prefect_field
 from flows.demo import demo
+from flows.series import evaluate_checkpoints
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
 from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 
 ROOT = Path(__file__).parents[3]
 RUN = "chaos"
@@ -31,8 +36,7 @@ _TRAINER = Path(demo.__file__).parent / "programs" / "train_demo_model.py"
 _TRAINING_STEPS = 120
 _ASSAY = Path(sys.executable).with_name("assay")
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
-_DEPLOYMENT = "evaluate-checkpoints/local"
-_WORK_POOL = "assay-local"
+_DEPLOYMENT = "chaos"
 _QUESTIONS = 60
 _AT_ONCE = 4
 _PROMPTS_PER_REQUEST = 8
@@ -134,6 +138,10 @@ class Way(ABC):
         """Starts it, the first time or again."""
 
     @abstractmethod
+    def serve(self, place: Place) -> None:
+        """Starts what a machine keeps up for it, unless that is there."""
+
+    @abstractmethod
     def end(self) -> None:
         """Ends what stays between two starts."""
 
@@ -160,6 +168,9 @@ class ByCommand(Way):
                 subprocess.Popen(command, env=place.environment(), cwd=place.folder, stdout=log, stderr=log)
             )
 
+    def serve(self, place: Place) -> None:
+        """Starts nothing."""
+
     def end(self) -> None:
         """Ends nothing: the command has ended."""
 
@@ -184,14 +195,16 @@ class ByDeployment(Way):
         self._worker = ExitStack()
         self._process: subprocess.Popen[bytes] | None = None
 
-    def start(self, run: Path, place: Place) -> Started:
-        """Starts a worker, unless it is there, and a flow run."""
+    def serve(self, place: Place) -> None:
+        """Starts a worker, as a service manager does."""
         if self._process is None or self._process.poll() is not None:
             self._worker.close()
-            variables = {**place.environment(), **self._field.environment()}
-            variables |= {name: value for name, value in place.environment().items() if not name.startswith("PREFECT_")}
-            self._process = self._worker.enter_context(self._field.worker(_WORK_POOL, variables=variables))
-        deployment = self._field.ask(f"/deployments/name/{_DEPLOYMENT}")["id"]
+            own = {name: value for name, value in place.environment().items() if not name.startswith("PREFECT_")}
+            self._process = self._worker.enter_context(self._field.worker(LOCAL_WORK_POOL, variables=own))
+
+    def start(self, run: Path, place: Place) -> Started:
+        """Starts a flow run."""
+        deployment = self._field.ask(f"/deployments/name/{evaluate_checkpoints.name}/{_DEPLOYMENT}")["id"]
         asked = {"parameters": {"config": content(run, place.evaluations)}}
         name = self._field.ask(f"/deployments/{deployment}/create_flow_run", asked)["id"]
         return _FlowRun(self._field, name)
@@ -204,15 +217,12 @@ class ByDeployment(Way):
 
 @contextmanager
 def deployed(folder: Path) -> Iterator[Field]:
-    """A Prefect server with a work pool and the flows, for as long as the block lasts."""
+    """A Prefect server with a work pool and the flow, for as long as the block lasts."""
     folder.mkdir(parents=True)
-    with prefect_field(folder) as field:
-        variables = {**field.environment(), "PREFECT_API_URL": field.url}
-        template = json.loads((ROOT / "deployments" / "work-pools" / "process.json").read_text())
-        field.ask("/work_pools/", {"name": _WORK_POOL, "type": "process", "base_job_template": template})
-        file = str(ROOT / "deployments" / "prefect.yaml")
-        deploy = ["-m", "prefect", "--no-prompt", "deploy", "--name", _DEPLOYMENT, "--prefect-file", file]
-        subprocess.run(
-            [sys.executable, *deploy], env=variables, cwd=folder, check=True, stdout=subprocess.DEVNULL, timeout=300
-        )
+    with prefect_field(folder) as field, temporary_settings({PREFECT_API_URL: field.url}):
+        asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
+        as_module = {"work_pool_name": LOCAL_WORK_POOL, "entrypoint_type": EntrypointType.MODULE_PATH}
+        deployment = evaluate_checkpoints.to_deployment(_DEPLOYMENT, **as_module)
+        assert isinstance(deployment, RunnerDeployment)
+        deployment.apply()
         yield field

@@ -6,6 +6,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.error import URLError
@@ -27,8 +29,8 @@ from faults.chaos.roles import ROLES, Tree
 from faults.scenarios.processes import children, listens_on, state_of
 from faults.scenarios.target import engine_answers
 
-_POLL_SECONDS = 0.1
-_LOOK_AT_ENGINES_SECONDS = 0.5
+_POLL_SECONDS = 0.15
+_SELDOM_SECONDS = 0.5
 _MOST_STARTS = 3
 _LONGEST_SECONDS = 420.0
 _GONE_SECONDS = 45.0
@@ -77,6 +79,7 @@ class Undisturbed:
 class Watch:
     """Observations of an evaluation while it goes on."""
 
+    way: Way
     place: Place
     before: frozenset[int]
     """Processes that have nothing to do with it."""
@@ -89,15 +92,20 @@ class Watch:
     requests: int = 0
     _looked: float = 0.0
 
-    def start(self, way: Way, run: Path) -> Started:
+    def start(self, run: Path) -> Started:
         """Starts the evaluation, the first time or again."""
-        before = children(os.getpid())
-        started = way.start(run, self.place)
-        self.ours |= set(children(os.getpid())) - set(before)
-        return started
+        with self._starting():
+            self.way.serve(self.place)
+            return self.way.start(run, self.place)
 
-    def look(self) -> Tree:
-        """Looks once, and takes notice of orphans that have ended."""
+    @contextmanager
+    def _starting(self) -> Iterator[None]:
+        before = set(children(os.getpid()))
+        yield
+        self.ours |= set(children(os.getpid())) - before
+
+    def look(self, *, serving: bool = True) -> Tree:
+        """Looks once, takes notice of orphans that have ended, and starts a service that has."""
         for pid in children(os.getpid()):
             if pid not in self.ours and pid not in self.before and state_of(pid) == "Z":
                 os.waitpid(pid, 0)
@@ -109,7 +117,10 @@ class Watch:
                 self.first.setdefault(pid, now)
                 self.last[pid] = now
                 self.roles[pid] = role
-        if now - self._looked > _LOOK_AT_ENGINES_SECONDS:
+        if now - self._looked > _SELDOM_SECONDS:
+            if serving:
+                with self._starting():
+                    self.way.serve(self.place)
             self.ask_engines(tree)
             self.requests = max(self.requests, count_answers(self.place))
             self._looked = now
@@ -155,8 +166,8 @@ def undisturbed(way: Way, run: Path, place: Place) -> Undisturbed:
     Raises:
         AssertionError: it did not succeed, or left something.
     """
-    began, watch = time.monotonic(), Watch(place, frozenset(Tree.below(os.getpid()).processes))
-    started = watch.start(way, run)
+    began, watch = time.monotonic(), Watch(way, place, frozenset(Tree.below(os.getpid()).processes))
+    started = watch.start(run)
     ended = _watched(started, watch, until=began + _LONGEST_SECONDS)
     seconds = time.monotonic() - began
     way.end()
@@ -170,15 +181,15 @@ def undisturbed(way: Way, run: Path, place: Place) -> Undisturbed:
 
 def killed(role: str, moment: Moment, way: Way, run: Path, place: Place, expected: Undisturbed) -> Kill:
     """Evaluates, kills a process at its moment, and starts again what has ended."""
-    began, watch = time.monotonic(), Watch(place, frozenset(Tree.below(os.getpid()).processes))
+    began, watch = time.monotonic(), Watch(way, place, frozenset(Tree.below(os.getpid()).processes))
     deadline = began + _LONGEST_SECONDS
-    started = watch.start(way, run)
+    started = watch.start(run)
     before = _kill(role, moment, started, watch, until=deadline)
     story: list[str] = []
     ended = _watched(started, watch, until=deadline)
     while ended and len(story) < _MOST_STARTS - 1:
         story.append(f"ended with {ended}; started again")
-        started = watch.start(way, run)
+        started = watch.start(run)
         ended = _watched(started, watch, until=time.monotonic() + _LONGEST_SECONDS)
     seconds = time.monotonic() - began
     wrong: list[str] = []
@@ -235,7 +246,7 @@ def _watched(started: Started, watch: Watch, *, until: float) -> str | None:
 def _left(place: Place, watch: Watch) -> list[str]:
     """Waits for what is ending; says what is left, and ends it."""
     deadline = time.monotonic() + _GONE_SECONDS
-    while (tree := watch.look()).processes and time.monotonic() < deadline:
+    while (tree := watch.look(serving=False)).processes and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
     left = leftovers(place, tree)
     for pid in tree.processes:
