@@ -108,6 +108,18 @@ async def test_answer_of_any_framing_comes_whole(upstream: Upstream, answer: byt
         b"HTTP/1.1 101 Switching\r\nConnection: Upgrade\r\nUpgrade: x\r\n\r\n",
         b"HTTP/1.1 100 Continue\r\n\r\n",
         b"SSH-2.0-x\r\n",
+        b"\x00",
+        b"HTTP/1.1 20 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 2000 OK\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\nContent-Length: 2\n\nok",
+        b"HTTP/1.1 200 OK\r\nno colon\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nA: b\x00\r\nContent-Length: 2\r\n\r\nok",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n\r\n",
+        *(b"HTTP/1.1 200 OK\r\nContent-Length: %b\r\n\r\nok" % length for length in (b"-2", b"+2", b"2,2", b"9" * 30)),
+        *(
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%b\r\nok\r\n0\r\n\r\n" % size
+            for size in (b"-2", b"0x2", b"", b"f" * 17, b"3")
+        ),
         b"HTTP/1.1 200 OK\r\nA: " + b"a" * 400_000,
     ],
 )

@@ -195,6 +195,23 @@ async def test_2000_connections_at_once_are_all_answered(port: int, application:
         POST + b"Content-Length: -1\r\n\r\n",
         POST + b"Content-Length: 1\r\nContent-Length: 2\r\n\r\n",
         POST + b"Content-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        *(POST + b"Content-Length: %b\r\n\r\n" % length for length in (b"+5", b"0x5", b"5, 5", b"5 5", b"", b"9" * 30)),
+        *(
+            POST + b"Transfer-Encoding%b\r\n\r\n5\r\nhello\r\n0\r\n\r\n" % coding
+            for coding in (
+                *(b": xchunked", b": chunked, identity", b": \x0bchunked", b" : chunked", b": chunked\r\n x", b":"),
+                b": identity\r\nTransfer-Encoding: chunked",
+            )
+        ),
+        *(
+            POST + b"Transfer-Encoding: chunked\r\n\r\n%b\r\nhello\r\n0\r\n\r\n" % size
+            for size in (b"-5", b"+5", b"0x5", b"5 5", b"", b"5\n", b"f" * 17, b"5;a\x00")
+        ),
+        POST + b"Transfer-Encoding: chunked\r\nContent-Length: 5\r\n\r\n0\r\n\r\n" + GET,
+        b"GET /a HTTP/1.1\r\nHost: x\r\n\rA: b\r\n\r\n",
+        b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /a HTTP/1.1 x\r\nHost: x\r\n\r\n",
+        b"\x00GET /a HTTP/1.1\r\nHost: x\r\n\r\n",
         POST + b"Transfer-Encoding: gzip\r\n\r\n",
         POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
         POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -288,6 +305,19 @@ async def test_refusal_comes_before_the_body_and_can_be_read_by_a_client_that_se
     assert await asyncio.to_thread(ask) == 401
 
 
+@pytest.mark.parametrize(
+    "framing",
+    [b"Content-Length: 900000\r\n\r\n", b"Transfer-Encoding: chunked\r\n\r\ndbba0\r\n"],
+    ids=["length", "chunks"],
+)
+async def test_body_of_a_refused_request_is_not_kept(application: EchoApplication, framing: bytes) -> None:
+    bounds = Bounds(10**6, room=BodyRoom(1000))
+    async with _listening(application, bounds) as port:
+        refused = await _exchange(port, POST.replace(b"/a", b"/refused") + framing, *[b"a" * 10_000] * 50)
+        assert refused.startswith(b"HTTP/1.1 401 ")
+    assert (bounds.room.free, len(application.refused), application.requests) == (1000, 1, [])
+
+
 async def test_refused_request_without_a_body_leaves_the_connection_open(port: int) -> None:
     received = await _exchange(port, GET.replace(b"/a", b"/refused"), _closing(GET))
     assert (received.count(b" 401 "), received.count(b" 200 ")) == (1, 1)
@@ -322,6 +352,20 @@ async def test_request_that_does_not_come_whole_is_answered_408(application: Ech
         received = await _exchange(port, part)
     assert received.startswith(b"HTTP/1.1 408 ")
     assert application.requests == []
+
+
+async def test_1500_slow_connections_hold_nobody_up_and_end(application: EchoApplication) -> None:
+    async with _listening(application, Bounds(1000, head_timeout_seconds=5)) as port:
+        slow = [await asyncio.open_connection("127.0.0.1", port) for _ in range(1500)]
+        for _, writer in slow:
+            writer.write(b"GET /a HTTP/1.1\r\nHost: x\r\nA: ")
+        assert (await _exchange(port, _closing(GET))).startswith(b"HTTP/1.1 200 ")
+        for reader, writer in slow:
+            writer.write(b"b")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 408 ")
+            writer.close()
+        assert (await _exchange(port, _closing(GET))).startswith(b"HTTP/1.1 200 ")
+    assert len(application.requests) == 2
 
 
 @pytest.mark.parametrize("first", [b"", GET])
