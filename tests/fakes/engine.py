@@ -310,7 +310,11 @@ class FakeEngine:
         [made] = completions_of(self.label, [str(fields["input"]).encode()], fields, chat=False)
         text = {"type": "output_text", "text": made.choice["text"], "annotations": []}
         message = {"id": "msg_0", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
-        usage = {"input_tokens": made.prompt_tokens, "output_tokens": len(made.made)}
+        usage = {
+            **{"input_tokens": made.prompt_tokens, "output_tokens": len(made.made)},
+            **{"input_tokens_details": {"cached_tokens": 0}, "output_tokens_details": {"reasoning_tokens": 0}},
+            "total_tokens": made.prompt_tokens + len(made.made),
+        }
         answer = {"id": "resp_0", "object": "response", "created_at": 0, "model": fields.get("model")}
         begun = {**answer, "status": "in_progress", "output": []}
         whole = {**answer, "status": "completed", "output": [message], "usage": usage}
