@@ -89,7 +89,7 @@ async def test_trial_names_every_rule_that_is_broken(engine: FakeEngine) -> None
 
 def test_answers_kept_twice_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "journal.sqlite"
-    row = "?, 0, 'cell', 'first', ?, 't', 'm', '', '', '', '', '', 0, 0, 0, 0, x'', NULL"
+    row = "?, 0, 'cell', 'first', ?, 't', 'm', '', '', '', '', '', 0, 0, 0, 0, x'', x'', NULL"
     with closing(connect(path, wait_seconds=1)) as journal:
         for key, occurrence in ((b"a", 0), (b"a", 1), (b"b", 0)):
             journal.execute(f"INSERT INTO answers ({COLUMNS}) VALUES ({row})", (key, occurrence))
