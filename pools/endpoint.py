@@ -12,7 +12,8 @@ class RunningModel:
 
     `base_url` ends in `/v1`; `model` is the name to put into requests; `tokenizer` a local folder that holds it;
     `capacity` how many requests the endpoint works on at once; `prompt_logprobs` whether it returns
-    log-probabilities of the prompt's tokens (`echo` with `logprobs`), which log-likelihood benchmarks need.
+    log-probabilities of the prompt's tokens (`echo` with `logprobs`), which log-likelihood benchmarks need; `direct`
+    whether it is a pool of ours, which is asked past any HTTP proxy of the network.
     """
 
     base_url: str
@@ -24,6 +25,7 @@ class RunningModel:
     apply_chat_template: bool = False
     max_model_len: int | None = None
     api_key: str = field(default="none", repr=False)
+    direct: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import configparser
 import os
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,9 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from resources.errors import ProxyFailed
 
+_HTTP_PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
+_NO_PROXY = ("NO_PROXY", "no_proxy")
+_THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
 POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
 POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
@@ -135,12 +138,31 @@ def process_environment(
     Args:
         overrides: variables that win over the inherited ones.
         inherited: names of those that it may have, see `resources/jobs/inheritance.py`; all when None.
+
+    Where there is an HTTP proxy, `NO_PROXY` names this machine, beside what it names here and in `overrides`.
     """
     left_out = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"}
     found = {name: value for name, value in os.environ.items() if name not in left_out}
     if inherited is not None:
         found = {name: value for name, value in found.items() if may_inherit(name, inherited)}
-    return {**found, **(overrides or {})}
+    variables = {**found, **(overrides or {})}
+    return {**variables, **_without_proxies(found, variables)}
+
+
+def ask_this_machine_directly() -> None:
+    """Keeps libraries in this process from asking loopback through the network's HTTP proxy (for the command line)."""
+    os.environ.update(_without_proxies(os.environ))
+
+
+def _without_proxies(*environments: Mapping[str, str]) -> dict[str, str]:
+    """`NO_PROXY`, in both spellings, with this machine and the hosts that any of some environments names."""
+    if not any(environment.get(name) for environment in environments for name in _HTTP_PROXIES):
+        return {}
+    given = [environment.get(name, "") for environment in environments for name in _NO_PROXY]
+    if "*" in given:
+        return dict.fromkeys(_NO_PROXY, "*")
+    hosts = [host.strip() for value in given for host in value.split(",")]
+    return dict.fromkeys(_NO_PROXY, ",".join(dict.fromkeys(filter(None, [*hosts, *_THIS_MACHINE]))))
 
 
 def may_inherit(name: str, inherited: Iterable[str]) -> bool:

@@ -25,7 +25,7 @@ from flows.cli.train import demo_train, train_and_evaluate
 from flows.cli.work_pools import work_pool_app
 from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import AssayError, BadInput
-from resources.settings import set_process_environment_defaults
+from resources.settings import ask_this_machine_directly, set_process_environment_defaults
 
 
 class _InGroups(TyperGroup):
@@ -78,6 +78,7 @@ def main() -> None:
     infrastructure, 3 bad input.
     """
     set_process_environment_defaults(_EMBEDDED_PREFECT)
+    ask_this_machine_directly()
     end = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)  # what follows belongs to a submitted program
     arguments, submitted = sys.argv[1:end], sys.argv[end:]
     traceback = _TRACEBACK in arguments

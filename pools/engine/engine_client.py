@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
 from pools.engine.reload_trust import Reading
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
+from resources.jobs.addresses import is_loopback
 
 CANARY_PROMPTS = (
     "The quick brown fox jumps over the lazy dog.",
@@ -29,15 +31,26 @@ _NO_SUCH_CALL = ("404 ", "405 ", "501 ")
 
 @dataclass(frozen=True)
 class EngineClient:
-    """One server at `base_url` (without `/v1`), asked for a model by name."""
+    """One server at `base_url` (without `/v1`), asked for a model by name.
+
+    An HTTP proxy of the network is used towards servers of others only: not on this machine, and not for a pool of
+    ours elsewhere (`direct`).
+    """
 
     base_url: str
     api_key: str = field(default="none", repr=False)
+    direct: bool = False
+
+    def _http(self) -> httpx.Client:
+        return _client(direct=self.direct or is_loopback(urlsplit(self.base_url).hostname or ""))
 
     def healthy(self, timeout_seconds: float = 5.0) -> bool:
         """True if the port answers in that time; says nothing about the model."""
         try:
-            return _http().get(f"{self.base_url}/health", timeout=timeout_seconds, headers=self._key).status_code == 200
+            return (
+                self._http().get(f"{self.base_url}/health", timeout=timeout_seconds, headers=self._key).status_code
+                == 200
+            )
         except httpx.HTTPError:
             return False
 
@@ -174,7 +187,7 @@ class EngineClient:
 
     def _request(self, method: str, path: str, body: Any = None, *, timeout: float = _ANSWER_SECONDS) -> dict[str, Any]:
         try:
-            response = _http().request(
+            response = self._http().request(
                 method,
                 f"{self.base_url}{path}",
                 json=body,
@@ -198,9 +211,11 @@ class EngineClient:
 
 
 @cache
-def _http() -> httpx.Client:
+def _client(*, direct: bool) -> httpx.Client:
     """One client for all engines: making one takes longer than most calls. Engines close idle connections after 5 s."""
-    return httpx.Client(limits=httpx.Limits(keepalive_expiry=2.0))
+    limits = httpx.Limits(keepalive_expiry=2.0)
+    # With a transport of its own it does not look for proxies in the environment.
+    return httpx.Client(transport=httpx.HTTPTransport(limits=limits)) if direct else httpx.Client(limits=limits)
 
 
 def _no_finite_numbers(model: str, base_url: str, found: str) -> ModelUnusable:

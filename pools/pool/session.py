@@ -346,6 +346,7 @@ class PoolSession:
             apply_chat_template=config.model.apply_chat_template,
             max_model_len=abilities.max_model_len,
             api_key=self.access.key.get_secret_value(),
+            direct=True,
         )
 
     def engine_identity(self) -> dict[str, Any]:

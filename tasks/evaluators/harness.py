@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pools.endpoint import RunningModel
 from resources.config import ResourceConfig
@@ -27,6 +28,7 @@ from resources.errors import (
     error_of,
 )
 from resources.jobs import inheritance
+from resources.jobs.addresses import is_loopback
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatus, create_environment
 from resources.settings import process_environment, settings
 from resources.storage import storage
@@ -92,7 +94,7 @@ def run_harness(
     """
     output = output.absolute()
     command = evaluator.command(model, config, output, python=python, judge=judge)
-    variables = {**cache_variables(), **command.variables}
+    variables = {**cache_variables(), **command.variables, **_past_proxies(model, judge)}
     working_folder = _prepare(command, output)
     argv = _isolated(command, config, output, python=python, variables=variables)
     request = JobRequest(
@@ -241,6 +243,13 @@ def _follow(
         check_endpoint()  # before the harness is blamed: it may have failed because the pool is gone
         if finished or time.monotonic() >= deadline:
             return
+
+
+def _past_proxies(*asked: EvaluatedModel | None) -> dict[str, str]:
+    """Names the hosts that are not to be asked through the network's HTTP proxy: pools of ours, and this machine."""
+    models = [(urlsplit(model.base_url).hostname or "", model) for model in asked if isinstance(model, RunningModel)]
+    hosts = [host for host, model in models if model.direct or is_loopback(host)]
+    return {"NO_PROXY": ",".join(dict.fromkeys(hosts))} if hosts else {}
 
 
 def _wait(job: JobHandle, seconds: float) -> bool:

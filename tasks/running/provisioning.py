@@ -114,7 +114,8 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
     else:
         return running if judge.model is None else replace(running, model=judge.model)
     assert judge.model is not None, "a judge elsewhere has a name"
-    engine = EngineClient(base_url.removesuffix("/v1"), key)
+    direct = judge.pool_name is not None
+    engine = EngineClient(base_url.removesuffix("/v1"), key, direct=direct)
     offered = engine.model_names()
     if judge.model not in offered:
         raise EndpointUnusable(
@@ -131,6 +132,7 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
         request_timeout_seconds=CLIENT_TIMEOUT_SECONDS,
         apply_chat_template=True,
         api_key=key,
+        direct=direct,
     )
 
 

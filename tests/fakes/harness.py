@@ -19,6 +19,7 @@ def main(behaviour: str, output: Path) -> int:
     print(f"asked 1/2 with key {os.environ.get('OPENAI_API_KEY')}", flush=True)
     match behaviour:
         case "succeed":
+            (output / "no_proxy.txt").write_text(os.environ.get("no_proxy", ""))
             counts = {"requested": 2, "answered": 2, "scored": 2}
         case "look_around":
             (output / "variables.json").write_text(json.dumps(sorted(os.environ)))

@@ -24,8 +24,10 @@ from fakes.fault_target import inject
 from fakes.launcher import FakeLauncher
 from fakes.models import CONFIG, write_checkpoint, write_safetensors
 from fakes.polling import eventually, is_alive
+from fakes.web_proxy import web_proxy
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
+from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
 from pools.protocol import LoadReport
@@ -200,6 +202,20 @@ def test_pool_writes_nothing_of_a_request_where_it_keeps_no_journal(
         {"journal.sqlite"} if journal else set()
     )
     assert mirror.exists() == journal
+
+
+def test_pool_asks_nothing_of_the_networks_proxy(
+    tmp_path: Path, client: LocalClient, checkpoints: list[Servable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with web_proxy() as proxy:
+        for name, value in proxy.variables.items():
+            monkeypatch.setenv(name, value)
+        launcher = FakeLauncher(tmp_path)
+        with InferencePool(pool_config(), checkpoints, client=client, launcher=launcher) as pool:
+            running, _ = pool.load("run-1")
+            engine = EngineClient(running.base_url.removesuffix("/v1"), running.api_key)
+            assert len(engine.canary("run-2", prompt_logprobs=True)) > 2
+        assert not proxy.was_asked
 
 
 @pytest.mark.first_reload

@@ -7,11 +7,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
-from resources.settings import process_environment, settings
+from resources.settings import settings
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.helm.entries import check_entries, read_entries_file
 from tasks.evaluators.helm.environment import HELM
@@ -98,7 +97,7 @@ class Helm:
         }
         return HarnessCommand(
             argv=(str(python), "-I", "-u", str(_PROGRAM), _JOB_FILE),
-            variables={"OPENAI_API_KEY": model.api_key, **self.import_variables, **_without_proxy(model.base_url)},
+            variables={"OPENAI_API_KEY": model.api_key, **self.import_variables},
             arguments=(_JOB_FILE,),
             files={**files, _JOB_FILE: json.dumps(job, indent=2, sort_keys=True)},
             copies=copied_benchmarks(config),
@@ -137,15 +136,6 @@ class Helm:
             HarnessFailed: HELM cannot list its run entries.
         """
         check_entries(config, python=python)
-
-
-def _without_proxy(base_url: str) -> dict[str, str]:
-    """HELM's client would send requests for this machine to the network's HTTP proxy, where one is set."""
-    host = urlsplit(base_url).hostname or ""
-    if host != "localhost" and not host.startswith("127."):
-        return {}
-    present = process_environment()
-    return {name: ",".join(filter(None, (present.get(name), host))) for name in ("NO_PROXY", "no_proxy")}
 
 
 EVALUATOR = Helm()

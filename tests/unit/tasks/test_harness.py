@@ -7,7 +7,7 @@ import pickle
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +128,21 @@ def run(behaviour: str, output: Path, client: LocalClient, **options) -> Parsed:
     return run_harness(
         evaluator, MODEL, config, output=output, python=Path(sys.executable), client=client, poll_seconds=0.1, **options
     )
+
+
+def test_harness_asks_pools_past_the_networks_proxy_and_endpoints_of_others_through_it(
+    tmp_path: Path, client: LocalClient, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HTTP_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("NO_PROXY", "intranet")
+    past = {}
+    for name, direct in (("ours", True), ("others", False)):
+        model = replace(MODEL, base_url="http://10.0.0.7:8000/v1", direct=direct)
+        output, python = tmp_path / name, Path(sys.executable)
+        run_harness(FakeEvaluator("succeed"), model, make_config(), output=output, python=python, client=client)
+        past[name] = (output / "no_proxy.txt").read_text().split(",")
+    assert past["others"] == ["intranet", "localhost", "127.0.0.1", "::1"]
+    assert past["ours"] == ["intranet", "10.0.0.7", "localhost", "127.0.0.1", "::1"]
 
 
 def test_harness_that_succeeds_is_parsed_and_keeps_log_and_files(tmp_path: Path, client: LocalClient):

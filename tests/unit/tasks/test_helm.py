@@ -203,14 +203,6 @@ def test_command_asks_as_many_as_the_endpoint_takes_at_once_within_reason():
     assert job_of(make_config(evaluator={"name": "helm", "num_threads": 3}))["num_threads"] == 3
 
 
-def test_requests_to_this_machine_go_past_the_networks_proxy(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("NO_PROXY", "intranet")
-    command = Helm().command(make_model(), make_config(), Path("/out"), python=PYTHON)
-    assert command.variables["NO_PROXY"] == "intranet,127.0.0.1"
-    remote = make_model(base_url="https://models.example.com/v1")
-    assert "NO_PROXY" not in Helm().command(remote, make_config(), Path("/out"), python=PYTHON).variables
-
-
 def test_command_carries_benchmarks_and_a_file_of_run_entries(tmp_path: Path):
     entries = tmp_path / "mine.conf"
     entries.write_text("entries: []")

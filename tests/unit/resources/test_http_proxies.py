@@ -1,0 +1,100 @@
+"""The HTTP proxy of a network, in the environments of processes that ask servers of this machine."""
+
+from __future__ import annotations
+
+import http.server
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.web_proxy import VARIABLES, web_proxy
+from resources.backends.local.client import LocalClient
+from resources.config import ResourceConfig
+from resources.jobs.inheritance import HARNESS
+from resources.jobs.jobs import Command, JobRequest, create_environment
+from resources.settings import ask_this_machine_directly, process_environment
+
+PAST = ("NO_PROXY", "no_proxy")
+
+
+@pytest.fixture(autouse=True)
+def _no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, *PAST):
+        monkeypatch.delenv(name, raising=False)
+
+
+def past(variables: dict[str, str]) -> list[str]:
+    """Hosts past the proxy, the same in both spellings."""
+    upper, lower = (variables[name] for name in PAST)
+    assert upper == lower
+    return upper.split(",")
+
+
+def test_environment_without_a_proxy_has_nothing_past_it() -> None:
+    assert not set(PAST) & set(process_environment())
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_environment_with_a_proxy_has_this_machine_past_it(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "http://proxy:3128")
+    assert past(process_environment(inherited=HARNESS)) == ["localhost", "127.0.0.1", "::1"]
+
+
+def test_environment_keeps_what_is_past_the_proxy_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    monkeypatch.setenv("no_proxy", "intranet, 127.0.0.1")
+    variables = process_environment({"NO_PROXY": "10.0.0.7"})
+    assert past(variables) == ["intranet", "127.0.0.1", "10.0.0.7", "localhost", "::1"]
+    monkeypatch.setenv("NO_PROXY", "*")
+    assert past(process_environment()) == ["*"]
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"here")
+
+    def log_message(self, format: str, *args: object) -> None:
+        return
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as listening:
+        threading.Thread(target=listening.serve_forever).start()
+        yield f"http://127.0.0.1:{listening.server_port}"
+        listening.shutdown()
+
+
+ASKS = """
+import sys, urllib.request, httpx, openai, requests
+print(httpx.get(sys.argv[1]).text, requests.get(sys.argv[1]).text, urllib.request.urlopen(sys.argv[1]).read().decode())
+print(openai.OpenAI(api_key="none", base_url=sys.argv[1]).get("/", cast_to=str))
+"""
+
+
+def test_job_asks_this_machine_past_the_proxy_whatever_its_client(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = LocalClient(tmp_path / "jobs")
+    with web_proxy() as proxy:
+        for name, value in proxy.variables.items():
+            monkeypatch.setenv(name, value)
+        asks = Command(sys.executable, ("-c", ASKS, server))
+        job = client.submit(JobRequest("asks", asks, resources=ResourceConfig(), environment=create_environment()))
+        job.wait(60)
+        assert job.logs().split() == ["here"] * 4
+        assert not proxy.was_asked
+    client.shutdown()
+
+
+def test_process_of_ours_asks_this_machine_directly_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    for name in PAST:
+        monkeypatch.setenv(name, "intranet")  # put back afterwards
+    ask_this_machine_directly()
+    assert past(process_environment())[:2] == ["intranet", "localhost"]
