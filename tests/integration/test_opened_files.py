@@ -112,8 +112,8 @@ def test_every_file_that_engine_and_tokenizer_open_is_digested(
                 check=False,
             )
         assert done.returncode == 0, done.stderr[-3000:]
-        told = json.loads(done.stdout.splitlines()[-1])
-        assert told["weights"] == ["model.safetensors"]
+        printed = json.loads(done.stdout.splitlines()[-1])
+        assert printed["weights"] == ["model.safetensors"]
         assert wanted | {"config.json", "tokenizer_config.json", "generation_config.json"} <= opened
         assert opened <= set(served_files(inspect_model_folder(str(folder))))
         for name in opened:
