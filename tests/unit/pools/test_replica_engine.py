@@ -1,10 +1,12 @@
-"""One replica's engine that dies: how often it is started again, and what counts."""
+"""One replica's engine: how often one that dies is started again, and that files are the digested ones throughout."""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,12 +15,13 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from pools.config import InferencePoolConfig
-from pools.engine.launch import Servable, ServedCheckpoint
+from pools.engine.launch import Launch, Servable, ServedCheckpoint
 from pools.replica.loading import Loading
 from pools.replica.replica import ReplicaEngine
 from pools.replica.restarts import Restarts
+from pools.weights.staging import Staging
 from resources.backends.local.client import LocalClient
-from resources.errors import EngineDied
+from resources.errors import CheckpointChanged, EngineDied
 
 
 def test_restarts_are_those_of_ten_minutes() -> None:
@@ -58,3 +61,57 @@ def test_death_that_the_load_of_another_checkpoint_overtakes_counts(tmp_path: Pa
     finally:
         replica.stop()
         client.shutdown()
+
+
+def staged(folder: Path, staging: Staging) -> ServedCheckpoint:
+    servable = Servable.from_uri(folder.name, str(folder))
+    found = staging.stage(servable.uri, servable.digests)
+    return ServedCheckpoint.from_folder(servable.name, found.path, servable.digests, verify=found.verify)
+
+
+@contextmanager
+def one_replica(tmp_path: Path, launcher: FakeLauncher, drain: Callable[[], None]) -> Iterator[ReplicaEngine]:
+    client = LocalClient(tmp_path / "jobs")
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
+    replica = ReplicaEngine("replica-0", config, launcher=launcher, client=client, on_change=lambda: None, drain=drain)
+    try:
+        yield replica
+    finally:
+        replica.stop()
+        client.shutdown()
+
+
+def flip_last_byte(weights: Path) -> None:
+    """Leaves size and time of writing as they were."""
+    before, content = weights.stat(), weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_files_that_change_while_an_engine_starts_are_not_served(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "run-1", seed=1)
+
+    class Changing(FakeLauncher):
+        """Launches an engine on files that are changed between the look at them and its own."""
+
+        def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
+            flip_last_byte(folder / "model.safetensors")
+            return super().launch(checkpoint, port=port)
+
+    staging = Staging(tmp_path / "staged", max_bytes=10**6)
+    with one_replica(tmp_path, Changing(tmp_path), lambda: None) as replica:
+        with pytest.raises(CheckpointChanged, match="other contents: weights"):
+            replica.load(staged(folder, staging), Loading())
+        assert replica.state == "dead"
+
+
+def test_files_that_change_while_requests_are_drained_leave_the_former_checkpoint(tmp_path: Path) -> None:
+    first, second = (write_checkpoint(tmp_path / f"run-{seed}", seed=seed) for seed in (1, 2))
+    staging, launcher = Staging(tmp_path / "staged", max_bytes=10**6), FakeLauncher(tmp_path)
+    with one_replica(tmp_path, launcher, lambda: flip_last_byte(second / "model.safetensors")) as replica:
+        former = staged(first, staging)
+        replica.load(former, Loading())
+        with pytest.raises(CheckpointChanged):
+            replica.load(staged(second, staging), Loading())
+        assert replica.standing == ("ready", former)
+        assert launcher.launches == ["run-1"]
