@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from faults.chaos.evaluation import ROOT, ByCommand, ByDeployment, Place, Way, deployed, prepared
+from faults.chaos.outcome import differences
 from faults.chaos.roles import DEPLOYED, ROLES
 from faults.chaos.trial import Kill, Moment, Undisturbed, killed, undisturbed
 
@@ -56,12 +57,11 @@ class Chaos:
         return self._ways[by_deployment]
 
     def _undisturbed(self, way: Way) -> Undisturbed:
-        """The second of two: the first one fills caches."""
-        first = undisturbed(way, self._run, self._place())
-        second = undisturbed(way, self._run, self._place())
-        seconds = f"{first.seconds:.0f} s, then {second.seconds:.0f} s"
-        _say(f"undisturbed: {seconds}; {second.requests} requests, {second.asked} prompts")
-        return second
+        found = undisturbed(way, self._run, self._place())
+        _say(f"undisturbed: {found.seconds:.0f} s, {found.requests} requests, {found.asked} prompts")
+        for _, other in self._ways.values():
+            assert not (wrong := differences(found.outcome, other.outcome)), wrong
+        return found
 
     def _place(self) -> Place:
         return Place.new(self._folder / str(next(self._numbers)))
