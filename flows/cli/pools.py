@@ -89,7 +89,7 @@ def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) ->
 
 
 def start_pool(
-    options: EvaluationOptions, *, pool_name: str | None, idle_minutes: float, longest_wait_seconds: float = 60.0
+    options: EvaluationOptions, *, pool_name: str | None, idle_minutes: float, longest_wait_seconds: float
 ) -> KeptPool:
     """Keeps a pool up for every complete checkpoint at `options.model`; its engines start at the first request.
 

@@ -244,8 +244,9 @@ def test_pool_command_brings_a_pool_up_shows_it_and_takes_it_down(tmp_path: Path
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "environments").symlink_to(session_cache / "environments")
     run = write_run(tmp_path / "run-a", [100, 200])
-    up = printed("pool", "up", "--model", str(run), "--name", "warm", "--cpu", "1")
+    up = printed("pool", "up", "--model", str(run), "--name", "warm", "--cpu", "1", "--longest-wait", "45")
     assert "warm is up at" in up
+    assert require("warm").access.config.longest_wait_seconds == 45
     [shown] = json.loads(printed("pool", "ls", "--json"))
     assert (shown["name"], shown["state"], shown["base_url"] in up.replace("\n", "")) == ("warm", "up", True)
     variables = printed("pool", "env", "warm")
