@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 import pickle
+import resource
 import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +30,10 @@ from resources.jobs.announcements import announce
 from resources.settings import job_id
 
 _BACKLOG = 512
+_MOST_STRANGERS = 64
+_SHARE_OF_DESCRIPTORS = 4
+_PAUSE_SECONDS = 0.05
+_log = logging.getLogger("assay.actor")
 
 
 def serve_actor(
@@ -66,20 +73,39 @@ class ActorServer:
         self._actor = actor
         self._key = actor_key()
         self._job_id = job_id()
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._strangers = _Strangers(max(1, min(_MOST_STRANGERS, descriptors // _SHARE_OF_DESCRIPTORS)))
         self._workers = ThreadPoolExecutor(max_concurrency, thread_name_prefix="actor")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_lock = threading.Lock()
 
     def serve(self, listener: socket.socket) -> None:
-        """Accepts callers for ever."""
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=self._listen_to, args=(connection,), daemon=True).start()
+        """Accepts callers until the listener is closed; whoever connects cannot end it, nor keep callers out."""
+        was_refused = False
+        while listener.fileno() >= 0:
+            try:
+                connection, _ = listener.accept()
+                self._strangers.add(connection)
+                try:
+                    threading.Thread(target=self._listen_to, args=(connection,), daemon=True).start()
+                except RuntimeError:
+                    self._strangers.remove(connection)
+                    connection.close()
+                    raise
+                was_refused = False
+            except (OSError, RuntimeError) as error:  # no descriptor or no thread is left: they come back
+                if not was_refused:
+                    _log.warning("connections are not accepted now: %s", error)
+                was_refused = True
+                time.sleep(_PAUSE_SECONDS)
 
     def _listen_to(self, connection: socket.socket) -> None:
         outbox: SimpleQueue[Frame | None] = SimpleQueue()
         with connection, suppress(OSError):  # the caller is gone, or is none
-            greet_caller(connection, self._key, actor=self._job_id)
+            try:
+                greet_caller(connection, self._key, actor=self._job_id)
+            finally:
+                self._strangers.remove(connection)
             threading.Thread(target=_write, args=(connection, outbox), daemon=True).start()
             try:
                 while (frame := receive(connection)) is not None:
@@ -119,6 +145,28 @@ class ActorServer:
                 self._loop = asyncio.new_event_loop()
                 threading.Thread(target=self._loop.run_forever, daemon=True).start()
             return self._loop
+
+
+class _Strangers:
+    """Connections that have not proved yet that they know the key; one too many ends the oldest."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._lock = threading.Lock()
+        self._connections: dict[socket.socket, None] = {}
+
+    def add(self, connection: socket.socket) -> None:
+        with self._lock:
+            if len(self._connections) >= self._most:
+                oldest = next(iter(self._connections))
+                del self._connections[oldest]
+                with suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread sees that, and closes it
+            self._connections[connection] = None
+
+    def remove(self, connection: socket.socket) -> None:
+        with self._lock:
+            self._connections.pop(connection, None)
 
 
 async def _awaited(value: Any) -> Any:

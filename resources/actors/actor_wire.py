@@ -12,6 +12,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -83,22 +84,26 @@ def receive(connection: socket.socket) -> Frame | None:
     return Frame(call, Kind(kind), name.decode(), body)
 
 
-def greet_caller(connection: socket.socket, key: bytes, *, actor: str) -> None:
+def greet_caller(
+    connection: socket.socket, key: bytes, *, actor: str, timeout_seconds: float = _HANDSHAKE_SECONDS
+) -> None:
     """The actor's side of the handshake.
 
     Args:
         connection: fresh from `accept`.
         key: what both sides know.
         actor: id of the actor's job, so that a port that changed hands is noticed.
+        timeout_seconds: how long the caller has in all.
 
     Raises:
         WrongKey: the caller does not know the key, or means another actor.
-        OSError: it is gone, or says nothing for ten seconds.
+        OSError: it is gone, or takes too long.
     """
     _tune(connection)
+    deadline = time.monotonic() + timeout_seconds
     ours = secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(ours)
-    answer = _exactly(connection, _NONCE_BYTES + _PROOF_BYTES)
+    answer = _exactly(connection, _NONCE_BYTES + _PROOF_BYTES, deadline=deadline)
     if answer is None:
         raise WrongKey("the caller went away")
     nonces = ours + bytes(answer[:_NONCE_BYTES])
@@ -127,10 +132,14 @@ def _proof(key: bytes, role: bytes, nonces: bytes, actor: str) -> bytes:
     return hmac.digest(key, b"\0".join([role, nonces, actor.encode()]), "sha256")
 
 
-def _exactly(connection: socket.socket, count: int) -> bytearray | None:
+def _exactly(connection: socket.socket, count: int, *, deadline: float | None = None) -> bytearray | None:
     content = bytearray(count)
     view, position = memoryview(content), 0
     while position < count:
+        if deadline is not None:
+            if (left := deadline - time.monotonic()) <= 0:
+                raise TimeoutError("the other side takes too long")
+            connection.settimeout(left)
         received = connection.recv_into(view[position:])
         if received == 0:
             return None

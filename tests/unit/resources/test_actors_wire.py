@@ -75,6 +75,23 @@ def test_strangers_are_turned_away_by_both_sides(
     assert isinstance(ended(), WrongKey)
 
 
+def test_stranger_that_speaks_a_byte_at_a_time_has_no_more_time_than_others(
+    pair: tuple[socket.socket, socket.socket],
+) -> None:
+    caller, actor = pair
+    over = threading.Event()
+
+    def drip() -> None:
+        while not over.wait(0.05):
+            caller.sendall(b"x")
+
+    ended = in_background(drip)
+    with pytest.raises(TimeoutError):
+        greet_caller(actor, KEY, actor="job-1", timeout_seconds=0.3)
+    over.set()
+    assert ended() is None
+
+
 def test_caller_notices_that_an_actor_does_not_know_the_key(pair: tuple[socket.socket, socket.socket]) -> None:
     caller, impostor = pair
 
