@@ -206,10 +206,12 @@ async def test_engine_refusal_is_passed_through_once(
     [
         (b"NaN" + b", NaN" * 200_000, 200),
         (b"NaN" + b", NaN" * 1_500_000, 400),
-        (b"0" + b", 0" * 3_000_000, 413),
+        (b"0" + b",0" * 5_000_000, 413),
+        (b"[]" + b",[]" * 1_000_000, 413),
+        (b"0" + b",0" * 3_000_000, 200),
         (b'"' + b"word " * 3_000_000 + b'"', 200),
     ],
-    ids=["NaN", "much NaN", "many values", "a long text"],
+    ids=["NaN", "much NaN", "too many numbers", "too many lists", "many numbers", "a long text"],
 )
 async def test_body_that_would_be_parsed_for_long_is_refused(
     proxy: RunningProxy,
