@@ -72,8 +72,10 @@ def server() -> Iterator[str]:
 
 ASKS = """
 import sys, urllib.request, httpx, openai, requests
+from prefect.client.orchestration import get_client
 print(httpx.get(sys.argv[1]).text, requests.get(sys.argv[1]).text, urllib.request.urlopen(sys.argv[1]).read().decode())
 print(openai.OpenAI(api_key="none", base_url=sys.argv[1]).get("/", cast_to=str))
+print(get_client(sync_client=True).api_healthcheck())
 """
 
 
@@ -85,9 +87,10 @@ def test_job_asks_this_machine_past_the_proxy_whatever_its_client(
         for name, value in proxy.variables.items():
             monkeypatch.setenv(name, value)
         asks = Command(sys.executable, ("-c", ASKS, server))
-        job = client.submit(JobRequest("asks", asks, resources=ResourceConfig(), environment=create_environment()))
-        job.wait(60)
-        assert job.logs().split() == ["here"] * 4
+        environment = create_environment(env_vars={"PREFECT_API_URL": server})
+        job = client.submit(JobRequest("asks", asks, resources=ResourceConfig(), environment=environment))
+        job.wait(90)
+        assert job.logs().split() == ["here"] * 4 + ["None"]
         assert not proxy.was_asked
     client.shutdown()
 
