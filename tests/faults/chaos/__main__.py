@@ -89,7 +89,9 @@ def _described(number: int, kill: Kill) -> str:
 
 
 def _table(kills: list[Kill]) -> Table:
-    table = Table("Killed", "Kills", "Started again", "Differences", "Samples replayed", "Seconds, median", "Most")
+    table = Table("Killed", "Kills", "Started again", "Differences", "Samples replayed", "Seconds", "At most")
+    table.caption = "seconds: the median; temporary files left by one evaluation: "
+    table.caption += f"{max((kill.temporary for kill in kills), default=0)} at most"
     for role in (*ROLES, "all"):
         of_role = [kill for kill in kills if role in (kill.role, "all") and not kill.missed]
         if not of_role:

@@ -184,7 +184,9 @@ class _FlowRun(Started):
         state = self.field.ask(f"/flow_runs/{self.name}")["state"]
         if state["type"] == "COMPLETED":
             return ""
-        return f"{state['name']}: {state['message']}" if state["type"] in ("FAILED", "CRASHED", "CANCELLED") else None
+        if state["type"] not in ("FAILED", "CRASHED", "CANCELLED"):
+            return None
+        return f"{state['name']}: {(state['message'] or '').partition('.')[0]}"
 
 
 class ByDeployment(Way):
