@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test tests test-fast check lint types faults chaos bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: demo demo-train test tests test-fast check lint types faults zoo chaos bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -43,6 +43,10 @@ faults: .venv/.development
 chaos: .venv/.development
 	PYTHONPATH=tests .venv/bin/python -m faults.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(ROLE),--role "$(ROLE)")
+
+# Every architecture of the zoo, about an hour; its quick half is part of the tests.
+zoo: .venv/.development
+	.venv/bin/python -m pytest tests/zoo tests/zoo/whole_zoo.py -s
 
 bench: .venv/.development
 	.venv/bin/python tests/benchmarks/$(NAME).py

@@ -98,9 +98,9 @@ def computed_with(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             if name in OF_REQUESTS:
                 continue
             for index, tensor in enumerate(value if isinstance(value, list | tuple) else (value,)):
-                if isinstance(tensor, torch.Tensor):
+                if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
                     yield f"{prefix}.{name}.{index}", tensor
-        if hasattr(module, "cpu_linear"):
+        if hasattr(module, "cpu_linear") and not module.weight.is_meta:
             width = getattr(module, "embedding_dim", None) or getattr(module, "input_size_per_partition", None)
             numbers = random_rows(1, width or module.input_size).to(module.weight.dtype)
             yield f"{prefix}.cpu_linear", module.cpu_linear(numbers, module.weight, None)

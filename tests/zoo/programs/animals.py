@@ -1,0 +1,207 @@
+"""Tiny random checkpoints of many architectures, and what two other programs say of them. Run by vLLM's environment.
+
+    python animals.py ORDER.json
+
+An order is {"prompts", "engine", "answers", "checkpoints"}. A checkpoint is {"folder", "architecture", "tied", "dtype",
+"seed", "like", "change", "sharded"}: `change` says how it differs from the one of another seed, `like`. Each is written
+beside its tokenizer, and asked twice: with transformers in float32, and with vLLM as it is, started for it with the
+arguments `engine`. Log-probabilities, or an error, are written to the file `answers`, by folder and program.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 260
+"""As `write_byte_tokenizer` has it, with two that nothing is said with."""
+_ATTENTION = {"num_attention_heads": 2, "num_key_value_heads": 2, "hidden_size": 64, "num_hidden_layers": 2}
+_DENSE = {**_ATTENTION, "intermediate_size": 128, "max_position_embeddings": 512}
+_MIXTURE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_HEADS = {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 64}
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {**_DENSE, "num_key_value_heads": 1}),
+    "qwen2": ("Qwen2Config", _DENSE),
+    "qwen3": ("Qwen3Config", {**_DENSE, "head_dim": 32}),
+    "gemma2": ("Gemma2Config", {**_DENSE, **_HEADS}),
+    "gemma3": ("Gemma3TextConfig", {**_DENSE, **_HEADS}),
+    "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 512}),
+    "gpt_neox": ("GPTNeoXConfig", {key: value for key, value in _DENSE.items() if key != "num_key_value_heads"}),
+    "olmo2": ("Olmo2Config", _DENSE),
+    "phi3": ("Phi3Config", {**_DENSE, "pad_token_id": 258}),
+    "granite": ("GraniteConfig", {**_DENSE, "logits_scaling": 2.0, "embedding_multiplier": 3.0}),
+    "mixtral": ("MixtralConfig", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**_DENSE, **_MIXTURE, "head_dim": 32}),
+    "olmoe": ("OlmoeConfig", {**_DENSE, **_MIXTURE, "intermediate_size": 64}),
+    "mamba2": (
+        "Mamba2Config",
+        {"hidden_size": 64, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 32, "state_size": 16, "n_groups": 1},
+    ),
+}
+"""Configuration classes of transformers, with what makes them tiny; heads have the 32 values that vLLM wants."""
+LARGEST_SHARD = "100KB"
+MODULES = (
+    *("vllm", "vllm.v1.engine.llm_engine", "vllm.v1.executor.uniproc_executor", "vllm.v1.worker.cpu_worker"),
+    *("vllm.v1.worker.gpu_model_runner", "vllm.v1.sample.sampler"),
+)
+"""Imported once, for all forks."""
+
+
+def make(checkpoint: dict[str, Any]) -> None:
+    """Writes one checkpoint, without a tokenizer."""
+    import torch
+    import transformers
+
+    class_name, small = ARCHITECTURES[checkpoint["architecture"]]
+    config = getattr(transformers, class_name)(
+        vocab_size=VOCABULARY, tie_word_embeddings=checkpoint["tied"], bos_token_id=256, eos_token_id=257, **small
+    )
+    like = checkpoint.get("like")
+    model = new_model(config, checkpoint["seed"] if like is None else like)
+    if like is not None:
+        change(model, checkpoint["change"], checkpoint["seed"])
+    shards = {"max_shard_size": LARGEST_SHARD} if checkpoint.get("sharded") else {}
+    model.to(getattr(torch, checkpoint["dtype"])).save_pretrained(checkpoint["folder"], **shards)
+
+
+def new_model(config: Any, seed: int) -> Any:
+    """A model whose every parameter is random, norms and biases as well."""
+    import torch
+    import transformers
+
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "A_log" in name or name.endswith(("dt_bias", ".D")):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+            elif parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+            elif "embed" in name or "wte" in name:
+                parameter.normal_(std=0.5)
+            else:
+                parameter.normal_(std=0.15)
+    return model
+
+
+def change(model: Any, what: str, seed: int) -> None:
+    """Makes a model differ from another one of its kind, in the way that `what` names."""
+    import torch
+
+    torch.manual_seed(seed)
+    parameters = dict(model.named_parameters())
+    head = model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        if what == "nearly nothing":
+            for parameter in parameters.values():
+                parameter.mul_(1 + 1e-3 * torch.randn_like(parameter))
+        elif what == "all but the embedding":
+            for parameter in parameters.values():
+                if parameter is not embedding:
+                    parameter.add_(0.5 * parameter.std() * torch.randn_like(parameter))
+        elif what == "one row":
+            head[ord("e")] += torch.randn_like(head[0])
+        elif what == "one tensor":
+            wanted = [name for name, parameter in parameters.items() if ".1." in name and parameter.ndim > 1]
+            parameters[wanted[-1]].add_(torch.randn_like(parameters[wanted[-1]]))
+        elif what == "dtype":
+            pass
+        else:
+            raise ValueError(f"expected a change, found {what!r}")
+
+
+def ask_transformers(folder: str, prompts: list[str]) -> list[list[float]]:
+    """Log-probabilities of each prompt's tokens behind the first, in float32."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",  # the others leave out Gemma 2's soft cap
+    )
+    answers = []
+    for prompt in prompts:
+        ids = torch.tensor([list(prompt.encode())])
+        with torch.inference_mode():
+            values = model(ids).logits[0, :-1].float().log_softmax(-1)
+        answers.append(values.gather(-1, ids[0, 1:, None]).flatten().tolist())
+    return answers
+
+
+def ask_vllm(folder: str, prompts: list[str], engine: dict[str, Any]) -> dict[str, list[list[float]]]:
+    """The same from vLLM, started with this checkpoint: asked one by one, and all at once, which rounds otherwise."""
+    import vllm
+
+    model = vllm.LLM(folder, **engine)
+    asked = vllm.SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+
+    def ask(prompts: list[str]) -> list[list[float]]:
+        outputs = model.generate([{"prompt_token_ids": list(prompt.encode())} for prompt in prompts], asked)
+        return [
+            [
+                found[token].logprob
+                for found, token in zip(output.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True)
+            ]
+            for output in outputs
+        ]
+
+    return {"one by one": [values for prompt in prompts for values in ask([prompt])], "at once": ask(prompts)}
+
+
+def attempt(act: Any, *arguments: Any) -> dict[str, Any]:
+    """The result of a function, or the error that it ended with."""
+    try:
+        return {"told": act(*arguments)}
+    except Exception as error:  # noqa: BLE001 whatever it is goes to the test
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def in_a_fork(act: Any, *arguments: Any) -> dict[str, Any]:
+    """The same for a function that is called in a process of its own."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        result = attempt(act, *arguments)
+        with os.fdopen(writing, "w") as pipe:
+            json.dump(result, pipe)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        content = pipe.read()
+    os.waitpid(child, 0)
+    return json.loads(content) if content else {"error": "it ended without a word"}
+
+
+def make_and_ask(checkpoints: list[dict[str, Any]], prompts: list[str]) -> list[dict[str, Any]]:
+    """Makes checkpoints; what transformers says of each."""
+
+    def answers_of(checkpoint: dict[str, Any]) -> list[list[float]]:
+        make(checkpoint)
+        return ask_transformers(checkpoint["folder"], prompts)
+
+    return [attempt(answers_of, checkpoint) for checkpoint in checkpoints]
+
+
+def main(arguments: list[str]) -> None:
+    """Carries out an order."""
+    for name in MODULES:
+        importlib.import_module(name)
+    order = json.loads(Path(arguments[0]).read_text())
+    prompts, checkpoints = order["prompts"], order["checkpoints"]
+    answers = {}
+    for checkpoint, other in zip(checkpoints, in_a_fork(make_and_ask, checkpoints, prompts)["told"], strict=True):
+        folder = checkpoint["folder"]
+        cold = in_a_fork(ask_vllm, folder, prompts, order["engine"]) if "told" in other else other
+        answers[folder] = {"transformers": other, "vllm": cold}
+    Path(order["answers"]).write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    main(sys.argv[1:])

