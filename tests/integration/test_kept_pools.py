@@ -11,6 +11,7 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
 from pools.pool.kept import KeptPool, find, keep_up, list_kept, require, take_down
 from pools.pool.session import PoolSession
+from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
 from resources.errors import BadInput, EngineStartFailed, ProxyFailed
 from resources.settings import settings
@@ -38,7 +40,8 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     """A machine of the test's own; every pool on it is taken down afterwards."""
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
     settings.cache_clear()
-    yield
+    with set_current_client(LocalClient()):  # the process's own may know an earlier test's folder
+        yield
     for state in list_kept():
         take_down(state.pool.name)
     settings.cache_clear()
@@ -106,14 +109,14 @@ def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run_and
 def test_kept_pools_of_one_name_that_are_started_at_once_are_one_and_the_other_leaves_nothing(
     tmp_path: Path, checkpoints: list[Servable]
 ) -> None:
-    def started(_: int) -> KeptPool | BadInput:
+    def started() -> KeptPool | BadInput:
         try:
             return kept(tmp_path, checkpoints)
         except BadInput as error:
             return error
 
     with ThreadPoolExecutor(2) as threads:
-        outcomes = list(threads.map(started, range(2)))
+        outcomes = list(threads.map(lambda context: context.run(started), [copy_context(), copy_context()]))
     [pool] = [outcome for outcome in outcomes if isinstance(outcome, KeptPool)]
     [refused] = [outcome for outcome in outcomes if isinstance(outcome, BadInput)]
     assert pool.access.address.base_url in refused.found
