@@ -193,6 +193,19 @@ def engine_of(pool: InferencePool) -> EngineClient:
     return EngineClient(url, engine_key(int(url.rpartition(":")[2])))
 
 
+def test_reloaded_checkpoint_answers_as_after_a_cold_start(pool: InferencePool) -> None:
+    answers, engines, loads = [], set(), []
+    for name in ("middle", "first", "middle"):
+        _, loaded = pool.load(name)
+        loads.append(loaded.how)
+        answers.append(engine_of(pool).canary(name, prompt_logprobs=True))
+        engines.add(engine_pid(pool))
+    cold, another, reloaded = answers
+    assert cold == reloaded != another
+    assert len(engines) == 1
+    assert loads == ["cold start", "reload", "reload"], "the demo has compared a reload already"
+
+
 def test_key_of_a_client_does_not_reach_the_engines_own_calls(
     pool: InferencePool, checkpoints: dict[str, Servable]
 ) -> None:
@@ -209,19 +222,6 @@ def test_key_of_a_client_does_not_reach_the_engines_own_calls(
     with pytest.raises(SwapRefused, match="401"):
         EngineClient(pool.engine_urls()[0], running.api_key).reload_weights(str(checkpoints["last"].uri))
     assert engine_of(pool).canary("first", prompt_logprobs=True) == before
-
-
-def test_reloaded_checkpoint_answers_as_after_a_cold_start(pool: InferencePool) -> None:
-    answers, engines, loads = [], set(), []
-    for name in ("middle", "first", "middle"):
-        _, loaded = pool.load(name)
-        loads.append(loaded.how)
-        answers.append(engine_of(pool).canary(name, prompt_logprobs=True))
-        engines.add(engine_pid(pool))
-    cold, another, reloaded = answers
-    assert cold == reloaded != another
-    assert len(engines) == 1
-    assert loads == ["cold start", "reload", "reload"], "the demo has compared a reload already"
 
 
 def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: InferencePool) -> None:
