@@ -222,16 +222,21 @@ def seconds_of(moment: str) -> float:
 
 
 def prepare(story: Story) -> None:
-    """Suites, a benchmark whose questions lie on a disk that is not mounted yet, and a run that has begun."""
+    """Suites, a benchmark whose code looks at a disk that is not mounted yet, and a run that has begun."""
     for suite, benchmark in BENCHMARKS.items():
         evaluations = [{"label": suite, "evals": [benchmark], "max_eval_instances": QUESTIONS[suite]}]
         content = {"name": suite, "description": suite, "engine_kwargs": ENGINE, "evaluations": evaluations}
         (story.folder / f"{suite}.yaml").write_text(yaml.safe_dump(content))
+    own = story.folder / "own"
+    own.mkdir()
     text = (BUNDLED / "demo_facts.yaml").read_text().replace("task: demo_facts", "task: shared_facts")
-    (story.folder / "own").mkdir()
-    (story.folder / "own" / "shared_facts.yaml").write_text(
-        text.replace("test: demo_facts.jsonl", f"test: {story.folder / 'disk' / 'questions.jsonl'}")
+    (own / "shared_facts.yaml").write_text(f"{text}process_docs: !function disk.looked_at\n")
+    # Questions that the benchmark itself named would be part of its hash: another evaluation once they are there.
+    questions = story.folder / "disk" / "questions.jsonl"
+    (own / "disk.py").write_text(
+        f"def looked_at(questions):\n    open({str(questions)!r}).close()\n    return questions\n"
     )
+    shutil.copy(BUNDLED / "demo_facts.jsonl", own)
     make_checkpoint(story.run / "hf" / "step-5")  # whole, and no rule takes it
     make_checkpoint(story.folder / "runs" / "other" / "hf" / "step-10")  # of a run that the policy does not name
 

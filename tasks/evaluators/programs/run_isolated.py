@@ -277,7 +277,8 @@ def _furnish(kernel: Kernel, specification: dict[str, Any], root: Path) -> None:
     # Read-only: to root's files below /proc/sys, whoever is root outside is root in here.
     kernel.mount("proc", root / "proc", kind="proc", flags=_RDONLY | _NOSUID | _NODEV | _NOEXEC)
     for path in specification["reads"]:
-        kernel.show(path, root)
+        if not path.startswith(tuple(f"{name}/" for name in _SYSTEM)):  # as an interpreter of the system is
+            kernel.show(path, root)
     for number, path in enumerate(specification["scratch"]):
         kernel.show_with_scratch(path, root, root / ".scratch" / str(number))
         for token in (root / path.lstrip("/") / name for name in _TOKENS):
