@@ -38,7 +38,6 @@ class Call:
         "_connecting",
         "_connection",
         "_error",
-        "_origin",
         "_patience",
         "_upstream",
         "_waiter",
@@ -48,6 +47,7 @@ class Call:
         "deadline",
         "headers",
         "is_stream",
+        "origin",
         "status",
     )  # fmt: skip
 
@@ -57,7 +57,7 @@ class Call:
         self.content_type = b""
         self.is_stream = False
         self._upstream = upstream
-        self._origin = origin
+        self.origin = origin
         self._patience = patience_seconds
         self.deadline = math.inf
         self._wants_stream = False
@@ -85,7 +85,7 @@ class Call:
             Lost: there is no connection, or it broke.
             TimedOut: the replica took too long.
         """
-        origin = self._origin
+        origin = self.origin
         message = message_of(origin, method, target, headers, body)
         self._wants_stream = stream
         self.deadline = origin.loop.time() + self._patience
@@ -125,7 +125,7 @@ class Call:
                 raise self._error
             if self._whole:
                 return b""
-            self.deadline = self._origin.loop.time() + self._patience
+            self.deadline = self.origin.loop.time() + self._patience
             await self._news()
 
     def lose(self) -> None:
@@ -154,7 +154,7 @@ class Call:
         return self.is_stream and bool(self._chunks)
 
     async def _news(self) -> None:
-        self._waiter = self._origin.loop.create_future()
+        self._waiter = self.origin.loop.create_future()
         try:
             await self._waiter
         finally:
@@ -184,7 +184,7 @@ class Call:
             return
         self._error = error
         if self._connecting is not None and not self._connecting.expired():
-            self._connecting.reschedule(self._origin.loop.time())
+            self._connecting.reschedule(self.origin.loop.time())
         self._wake()
 
     def _wake(self) -> None:
@@ -271,8 +271,9 @@ class Upstream:
         now = self._loop.time()
         for call in tuple(self.calls):
             call.look_at(now)
+        in_use = {call.origin for call in self.calls}  # a call may still be connecting
         for where, origin in tuple(self._origins.items()):
             origin.close_idle(now)
-            if not origin.connections:
+            if not origin.connections and origin not in in_use:
                 del self._origins[where]
         self._timer = self._loop.call_later(self._look_seconds, self._look_around)

@@ -175,7 +175,8 @@ async def test_connection_is_used_again_unless_it_was_idle_for_too_long(idle_sec
         finally:
             closed += 1
 
-    upstream = Upstream(connect_timeout_seconds=5, idle_seconds=idle_seconds, look_seconds=0.01)
+    # It looks around at every turn of the loop, so also while it connects.
+    upstream = Upstream(connect_timeout_seconds=5, idle_seconds=idle_seconds, look_seconds=0)
     async with scripted_engine(script) as url:
         await _asked(upstream, url)
         await until(lambda: closed == connections - 1)
