@@ -67,7 +67,7 @@ TOKENIZERS: dict[str, tuple[Callable[[Path], Path], set[str]]] = {
     "own code": (lambda folder: with_own_code(write_byte_tokenizer(folder)), {"tokenizer.json", "own_tokenizer.py"}),
     "merges": (lambda folder: with_merges(write_byte_tokenizer(folder)), {"vocab.json", "merges.txt"}),
 }
-"""How a tokenizer is written, and files of it that are opened."""
+"""Writers of a tokenizer, and files of it that are opened."""
 
 
 @contextmanager
