@@ -150,8 +150,9 @@ def prefect_errors_in_words() -> Iterator[None]:
 
 
 def _unavailable(error: BaseException) -> PrefectUnavailable:
+    address = server_address()
     return PrefectUnavailable(
-        expected=f"the Prefect server at {server_address()} to do what it is asked",
+        expected=f"the Prefect server at {address} to do what it is asked" if address else "Prefect's embedded server",
         found=str(error) or type(error).__name__,
-        remedy="start it (prefect server start), or correct PREFECT_API_URL",
+        remedy="start it (prefect server start), or correct PREFECT_API_URL" if address else "run the command again",
     )

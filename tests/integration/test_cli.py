@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -18,7 +20,7 @@ from fakes.command import run_command
 from fakes.models import write_checkpoint, write_run
 from fakes.polling import eventually, is_alive
 from fakes.records import make_metric, make_record
-from faults.scenarios.processes import descendants
+from faults.scenarios.processes import descendants, listens_on
 from flows.cli.app import app
 from resources.settings import deployment_data, process_environment, settings
 from tasks.records.record import Record, write_record
@@ -113,7 +115,9 @@ def test_report_on_a_folder_of_records_is_one_page(tmp_path: Path):
     assert "withheld" in text
 
 
-def test_evaluate_that_is_killed_leaves_no_prefect_server_of_its_own(tmp_path: Path, run: Path):
+def test_prefect_server_of_an_evaluation_is_started_again_if_it_dies_and_ends_with_the_evaluation(
+    tmp_path: Path, run: Path
+):
     command = [str(Path(sys.executable).with_name("assay")), "evaluate", "--model", str(run), "--eval", "demo_facts"]
     own = {"PREFECT_HOME": str(tmp_path / "prefect"), "ASSAY_CACHE_DIR": str(tmp_path / "cache")}
     variables = {name: value for name, value in process_environment(own).items() if name != "PREFECT_API_URL"}
@@ -121,8 +125,11 @@ def test_evaluate_that_is_killed_leaves_no_prefect_server_of_its_own(tmp_path: P
         [*command, *SERVED_ELSEWHERE], env=variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE
     ) as assay:
         [server] = eventually(lambda: prefect_servers_of(assay.pid), seconds=60)
+        os.kill(server, signal.SIGKILL)
+        [again] = eventually(lambda: [pid for pid in prefect_servers_of(assay.pid) if pid != server], seconds=60)
+        eventually(lambda: listens_on(again), seconds=60)
         assay.kill()
-    eventually(lambda: not is_alive(server))
+    eventually(lambda: not is_alive(again))
 
 
 def prefect_servers_of(pid: int) -> list[int]:
