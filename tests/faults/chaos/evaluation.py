@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,12 @@ from prefect.types.entrypoint import EntrypointType
 from fakes.prefect_database import write_prefect_database
 from fakes.prefect_field import Field, prefect_field
 from flows.demo import demo
+from flows.deploy.policies import watch_over_flow_runs
 from flows.series import evaluate_checkpoints
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
 from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.policies.dispatch import TAG
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, WorkPoolSpec, apply_work_pools, base_job_template
 
 ROOT = Path(__file__).parents[3]
@@ -37,6 +40,8 @@ _TRAINING_STEPS = 120
 _ASSAY = Path(sys.executable).with_name("assay")
 _QUIET = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 _DEPLOYMENT = "chaos"
+_HEARTBEAT_SECONDS = 30  # the shortest that there is
+_SILENT_AFTER = timedelta(seconds=1.5 * _HEARTBEAT_SECONDS)
 _QUESTIONS = 60
 _AT_ONCE = 4
 _PROMPTS_PER_REQUEST = 8
@@ -202,6 +207,7 @@ class ByDeployment(Way):
         if self._process is None or self._process.poll() is not None:
             self._worker.close()
             own = {name: value for name, value in place.environment().items() if not name.startswith("PREFECT_")}
+            own["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] = str(_HEARTBEAT_SECONDS)
             self._process = self._worker.enter_context(self._field.worker(LOCAL_WORK_POOL, variables=own))
 
     def start(self, run: Path, place: Place) -> Started:
@@ -223,7 +229,8 @@ def deployed(folder: Path) -> Iterator[Field]:
     folder.mkdir(parents=True)
     with prefect_field(folder) as field, temporary_settings({PREFECT_API_URL: field.url}):
         asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
-        as_module = {"work_pool_name": LOCAL_WORK_POOL, "entrypoint_type": EntrypointType.MODULE_PATH}
+        watch_over_flow_runs(_SILENT_AFTER)
+        as_module = {"work_pool_name": LOCAL_WORK_POOL, "entrypoint_type": EntrypointType.MODULE_PATH, "tags": [TAG]}
         deployment = evaluate_checkpoints.to_deployment(_DEPLOYMENT, **as_module)
         assert isinstance(deployment, RunnerDeployment)
         deployment.apply()
