@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 from prefect.deployments.runner import RunnerDeployment
-from prefect.settings import PREFECT_API_URL, temporary_settings
+from prefect.settings import PREFECT_API_URL, PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
 from prefect.types.entrypoint import EntrypointType
 
 from fakes.prefect_database import write_prefect_database
@@ -227,7 +227,8 @@ class ByDeployment(Way):
 def deployed(folder: Path) -> Iterator[Field]:
     """A Prefect server with a work pool and the flow, for as long as the block lasts."""
     folder.mkdir(parents=True)
-    with prefect_field(folder) as field, temporary_settings({PREFECT_API_URL: field.url}):
+    heartbeats = {PREFECT_FLOWS_HEARTBEAT_FREQUENCY: _HEARTBEAT_SECONDS}
+    with prefect_field(folder) as field, temporary_settings({PREFECT_API_URL: field.url, **heartbeats}):
         asyncio.run(apply_work_pools([WorkPoolSpec(LOCAL_WORK_POOL, "process", base_job_template("process"))]))
         watch_over_flow_runs(_SILENT_AFTER)
         as_module = {"work_pool_name": LOCAL_WORK_POOL, "entrypoint_type": EntrypointType.MODULE_PATH, "tags": [TAG]}
