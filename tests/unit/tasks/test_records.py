@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
@@ -10,6 +13,7 @@ import pytest
 
 from fakes.records import make_record
 from resources.errors import StorageError
+from resources.settings import process_environment
 from resources.storage import storage
 from tasks.records.record import current_records, read_record, read_records, record_uri, write_record
 
@@ -69,6 +73,43 @@ def test_half_written_record_is_not_taken_for_done(tmp_path: Path) -> None:
     record = make_record()
     assert write_record(str(tmp_path), record) == record
     assert read_record(str(tmp_path)) == record
+
+
+def test_writers_killed_at_any_moment_leave_whole_records(tmp_path: Path) -> None:
+    environment = process_environment({"PYTHONPATH": os.pathsep.join(sys.path)})
+    command = [sys.executable, "-c", _KILLED_WRITERS, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > _KILLS / 10
+
+
+_KILLS = 150
+_KILLED_WRITERS = f"""
+import os, signal, sys, time
+from random import Random
+from fakes.records import make_record
+from tasks.records.record import read_record, write_record
+
+folder, source, seen = sys.argv[1], Random(7), set()
+
+def write(writer, number):
+    attempt = f"attempt-{{writer}}-{{number}}"
+    write_record(folder, make_record(status="withheld", attempt=attempt, reason=attempt * 20_000))
+
+write(0, 0)
+for writer in range({_KILLS}):
+    if not (child := os.fork()):
+        number = 0
+        while number := number + 1:
+            write(writer, number)
+    time.sleep(source.random() * 0.02)  # the kill may come at any moment of it
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    record = read_record(folder)
+    assert record is not None and record.reason == record.attempt * 20_000, record
+    seen.add(record.attempt)
+print(len(seen))
+"""
 
 
 def test_records_below_a_folder_come_by_run_and_step(tmp_path: Path) -> None:
