@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 from xml.etree import ElementTree
 
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
 from fakes.records import FIRST, REASONS, make_metric, make_record, of_every_evaluator, publish
@@ -22,6 +26,8 @@ from tasks.reports.page import curves_svg, render_report, results_rows, results_
 from tasks.reports.table import Results
 
 SVG = "{http://www.w3.org/2000/svg}"
+
+HOSTILE = '_$x_1$<script>alert(1)</script>&amp;"><img src=x onerror=alert(1)>'
 
 
 def both(step: int, status: RecordStatus = "succeeded", *, facts: float = 0.5, run: str = "run-a") -> Record:
@@ -252,6 +258,49 @@ def test_names_are_shown_as_they_are_and_never_run() -> None:
 
     assert "<script" not in page
     assert hostile in texts(curves_svg(records))
+
+
+def hostile_in_each_field(value: Any) -> Iterator[Any]:
+    """The value, with one of its texts, wherever it lies, replaced by something that would run in a page."""
+    if isinstance(value, str):
+        yield HOSTILE
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from ({**value, key: other} for other in hostile_in_each_field(part))
+            yield {**{name: each for name, each in value.items() if name != key}, f"{key}{HOSTILE}": part}
+    elif isinstance(value, list):
+        for index, part in enumerate(value):
+            yield from ([*value[:index], other, *value[index + 1 :]] for other in hostile_in_each_field(part))
+
+
+class _Tags(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.seen |= {tag, *(name for name, _ in attrs)}
+
+
+def runs_something(page: str) -> set[str]:
+    """Tags and attributes of a page that would run a script."""
+    tags = _Tags()
+    tags.feed(page)
+    return {name for name in tags.seen if name in ("script", "img") or name.startswith("on")}
+
+
+def test_script_in_any_field_of_a_record_is_text() -> None:
+    records: list[Record] = []
+    for good in (both(0), both(0, "withheld")):
+        for dumped in hostile_in_each_field(good.model_dump(mode="json")):
+            with suppress(ValidationError):  # such a record is not read
+                record = Record.model_validate(dumped)
+                at_its_step = record.checkpoint.model_copy(update={"step": len(records)})
+                records.append(record.model_copy(update={"checkpoint": at_its_step}))
+    page = render_report(records, title=HOSTILE)
+    assert len(records) > 80 and page.count("&lt;script&gt;") > 20
+    assert not runs_something(page)
+    assert runs_something(f"<p>{HOSTILE}") == {"script", "img", "onerror"}
 
 
 def test_page_refers_to_nothing_outside_and_has_no_id_twice() -> None:
