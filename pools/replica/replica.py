@@ -207,6 +207,8 @@ class ReplicaEngine:
             self._compared = before, reloaded
             first = "the first reload of this architecture is compared with a cold start"
             return first if verdict is None else "this reload is among those compared with a cold start"
+        if (difference := self._difference_to_former(wanted, canary)) is not None:
+            return f"log-probabilities differed by up to {difference:.2g} nats from those of the same files before"
         self._canary = canary
         return None
 
@@ -262,21 +264,26 @@ class ReplicaEngine:
         self._become("ready", checkpoint)
 
     def _require_former(self, checkpoint: ServedCheckpoint) -> None:
-        """Passes if the canary is the one that this replica gave for the same weights before, if it ever did.
+        """Passes if the canary is the one that this replica gave for the same files before, if it ever did.
 
         Raises:
             EngineStartFailed: it is another one.
         """
-        former = self._canaries.setdefault(checkpoint.digests.checkpoint, self._canary)
-        dtypes = {tensor.dtype for tensor in read_tensors(checkpoint.files).values()}
-        exact = self._config.device == "cpu" and dtypes == {"F32"} and "dtype" not in engine_kwargs(self._config)
-        rounding = ROUNDING_NATS["float32" if exact else "bfloat16"]
-        if (difference := largest_difference(former, self._canary)) > rounding:
+        if (difference := self._difference_to_former(checkpoint, self._canary)) is not None:
             raise EngineStartFailed(
                 expected=f"the engine of {self.name} to answer for {checkpoint.name} as it did before",
                 found=f"log-probabilities that differ by up to {difference:.2g} nats on the same files",
                 remedy="look at the machine, its memory first; a pool started anew compares with nothing",
             )
+        self._canaries.setdefault(checkpoint.digests.checkpoint, self._canary)
+
+    def _difference_to_former(self, checkpoint: ServedCheckpoint, canary: tuple[float, ...]) -> float | None:
+        """The largest difference to the checkpoint's first canary, in nats; None where that is rounding, or none is."""
+        former = self._canaries.get(checkpoint.digests.checkpoint, canary)
+        dtypes = {tensor.dtype for tensor in read_tensors(checkpoint.files).values()}
+        exact = self._config.device == "cpu" and dtypes == {"F32"} and "dtype" not in engine_kwargs(self._config)
+        difference = largest_difference(former, canary)
+        return difference if difference > ROUNDING_NATS["float32" if exact else "bfloat16"] else None
 
     def _wait_until_answers(self, job: JobHandle, engine: EngineClient, model: str, launch: Launch) -> None:
         deadline = time.monotonic() + self._config.startup_timeout_seconds

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import httpx
 import pytest
 
+from fakes.engine import weights_label
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
@@ -70,9 +74,11 @@ def staged(folder: Path, staging: Staging) -> ServedCheckpoint:
 
 
 @contextmanager
-def one_replica(tmp_path: Path, launcher: FakeLauncher, drain: Callable[[], None]) -> Iterator[ReplicaEngine]:
+def one_replica(
+    tmp_path: Path, launcher: FakeLauncher, drain: Callable[[], None], **fields: Any
+) -> Iterator[ReplicaEngine]:
     client = LocalClient(tmp_path / "jobs")
-    config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}, **fields})
     replica = ReplicaEngine("replica-0", config, launcher=launcher, client=client, on_change=lambda: None, drain=drain)
     try:
         yield replica
@@ -115,3 +121,28 @@ def test_files_that_change_while_requests_are_drained_leave_the_former_checkpoin
             replica.load(staged(second, staging), Loading())
         assert replica.standing == ("ready", former)
         assert launcher.launches == ["run-1"]
+
+
+def test_reload_that_answers_otherwise_than_before_is_a_restart(tmp_path: Path) -> None:
+    first, second = (write_checkpoint(tmp_path / f"run-{seed}", seed=seed) for seed in (1, 2))
+    staging, launcher = (
+        Staging(tmp_path / "staged", max_bytes=10**6),
+        FakeLauncher(tmp_path, identity="answers otherwise"),
+    )
+    with one_replica(tmp_path, launcher, lambda: None, reload_audit_share=0) as replica:
+
+        def load(folder: Path) -> Loading:
+            loading = Loading()
+            replica.load(staged(folder, staging), loading)
+            label = httpx.get(f"{replica.url}/fake/stats").json()["label"]
+            assert (replica.state, label) == ("ready", weights_label(folder))
+            return loading
+
+        assert [load(folder).how for folder in (first, second, first, second)] == [
+            *("cold start", "restart", "reload", "reload")
+        ]
+        httpx.put(f"{replica.url}/fake/faults", json={"partial_reload": True}).raise_for_status()
+        again = load(first)
+        assert again.how == "restart" and re.search(
+            "differed by up to .* nats from those of the same files", again.reason or ""
+        )
