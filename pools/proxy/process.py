@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from pools.config import InferencePoolConfig
-from pools.jobs import labelled, placed_with, pool_environment
+from pools.jobs import Restarts, labelled, placed_with, pool_environment
 from pools.protocol import ProxyLimits
 from pools.proxy.client import JournalFlags, ProxyAddress, proxy_command, wait_for_address
 from pools.proxy.standing_socket import lent, standing_socket
@@ -60,7 +60,7 @@ class ProxyProcess:
         self._label = label
         self._job: JobHandle | None = None
         self._address: ProxyAddress | None = None
-        self._restarts = 0
+        self._restarts = Restarts(_MOST_RESTARTS)
         self._listening: socket.socket | None = None
 
     @property
@@ -152,13 +152,12 @@ class ProxyProcess:
         """
         if self._job is None or not self._job.status().finished:
             return False
-        if self._restarts >= _MOST_RESTARTS:
+        if not self._restarts.allow():
             raise ProxyFailed(
                 expected="the proxy's process to run",
-                found=f"it ended {self._restarts + 1} times. Last lines of its log:\n{self._job.logs(10).rstrip()}",
+                found=f"it ended, {self._restarts.last}. Last lines of its log:\n{self._job.logs(10).rstrip()}",
                 remedy="run again; what was answered is in the journal",
             )
-        self._restarts += 1
         self.start()
         return True
 

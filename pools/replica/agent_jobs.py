@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from pools.jobs import Restarts
 from pools.protocol import ReplicaStatus
-from pools.replica.restarts import Restarts
 from resources.errors import EngineDied
 from resources.jobs.jobs import JobHandle, JobStatus
 

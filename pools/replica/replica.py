@@ -17,9 +17,9 @@ from pools.engine.engine_client import EngineClient
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, replica_capacity
 from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload, why_unprovable
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
+from pools.jobs import Restarts
 from pools.protocol import ReplicaState
 from pools.replica.loading import Loading, Standing
-from pools.replica.restarts import Restarts
 from pools.weights.model_files import read_tensors
 from resources.errors import (
     AssayError,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -13,6 +14,7 @@ from fakes.jobs import FakeClient, FakeJob
 from fakes.polling import eventually
 from fakes.proxy import CLIENT_KEY, running_proxy
 from pools.config import InferencePoolConfig
+from pools.jobs import Restarts
 from pools.pool.inference import InferencePool
 from pools.proxy.client import ProxyAddress
 from pools.proxy.process import ProxyProcess, check_network
@@ -45,6 +47,19 @@ def test_proxy_that_has_ended_is_started_again_on_its_port() -> None:
     command = client.requests[1].entrypoint
     assert isinstance(command, Command)
     assert command.args[command.args.index("--port") + 1] == "4321"
+
+
+def test_proxy_that_ends_for_ever_is_given_up_and_for_ten_minutes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("pools.proxy.process.Restarts", partial(Restarts, clock=lambda: now))
+    process, client = started_at(*[ProxyAddress(host="10.0.0.1", port=4321, pid=pid) for pid in range(13)])
+    for _ in range(10):
+        assert process.restart_if_ended()
+        client.submitted[-1].says(JobStatus.FAILED)
+    with pytest.raises(ProxyFailed, match=r"it ended, for the 11\. time in ten minutes"):
+        process.restart_if_ended()
+    now = 601.0
+    assert process.restart_if_ended()
 
 
 def test_proxy_that_comes_back_on_another_machine_is_given_up_and_can_be_ended() -> None:

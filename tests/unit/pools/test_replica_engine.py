@@ -20,9 +20,9 @@ from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Launch, Servable, ServedCheckpoint
+from pools.jobs import Restarts
 from pools.replica.loading import Loading
 from pools.replica.replica import ReplicaEngine
-from pools.replica.restarts import Restarts
 from pools.weights.staging import Staging
 from resources.backends.local.client import LocalClient
 from resources.errors import CheckpointChanged, EngineDied
