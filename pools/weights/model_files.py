@@ -24,10 +24,11 @@ from resources.storage.storage import FileInfo
 INDEX_NAME = "model.safetensors.index.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 """One of these holds the vocabulary; `tokenizer_config.json` is wanted beside it."""
+SETTLED_SECONDS = 3.0
+"""Seconds after which another write shows in a file's times; some file systems count in steps of 2 s."""
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _LARGEST_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
-_SETTLED_SECONDS = 3.0  # after which another write shows in a file's times; some file systems count in steps of 2 s
 _CANNOT_BE_READ = "cannot be read"
 _NEVER_SERVED = (
     # Weights in other formats, and adapters, which engines would take for the weights.
@@ -330,7 +331,7 @@ def _content_digest(file: FileInfo) -> bytes:
         return memory.read_bytes()
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode()
-    if path.stat().st_ctime < began - _SETTLED_SECONDS and file_identity(path) == identity:
+    if path.stat().st_ctime < began - SETTLED_SECONDS and file_identity(path) == identity:
         storage.write_bytes(str(memory), digest)
     return digest
 

@@ -21,6 +21,7 @@ import orjson
 
 from pools.weights.model_files import (
     INDEX_NAME,
+    SETTLED_SECONDS,
     TOKENIZER_FILES,
     digest_model_folder,
     file_identity,
@@ -42,7 +43,6 @@ _RANGES = 8  # of names, in which a run that is known from before is listed at o
 _FILES_OF_A_CHECKPOINT = 4  # at least
 _SIZES_DIFFER = frozenset({*TOKENIZER_FILES, "tokenizer_config.json"})  # only whether they are there matters
 _ALIKE = frozenset({"config.json", INDEX_NAME})  # judged by what they say, which most often is the same all along
-_SETTLED_SECONDS = 3.0  # after which another write shows in a file's time; some file systems count in steps of 2 s
 _FORMAT = 3
 _GLOB = frozenset("*?[")
 
@@ -134,7 +134,7 @@ def snapshot_run(
     known = {(row[0], row[4]): tuple(row[5]) for row in rows}
     files = tree.files()
     found = _judged(files, known, reference=reference, evaluated=evaluated)
-    unsettled = _unsettled(found, files, since=began - _SETTLED_SECONDS)
+    unsettled = _unsettled(found, files, since=began - SETTLED_SECONDS)
     _remember(
         uri, "" if unsettled else signature, [checkpoint for checkpoint in found if checkpoint.uri not in unsettled]
     )

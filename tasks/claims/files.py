@@ -16,7 +16,8 @@ from tasks.claims.process_marks import ProcessMark
 
 LEASE_SECONDS = 120.0
 """Time that a claim holds after the last sign of life of its holder."""
-_CLOCKS_DIFFER_SECONDS = 10.0
+CLOCKS_DIFFER_SECONDS = 10.0
+"""Difference between the clocks of two machines that is taken for none."""
 _FOLDER = "claims"
 _HOLDERS = "holders"
 _Kind = TypeVar("_Kind", bound=Config)
@@ -78,7 +79,7 @@ class Holder(_Written):
 
     def until(self) -> float:
         """Time at which its claims end if nothing more is heard, on a clock that may differ from its own."""
-        return self.renewed + self.lease_seconds + _CLOCKS_DIFFER_SECONDS
+        return self.renewed + self.lease_seconds + CLOCKS_DIFFER_SECONDS
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ class SeenClaim:
     def until(self) -> float:
         """Time at which it ends if nothing more is heard: by its holder's clock, but not later than by the store's."""
         if self.holder is None:
-            return self.claim.at + LEASE_SECONDS + _CLOCKS_DIFFER_SECONDS
-        latest = self.heard + self.holder.lease_seconds + _CLOCKS_DIFFER_SECONDS
+            return self.claim.at + LEASE_SECONDS + CLOCKS_DIFFER_SECONDS
+        latest = self.heard + self.holder.lease_seconds + CLOCKS_DIFFER_SECONDS
         return min(self.holder.until(), latest) if self.heard else self.holder.until()
 
     def live(self, now: float, *, store_now: float | None = None) -> bool:
@@ -111,12 +112,12 @@ class SeenClaim:
         """
         at_store = now if store_now is None else store_now
         if not self.readable:
-            return self.claim.at <= at_store + _CLOCKS_DIFFER_SECONDS and at_store < self.until()
+            return self.claim.at <= at_store + CLOCKS_DIFFER_SECONDS and at_store < self.until()
         if self.claim.released or self.holder is None or self.holder.process.has_ended():
             return False
-        if self.holder.renewed <= now + _CLOCKS_DIFFER_SECONDS:
+        if self.holder.renewed <= now + CLOCKS_DIFFER_SECONDS:
             return now < self.holder.until()
-        if 0.0 < self.heard <= at_store + _CLOCKS_DIFFER_SECONDS:
+        if 0.0 < self.heard <= at_store + CLOCKS_DIFFER_SECONDS:
             return at_store < self.until()
         return self.holder.process.is_here()
 

@@ -10,12 +10,11 @@ from typing import Literal, NamedTuple
 
 from tasks.checkpoints.rules import eligible_steps, might_be_eligible
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
-from tasks.claims.files import SeenClaim
+from tasks.claims.files import CLOCKS_DIFFER_SECONDS, SeenClaim
 from tasks.policies.overrides import Overrides
 from tasks.policies.policy import Policy, RetryBudget, WantedEvaluation
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords
 
-_CLOCKS_DIFFER_SECONDS = 10.0
 _ANY_TIME_BEFORE = 1.0  # later than where nobody asked for another try, which is 0
 
 State = Literal[
@@ -208,7 +207,7 @@ class _RunState:
 
     def _known_time(self, seconds: float) -> float:
         """A time that may have been told by a clock that was ahead: then it was at any time before."""
-        return seconds if seconds <= self._now + _CLOCKS_DIFFER_SECONDS else _ANY_TIME_BEFORE
+        return seconds if seconds <= self._now + CLOCKS_DIFFER_SECONDS else _ANY_TIME_BEFORE
 
     def recorded(self, checkpoint: SeenCheckpoint) -> frozenset[str]:
         """Hashes of the evaluations that have a succeeded record of this very state of a checkpoint."""
