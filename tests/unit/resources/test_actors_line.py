@@ -6,15 +6,17 @@ import pickle
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from resources.actors.actor_key import actor_key
+from resources.actors.actor_key import ACTOR_KEY_VARIABLE, actor_key
 from resources.actors.actor_line import ActorLine, Patience
 from resources.actors.actor_wire import Frame, Kind, greet_caller, receive, send
-from resources.errors import ActorCallLost, ActorDied, ActorRestarted, BackendUnavailable
+from resources.errors import ActorCallLost, ActorDied, ActorRestarted, BackendUnavailable, StorageError
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.settings import settings
 
 IMPATIENT = Patience(unreachable_seconds=0.2, unexplained_seconds=0.5, silent_seconds=0.05)
 ANSWER_SECONDS = 20.0
@@ -217,3 +219,22 @@ def test_many_threads_share_a_line(job: ScriptedJob, actor: Any) -> None:
     for thread in threads:
         thread.join(ANSWER_SECONDS)
     assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_key_is_kept_for_its_owner_alone_and_no_other_file_is_taken_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv(ACTOR_KEY_VARIABLE, raising=False)
+    settings.cache_clear()
+    key, file = actor_key(), tmp_path / "cache" / "actor.key"
+    assert len(key) >= 32 and actor_key() == key == file.read_bytes()
+    for mode in (0o640, 0o644, 0o602):
+        file.chmod(mode)
+        with pytest.raises(StorageError, match=f"mode {mode:o}"):
+            actor_key()
+    file.chmod(0o600)
+    for content in (b"", key[:31]):
+        file.write_bytes(content)
+        with pytest.raises(StorageError, match=f"{len(content)} bytes"):
+            actor_key()
