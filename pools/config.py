@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -31,6 +32,12 @@ ENGINE_GENERATION_DEFAULTS = (
 REQUEST_GENERATION_PARAMS = ("stop_token_ids",)
 """Those it does not: evaluators that say how to sample put them into each request."""
 
+_NAMES_FILES = {
+    *("generation_config", "hf_config_path", "tokenizer", "speculative_config"),
+    *("lora_modules", "tool_parser_plugin", "reasoning_parser_plugin"),
+}
+"""Engine arguments in which a text without a slash may be a file."""
+
 
 def is_setting(name: str) -> bool:
     """Tells whether a variable is one of those that can change what an engine answers."""
@@ -50,14 +57,20 @@ def check_name(name: str) -> str:
     return name
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _named_files(value: Any) -> Iterator[str]:
+    """Texts within a value that may name a file: as they are, within JSON, behind `name=` and `file://`."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, list | tuple):
         for part in value:
-            yield from _texts(part)
+            yield from _named_files(part)
     elif isinstance(value, str):
-        yield value
+        try:
+            if isinstance(inner := json.loads(value), dict | list):
+                return (yield from _named_files(inner))
+        except (ValueError, RecursionError):
+            pass
+        yield from {text.removeprefix("file://") for text in (value, value.partition("=")[2]) if text}
 
 
 def _state_of(path: str) -> str | None:
@@ -100,6 +113,11 @@ class ModelConfig(Config):
         ours = {"host", "port", "model", "served_model_name", "api_key", "override_generation_config"} & set(normal)
         if ours:
             raise ValueError(f"{', '.join(sorted(ours))} is set by the pool: remove it from engine_kwargs")
+        for key, value in normal.items():
+            for text in _named_files(value):
+                may_be_here = "://" not in text and not text.startswith(("/", "~"))
+                if may_be_here and ("/" in text or key in _NAMES_FILES) and _state_of(text) is not None:
+                    raise ValueError(f"{key} names {text}, and engines run in another folder: write its whole path")
         return normal
 
     @field_validator("engine_variables")
@@ -115,8 +133,9 @@ class ModelConfig(Config):
 
         A folder counts by names, sizes and times of its files, since it may hold a model. Empty where there is nothing.
         """
-        named = {text for text in _texts([self.engine_kwargs, self.engine_variables]) if text.startswith(("/", "~"))}
-        files = {text: state for text in sorted(named) if (state := _state_of(text)) is not None}
+        named = sorted(set(_named_files([self.engine_kwargs, self.engine_variables])))
+        whole = [text for text in named if text.startswith(("/", "~"))]
+        files = {text: state for text in whole if (state := _state_of(text)) is not None}
         inputs = {"engine_variables": self.engine_variables, "engine_files": files}
         return {name: value for name, value in inputs.items() if value}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -133,19 +134,51 @@ def test_hand_command_can_be_pasted_into_a_shell() -> None:
     assert hand_command("py", ["-m", "x y"], {"A": "1 2"}) == "A='1 2' py -m 'x y'"
 
 
-def test_engine_is_told_apart_by_variables_and_files_that_can_change_an_answer(tmp_path: Path) -> None:
-    scales = tmp_path / "scales"
-    scales.mkdir()
-    (scales / "kv.json").write_text("1")
-    first = engine_digest(pool(engine_kwargs={"quantization_param_path": str(scales / "kv.json")}), "b")
-    (scales / "kv.json").write_text("2")
-    assert engine_digest(pool(engine_kwargs={"quantization_param_path": str(scales / "kv.json")}), "b") != first
-    folder = engine_digest(pool(engine_kwargs={"tokenizer": str(scales)}), "b")
-    (scales / "more.json").write_text("2")
-    assert engine_digest(pool(engine_kwargs={"tokenizer": str(scales)}), "b") != folder
+@pytest.mark.parametrize(
+    "naming",
+    [
+        lambda folder: {"quantization_param_path": f"{folder}/kv.json"},
+        lambda folder: {"tokenizer": f"{folder}"},
+        lambda folder: {"generation_config": f"file://{folder}"},
+        lambda folder: {"speculative_config": {"model": f"{folder}"}},
+        lambda folder: {"speculative_config": json.dumps({"model": f"{folder}"})},
+        lambda folder: {"lora_modules": [f"sql={folder}"]},
+    ],
+)
+def test_engine_is_told_apart_by_files_that_its_arguments_name(naming: Any, tmp_path: Path) -> None:
+    (tmp_path / "kv.json").write_text("1")
+    first = engine_digest(pool(engine_kwargs=naming(tmp_path)), "b")
+    assert engine_digest(pool(engine_kwargs=naming(tmp_path)), "b") == first
+    (tmp_path / "kv.json").write_text("22")
+    assert engine_digest(pool(engine_kwargs=naming(tmp_path)), "b") != first
+
+
+def test_engine_is_told_apart_by_variables_that_can_change_an_answer() -> None:
     plain = engine_digest(pool(), "b")
     assert engine_digest(pool(engine_variables={}), "b") == plain
     assert engine_digest(pool(engine_variables={"VLLM_BATCH_INVARIANT": "1"}), "b") != plain
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"generation_config": "gen"},
+        {"generation_config": "./gen"},
+        {"speculative_config": '{"model": "gen"}'},
+        {"lora_modules": ["sql=gen"]},
+        {"logits_processors": "gen/generation_config.json"},
+    ],
+)
+def test_file_that_arguments_name_by_a_relative_path_is_refused(
+    kwargs: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert pool(engine_kwargs=kwargs)  # the name of a model on a hub, for instance
+    (tmp_path / "gen").mkdir()
+    (tmp_path / "gen" / "generation_config.json").write_text("{}")
+    with pytest.raises(ValidationError, match="engines run in another folder: write its whole path"):
+        pool(engine_kwargs=kwargs)
+    assert pool(engine_kwargs={"dtype": "gen", "max_model_len": 64})
 
 
 def test_variables_of_the_process_that_plans_reach_the_engine_and_no_others(
