@@ -92,6 +92,11 @@ def copy_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
     """
     for name, file in small_files(inspect_reference_folder(uri)).items():
         storage.write_bytes(str(folder / name), storage.read_bytes(file.uri))
+    verify_small_files(uri, digests, folder)
+
+
+def verify_small_files(uri: str, digests: ModelDigests, folder: Path) -> None:
+    """Raises `CheckpointChanged` unless a copy of config, tokenizer and templates is the planned one."""
     copied = replace(inspect_reference_folder(str(folder)), problems=())
     require_planned(uri, replace(digest_model_folder(copied), weights=digests.weights), digests)
 

@@ -13,13 +13,19 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 
-from pools.weights.checkpoint_copy import Progress, copy_checkpoint, copy_small_files, require_planned
+from pools.weights.checkpoint_copy import (
+    Progress,
+    copy_checkpoint,
+    copy_small_files,
+    require_planned,
+    verify_small_files,
+)
 from pools.weights.model_files import (
     ModelDigests,
     digest_model_folder,
@@ -27,7 +33,7 @@ from pools.weights.model_files import (
     inspect_model_folder,
     served_files,
 )
-from resources.errors import StorageError
+from resources.errors import AssayError, StorageError
 from resources.storage import storage
 from resources.storage.bounded_folder import BoundedFolder, Hold, tree_bytes
 from resources.storage.file_copy import RANGE_BYTES, CopyStopped
@@ -167,7 +173,7 @@ class Staging:
     def stage_small_files(self, uri: str, digests: ModelDigests) -> Path:
         """A local copy of config, tokenizer and templates only, for those who tokenize and do not serve.
 
-        It is shared by all checkpoints that have the same, and never evicted.
+        It is shared by all checkpoints that have the same, and never evicted; one that was damaged is copied again.
 
         Raises:
             CheckpointChanged: they differ from the planned ones.
@@ -175,12 +181,15 @@ class Staging:
         """
         small = self._copies.folder / "small"
         target = small / hashlib.blake2b(f"{digests.tokenizer}{digests.config}".encode(), digest_size=16).hexdigest()
-        if target.is_dir():
+        with suppress(AssayError):  # it is not there yet, or was damaged since
+            verify_small_files(uri, digests, target)
             return target
         try:
             small.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(prefix=".", dir=small) as aside:
                 copy_small_files(uri, digests, Path(aside) / "files")
+                if target.is_dir():
+                    target.rename(Path(aside) / "damaged")
                 (Path(aside) / "files").rename(target)
         except OSError as error:
             if not target.is_dir():  # else another process was first

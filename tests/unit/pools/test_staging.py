@@ -464,6 +464,19 @@ def test_small_files_are_copied_once_without_weights(store: type[FolderStore], t
     assert staging(local).stage_small_files(uri.removeprefix("store:/"), digests) == folder
 
 
+@pytest.mark.parametrize("damage", [lambda file: file.write_text("{}"), Path.unlink])
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_small_files_that_were_damaged_since_are_copied_again(
+    store: type[FolderStore], tmp_path: Path, local: Path, damage: Callable[[Path], None], name: str
+) -> None:
+    uri, digests = remote(tmp_path, 1)
+    file = staging(local).stage_small_files(uri, digests) / name
+    before = file.read_bytes()
+    damage(file)
+    assert (staging(local).stage_small_files(uri, digests) / name).read_bytes() == before
+    assert names(local / "small") == {file.parent.name}
+
+
 def test_small_files_that_differ_from_the_plan_are_refused(
     store: type[FolderStore], tmp_path: Path, local: Path
 ) -> None:
