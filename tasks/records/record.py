@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from resources.errors import RecordStatus
+from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
 from resources.storage.conditional_writes import read_version, replace_bytes
 from tasks.spec.names import run_folder_of
@@ -183,6 +183,32 @@ def read_record(cell_uri: str) -> Record | None:
         return None
 
 
+def record_to_replace(cell_uri: str) -> Record | None:
+    """The record of a cell that is to be evaluated, as `read_record` has it.
+
+    Raises:
+        StorageError: it is the success of a newer Assay, which must not be replaced.
+    """
+    try:
+        return _replaceable(record_uri(cell_uri), storage.read_bytes(record_uri(cell_uri)))
+    except FileNotFoundError:
+        return None
+
+
+def _replaceable(uri: str, content: bytes) -> Record | None:
+    try:
+        return Record.model_validate_json(content)
+    except ValidationError as error:
+        newer = {"extra_forbidden", "literal_error"} & {found["type"] for found in error.errors()}
+    if newer and json.loads(content).get("status") == "succeeded":
+        raise StorageError(
+            expected=f"a record of version {Record.model_fields['schema_version'].default} or earlier at {uri}",
+            found="the success of a newer Assay, with fields that this one does not know",
+            remedy="evaluate with the newer Assay, or write to another evaluation_path",
+        )
+    return None
+
+
 def parsed_record(content: bytes) -> Record | None:
     """The record that some bytes are, or None if they are none."""
     try:
@@ -203,12 +229,12 @@ def write_record(cell_uri: str, record: Record) -> Record:
         The record that stands: this one, or the success of another run that was there before.
 
     Raises:
-        StorageError: it could not be written; nothing half-written stands.
+        StorageError: it could not be written, nothing half-written stands; or a newer Assay's success stands there.
     """
     uri = record_uri(cell_uri)
     while True:
         standing = read_version(uri)
-        before = parsed_record(standing.content) if standing is not None else None
+        before = _replaceable(uri, standing.content) if standing is not None else None
         if before is not None and before.succeeded:
             return before
         if record.status == "infra_failed":

@@ -19,7 +19,7 @@ from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import report_event
-from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record
+from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
@@ -73,7 +73,7 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
             one with records elsewhere), or two evaluations cannot be made together.
         UnknownBenchmark: an evaluator does not know a benchmark.
         CheckpointError: a checkpoint stopped being complete meanwhile.
-        StorageError: something could not be read.
+        StorageError: something could not be read, or a newer Assay's success stands where a record would.
     """
     _check_together(configs)
     hashed: list[tuple[EvaluationConfig, str, tuple[EvaluationConfig, str] | None]] = []
@@ -221,7 +221,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
     identity = digest_of([hash_, reference.digest])[:10]
     step, folder = f"step-{checkpoint.step}", f"{shown[:80]}-{identity}"
     uri = storage.join(config.evaluation_path, reference.run, step, config.evaluator.name, folder)
-    return Cell(config, checkpoint.folder, digests, reference, hash_, uri, read_record(uri))
+    return Cell(config, checkpoint.folder, digests, reference, hash_, uri, record_to_replace(uri))
 
 
 def conclude(cells: Sequence[Cell]) -> list[Record]:

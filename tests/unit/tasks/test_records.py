@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,14 @@ from fakes.records import make_record
 from resources.errors import StorageError
 from resources.settings import process_environment
 from resources.storage import storage
-from tasks.records.record import current_records, read_record, read_records, record_uri, write_record
+from tasks.records.record import (
+    current_records,
+    read_record,
+    read_records,
+    record_to_replace,
+    record_uri,
+    write_record,
+)
 
 
 def test_record_survives_writing_and_reading(tmp_path: Path) -> None:
@@ -73,6 +81,20 @@ def test_half_written_record_is_not_taken_for_done(tmp_path: Path) -> None:
     record = make_record()
     assert write_record(str(tmp_path), record) == record
     assert read_record(str(tmp_path)) == record
+
+
+@pytest.mark.parametrize("newer", [{"schema_version": 3}, {"power_watts": 1}])
+def test_success_of_a_newer_version_stands_and_its_failure_does_not(tmp_path: Path, newer: dict[str, int]) -> None:
+    file = tmp_path / "record.json"
+    file.write_text(json.dumps(make_record().model_dump(mode="json") | newer))
+    before = file.read_bytes()
+    for refused in (lambda: write_record(str(tmp_path), make_record()), lambda: record_to_replace(str(tmp_path))):
+        with pytest.raises(StorageError, match="newer Assay"):
+            refused()
+    assert file.read_bytes() == before
+    file.write_text(json.dumps(make_record(status="failed").model_dump(mode="json") | newer))
+    assert record_to_replace(str(tmp_path)) is None
+    assert write_record(str(tmp_path), make_record()) == make_record()
 
 
 def test_writers_killed_at_any_moment_leave_whole_records(tmp_path: Path) -> None:
