@@ -70,6 +70,10 @@ class Background:
         cell = self._cells.get(scope.cell)
         return cell.attempt if cell is not None and cell.attempt.scope == scope else None
 
+    def is_open(self, cell: str) -> bool:
+        """True if a cell has an open attempt."""
+        return cell in self._cells
+
     def committed(self, size: int) -> None:
         """Notes that so many bytes were written to the file."""
         self._untidied_bytes += size
@@ -98,11 +102,20 @@ class Background:
             cell = _OpenCell(Attempt(scope), mirror, loaded=mirror is None)
             if mirror is not None:
                 await self._synchronise(cell)
-            taken = await self._in_file_thread(upkeep.taken, self._path, scope)
+            await self._begin(cell)
             await self._in_file_thread(upkeep.forget_replays, self._path, scope)
-            cell.attempt = Attempt(scope, taken or ())
-            self._cells[scope.cell] = cell
             self._export_from_now(mirror)
+
+    async def go_on(self, scope: CellScope) -> None:
+        """Begins an attempt without a mirror; see `Journal.go_on`. What others replayed may be the newest one's."""
+        async with self._changing:
+            if not self.is_open(scope.cell):
+                await self._begin(_OpenCell(Attempt(scope), None, loaded=True))
+
+    async def _begin(self, cell: _OpenCell) -> None:
+        scope = cell.attempt.scope
+        cell.attempt = Attempt(scope, await self._in_file_thread(upkeep.taken, self._path, scope) or ())
+        self._cells[scope.cell] = cell
 
     async def _give_mirror(self, cell: _OpenCell, folder: str | None) -> None:
         """Gives an attempt that goes on the mirror it was begun without; what it has under way is not disturbed."""

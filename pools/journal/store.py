@@ -213,9 +213,9 @@ class Journal:
             if claim.scope is not None:
                 self._background.kept(claim.scope, len(content[0]))
 
-    def is_open(self, scope: CellScope) -> bool:
-        """True if this attempt has begun in this process, and has not ended."""
-        return self._background.attempt(scope) is not None
+    def is_open(self, cell: str) -> bool:
+        """True if an attempt at this cell has begun in this process, and has not ended."""
+        return self._background.is_open(cell)
 
     async def open_cell(self, scope: CellScope, *, mirror: str | None) -> None:
         """Begins an attempt at a cell; an older one of the same cell is over.
@@ -228,6 +228,10 @@ class Journal:
                 from now on are written there.
         """
         await self._background.open_cell(scope, folder=mirror)
+
+    async def go_on(self, scope: CellScope) -> None:
+        """Begins an attempt that a process before this one may have begun, unless its cell has an open one."""
+        await self._background.go_on(scope)
 
     async def close_cell(self, scope: CellScope, *, drop_mirror: bool) -> None:
         """Ends an attempt at a cell.

@@ -12,7 +12,7 @@ from pools.protocol import JournalStatus
 from pools.proxy.connections.replies import Refusal
 
 _REMEMBERED = 10_000
-"""Attempts that are over, which a late request must not begin again."""
+"""Cells that this proxy was told of: no late request may begin an attempt at them."""
 
 
 class Cells:
@@ -25,18 +25,19 @@ class Cells:
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
         self._opening: dict[CellScope, asyncio.Task[None]] = {}
-        self._ended: OrderedDict[CellScope, None] = OrderedDict()
+        self._told: OrderedDict[str, None] = OrderedDict()
 
     async def ensure_open(self, scope: CellScope) -> None:
         """Goes on with an attempt that a proxy before this one had begun, at its first request here.
 
-        Whoever began it will say so again, with its mirror; until then its answers are kept all the same.
+        Whoever began it will say so again, with its mirror; until then its answers are kept all the same. Another
+        attempt at its cell is left as it is.
         """
-        if self._journal is None or self._journal.is_open(scope) or scope in self._ended:
+        if self._journal is None or self._journal.is_open(scope.cell) or scope.cell in self._told:
             return
         opening = self._opening.get(scope)
         if opening is None:
-            opening = self._opening[scope] = asyncio.create_task(self._journal.open_cell(scope, mirror=None))
+            opening = self._opening[scope] = asyncio.create_task(self._journal.go_on(scope))
             opening.add_done_callback(lambda _: self._opening.pop(scope, None))
         await asyncio.shield(opening)
 
@@ -49,19 +50,21 @@ class Cells:
         mirror = options.get("mirror")
         if mirror is not None and not isinstance(mirror, str):
             raise Refusal(400, "mirror must be the address of a folder, or null.", param="mirror")
-        scope = CellScope(cell, attempt)
-        self._ended.pop(scope, None)
+        self._remember(cell)
         if self._journal is not None:
-            await self._journal.open_cell(scope, mirror=mirror)
+            await self._journal.open_cell(CellScope(cell, attempt), mirror=mirror)
 
     async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
         """Ends an attempt at a cell; with `drop` in the options its mirror is deleted."""
-        scope = CellScope(cell, attempt)
-        self._ended[scope] = None
-        if len(self._ended) > _REMEMBERED:
-            self._ended.popitem(last=False)
+        self._remember(cell)
         if self._journal is not None:
-            await self._journal.close_cell(scope, drop_mirror=options.get("drop") is True)
+            await self._journal.close_cell(CellScope(cell, attempt), drop_mirror=options.get("drop") is True)
+
+    def _remember(self, cell: str) -> None:
+        self._told[cell] = None
+        self._told.move_to_end(cell)
+        if len(self._told) > _REMEMBERED:
+            self._told.popitem(last=False)
 
     @property
     def journal_status(self) -> JournalStatus | None:

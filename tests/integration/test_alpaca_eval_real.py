@@ -437,6 +437,7 @@ async def test_evaluation_that_goes_on_through_the_proxy_asks_for_no_output_twic
             proxy.tell(state_of("m", engine))
 
             async def attempt(name: str, verdict: str | int) -> Parsed:
+                proxy.client.open_cell("cell-1", name, mirror=None)
                 url = f"{proxy.url}/cells/cell-1/{name}/v1"
                 async with FakeJudge(says=lambda number, prompt: verdict if number else "1") as there:
                     judge = make_model(there.url, tokenizer, model="judge", api_key=JUDGE_KEY)

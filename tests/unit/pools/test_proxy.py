@@ -536,6 +536,38 @@ async def test_samples_given_while_the_journal_is_locked_are_not_given_again_aft
     assert len({*before, *after}) == 8
 
 
+async def test_late_request_of_an_attempt_that_is_over_takes_nothing_from_the_one_after_it(
+    tmp_path: Path, engine: FakeEngine, http: aiohttp.ClientSession, model: str
+) -> None:
+    engine.faults.fresh_samples = True
+
+    async def ask(proxy: RunningProxy, attempt: str) -> tuple[int, bytes]:
+        url = f"{proxy.url}/cells/cell/{attempt}{COMPLETIONS}"
+        return await _post(http, url, {"model": model, "prompt": "Once", "temperature": 1})
+
+    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+        proxy.tell(state_of(model, engine))
+        proxy.client.open_cell("cell", "first", mirror=None)
+        kept = [await ask(proxy, "first") for _ in range(4)]
+        proxy.client.open_cell("cell", "second", mirror=None)
+        given = [await ask(proxy, "second")]
+        late = [await ask(proxy, attempt) for attempt in ("first", "another")]
+        given.append(await ask(proxy, "second"))
+    with running_proxy(tmp_path, *_journal(tmp_path)) as proxy:
+        proxy.tell(state_of(model, engine))
+        late.append(await ask(proxy, "first"))
+        proxy.client.open_cell("cell", "second", mirror=None)
+        given += [await ask(proxy, "second") for _ in range(3)]
+        late.append(await ask(proxy, "first"))
+        proxy.client.close_cell("cell", "second", drop=True)
+        late.append(await ask(proxy, "first"))
+    assert given[:4] == kept
+    assert [status for status, _ in given + late] == [200] * 10
+    assert len({*given}) == 5
+    with closing(sqlite3.connect(tmp_path / "journal.sqlite")) as journal:
+        assert journal.execute("SELECT count(*) FROM answers").fetchone() == (0,)
+
+
 # --- Failing replicas ------------------------------------------------------------------------------------------------
 
 
