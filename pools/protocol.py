@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from resources.config import Config
 
@@ -132,6 +133,13 @@ class Announcement(Config):
     """Longest time the answer may be held back while there is nothing new for it."""
     until_idle: bool = False
     """Wants to hear when nothing is in flight on it any more, rather than of new orders."""
+
+    @field_validator("url")
+    @classmethod
+    def _has_host_and_port(cls, url: str | None) -> str | None:
+        if url is not None and (not urlsplit(url).hostname or urlsplit(url).port == 0):  # .port raises too
+            raise ValueError("expected a host, and a port from 1 to 65535 if any")
+        return url
 
 
 class Orders(Config):

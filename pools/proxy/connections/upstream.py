@@ -168,7 +168,7 @@ class Call:
                     lambda: EngineConnection(origin), origin.host, origin.port, ssl=origin.tls
                 )
                 return connection
-        except (OSError, UnicodeError) as error:  # a TimeoutError is an OSError, a name nobody can have the other
+        except (OSError, ValueError) as error:  # a TimeoutError is an OSError, a name nobody can have the other
             if self._error is not None:
                 raise self._error from None
             if isinstance(error, TimeoutError) and origin.loop.time() >= self.deadline:

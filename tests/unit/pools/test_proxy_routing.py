@@ -317,7 +317,13 @@ def test_may_retry_ends_after_three_attempts_and_never_follows_an_answer(outcome
     assert [may_retry(outcome, attempts=n) for n in (1, 2, 3)] == wanted
 
 
-@pytest.mark.parametrize("url", ["127.0.0.1:80", "http://h/path", "ftp://h", "http://"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        *("127.0.0.1:80", "http://h/path", "ftp://h", "http://"),
+        *("http://127.0.0.1:99999", "http://h:0", "http://h:a", "http://[::1", "http://[h]:80", "http://:80"),
+    ],
+)
 def test_announcement_url_that_is_no_origin_is_refused(url: str) -> None:
     with pytest.raises(ValidationError):
         Announcement(instance="i", url=url)

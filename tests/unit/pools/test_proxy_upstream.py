@@ -136,6 +136,12 @@ async def test_address_nobody_listens_on_is_lost(upstream: Upstream) -> None:
             await _asked(upstream, f"http://127.0.0.1:{closed.getsockname()[1]}")
 
 
+@pytest.mark.parametrize("host", ["a\0b", "a..b", "\u2028", "a" * 300])
+async def test_host_that_nobody_can_have_is_lost(upstream: Upstream, host: str) -> None:
+    with pytest.raises(Lost):
+        await _asked(upstream, f"http://{host}:80")
+
+
 async def test_engine_that_is_silent_times_out_and_is_hung_up_on(upstream: Upstream) -> None:
     hung_up = asyncio.Event()
 
