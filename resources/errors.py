@@ -182,6 +182,10 @@ class CheckpointChanged(CheckpointError):
     """A checkpoint is not what it was when its evaluation was planned."""
 
 
+class BenchmarksChanged(AssayError):
+    """Benchmarks, or files that they name, are not what they were when their evaluation was planned."""
+
+
 class EndpointUnusable(AssayError):
     """The endpoint cannot do what the evaluator needs of it."""
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pools.weights.model_files import ModelFolder, inspect_reference_folder, irregular, read_json
+from pools.weights.model_files import (
+    ModelFolder,
+    inspect_model_folder,
+    inspect_reference_folder,
+    irregular,
+    read_json,
+)
 from resources.storage import storage
 from resources.storage.storage import FileInfo
 
@@ -67,6 +73,14 @@ def inspect_native_folder(uri: str, files: Sequence[FileInfo], *, reference: str
         reference=described,
     )
     return NativeFolder(folder, step)
+
+
+def inspect_again(folder: ModelFolder) -> ModelFolder:
+    """Judges a checkpoint of either layout as it is now."""
+    if folder.kind == "huggingface":
+        return inspect_model_folder(folder.uri)
+    reference = folder.reference.uri if folder.reference else None
+    return inspect_native_folder(folder.uri, storage.list_files(folder.uri), reference=reference).folder
 
 
 def _step(files: Mapping[str, FileInfo], problems: list[str]) -> int | None:

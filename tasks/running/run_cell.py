@@ -6,8 +6,8 @@ import secrets
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from prefect.cache_policies import NO_CACHE
 from prefect.runtime import flow_run
 
 from pools.endpoint import LocalCheckpoint, RunningModel
+from pools.weights.checkpoint_copy import require_planned
+from pools.weights.model_files import digest_model_folder
+from pools.weights.native_files import inspect_again
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
-from resources.errors import AssayError, ClaimLost, EvaluationInterrupted, RecordUnwritten
+from resources.errors import AssayError, BenchmarksChanged, ClaimLost, EvaluationInterrupted, RecordUnwritten
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Progress
@@ -33,6 +36,7 @@ from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import Serving
 from tasks.sinks.publishing import publish_record
+from tasks.spec.benchmarks import benchmarks_uri, evaluation_hash
 from tasks.spec.names import job_name, suites_in
 
 
@@ -167,7 +171,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
         else:
             model, judge = _open(attempt, serving, context)
         report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
-        with attempt.timed("evaluate"):
+        with _as_planned(cell), attempt.timed("evaluate"):
             attempt.parsed = run_harness(
                 harness.evaluator,
                 model,
@@ -182,6 +186,27 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                 name=_job_name(cell, harness),
             )
     verify_counts(attempt.parsed)
+
+
+@contextmanager
+def _as_planned(cell: Cell) -> Iterator[None]:
+    """Passes if what the harness reads itself is as planned before the block, and after it, however it ends."""
+    _require_planned(cell)
+    try:
+        yield
+    finally:
+        _require_planned(cell)
+
+
+def _require_planned(cell: Cell) -> None:
+    if evaluation_hash(cell.config) != cell.evaluation_hash:
+        raise BenchmarksChanged(
+            expected=f"the benchmarks in {benchmarks_uri(cell.config)}, and files that they name, as they were planned",
+            found="other contents",
+            remedy="let nothing write there while they are evaluated, and run again: the plan is made anew",
+        )
+    if cell.config.native:  # pools see to what they serve
+        require_planned(cell.folder.uri, digest_model_folder(inspect_again(cell.folder)), cell.digests)
 
 
 def _job_name(cell: Cell, harness: Harness) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fakes.models import write_run
+from fakes.models import write_run, write_safetensors
 from fakes.polling import eventually, is_alive
 from fakes.proxy import running_proxy, session_of
 from fakes.records import make_record
@@ -23,7 +23,15 @@ from pools.engine.launch import Servable
 from pools.weights.model_files import digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import EnvironmentSpec
-from resources.errors import EvaluationInterrupted, RecordStatus, RecordUnwritten, UnexpectedError
+from resources.errors import (
+    AssayError,
+    BenchmarksChanged,
+    CheckpointChanged,
+    EvaluationInterrupted,
+    RecordStatus,
+    RecordUnwritten,
+    UnexpectedError,
+)
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records.record import (
@@ -40,6 +48,7 @@ from tasks.running.announce import announce
 from tasks.running.cells import Cell, standing_record
 from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
 from tasks.running.serving import PoolServing
+from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 
 PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
@@ -127,7 +136,8 @@ def make_cell(folder: Path, **changes: Any) -> Cell:
         digest=digests.checkpoint,
         weights_digest=digests.weights,
     )
-    return Cell(config, checkpoint.folder, digests, reference, "hash", str(folder / "out" / "cell"), None)
+    uri = str(folder / "out" / "cell")
+    return Cell(config, checkpoint.folder, digests, reference, evaluation_hash(config), uri, None)
 
 
 @pytest.mark.timeout(60)
@@ -175,6 +185,50 @@ class Killing(Crashing):
 
     def samples(self, output: Path, config: EvaluationConfig) -> Iterator[Sample]:
         return iter(())
+
+
+@dataclass(frozen=True)
+class Changing(Killing):
+    """A harness that has sound results, whatever was changed before it ran, or while it did."""
+
+    name: str = "changing"
+    needs_endpoint: bool = False
+    change: Callable[[], object] = lambda: None
+    command = Crashing.command
+
+    def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+        self.change()
+        return super().parse(output, config)
+
+
+@pytest.mark.parametrize("changed", ["benchmarks", "weights"])
+@pytest.mark.parametrize("meanwhile", [False, True])
+def test_attempt_at_what_was_changed_since_it_was_planned_does_not_succeed(
+    tmp_path: Path, *, changed: str, meanwhile: bool
+):
+    benchmarks = tmp_path / "benchmarks"
+    benchmarks.mkdir()
+    (benchmarks / "mine.yaml").write_text("task: mine\n")
+    (benchmarks / "questions.jsonl").write_text('{"answer": 1}\n')
+    cell = make_cell(tmp_path, evals=[{"name": "mine"}], benchmarks_path=str(benchmarks))
+
+    def change() -> None:
+        if changed == "benchmarks":
+            (benchmarks / "questions.jsonl").write_text('{"answer": 2}\n')
+        else:
+            write_safetensors(Path(cell.reference.uri) / "model.safetensors", seed=7)
+
+    def context(harness: Changing) -> CellContext:
+        return CellContext(1, 1, lambda _: Harness(harness, Path(sys.executable), None), Lock())
+
+    run_cell.fn(cell, None, context(Changing()))
+    if not meanwhile:
+        change()
+    kind: type[AssayError] = BenchmarksChanged if changed == "benchmarks" else CheckpointChanged
+    with pytest.raises(kind, match="planned"):
+        run_cell.fn(replace(cell, uri=f"{cell.uri}-b"), None, context(Changing(change=change)))
+    record = read_record(f"{cell.uri}-b")
+    assert record is not None and (record.status, record.metrics) == (kind.record_status, ())
 
 
 def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):
