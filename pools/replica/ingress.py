@@ -2,19 +2,28 @@
 
 An engine listens on loopback, since whoever reaches it can make it load anything. Where the proxy runs elsewhere, the
 replica's agent listens on the machine's address instead: a connection whose first line is not the ingress's key is
-closed, and of every other one the bytes go to the engine and back as they are.
+closed, and of every other one the bytes go to the engine and back as they are. Connections that have not sent the key
+yet are few, and hold nothing but their line.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import secrets
+import socket
 import threading
 from collections.abc import Callable
 
 _LONGEST_KEY_LINE = 256
 _KEY_SECONDS = 10.0
+_MOST_STRANGERS = 256  # many: an evaluation's first requests come all at once
+_SHARE_OF_DESCRIPTORS = 4
+_GRACE_SECONDS = 0.5
+_ROOM_POLL_SECONDS = 0.005
+_BACKLOG = 512
+_PAUSE_SECONDS = 1.0
 _CHUNK_BYTES = 2**18
 _log = logging.getLogger("assay.agent")
 
@@ -31,10 +40,15 @@ class Ingress:
         self.key = secrets.token_urlsafe(24)
         self._host = host
         self._engine_port = engine_port
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+        self._listener.setblocking(False)
+        self._port: int = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._server = self._loop.run_until_complete(asyncio.start_server(self._relay, host, 0, limit=_CHUNK_BYTES))
-        self._port: int = self._server.sockets[0].getsockname()[1]
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most_strangers = max(1, min(_MOST_STRANGERS, descriptors // _SHARE_OF_DESCRIPTORS))
+        self._strangers: dict[asyncio.Task[None], float] = {}
+        self._tasks = {self._loop.create_task(self._accept())}
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine-ingress", daemon=True)
         self._thread.start()
 
@@ -50,33 +64,68 @@ class Ingress:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
             self._loop.close()
+            self._listener.close()
 
     async def _end(self) -> None:
-        self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = await self._loop.sock_accept(self._listener)
+            except OSError as error:
+                _log.warning("connections are not accepted now: %s", error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            task = self._loop.create_task(self._relay(connection))
+            self._strangers[task] = self._loop.time()
+            self._tasks.add(task)
+            task.add_done_callback(self._forget)
+            while len(self._strangers) >= self._most_strangers:  # the oldest ends, after time enough to send its key
+                oldest, since = next(iter(self._strangers.items()))
+                if self._loop.time() - since >= _GRACE_SECONDS:
+                    del self._strangers[oldest]
+                    oldest.cancel()
+                else:
+                    await asyncio.sleep(_ROOM_POLL_SECONDS)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._strangers.pop(task, None)
+
+    async def _relay(self, connection: socket.socket) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._tasks.add(task)
         try:
-            async with asyncio.timeout(_KEY_SECONDS):
-                line = await reader.readuntil(b"\n")
-                if len(line) > _LONGEST_KEY_LINE or not secrets.compare_digest(line.strip(), self.key.encode()):
-                    _log.warning("a connection without the ingress's key was closed")
-                    return
-                port = self._engine_port()
-                if port is None:
-                    return
-                engine_reader, engine_writer = await asyncio.open_connection("127.0.0.1", port, limit=_CHUNK_BYTES)
+            with connection:
+                async with asyncio.timeout(_KEY_SECONDS):
+                    line, behind = await self._first_line(connection)
+                    if not secrets.compare_digest(line.strip(), self.key.encode()):
+                        _log.warning("a connection without the ingress's key was closed")
+                        return
+                    self._strangers.pop(task, None)
+                    port = self._engine_port()
+                    if port is None:
+                        return
+                    engine_reader, engine_writer = await asyncio.open_connection("127.0.0.1", port, limit=_CHUNK_BYTES)
+                    reader, writer = await asyncio.open_connection(sock=connection.dup(), limit=_CHUNK_BYTES)
+            engine_writer.write(behind)
             await _both_ways((reader, engine_writer), (engine_reader, writer))
-        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):  # a TimeoutError is an OSError
+        except OSError:  # a TimeoutError is one
             pass
-        finally:
-            self._tasks.discard(task)
-            writer.close()
+
+    async def _first_line(self, connection: socket.socket) -> tuple[bytes, bytes]:
+        """Reads no more than a key may have: the line, and what came behind it."""
+        content = b""
+        while b"\n" not in content and len(content) < _LONGEST_KEY_LINE:
+            piece = await self._loop.sock_recv(connection, _LONGEST_KEY_LINE - len(content))
+            if not piece:
+                raise ConnectionError
+            content += piece
+        line, _, behind = content.partition(b"\n")
+        return line, behind
 
 
 async def _both_ways(*directions: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:

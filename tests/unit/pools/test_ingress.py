@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -44,10 +44,22 @@ async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> No
         await writer.drain()
 
 
-async def ask(upstream: Upstream, ingress: Ingress, key: str | None) -> bytes:
+@asynccontextmanager
+async def stranger(ingress: Ingress, content: bytes = b"") -> AsyncIterator[asyncio.StreamReader]:
+    """A connection that sends something and then waits."""
+    host, _, port = ingress.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(content)
+    try:
+        yield reader
+    finally:
+        writer.close()
+
+
+async def ask(upstream: Upstream, ingress: Ingress, key: str | None, body: bytes = BODY) -> bytes:
     call = upstream.call(ingress.url, patience_seconds=10, keys=EngineKeys(ingress=key))
     try:
-        await call.ask(b"POST", b"/v1/completions", body=BODY)
+        await call.ask(b"POST", b"/v1/completions", body=body)
         return call.body
     finally:
         call.close()
@@ -69,6 +81,27 @@ async def test_connection_without_the_key_never_reaches_the_engine(key: str | No
         with pytest.raises(Lost):
             await ask(proxy, ingress, key)
     assert reached == []
+
+
+async def test_connections_without_the_key_are_few_and_keep_no_request_out() -> None:
+    async with scripted_engine(echo) as url, ingress_to(url) as ingress, upstream() as proxy, AsyncExitStack() as stack:
+        oldest = await stack.enter_async_context(stranger(ingress))
+        for _ in range(300):
+            await stack.enter_async_context(stranger(ingress))
+        assert await ask(proxy, ingress, ingress.key) == BODY
+        assert await asyncio.wait_for(oldest.read(), 5) == b""
+
+
+async def test_first_line_that_is_longer_than_a_key_is_not_waited_for() -> None:
+    async with ingress_to(None) as ingress, stranger(ingress, b"x" * 300) as reader:
+        with suppress(ConnectionError):  # bytes that nobody read reset it
+            assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_requests_that_come_all_at_once_are_no_strangers() -> None:
+    async with scripted_engine(echo) as url, ingress_to(url) as ingress, upstream() as proxy:
+        answers = await asyncio.gather(*(ask(proxy, ingress, ingress.key, body=b"x") for _ in range(150)))
+    assert answers == [b"x"] * 150
 
 
 async def test_engine_hears_when_the_client_leaves(tmp_path: Path) -> None:
