@@ -46,7 +46,8 @@ class FileInfo:
     `checksum` is the store's own over the content where it keeps one, else None; it changes with the content, and is
     all that can be said of it. `content_hash` is one that can be checked against the bytes. `modified` is in seconds
     since the epoch, 0.0 where the store does not say. What is not `regular` (a pipe, a device, a link to nothing) has
-    no content: opening it may hang.
+    no content: opening it may hang. `changed` is a local disk's own time at which a file last changed in any way, in
+    nanoseconds, which nobody can set (of a link, its own and the file's together).
     """
 
     uri: str
@@ -55,10 +56,11 @@ class FileInfo:
     checksum: str | None
     content_hash: ContentHash | None = None
     regular: bool = True
+    changed: int | None = None
 
 
-LocalFile = tuple[str, int, float, int, bool]
-"""Name, size, time of a file, in seconds and in nanoseconds, and whether it is a regular one.
+LocalFile = tuple[str, int, float, int, int, bool]
+"""Name, size, time of a file, in seconds and in nanoseconds, time of its change, and whether it is a regular one.
 
 A link has the size of what it points to, 0 where there is nothing, and of both their times the later one: it says
 something else since it was made anew, or since what it points to was written.
@@ -88,7 +90,8 @@ def walk(path: str) -> Iterator[tuple[str, list[LocalFile]]]:
                 except FileNotFoundError:  # gone since it was listed
                     continue
                 regular = stat.S_ISREG(status.st_mode)
-                files.append((name, status.st_size, status.st_mtime, status.st_mtime_ns, regular))
+                times = (status.st_mtime, status.st_mtime_ns, status.st_ctime_ns)
+                files.append((name, status.st_size, *times, regular))
     yield path, files
     for folder in folders:
         try:
@@ -105,11 +108,12 @@ def _link(entry: os.DirEntry[str]) -> list[LocalFile]:
     try:
         behind = entry.stat()
     except OSError:
-        return [(entry.name, 0, own.st_mtime, own.st_mtime_ns, False)]
+        return [(entry.name, 0, own.st_mtime, own.st_mtime_ns, own.st_ctime_ns, False)]
     if stat.S_ISDIR(behind.st_mode):
         return []
     last = max(own, behind, key=lambda status: status.st_mtime_ns)
-    return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns, stat.S_ISREG(behind.st_mode))]
+    changed = own.st_ctime_ns + behind.st_ctime_ns
+    return [(entry.name, behind.st_size, last.st_mtime, last.st_mtime_ns, changed, stat.S_ISREG(behind.st_mode))]
 
 
 def bucket_objects(
@@ -180,8 +184,8 @@ def files_of_walk(uri: str, folders: Iterable[tuple[str, Sequence[LocalFile]]]) 
             start = len(folder.rstrip("/"))
         prefix = root + folder[start:]
         files += [
-            FileInfo(f"{prefix}/{name}", size, modified, None, regular=regular)
-            for name, size, modified, _, regular in held
+            FileInfo(f"{prefix}/{name}", size, modified, None, regular=regular, changed=changed)
+            for name, size, modified, _, changed, regular in held
         ]
     return files
 

@@ -23,10 +23,12 @@ from pools.weights.model_files import (
     INDEX_NAME,
     SETTLED_SECONDS,
     TOKENIZER_FILES,
+    ModelFolder,
     digest_model_folder,
     file_identity,
     inspect_model_folder,
     may_pass,
+    small_files,
 )
 from pools.weights.native_files import Exports, inspect_native_folder
 from resources.errors import AssayError, BadInput, StorageError
@@ -69,10 +71,16 @@ class SeenCheckpoint:
         return not self.problems
 
 
-def listing_digest(folder: str, files: Iterable[FileInfo]) -> str:
-    """Over what a listing tells of the files of a folder: the same as long as none was written again."""
+def listing_digest(folder: str, files: Iterable[FileInfo], *, reference: ModelFolder | None = None) -> str:
+    """Over what a listing tells of the files of a folder: the same as long as none was written again.
+
+    On a local disk, size and time of a file can be put back, but not its time of change; its inode would be another
+    each time on some mounted stores. Of a native checkpoint, what its reference gives counts too.
+    """
     start = len(folder.rstrip("/")) + 1
-    listed = sorted((file.uri[start:], file.size, file.checksum or file.modified) for file in files)
+    held = [(file.uri[start:], file) for file in files]
+    held += [(f"reference/{name}", file) for name, file in small_files(reference).items()] if reference else []
+    listed = sorted((name, file.size, file.checksum or file.changed or file.modified) for name, file in held)
     return hashlib.blake2b(repr(listed).encode(), digest_size=12).hexdigest()
 
 
@@ -127,10 +135,11 @@ def snapshot_run(
     remembered = _read_memory(uri, "checkpoints")
     rows = remembered.get("checkpoints", ())
     tree = list_tree(uri, between=_marks(rows))
-    signature = f"{tree.signature} {reference or ''}"
+    signature = f"{tree.signature} {listing_digest(reference, storage.list_files(reference)) if reference else ''}"
     began = time.time()
-    if remembered.get("signature") == signature and not any(row[3] == "levanter" and row[5] for row in rows):
-        return [_from_row(row) for row in rows]  # what a native one lacks may lie elsewhere, and be there by now
+    elsewhere = any(row[3] == "levanter" and (row[5] or not reference) for row in rows)  # what a native one refers to
+    if remembered.get("signature") == signature and not elsewhere:
+        return [_from_row(row) for row in rows]
     known = {(row[0], row[4]): tuple(row[5]) for row in rows}
     files = tree.files()
     found = _judged(files, known, reference=reference, evaluated=evaluated)
@@ -194,8 +203,8 @@ def _judged(
         if whole.step is not None and whole.step != step:
             name, step = f"{run}-{whole.step}", whole.step
         if step not in exported:
-            listing, problems = listing_digest(folder, held), whole.folder.problems
-            found.append(SeenCheckpoint(folder, name, step, "levanter", listing, problems))
+            listing = listing_digest(folder, held, reference=whole.folder.reference)
+            found.append(SeenCheckpoint(folder, name, step, "levanter", listing, whole.folder.problems))
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.uri))
 
 

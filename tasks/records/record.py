@@ -85,7 +85,7 @@ class CheckpointReference(_Part):
     weights_digest: str
     """Over the weights alone."""
     listing: str | None = None
-    """Over names, sizes, and checksums or times of its files."""
+    """Over names, sizes, and checksums or times of its files, and of those that a native one refers to."""
 
 
 class SinkState(_Part):

@@ -213,7 +213,7 @@ def _cell(config: EvaluationConfig, checkpoint: Checkpoint, digests: ModelDigest
         step=checkpoint.step,
         digest=digests.checkpoint,
         weights_digest=digests.weights,
-        listing=listing_digest(checkpoint.uri, checkpoint.folder.files.values()),
+        listing=listing_digest(checkpoint.uri, checkpoint.folder.files.values(), reference=checkpoint.folder.reference),
     )
     keys = [task.metric_key for task in config.evals]
     more = len(keys) - _MOST_NAMES_IN_A_CELL

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from dataclasses import replace
@@ -13,7 +14,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from fakes.models import write_checkpoint, write_run
+from fakes.models import write_checkpoint, write_run, write_safetensors
 from fakes.records import make_record
 from flows.cli.app import app
 from flows.reconcile import load_policy
@@ -26,7 +27,9 @@ from tasks.checkpoints.run_snapshot import SeenCheckpoint, snapshot_run
 from tasks.claims.files import Claim, Holder, SeenClaim, Subject
 from tasks.claims.leases import Claims
 from tasks.claims.process_marks import ProcessMark
+from tasks.gates.gate import Gate
 from tasks.policies.cancelled_runs import stop_unfinished
+from tasks.policies.gate import judged_of
 from tasks.policies.overrides import Override, Overrides
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, RunListing, State, reconcile
@@ -348,6 +351,20 @@ def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Pa
     shutil.rmtree(step)
     write_checkpoint(step, seed=99)
     assert asked("gaps", watched)["done"] == 0
+
+
+def test_other_weights_with_size_and_time_put_back_are_told_from_those_recorded(watched: Path):
+    publish(watched, 100)
+    weights = watched.parent / "run" / "hf" / "step-100" / "model.safetensors"
+    before = weights.stat()
+    write_safetensors(weights, seed=99)
+    while weights.stat().st_ctime_ns == before.st_ctime_ns:  # a tick of the disk's clock is a few milliseconds
+        os.utime(weights)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (weights.stat().st_size, weights.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert asked("gaps", watched)["done"] == 0
+    [listing] = take_snapshot(load_policy(str(watched)))
+    assert [checkpoint.without_record for checkpoint in judged_of(Gate(), load_policy(str(watched)), listing)] == [1]
 
 
 def test_verdict_of_planning_is_that_of_discovery_and_its_cells_are_those_of_evaluation(watched: Path):

@@ -47,7 +47,7 @@ def test_checkpoint_completed_within_a_tick_of_the_clock_is_seen(tmp_path: Path)
     assert looked(whole)
 
 
-def test_native_checkpoint_is_whole_once_its_reference_is_there(tmp_path: Path):
+def test_native_checkpoint_is_whole_once_its_reference_is_there_and_another_one_with_another(tmp_path: Path):
     native, reference = tmp_path / "run" / "checkpoints" / "step-100", tmp_path / "elsewhere"
     (native / "d").mkdir(parents=True)
     (native / "manifest.ocdbt").write_bytes(b"m")
@@ -60,6 +60,10 @@ def test_native_checkpoint_is_whole_once_its_reference_is_there(tmp_path: Path):
     write_checkpoint(reference)
     [checkpoint] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
     assert checkpoint.complete
+    assert snapshot_run(str(tmp_path / "run"), reference=str(reference)) == [checkpoint]
+    (reference / "tokenizer.json").write_text("another")
+    [changed] = snapshot_run(str(tmp_path / "run"), reference=str(reference))
+    assert changed.listing != checkpoint.listing
 
 
 def test_run_with_a_folder_whose_name_is_not_utf8_is_looked_at(tmp_path: Path):
