@@ -338,7 +338,9 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
     """Names for reports: those of records, with the end of its place behind a run's name that stands for several runs.
 
     Runs of one name are several if they have a checkpoint of one name in different folders, which are nowhere the same.
+    Checkpoints of one name in one run, such as step-1 and checkpoint-1, have their folders behind their names.
     """
+    checkpoints = list(checkpoints)
     by_run: dict[str, dict[str, set[tuple[str, str]]]] = defaultdict(lambda: defaultdict(set))
     for checkpoint in checkpoints:
         by_run[checkpoint.run][run_folder_of(checkpoint.uri)].add((checkpoint.name, checkpoint.digest))
@@ -349,7 +351,16 @@ def told_apart(checkpoints: Iterable[CheckpointReference]) -> Callable[[Checkpoi
         for folder, label in _labels(run, states).items()
     }
 
+    twins: dict[tuple[str, str], dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for checkpoint in checkpoints:
+        places = twins[run_folder_of(checkpoint.uri), checkpoint.name]
+        places[storage.basename(checkpoint.uri)].add(checkpoint.digest)
+
     def named(checkpoint: CheckpointReference) -> CheckpointReference:
+        held = twins[run_folder_of(checkpoint.uri), checkpoint.name].values()
+        if sum(map(len, held)) == len(set().union(*held)) and len(held) > 1:
+            name = f"{checkpoint.name} ({storage.basename(checkpoint.uri)})"
+            checkpoint = checkpoint.model_copy(update={"name": name})
         label = labels and labels.get((checkpoint.run, run_folder_of(checkpoint.uri)))
         if not label:
             return checkpoint

@@ -23,7 +23,7 @@ from tasks.records.record import CheckpointReference, FoundRecord, Record, find_
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
-from tasks.spec.names import how_many, run_folder_of
+from tasks.spec.names import how_many, place_of
 from tasks.spec.paths import check_deployed_paths
 
 _MOST_NAMES_IN_A_CELL = 3
@@ -165,7 +165,7 @@ def _check_names(cells: Sequence[Cell]) -> None:
         own = cell.reference
         for found in find_records(storage.join(cell.config.evaluation_path, own.run, f"step-{own.step}")):
             other = found.record.checkpoint
-            elsewhere = run_folder_of(other.uri) != run_folder_of(own.uri)
+            elsewhere = place_of(other.uri) != place_of(own.uri)
             if elsewhere and other.name == own.name and other.digest != own.digest:
                 raise BadInput(
                     expected=f"one checkpoint called {own.name} with records in {cell.config.evaluation_path}",

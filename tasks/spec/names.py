@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from resources.storage import storage
 
-_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?(\d+)")
+_STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?([0-9]+)")
 
 
 def step_of(component: str) -> int | None:
@@ -40,6 +40,11 @@ def run_folder_of(uri: str) -> str:
     if step_of(storage.basename(folder)) is not None:
         folder = storage.parent(folder)
     return storage.parent(folder) if storage.basename(folder) == "hf" else folder
+
+
+def place_of(uri: str) -> str:
+    """The place of a checkpoint for as long as it is the same one: rewritten, and moved into `hf` or out of it, too."""
+    return storage.join(run_folder_of(uri), storage.basename(uri))
 
 
 def in_few_words(names: Iterable[str]) -> str:

@@ -48,6 +48,7 @@ def find(path: Path, **selection: object) -> list[Checkpoint]:
         ("/runs/llama/checkpoint-500", "llama", "llama-500", 500),
         ("/runs/llama/global_step_10", "llama", "llama-10", 10),
         ("/runs/llama/step-10\n", "step-10-", "step-10-", 0),
+        ("/runs/llama/step-٣", "step--", "step--", 0),
         ("/runs/llama/hf", "llama", "llama", 0),
         ("/runs/llama/./hf/.", "llama", "llama", 0),
         ("/models/my model!", "my-model-", "my-model-", 0),

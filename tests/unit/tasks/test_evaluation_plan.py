@@ -76,6 +76,9 @@ def test_name_that_records_have_of_another_checkpoint_is_refused_with_both_place
     plan(moved)
     shutil.rmtree(first)
     plan(write_checkpoint(first, seed=3))  # rewritten in its place
+    plan(write_checkpoint(tmp_path / "run-a" / "hf" / "step-1", seed=1))
+    with pytest.raises(BadInput, match="one checkpoint called run-a-1"):
+        plan(write_checkpoint(tmp_path / "run-a" / "hf" / "checkpoint-1", seed=2))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the start of a process in /proc")

@@ -22,6 +22,7 @@ from tasks.records.record import (
     read_records,
     record_to_replace,
     record_uri,
+    told_apart,
     write_record,
 )
 
@@ -160,6 +161,19 @@ def test_quick_look_does_not_hide_a_full_evaluation() -> None:
 def test_checkpoints_of_one_name_at_different_places_are_both_kept() -> None:
     first, second = (make_record(run="final", step=0, place=place) for place in ("/runs/exp1", "/runs/exp2"))
     assert current_records([first, second]) == [first, second]
+
+
+def test_checkpoints_of_one_name_in_one_run_are_both_kept_under_names_of_their_own() -> None:
+    reference = make_record(step=5).checkpoint
+    twin = reference.model_copy(update={"digest": "0" * 64, "uri": "checkpoints/run-a/hf/checkpoint-5"})
+    records = [make_record(step=5), make_record(step=5, checkpoint=twin), make_record(step=6)]
+    assert current_records(records) == records
+    apart = told_apart([record.checkpoint for record in records])
+    names = [apart(record.checkpoint).name for record in records]
+    assert names == ["run-a-5 (step-5)", "run-a-5 (checkpoint-5)", "run-a-6"]
+    renamed = twin.model_copy(update={"digest": reference.digest})
+    later = make_record(step=5, checkpoint=renamed, created=records[0].created + timedelta(hours=1))
+    assert current_records([records[0], later]) == [later]
 
 
 def test_rewritten_and_moved_checkpoints_are_still_the_same(tmp_path: Path) -> None:
