@@ -150,9 +150,11 @@ def standing_claims(
         file = by_key[key][-1]
         claim = read_file(file.uri, Claim)
         if claim is None:
-            if storage.exists(file.uri):
-                found.append(_unreadable(key, file))
+            found.append(_unreadable(key, file))
             continue
+        # A copied or renamed file stands for what its name says, else none could ever succeed it.
+        subject = claim.subject.model_copy(update={"key": key})
+        claim = claim.model_copy(update={"subject": subject, "number": file.number})
         if claim.holder not in holders:
             holders[claim.holder] = read_file(holder_uri(folder, claim.holder), Holder)
         found.append(SeenClaim(claim, file.uri, holders[claim.holder], heard.get(claim.holder, 0.0)))
@@ -160,9 +162,10 @@ def standing_claims(
 
 
 def _unreadable(key: str, file: ClaimFile) -> SeenClaim:
+    there = storage.exists(file.uri)  # else it was removed just now, or is a link that leads nowhere
     subject = Subject(key=key, checkpoint="", evaluation_hash="")
-    claim = Claim(subject=subject, number=file.number, holder="nobody", at=file.modified)
-    return SeenClaim(claim, file.uri, None, readable=False)
+    claim = Claim(subject=subject, number=file.number, holder="nobody", released=not there, at=file.modified)
+    return SeenClaim(claim, file.uri, None, readable=not there)
 
 
 def end_claim(seen: SeenClaim) -> bool:

@@ -181,6 +181,22 @@ def test_unreadable_claim_is_told_and_succeeded_after_a_lease(tmp_path: Path, co
         mine.prove(CELL.key)
 
 
+@pytest.mark.parametrize("copied", [{"number": 1}, {"number": 7, "subject": {"key": "step-2.another"}}, None])
+def test_claim_under_another_name_and_link_to_nothing_are_succeeded(tmp_path: Path, copied: dict[str, Any] | None):
+    path = tmp_path / f"{CELL.key}.7.json"
+    if copied is None:
+        path.symlink_to("nowhere")
+    else:
+        standing = Claim(subject=CELL, number=7, holder="gone", released=True, at=1.0).model_dump()
+        path.write_text(
+            json.dumps({**standing, **copied, "subject": {**standing["subject"], **copied.get("subject", {})}})
+        )
+    with claims(tmp_path, Clock(time.time())) as mine:
+        assert mine.acquire([CELL]).ours == {CELL.key}
+        mine.prove(CELL.key)
+        assert [seen.claim.number for seen in read_claims(str(tmp_path))] == [8]
+
+
 def test_claims_with_fields_of_a_newer_version_are_understood(tmp_path: Path):
     clock = Clock(time.time())
 
