@@ -11,6 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from resources.storage import storage
@@ -107,12 +108,13 @@ def form_of(output: str) -> ExportFormat | None:
 
 
 def _csv(rows: Iterable[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    lines: list[str] = []
+    each_line: Any = SimpleNamespace(write=lines.append)
+    writer = csv.writer(each_line)  # lines that end with \r\n: it quotes both
     writer.writerow(COLUMNS)
     for row in rows:
         writer.writerow([_in_a_cell(row[name]) for name in COLUMNS])
-    return text.getvalue()
+    return "".join(line.removesuffix("\r\n") + "\n" for line in lines)
 
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import typer
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pyarrow import parquet
 from typer.testing import CliRunner
 
@@ -18,7 +20,8 @@ from fakes.records import FIRST, make_metric, make_record, of_every_evaluator, p
 from fakes.stores import folder_store
 from flows.cli.records import records
 from resources.errors import BadInput
-from tasks.records.export import COLUMNS
+from tasks.records.export import COLUMNS, exported, measured_rows
+from tasks.records.search import RecordFilter
 
 app = typer.Typer()
 app.command()(records)
@@ -150,6 +153,15 @@ def test_cell_that_a_spreadsheet_would_compute_is_text_in_csv_alone(tmp_path: Pa
     assert {first["tags"], second["reason"]} == {f"'{formula};release", f"'{formula}"}
     assert (first["value"], first["stderr"]) == ("-0.5", "-2e-07")
     assert {row["reason"] for row in rows(tmp_path)} == {None, formula}
+
+
+@given(st.text(min_size=1))
+@example("Loading: 50%\rLoading: 100%\r=cmd|'/C calc'!A0")
+def test_any_text_stays_in_its_row_and_cell_of_a_csv(text: str):
+    found = measured_rows([make_record(status="failed", reason=text)], wanted=RecordFilter())
+    read = csv.reader(io.StringIO(exported(found, form="csv").decode(), newline=""))
+    columns, row = list(read)
+    assert dict(zip(columns, row, strict=True))["reason"] in (text, f"'{text}")
 
 
 def test_output_is_written_in_the_form_its_name_ends_with(evaluations: Path, tmp_path: Path):
