@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from resources.config import Config
 from resources.storage import storage
+from tasks.claims.files import CLOCKS_DIFFER_SECONDS
 from tasks.claims.process_marks import acting_user
 
 _FOLDER = "marks"  # so called in stores since the first version
@@ -28,7 +29,7 @@ class Override(Config):
     cells: tuple[tuple[str, str], ...] | None
     """Names of checkpoints with hashes of evaluations; all of the policy, later ones too, when unset."""
     at: float
-    """Time, seconds since the epoch."""
+    """Time, seconds since the epoch; no later than the store had it."""
     user: str
     """The user."""
     flow_run: str | None = None
@@ -62,7 +63,10 @@ def read_overrides(run_folder: str) -> Overrides:
     found: list[Override] = []
     for file in storage.list_files(storage.join(run_folder, _FOLDER)):
         with suppress(FileNotFoundError, ValidationError):
-            found.append(Override.model_validate_json(storage.read_bytes(file.uri)))
+            override = Override.model_validate_json(storage.read_bytes(file.uri))
+            latest = file.modified or time.time()  # by the store's clock, whatever that of its writer said
+            ahead = override.at > latest + CLOCKS_DIFFER_SECONDS
+            found.append(override.model_copy(update={"at": latest}) if ahead else override)
     found.sort(key=lambda override: override.at)
     by_cell = {cell: override for override in found for cell in override.cells or ()}
     return Overrides(by_cell, {override.policy: override for override in found if override.cells is None})

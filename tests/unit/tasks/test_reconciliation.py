@@ -8,7 +8,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -30,7 +30,7 @@ from tasks.claims.process_marks import ProcessMark
 from tasks.gates.gate import Gate
 from tasks.policies.cancelled_runs import stop_unfinished
 from tasks.policies.gate import judged_of
-from tasks.policies.overrides import Override, Overrides
+from tasks.policies.overrides import Override, Overrides, write_override
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import Reconciliation, RunListing, State, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
@@ -320,6 +320,23 @@ def test_failed_cell_waits_until_somebody_asks_for_another_try(watched: Path):
     assert asked("retry", watched, "--cell", "run-100:facts")["cells"] == ["run-100 · facts: demo_facts"]
     assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
     assert (cell / "record.json").read_bytes() == before
+
+
+def test_mark_by_a_clock_that_is_ahead_is_of_the_time_at_which_the_store_had_it(watched: Path):
+    folder = publish(watched, 100, "failed").parents[2]
+
+    def mark(kind: Literal["retry", "stop"], *, written: float) -> None:
+        override = Override(kind=kind, policy="p", cells=None, at=time.time() + 86400, user="u")
+        path = folder / "marks" / f"{kind}.json"
+        storage.write_bytes(str(path), override.model_dump_json().encode())
+        os.utime(path, (written, written))
+
+    mark("retry", written=1e9)
+    assert asked("gaps", watched)["missing"] == {"failed": 1, "work": 1, "waiting": 1}
+    mark("stop", written=time.time() - 60)
+    assert asked("gaps", watched)["missing"] == {"stopped": 2, "waiting": 1}
+    write_override(str(folder), "retry", None, policy="p")
+    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
 
 
 def test_cancelled_policy_stands_still_until_retry_and_keeps_what_is_done(watched: Path):
