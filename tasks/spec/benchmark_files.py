@@ -79,6 +79,7 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
     elsewhere: set[str] = set()
     seen: set[str] = set()
     pending = list(names)
+    here = storage.resolved(root)
     while pending:
         name = pending.pop()
         if name in seen:
@@ -94,7 +95,7 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
         folder = posixpath.dirname(name)
         included = content.get("include") if isinstance(content, dict) else None
         pending += [
-            posixpath.normpath(posixpath.join(folder, text))
+            _normal(here, posixpath.join(folder, text))
             for text in (included if isinstance(included, list) else [included])
             if isinstance(text, str)
         ]
@@ -129,9 +130,18 @@ def _outside(root: str, base: str, text: str) -> str | None:
         return None
     if not posixpath.isabs(path) and not storage.is_local(root):
         return None  # it is copied first: what lies beside it does not come along
-    here = storage.absolute(root)
-    place = posixpath.normpath(posixpath.join(here, path))
-    return None if place == "/" or f"{place}/".startswith(f"{posixpath.normpath(here)}/") else place
+    here = storage.resolved(root)
+    place = posixpath.normpath(posixpath.join(here, _normal(here, path)))
+    inside = f"{storage.resolved(place)}/".startswith(f"{here}/")
+    return None if place == "/" or inside else place
+
+
+def _normal(here: str, path: str) -> str:
+    """A path in a folder without `..` behind a folder, which may be a link; what is not on this machine has none."""
+    if ".." not in path.split("/") or not storage.is_local(here):
+        return posixpath.normpath(path)
+    folder, name = posixpath.split(posixpath.join(here, path))
+    return os.path.relpath(posixpath.join(storage.resolved(folder), name), here)
 
 
 def _files_at(place: str, *, is_data: bool) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from resources.errors import BadInput
@@ -65,11 +66,24 @@ def named_elsewhere(config: EvaluationConfig) -> set[str]:
 
 def _files_of(config: EvaluationConfig) -> tuple[str, list[str]]:
     root = benchmarks_uri(config).rstrip("/")
+    if storage.is_local(root):
+        _refuse_linked_folders(storage.local_path(root))
     files = [file for file in storage.list_files(root) if "__pycache__" not in file.uri]
     names = [file.uri.removeprefix(f"{root}/") for file in files]
     if config.benchmarks_path is None:
         names = [name for name in names if _is_asked_by(config.evaluator.name, name)]
     return root, names
+
+
+def _refuse_linked_folders(root: Path) -> None:
+    for folder, below, _ in os.walk(root):
+        for path in (Path(folder, name) for name in below):
+            if path.is_symlink():
+                raise BadInput(
+                    expected="a benchmarks folder without links to other folders, whose files would not count",
+                    found=f"{path}, a link to {path.resolve()}",
+                    remedy="Let benchmarks name that folder itself, or link or copy its files one by one",
+                )
 
 
 def _content_of(place: str) -> str:

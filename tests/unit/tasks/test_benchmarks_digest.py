@@ -129,6 +129,34 @@ def test_arguments_of_own_helm_entries_are_followed(folder: Path, tmp_path: Path
     assert digest(folder, evaluator="helm") != first
 
 
+def test_link_to_a_folder_in_the_benchmarks_folder_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "data").symlink_to(tmp_path / "data")
+    with pytest.raises(BadInput, match=r"sub/data, a link to .*/data"):
+        digest(folder, dataset_kwargs={"data_files": "data/questions.jsonl"})
+
+
+@pytest.mark.parametrize("named", ["../data/questions.jsonl", "../link/../questions.jsonl", "NAME/../data/*.jsonl"])
+@pytest.mark.parametrize("where", ["data", "include"])
+def test_way_up_leads_out_of_the_folder_that_links_point_to(
+    folder: Path, tmp_path: Path, named: str, where: str
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "data" / "deep")
+    (tmp_path / "elsewhere").mkdir()
+    root = tmp_path / "elsewhere" / "root"
+    root.symlink_to(folder)
+    named = named.replace("NAME", str(root))
+    if where == "include":
+        named = named.replace("*", "questions")
+        (folder / "sub").mkdir()
+        (folder / "sub" / "own.yaml").write_text("include: ../own.yaml\n")
+        (folder / "own.yaml").write_text(f"include: {named}\n")
+    data: dict[str, Any] = {"dataset_kwargs": {"data_files": named}} if where == "data" else {}
+    first = digest(root, **data)
+    (tmp_path / "data" / "questions.jsonl").write_text("{} ")
+    assert digest(root, **data) != first
+
+
 def test_data_that_cannot_be_read_is_refused_by_name(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "data" / "link.jsonl").symlink_to(tmp_path / "nothing")
     with pytest.raises(BadInput, match=r"link\.jsonl"):
