@@ -21,12 +21,12 @@ SAMPLES_NAME = "samples.jsonl.gz"
 """Name of the file in an attempt's folder."""
 
 
-def _encodable(text: str) -> str:
+def encodable(text: str) -> str:
     """Half of a surrogate pair, which JSON can carry from an endpoint and no file can hold, becomes a question mark."""
     return text.encode(errors="replace").decode()
 
 
-_Text = Annotated[str, AfterValidator(_encodable)]
+_Text = Annotated[str, AfterValidator(encodable)]
 
 
 class Sample(BaseModel):

@@ -13,6 +13,7 @@ from resources.storage import storage
 from tasks.evaluators.evaluator import Parsed
 from tasks.records.provenance import git_state, hardware, versions
 from tasks.records.record import Record, now
+from tasks.records.samples import encodable
 from tasks.running.cells import Cell
 from tasks.running.serving import ServedCell
 
@@ -60,7 +61,7 @@ class Attempt:
         commit, dirty = git_state()
         return Record(
             status=failure.record_status if failure else "succeeded",
-            reason=str(failure) if failure else None,
+            reason=encodable(str(failure)) if failure else None,
             cell=storage.basename(cell.uri),
             checkpoint=cell.reference,
             evaluator=cell.config.evaluator.name,

@@ -20,6 +20,7 @@ from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
+from tasks.records.samples import encodable
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import evaluator_title
@@ -69,8 +70,8 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
     Not retried: what fails here is the request, a checkpoint that changed, or a folder that cannot be written.
 
     Raises:
-        BadInput: a path is relative where nobody knows to what, two checkpoints have one name (or one and an earlier
-            one with records elsewhere), or two evaluations cannot be made together.
+        BadInput: a path is relative where nobody knows to what, a path is not UTF-8, two checkpoints have one name (or
+            one and an earlier one with records elsewhere), or two evaluations cannot be made together.
         UnknownBenchmark: an evaluator does not know a benchmark.
         CheckpointError: a checkpoint stopped being complete meanwhile.
         StorageError: something could not be read, or a newer Assay's success stands where a record would.
@@ -154,6 +155,11 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
     places = [getattr(sink, name, None) for sink in config.sinks for name in ("url", "path", "folder")]
     _check_resources(config, checkpoints)
     paths = [config.evaluation_path, config.model_path, *filter(None, [config.benchmarks_path, *places])]
+    for path in filter(None, (*paths, config.native_reference, *(checkpoint.uri for checkpoint in checkpoints))):
+        if encodable(path) != path:
+            raise BadInput(
+                expected="paths in UTF-8, as records are", found=ascii(path), remedy="give the folder another name"
+            )
     if deployment.id:
         check_deployed_paths(paths)
 

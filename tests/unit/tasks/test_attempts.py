@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +26,7 @@ from resources.backends.current import current_client
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import (
     AssayError,
+    BadInput,
     BenchmarksChanged,
     CheckpointChanged,
     EvaluationInterrupted,
@@ -257,6 +259,18 @@ def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_co
         assert (record.status, record.infra_failures, record.interrupted) == ("infra_failed", failures, False)
         assert re.search(r"TypeError at tasks\.evaluators\.harness:\d+", record.reason), record.reason
         assert "answer of the model" not in record.reason, "an exception's text may quote what no record may hold"
+
+
+def test_failure_in_words_that_no_file_can_hold_is_recorded(tmp_path: Path):
+    class Odd(Crashing):
+        def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
+            raise BadInput(expected="a name", found=os.fsdecode(b"caf\xe9"), remedy="none")
+
+    cell = make_cell(tmp_path)
+    with pytest.raises(BadInput):
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None), Lock()))
+    record = read_record(cell.uri)
+    assert record is not None and "caf?" in (record.reason or "")
 
 
 def test_attempt_is_recorded_though_opening_it_breaks(tmp_path: Path):

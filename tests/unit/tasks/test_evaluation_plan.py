@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,12 @@ def test_what_machine_or_model_cannot_give_is_refused_before_anything_is_built(t
     pool = {"model": {"name": "run-a"}, "resource_config": {"device": {"kind": "tpu", "variant": "v5litepod-8"}}}
     with pytest.raises(UnsatisfiableResources, match="v5litepod-8"):
         plan_cells.fn([config(tmp_path / "run-a", tmp_path / "out", pool_config=pool)], found)
+
+
+def test_path_that_no_record_can_hold_is_refused_before_anything_is_evaluated(tmp_path: Path) -> None:
+    run = write_run(tmp_path / os.fsdecode(b"caf\xe9") / "run-a", [1])
+    with pytest.raises(BadInput, match="UTF-8"):
+        plan_cells.fn([config(run, tmp_path / "out")], find_checkpoints(str(run)))
 
 
 def test_relative_path_in_a_deployed_flow_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
