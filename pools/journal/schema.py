@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sqlite3
+import stat
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -90,6 +92,7 @@ INSERT_ROW = f"INSERT INTO answers ({COLUMNS}) VALUES ({', '.join('?' * len(Row.
 
 ERRORS = (sqlite3.Error, OSError, OverflowError, ValueError)
 """Errors of a file that cannot be used; the text of one that tells of damage may itself not be decoded."""
+_COMPANIONS = ("-wal", "-shm")
 _STATEMENTS = [statement.strip() for statement in _SCHEMA.split(";") if statement.strip()]
 _DAMAGED = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -126,11 +129,15 @@ def connect(path: Path, *, wait_seconds: float) -> sqlite3.Connection:
     Raises:
         sqlite3.Error: it cannot be opened, is damaged, or has another schema (`OtherVersion`).
         UnicodeDecodeError: it is damaged.
-        OSError: the folder cannot be made.
+        OSError: the folder cannot be made, or the file is another user's.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         path.touch(mode=0o600)
+    for suffix in ("", *_COMPANIONS):
+        with suppress(FileNotFoundError):
+            file = path.with_name(path.name + suffix)
+            file.chmod(stat.S_IMODE(file.stat().st_mode) & 0o700)
     connection = sqlite3.connect(path, timeout=wait_seconds, isolation_level=None, check_same_thread=False)
     connection.text_factory = _decoded
     try:
@@ -214,7 +221,7 @@ def set_aside(path: Path, *, now: float) -> Path:
     names = [f"{path.name}.corrupt-{stamp}", *(f"{path.name}.corrupt-{stamp}.{number}" for number in range(1, 1000))]
     target = next(path.with_name(name) for name in names if not path.with_name(name).exists())
     path.rename(target)
-    for suffix in ("-wal", "-shm"):
+    for suffix in _COMPANIONS:
         companion = path.with_name(path.name + suffix)
         if companion.exists():
             companion.rename(target.with_name(target.name + suffix))

@@ -244,7 +244,8 @@ def _publish(pool: KeptPool) -> None:
         if standing is not None and _job_of(standing) is not None:
             raise _is_up(standing)
         unfinished = file.with_suffix(".part")
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        unfinished.unlink(missing_ok=True)
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # no link, no rights from before
         with os.fdopen(descriptor, "w") as stream:
             stream.write(pool.model_dump_json(indent=2))
         unfinished.replace(file)

@@ -106,6 +106,17 @@ def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run_and
         pass
 
 
+def test_keys_are_written_to_no_file_that_was_there_before(tmp_path: Path, checkpoints: list[Servable]) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.touch(mode=0o644)
+    settings().pools_dir.mkdir(parents=True)
+    (settings().pools_dir / "warm.part").symlink_to(elsewhere)
+    kept(tmp_path, checkpoints)
+    [file] = settings().pools_dir.iterdir()
+    assert elsewhere.read_text() == "" and not file.is_symlink()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
 def test_kept_pools_of_one_name_that_are_started_at_once_are_one_and_the_other_leaves_nothing(
     tmp_path: Path, checkpoints: list[Servable]
 ) -> None:

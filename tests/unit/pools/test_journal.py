@@ -179,7 +179,11 @@ async def test_file_keeps_no_prompt_unless_told_to(path: Path, keep_prompts: boo
     assert (zlib.decompress(request) if request else None) == (question.body if keep_prompts else None)
 
 
-async def test_file_and_its_log_are_for_their_owner_alone(path: Path) -> None:
+@pytest.mark.parametrize("there", [False, True])
+async def test_file_and_its_log_are_for_their_owner_alone(path: Path, there: bool) -> None:
+    if there:
+        path.parent.mkdir()
+        path.touch(mode=0o644)
     async with opened(path) as (journal, _):
         await answer(journal, asked("a"), b"1")
         modes = {file.name: file.stat().st_mode & 0o777 for file in path.parent.iterdir()}
