@@ -41,5 +41,8 @@ def _ordered(verdict: Verdict) -> list[Reason]:
     return sorted(verdict.reasons, key=lambda reason: reason.go)
 
 
+_ESCAPED = str.maketrans({character: f"\\{character}" for character in "\\|*<&[!`"})
+
+
 def _in_a_cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", "<br>").replace("*", "\\*")
+    return "<br>".join(text.translate(_ESCAPED).splitlines())

@@ -265,6 +265,7 @@ def test_verdict_as_markdown_keeps_to_its_table_whatever_was_found():
     reasons = (
         Reason("run-a-1", "mmlu* · acc at least 0.5", "a | b\nc", go=False),
         Reason("run-a-1", "x", "y", go=True),
+        Reason("run-a-2", "a\r| GO |", "b\u2028c\x0b<img src=x> &lt; ![i](u) `d` \\| e", go=True),
     )
     text = verdict_markdown(Verdict("release", reasons))
     assert text.startswith("## NO-GO: release\n")
@@ -272,6 +273,7 @@ def test_verdict_as_markdown_keeps_to_its_table_whatever_was_found():
     assert rows[1:] == [
         "| **NO-GO** | run-a-1 | mmlu\\* · acc at least 0.5 | a \\| b<br>c |",
         "| GO | run-a-1 | x | y |",
+        r"| GO | run-a-2 | a<br>\| GO \| | b<br>c<br>\<img src=x> \&lt; \!\[i](u) \`d\` \\\| e |",
     ]
 
 
