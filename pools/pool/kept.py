@@ -30,6 +30,7 @@ from resources.jobs.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, c
 from resources.settings import job_id, settings
 
 _POOL_FILE_POLL_SECONDS = 0.1
+_LONGEST_NAME = 200  # a file is named after it
 _log = logging.getLogger("assay.pool")
 
 
@@ -80,10 +81,7 @@ def keep_up(
         BadInput: the name cannot be used, or a pool of that name is up.
         ProxyFailed: it ended, or did not answer in time.
     """
-    try:
-        check_name(name)
-    except ValueError as error:
-        raise BadInput(expected="a name for the pool", found=str(error), remedy="choose another name") from error
+    _require_name(name)
     if (standing := find(name)) is not None:
         raise _is_up(standing)
     backend = current_client().url  # the job that keeps it up is of this machine; its replicas may not be
@@ -101,6 +99,15 @@ def keep_up(
     except JobAlreadyExists as error:
         raise BadInput(expected=error.expected, found=error.found, remedy="wait until it is up") from error
     return _wait_until_up(name, job, timeout_seconds)
+
+
+def _require_name(name: str) -> None:
+    try:
+        check_name(name[:_LONGEST_NAME])
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(f"expected {_LONGEST_NAME} characters at most, found {len(name)}")
+    except ValueError as error:
+        raise BadInput(expected="a name for the pool", found=str(error), remedy="choose another name") from error
 
 
 def _wait_until_up(name: str, job: JobHandle, timeout_seconds: float) -> KeptPool:
@@ -166,8 +173,9 @@ def require(name: str) -> KeptPool:
     """The kept pool of that name.
 
     Raises:
-        BadInput: there is none.
+        BadInput: there is none, or none can have it.
     """
+    _require_name(name)
     pool = find(name)
     if pool is None:
         up = ", ".join(state.pool.name for state in list_kept())
@@ -219,7 +227,7 @@ def _job_of(pool: KeptPool) -> JobHandle | None:
 
 def _read(file: Path) -> KeptPool | None:
     try:
-        return KeptPool.model_validate_json(file.read_bytes())
+        return KeptPool.model_validate_json(file.read_bytes()) if file.is_file() else None
     except (FileNotFoundError, ValidationError):
         return None
 

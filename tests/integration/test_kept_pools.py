@@ -137,6 +137,23 @@ def test_kept_pools_of_one_name_that_are_started_at_once_are_one_and_the_other_l
     assert ask(pool, "run-1")
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "x.json/y", "../x", ""])
+def test_name_that_no_pool_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    for act in (require, take_down, lambda name: kept(tmp_path, [], name=name)):
+        with pytest.raises(BadInput, match="a name for the pool"):
+            act(name)
+
+
+def test_folders_pipes_and_other_files_beside_those_of_pools_are_passed_over() -> None:
+    folder = settings().pools_dir
+    (folder / "a-folder.json").mkdir(parents=True)
+    os.mkfifo(folder / "a-pipe.json")
+    (folder / "a-text.json").write_text("text")
+    assert list_kept() == []
+    with pytest.raises(BadInput, match="on this machine: none"):
+        require("a-folder")
+
+
 def test_kept_pool_that_ends_leaves_the_file_of_its_successor(tmp_path: Path, checkpoints: list[Servable]) -> None:
     first = kept(tmp_path, checkpoints)
     [file] = settings().pools_dir.glob("*.json")
