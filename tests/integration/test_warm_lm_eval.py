@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
 from pathlib import Path
 
 import pytest
 
 from fakes.engine import FakeEngine
-from fakes.lm_eval import DEMO, Harness, make_config, make_model, samples
+from fakes.lm_eval import DEMO, Harness, make_config, make_model, samples, write_benchmark
 from fakes.polling import eventually
 from fakes.tokenizers import BOS, write_byte_tokenizer
 from resources.errors import UnknownBenchmark
@@ -70,3 +72,28 @@ async def test_cell_whose_variables_were_not_there_at_import_starts_cold_and_is_
         verify_counts(await lm_eval.evaluate(model, make_config(DEMO[1]), tmp_path / "cell"))
     log = log_of(tmp_path / "cell")
     assert "imported with other values of" in log and "LMEVAL_OF_THIS_CELL" in log
+
+
+@pytest.mark.parametrize("warm", [False, True])
+async def test_cell_is_asked_and_scored_by_files_as_they_are_where_their_times_and_sizes_are_those_of_others(
+    tmp_path: Path, lm_eval: Harness, *, warm: bool
+):
+    code = "def part(doc):\n    return {{**doc, 'part': {0}}}\ndef parts(docs):\n    return docs.map(part)\n"
+    code += "def score(doc, results):\n    return {{'acc': {0}}}\n"
+    functions = {"process_docs": "!function utils.parts", "process_results": "!function utils.score"}
+    metrics = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
+    folder, harness = tmp_path / "benchmarks", lm_eval if warm else Harness(lm_eval.python, lm_eval.client)
+    config = write_benchmark(folder, "mine", None, metric_list=metrics, **functions)
+    described = folder / "mine.yaml"
+    described.write_text(re.sub(r'"(!function [\w.]+)"', r"\1", described.read_text()))
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        for number in (1, 2):
+            (folder / "mine.jsonl").write_text(json.dumps({"question": f"Which {number}?", "word": "me"}) + "\n")
+            (folder / "utils.py").write_text(code.format(number))
+            for name in ("mine.jsonl", "utils.py"):
+                os.utime(folder / name, (1e9, 1e9))
+            await harness.evaluate(model, config, tmp_path / str(number))
+            [sample] = samples(tmp_path / str(number), "mine")
+            assert sample["doc"] == {"question": f"Which {number}?", "word": "me", "part": number}
+            assert sample["acc"] == number
