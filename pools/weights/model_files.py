@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +29,8 @@ SETTLED_SECONDS = 3.0
 _CONFIG_FILES = ("config.json", "generation_config.json")
 _LARGEST_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itself
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
+_READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
+"""Endings of the names of what tokenizers and engines read beside the weights."""
 _CANNOT_BE_READ = "cannot be read"
 _NEVER_SERVED = (
     # Weights in other formats, and adapters, which engines would take for the weights.
@@ -98,13 +100,13 @@ class ModelFolder:
 
 def small_files(folder: ModelFolder) -> dict[str, FileInfo]:
     """Config, tokenizer, templates, code: every file of a folder but weights, and what trainers leave beside them."""
-    return {
-        name: file
-        for name, file in folder.files.items()
-        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_SERVED)
-        and "/" not in name
-        and file.size <= _LARGEST_SMALL_BYTES
-    }
+    return {name: file for name, file in _beside_weights(folder) if file.size <= _LARGEST_SMALL_BYTES}
+
+
+def _beside_weights(folder: ModelFolder) -> Iterator[tuple[str, FileInfo]]:
+    for name, file in folder.files.items():
+        if not any(fnmatch.fnmatchcase(name, pattern) for pattern in _NEVER_SERVED) and "/" not in name:
+            yield name, file
 
 
 def served_files(folder: ModelFolder) -> dict[str, FileInfo]:
@@ -156,6 +158,11 @@ def inspect_reference_folder(uri: str, files: Sequence[FileInfo] | None = None) 
         modified=max((info.modified for info in by_name.values()), default=0.0),
     )
     others = (file for name, file in small_files(folder).items() if name != "config.json")
+    problems += [
+        f"{ascii(name)[1:-1]} has {file.size} bytes; what is read beside the weights has at most {_LARGEST_SMALL_BYTES}"
+        for name, file in _beside_weights(folder)
+        if name.endswith(_READ_WHOLE) and file.size > _LARGEST_SMALL_BYTES
+    ]
     return replace(folder, problems=(*problems, *filter(None, map(irregular, others))))
 
 

@@ -257,6 +257,17 @@ def test_tokenizer_digest_tells_small_files_apart(tmp_path: Path, name: str) -> 
     assert digests[0].weights == digests[1].weights
 
 
+def test_tokenizer_too_large_to_be_served_is_a_problem_and_what_nobody_reads_is_none(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "a")
+    (folder / "rust_model.ot").touch()
+    os.truncate(folder / "rust_model.ot", 2**27 + 1)
+    os.truncate(folder / "tokenizer.json", 2**27)
+    assert inspect_model_folder(str(folder)).complete
+    os.truncate(folder / "tokenizer.json", 2**27 + 1)
+    [problem] = inspect_model_folder(str(folder)).problems
+    assert problem.startswith("tokenizer.json has 134217729 bytes") and "134217728" in problem
+
+
 def test_reload_is_refused_for_what_an_engine_cannot_take(tmp_path: Path) -> None:
     def served(name: str, **kwargs: object) -> ServedCheckpoint:
         folder = write_checkpoint(tmp_path / name, **kwargs)  # type: ignore[arg-type]
