@@ -261,9 +261,11 @@ def check_writable(uri: str) -> None:
 
 
 def content_digest(uri: str, *, length: int = 64) -> str | None:
-    """The first hex digits of the SHA-256 of a file; None where it cannot be read, which others refuse."""
+    """The first hex digits of the SHA-256 of a file; None where it is none or cannot be read, which others refuse."""
     try:
         if is_local(uri):
+            if not local_path(uri).is_file():  # a pipe would be waited for
+                return None
             with local_path(uri).open("rb") as file:
                 return hashlib.file_digest(file, "sha256").hexdigest()[:length]
         return hashlib.sha256(read_bytes(uri)).hexdigest()[:length]

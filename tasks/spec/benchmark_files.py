@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from resources.errors import BadInput
 from resources.storage import storage
 
 _DATA = ("dataset_path", "dataset_kwargs", "metric")
@@ -42,6 +43,7 @@ def read_benchmark(content: bytes) -> Any:
 
     Raises:
         ValueError, YAMLError: it is no YAML.
+        RecursionError: it is nested too deep.
     """
     return yaml.load(content.decode(), Loader=_Loader)
 
@@ -86,10 +88,17 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
             continue
         seen.add(name)
         place = _outside(root, "", name)
+        uri = place or storage.join(root, name)
+        if storage.is_local(uri) and not os.path.isfile(storage.local_path(uri)):  # noqa: PTH113 - a pipe hangs
+            continue
         try:
-            content = read_benchmark(storage.read_bytes(place or storage.join(root, name)))
+            content = read_benchmark(storage.read_bytes(uri))
         except (FileNotFoundError, ValueError, yaml.YAMLError):
             continue
+        except RecursionError:
+            raise BadInput(
+                expected=f"YAML in {uri}", found="brackets nested too deep", remedy="Correct it, or move it elsewhere"
+            ) from None
         contents.append(content)
         elsewhere.update([place] if place else [])
         folder = posixpath.dirname(name)
@@ -106,13 +115,18 @@ def _described(root: str, names: Iterable[str]) -> tuple[list[Any], set[str]]:
     return contents, elsewhere
 
 
-def _texts(value: Any, *, is_data: bool) -> Iterator[tuple[str, bool]]:
+def _texts(value: Any, *, is_data: bool, seen: set[tuple[int, bool]] | None = None) -> Iterator[tuple[str, bool]]:
+    seen = set() if seen is None else seen  # an alias stands for the same value again, or for one that it is in
+    if isinstance(value, dict | list | tuple):
+        if (id(value), is_data) in seen:
+            return
+        seen.add((id(value), is_data))
     if isinstance(value, dict):
         for key, part in value.items():
-            yield from _texts(part, is_data=is_data or key in _DATA)
+            yield from _texts(part, is_data=is_data or key in _DATA, seen=seen)
     elif isinstance(value, list | tuple):
         for part in value:
-            yield from _texts(part, is_data=is_data)
+            yield from _texts(part, is_data=is_data, seen=seen)
     elif isinstance(value, str) and len(value) < _LONGEST_PATH and "\0" not in value:
         yield value, is_data
 
@@ -133,7 +147,7 @@ def _outside(root: str, base: str, text: str) -> str | None:
     here = storage.resolved(root)
     place = posixpath.normpath(posixpath.join(here, _normal(here, path)))
     inside = f"{storage.resolved(place)}/".startswith(f"{here}/")
-    return None if place == "/" or inside else place
+    return None if place.strip("/") == "" or inside else place
 
 
 def _normal(here: str, path: str) -> str:

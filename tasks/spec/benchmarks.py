@@ -68,7 +68,7 @@ def _files_of(config: EvaluationConfig) -> tuple[str, list[str]]:
     root = benchmarks_uri(config).rstrip("/")
     if storage.is_local(root):
         _refuse_linked_folders(storage.local_path(root))
-    files = [file for file in storage.list_files(root) if "__pycache__" not in file.uri]
+    files = [file for file in storage.list_files(root) if file.regular and "__pycache__" not in file.uri]
     names = [file.uri.removeprefix(f"{root}/") for file in files]
     if config.benchmarks_path is None:
         names = [name for name in names if _is_asked_by(config.evaluator.name, name)]

@@ -116,10 +116,10 @@ def _check_references(chosen: InstructionSet, instructions: list[Instruction], g
 def _read(uri: str, *, content: str) -> list[Instruction]:
     expected = f"{content} in {uri}: a JSON list of objects with `instruction` and `output`"
     remedy = "Correct the file, or the path"
+    if storage.content_digest(uri) is None:
+        raise BadInput(expected=expected, found="no such file, or none that can be read", remedy=remedy)
     try:
         found = _INSTRUCTIONS.validate_python(json.loads(storage.read_bytes(uri)))
-    except FileNotFoundError as error:
-        raise BadInput(expected=expected, found="no such file", remedy=remedy) from error
     except ValidationError as error:
         first: Any = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole"

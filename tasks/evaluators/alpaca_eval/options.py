@@ -92,7 +92,7 @@ class AlpacaEvalOptions(JudgedOptions):
     def score_inputs(self) -> dict[str, Any]:
         """Return the options that can change a score: files by their content, wherever they lie."""
         paths = {name: path for name in _FILES if (path := getattr(self, name)) is not None}
-        contents = {name: content_digest(path) for name, path in paths.items()}
+        contents = {name: content_digest(path) or f"none at {path}" for name, path in paths.items()}
         return {**self.model_dump(mode="json", exclude={"name", *_FILES}), **contents}
 
 

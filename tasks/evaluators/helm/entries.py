@@ -86,12 +86,11 @@ def read_entries_file(uri: str) -> bytes:
     Raises:
         BadInput: there is none.
     """
-    try:
-        return storage.read_bytes(uri)
-    except FileNotFoundError as error:
+    if storage.content_digest(uri) is None:
         raise BadInput(
             expected="a file of run entries", found=f"run_specs_path={uri}, which is none", remedy="Correct the path"
-        ) from error
+        )
+    return storage.read_bytes(uri)
 
 
 def _check_folder(config: EvaluationConfig) -> None:

@@ -44,13 +44,14 @@ class HelmOptions(EvaluatorOptions):
 
     def score_inputs(self) -> dict[str, Any]:
         """Return the options that can change a score: not how fast, how often or how patiently it is asked."""
+        specs = content_digest(self.run_specs_path, length=16) if self.run_specs_path is not None else None
         inputs = {
-            "run_specs": content_digest(self.run_specs_path, length=16) if self.run_specs_path is not None else None,
+            "run_specs": specs,
             "priority": self.priority,
             "groups": list(self.groups),
             "num_train_trials": self.num_train_trials,
         }
-        data = self._named_files()
+        data = self._named_files() if specs is not None else {}
         return {**inputs, "run_specs_data": data} if data else inputs
 
     def _named_files(self) -> dict[str, str]:

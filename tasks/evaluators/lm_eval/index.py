@@ -115,8 +115,8 @@ def _found_in(folder: Path) -> OwnBenchmarks:
     found = OwnBenchmarks()
     for path in sorted(folder.rglob("*.yaml")):
         try:
-            content = read_benchmark(path.read_bytes())
-        except (OSError, ValueError, yaml.YAMLError):
+            content = read_benchmark(path.read_bytes()) if path.is_file() else None
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             found.unreadable.append(path.name)
             continue
         if isinstance(content, dict):

@@ -244,3 +244,9 @@ def test_etag_is_md5_unless_the_key_is_the_customers(
 
 def test_etag_in_a_directory_bucket_is_no_md5(store: type[FolderStore]) -> None:
     assert not storage.etag_is_md5("s3a://bucket--eun1-az1--x-s3/file")
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_has_no_content_digest(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    assert storage.content_digest(str(tmp_path / "pipe")) is storage.content_digest("/dev/zero") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,17 @@ def test_score_inputs_follow_content_and_judge_and_not_paths(tmp_path: Path) -> 
 def test_file_that_is_not_there_is_refused_with_its_path_and_breaks_no_hash(name: str, tmp_path: Path) -> None:
     config = make_config(options={name: str(tmp_path / "nowhere.json")})
     assert config.score_inputs() != make_config().score_inputs()
+    assert config.score_inputs() != make_config(options={name: str(tmp_path / "nothing.json")}).score_inputs()
     with pytest.raises(BadInput, match=r"nowhere\.json"):
+        AlpacaEval().check(config, python=PYTHON)
+
+
+@pytest.mark.timeout(20)
+def test_pipe_is_refused_as_a_file_that_is_not_there(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
+    config = make_config(options={"instructions_path": str(tmp_path / "pipe.json")})
+    config.score_inputs()
+    with pytest.raises(BadInput, match=r"pipe\.json"):
         AlpacaEval().check(config, python=PYTHON)
 
 

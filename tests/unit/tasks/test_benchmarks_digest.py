@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,39 @@ def test_include_loop_and_damaged_file_end(folder: Path) -> None:
     (folder / "other.yaml").write_text("include: mine.yaml\n")
     (folder / "damaged.yaml").write_text("a: [1")
     assert digest(folder) == digest(folder)
+
+
+@pytest.mark.timeout(20)
+def test_what_is_no_regular_file_is_not_read(folder: Path) -> None:
+    first = digest(folder)
+    (folder / ".#mine.yaml").symlink_to("user@host.123:456")  # Emacs' lock
+    (folder / "nothing.yaml").symlink_to("nothing")
+    os.mkfifo(folder / "pipe.yaml")
+    assert digest(folder) == first
+
+
+@pytest.mark.timeout(20)
+def test_included_pipe_and_data_that_is_the_root_are_not_read(folder: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.yaml")
+    (folder / "other.yaml").write_text("include: [../pipe.yaml, /dev/zero]\ndataset_path: '//'\n")
+    assert digest(folder) == digest(folder)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("content", ["a: &a {b: *a}\n", "a: &a [*a]\n", "BOMB"])
+def test_aliases_are_followed_once(folder: Path, tmp_path: Path, content: str) -> None:
+    bomb = ["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 20))]
+    named = f"data: &d ['{tmp_path}/data/questions.jsonl']\ndataset_path: *d\n"
+    (folder / "other.yaml").write_text(content.replace("BOMB", "\n".join(bomb) + "\n") + named)
+    first = digest(folder)
+    (tmp_path / "data" / "questions.jsonl").write_text("{} ")
+    assert digest(folder) != first
+
+
+def test_benchmark_nested_too_deep_is_refused_by_name(folder: Path) -> None:
+    (folder / "deep.yaml").write_text("a: " + "[" * 2000 + "]" * 2000)
+    with pytest.raises(BadInput, match=r"YAML in .*deep\.yaml"):
+        digest(folder)
 
 
 def test_texts_that_look_like_paths_are_no_data(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, HarnessOutputInvalid
 from tasks.evaluators.evaluator import Parsed, Progress
+from tasks.evaluators.helm.entries import read_entries_file
 from tasks.evaluators.helm.evaluator import Helm
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.records.record import Counts
@@ -230,6 +232,14 @@ def test_options_measure_what_is_asked_not_how_patiently(tmp_path: Path):
     assert HelmOptions(run_specs_path=str(entries), priority=1).score_inputs() != first
     entries.write_text("entries: [{description: simple_mcqa}]")
     assert HelmOptions(run_specs_path=str(entries)).score_inputs() != first
+
+
+@pytest.mark.timeout(20)
+def test_pipe_is_no_file_of_entries(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    HelmOptions(run_specs_path=str(tmp_path / "pipe")).score_inputs()
+    with pytest.raises(BadInput, match="pipe"):
+        read_entries_file(str(tmp_path / "pipe"))
 
 
 def test_data_that_an_entry_of_the_file_names_by_its_whole_path_can_change_a_score(tmp_path: Path) -> None:

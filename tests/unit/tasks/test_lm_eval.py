@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -469,9 +470,11 @@ def test_check_names_files_it_could_not_read(cache_dir: Path, environment_python
     folder = tmp_path / "own"
     folder.mkdir()
     (folder / "broken.yaml").write_text("task: [")
+    (folder / "deep.yaml").write_text("task: " + "[" * 2000)
+    os.mkfifo(folder / "pipe.yaml")
     (folder / "good.yaml").write_text("task: good\nprocess_docs: !function functions.process\n")
     LmEval().check(make_config(EvalTaskConfig(name="good"), benchmarks_path=str(folder)), python=environment_python)
-    with pytest.raises(UnknownBenchmark, match=r"broken\.yaml"):
+    with pytest.raises(UnknownBenchmark, match=r"broken\.yaml, deep\.yaml"):
         LmEval().check(make_config(EvalTaskConfig(name="bad"), benchmarks_path=str(folder)), python=environment_python)
 
 
