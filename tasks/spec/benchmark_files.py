@@ -48,8 +48,16 @@ def read_benchmark(content: bytes) -> Any:
     return yaml.load(content.decode(), Loader=_Loader)
 
 
+def is_hidden(name: str) -> bool:
+    """Tells if a file below a folder is a version control's, an editor's or the like: nothing that lm-eval looks for.
+
+    It takes any YAML file for a benchmark, but for Jupyter's copies.
+    """
+    return "/." in f"/{name}" and (".ipynb_checkpoints" in name or not name.endswith(".yaml"))
+
+
 def files_elsewhere(root: str, names: Iterable[str], *, arguments: Any, all_is_data: bool) -> set[str]:
-    """Every file outside of a folder that the benchmarks in it name, however deep, or arguments beside it.
+    """Every file outside of a folder, or hidden, that the benchmarks in it name, however deep, or arguments beside it.
 
     Args:
         root: the folder, here or in a store.
@@ -136,17 +144,18 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _outside(root: str, base: str, text: str) -> str | None:
-    """The place that a text stands for, in a folder of `root`; None if that is inside of it, or no place of ours."""
+    """The place that a text stands for, in a folder of `root`; None if it is of its own files, or no place of ours."""
     if _OTHER_SCHEME.match(text) and not _SCHEME.match(text):
         return text if storage.has_whole_files(text) and not text.startswith(root + "/") else None
     path = posixpath.join(base, os.path.expanduser(_SCHEME.sub("", text)))  # noqa: PTH111
-    if not (posixpath.isabs(path) or ".." in path.split("/")):
+    if not (posixpath.isabs(path) or "/." in f"/{path}"):
         return None
     if not posixpath.isabs(path) and not storage.is_local(root):
         return None  # it is copied first: what lies beside it does not come along
     here = storage.resolved(root)
     place = posixpath.normpath(posixpath.join(here, _normal(here, path)))
-    inside = f"{storage.resolved(place)}/".startswith(f"{here}/")
+    real = f"{storage.resolved(place)}/"
+    inside = real.startswith(f"{here}/") and not is_hidden(real[len(here) + 1 : -1])
     return None if place.strip("/") == "" or inside else place
 
 
@@ -160,5 +169,5 @@ def _normal(here: str, path: str) -> str:
 
 def _files_at(place: str, *, is_data: bool) -> list[str]:
     if is_data:
-        return storage.matching_files(place)
+        return [file for file in storage.matching_files(place) if file.count("/.") <= place.count("/.")]
     return [place] if os.path.isfile(place) else []  # noqa: PTH113 - a text may be no path at all

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.spec.benchmark_files import files_elsewhere
+from tasks.spec.benchmark_files import files_elsewhere, is_hidden
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.evaluators import EVALUATORS, LmEvalBenchmarkOptions
 
@@ -66,10 +66,11 @@ def named_elsewhere(config: EvaluationConfig) -> set[str]:
 
 def _files_of(config: EvaluationConfig) -> tuple[str, list[str]]:
     root = benchmarks_uri(config).rstrip("/")
+    names = [file.uri.removeprefix(f"{root}/") for file in storage.list_files(root) if file.regular]
     if storage.is_local(root):
         _refuse_linked_folders(storage.local_path(root))
-    files = [file for file in storage.list_files(root) if file.regular and "__pycache__" not in file.uri]
-    names = [file.uri.removeprefix(f"{root}/") for file in files]
+        names = [name for name in names if not is_hidden(name)]
+    names = [name for name in names if "__pycache__" not in name]
     if config.benchmarks_path is None:
         names = [name for name in names if _is_asked_by(config.evaluator.name, name)]
     return root, names
@@ -77,6 +78,7 @@ def _files_of(config: EvaluationConfig) -> tuple[str, list[str]]:
 
 def _refuse_linked_folders(root: Path) -> None:
     for folder, below, _ in os.walk(root):
+        below[:] = [name for name in below if not name.startswith(".")]
         for path in (Path(folder, name) for name in below):
             if path.is_symlink():
                 raise BadInput(

@@ -148,6 +148,24 @@ def test_benchmark_nested_too_deep_is_refused_by_name(folder: Path) -> None:
         digest(folder)
 
 
+def test_hidden_files_do_not_change_the_digest_but_for_those_that_are_named_or_benchmarks(
+    folder: Path, tmp_path: Path
+) -> None:
+    named = {"dataset_path": str(tmp_path / "data")}
+    first = digest(folder, **named)
+    for name in (".mine.yaml.swp", ".git/HEAD", "sub/.ipynb_checkpoints/mine.yaml", ".d/q.jsonl", "../data/.git/HEAD"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("x")
+    (folder / ".venv").symlink_to(tmp_path)
+    assert digest(folder, **named) == first
+    (folder / ".own.yaml").write_text("task: mine\ndataset_kwargs: {data_files: [.d/q.jsonl, '.git/*']}\n")
+    seen = [first, digest(folder, **named)]
+    for name in (".d/q.jsonl", ".git/HEAD"):
+        (folder / name).write_text("y")
+        seen.append(digest(folder, **named))
+    assert len(set(seen)) == 4
+
+
 def test_texts_that_look_like_paths_are_no_data(folder: Path) -> None:
     texts = {"target_delimiter": "/", "fewshot_delimiter": "..", "doc_to_text": "~" + "x" * 5000, "until": ["/*", "\0"]}
     (folder / "mine.yaml").write_text(OWN + yaml.safe_dump(texts))
