@@ -6,9 +6,9 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from resources.config import Config
 from resources.storage import storage
@@ -20,6 +20,8 @@ CLOCKS_DIFFER_SECONDS = 10.0
 """Difference between the clocks of two machines that is taken for none."""
 _FOLDER = "claims"
 _HOLDERS = "holders"
+Timestamp = Annotated[float, Field(ge=0, lt=253402300800)]
+"""Time in seconds since the epoch, before the year 10000."""
 _Kind = TypeVar("_Kind", bound=Config)
 
 
@@ -57,7 +59,7 @@ class Claim(_Written):
     """Holders in a row that died with the cell in their hands."""
     released: bool = False
     """True once it was given up, so that the next one may have the cell at once."""
-    at: float
+    at: Timestamp
     """Time it was made, seconds since the epoch."""
 
 
@@ -72,7 +74,7 @@ class Holder(_Written):
     """Machine and process, by which others on the same machine see that it has ended."""
     flow_run: str | None = None
     """Its flow run at the Prefect server, where it is one."""
-    renewed: float
+    renewed: Timestamp
     """Last sign of life, seconds since the epoch."""
     lease_seconds: float
     """Time that this holds."""

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from resources.config import Config
 from resources.storage import storage
-from tasks.claims.files import CLOCKS_DIFFER_SECONDS
+from tasks.claims.files import CLOCKS_DIFFER_SECONDS, Timestamp
 from tasks.claims.process_marks import acting_user
 
 _FOLDER = "marks"  # so called in stores since the first version
@@ -28,7 +28,7 @@ class Override(Config):
     """Name of the policy by which it was said."""
     cells: tuple[tuple[str, str], ...] | None
     """Names of checkpoints with hashes of evaluations; all of the policy, later ones too, when unset."""
-    at: float
+    at: Timestamp
     """Time, seconds since the epoch; no later than the store had it."""
     user: str
     """The user."""
@@ -61,7 +61,7 @@ def read_overrides(run_folder: str) -> Overrides:
         StorageError: the folder cannot be listed.
     """
     found: list[Override] = []
-    for file in storage.list_files(storage.join(run_folder, _FOLDER)):
+    for file in filter(lambda file: file.regular, storage.list_files(storage.join(run_folder, _FOLDER))):
         with suppress(FileNotFoundError, ValidationError):
             override = Override.model_validate_json(storage.read_bytes(file.uri))
             latest = file.modified or time.time()  # by the store's clock, whatever that of its writer said

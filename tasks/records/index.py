@@ -11,10 +11,12 @@ more than five minutes. Lost or damaged, it is made anew; where it cannot be wri
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import marshal
 import os
 import secrets
+import stat
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,6 +44,7 @@ _TRUSTED_AT_MOST_SECONDS = 300.0  # a comparison may have read every record, and
 _NEWS_KEPT_SECONDS = 3600.0  # longer than any reader takes between reading the index and writing it
 _READ_AT_ONCE = 16
 _REASON_CHARACTERS = 300
+_NO_FILE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP})
 _DAMAGED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 Stamp = tuple[int, float, str | None]
@@ -165,11 +168,15 @@ def _read_anew(run_folder: str) -> tuple[list[IndexedRecord], dict[str, Stamp]]:
     with storage.reported(run_folder, "read"):
         for cell in _local_cells(root):
             try:
-                file = os.open(f"{cell}/{RECORD_NAME}", os.O_RDONLY)
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+                file = os.open(f"{cell}/{RECORD_NAME}", os.O_RDONLY | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno in _NO_FILE:
+                    continue
+                raise
             try:
                 status = os.fstat(file)
+                if not stat.S_ISREG(status.st_mode):
+                    continue
                 content = os.read(file, status.st_size + 1)
             finally:
                 os.close(file)
@@ -224,7 +231,7 @@ def _write(run_folder: str, name: str, content: dict[str, Any]) -> None:
 def _read(uri: str) -> dict[str, Any] | None:
     try:
         content = orjson.loads(storage.read_bytes(uri))
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, StorageError, ValueError):
         return None
     return content if isinstance(content, dict) and content.get("format") == _FORMAT else None
 
@@ -302,7 +309,9 @@ def _news(run_folder: str, *, since: float) -> list[FileInfo]:
     return [
         file
         for file in listed
-        if storage.basename(file.uri) not in (_SUMMARY, _ROWS) and (not file.modified or file.modified > since - 60.0)
+        if file.regular
+        and storage.basename(file.uri) not in (_SUMMARY, _ROWS)
+        and (not file.modified or file.modified > since - 60.0)
     ]
 
 
@@ -314,9 +323,12 @@ def record_stamps(run_folder: str) -> Iterator[tuple[str, Stamp]]:
         for cell in _local_cells(root):
             try:
                 status = os.stat(f"{cell}/{RECORD_NAME}")  # noqa: PTH116 - a Path for each of 200,000 takes a second
-            except (FileNotFoundError, NotADirectoryError):
-                continue
-            yield cell[start:], (status.st_size, status.st_mtime, None)
+            except OSError as error:
+                if error.errno in _NO_FILE:
+                    continue
+                raise
+            if stat.S_ISREG(status.st_mode):
+                yield cell[start:], (status.st_size, status.st_mtime, None)
         return
     objects = storage.bucket_objects(run_folder)
     if objects is not None:  # 200,000 of them, in half the time that their full descriptions take

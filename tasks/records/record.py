@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
@@ -97,7 +97,7 @@ class SinkState(_Part):
     """Its address there."""
     reason: str | None = None
     """The reason why the sink does not have it."""
-    at: datetime
+    at: AwareDatetime
     """Time that was found out, UTC."""
 
 
@@ -136,9 +136,9 @@ class Record(_Part):
     """Device, replicas, machine."""
     served: dict[str, Any]
     """The way the checkpoint came into the engine, or the endpoint used."""
-    seconds: dict[str, float]
+    seconds: dict[str, FiniteFloat]
     """Wall seconds by phase."""
-    chip_seconds: float
+    chip_seconds: FiniteFloat
     """Accelerators times seconds of this cell; 0 on CPU."""
     requests: dict[str, int]
     """Requests of this cell as the proxy counted them; empty for a foreign endpoint."""
@@ -150,13 +150,13 @@ class Record(_Part):
     """Pages the harness made, such as HELM's site, by title; relative to the record's folder."""
     sinks: dict[str, SinkState] = {}
     """The state of this record at each sink it is for."""
-    infra_failures: int | None = None
+    infra_failures: int | None = Field(default=None, ge=0, lt=2**63)
     """Outcomes in a row that were `infra_failed`, this one included unless it was interrupted."""
     interrupted: bool = False
     """True if the run was told to end from outside: that is no failure."""
     attempt: str
     """Folder beside the record that holds the harness's own output."""
-    created: datetime
+    created: AwareDatetime
     """Time it was written, UTC."""
 
     @property
@@ -303,7 +303,7 @@ def find_records(evaluation_path: str) -> list[FoundRecord]:
     cells = [
         storage.parent(file.uri)
         for file in storage.list_files(evaluation_path)
-        if storage.basename(file.uri) == RECORD_NAME
+        if storage.basename(file.uri) == RECORD_NAME and file.regular
     ]
     if storage.is_local(evaluation_path):
         read: Iterable[Record | None] = map(read_record, cells)

@@ -339,6 +339,17 @@ def test_mark_by_a_clock_that_is_ahead_is_of_the_time_at_which_the_store_had_it(
     assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
 
 
+@pytest.mark.parametrize("at", ["NaN", "1e400", "1e15", None])
+def test_mark_that_cannot_be_read_or_has_an_impossible_time_says_nothing(watched: Path, at: str | None):
+    folder = watched.parent / "out" / "run" / "marks"
+    folder.mkdir(parents=True)
+    if at is None:
+        os.mkfifo(folder / "1.json")
+    else:
+        (folder / "1.json").write_text(f'{{"kind": "stop", "policy": "p", "cells": null, "at": {at}, "user": "u"}}')
+    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}
+
+
 def test_cancelled_policy_stands_still_until_retry_and_keeps_what_is_done(watched: Path):
     publish(watched, 100)
     asked("cancel", watched)

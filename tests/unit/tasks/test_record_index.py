@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from fakes.records import make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus
 from tasks.records.index import indexed_records, row_of
-from tasks.records.record import Record, read_record
+from tasks.records.record import Record, find_records, read_record
 
 INDEX = ("summary.json", "records.json")
 
@@ -56,13 +57,37 @@ def test_rows_say_what_the_records_say(tmp_path: Path):
         lambda content: json.dumps({**json.loads(content), "schema_version": 3}),
         lambda content: json.dumps({name: value for name, value in json.loads(content).items() if name != "metrics"}),
         lambda content: json.dumps({**json.loads(content), "created": "yesterday"}),
+        lambda content: json.dumps({**json.loads(content), "created": "2026-01-02T03:04:05"}),
+        lambda content: json.dumps({**json.loads(content), "seconds": {"evaluate": float("inf")}}),
+        lambda content: json.dumps({**json.loads(content), "status": "infra_failed", "infra_failures": 10**30}),
     ],
 )
 def test_file_that_is_no_record_is_none_for_the_index_too(tmp_path: Path, spoil: Callable[[str], str]):
     path = place(tmp_path, make_record())
     path.write_text(spoil(path.read_text()))
     assert read_record(str(path.parent)) is None
-    assert indexed_records(str(tmp_path / "run-a")).done == {}
+    found = indexed_records(str(tmp_path / "run-a"))
+    assert found.done == {} and found.others == []
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo, lambda path: path.symlink_to(path)])
+def test_folder_pipe_or_endless_link_in_place_of_a_record_is_none(tmp_path: Path, make: Callable[[Path], None]):
+    odd = place(tmp_path, make_record(step=200))
+    odd.unlink()
+    make(odd)
+    record = make_record()
+    place(tmp_path, record)
+    assert [found.record for found in find_records(str(tmp_path))] == [record]
+    for index in ("", *INDEX):  # read anew, compared, and compared without one of the files
+        (tmp_path / "run-a" / "index" / (index or "none")).unlink(missing_ok=True)
+        assert list(indexed_records(str(tmp_path / "run-a")).done) == ["run-a-100"]
+
+
+@pytest.mark.parametrize("name", INDEX)
+def test_folder_in_place_of_the_index_is_none(tmp_path: Path, name: str):
+    place(tmp_path, make_record())
+    (tmp_path / "run-a" / "index" / name).mkdir(parents=True)
+    assert list(indexed_records(str(tmp_path / "run-a")).done) == ["run-a-100"]
 
 
 def test_record_with_a_number_that_json_has_not_is_read_all_the_same(tmp_path: Path):
