@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tasks.gates.verdict import Reason, Verdict
+from tasks.reports.texts import as_markdown
 
 
 def verdict_table(verdict: Verdict) -> Table:
@@ -33,16 +34,9 @@ def verdict_markdown(verdict: Verdict) -> str:
     ]
     for reason in _ordered(verdict):
         cells = (reason.checkpoint, reason.rule, reason.found)
-        lines.append(f"| {'GO' if reason.go else '**NO-GO**'} | {' | '.join(map(_in_a_cell, cells))} |")
+        lines.append(f"| {'GO' if reason.go else '**NO-GO**'} | {' | '.join(map(as_markdown, cells))} |")
     return "\n".join(lines) + "\n"
 
 
 def _ordered(verdict: Verdict) -> list[Reason]:
     return sorted(verdict.reasons, key=lambda reason: reason.go)
-
-
-_ESCAPED = str.maketrans({character: f"\\{character}" for character in "\\|*<&[!`"})
-
-
-def _in_a_cell(text: str) -> str:
-    return "<br>".join(text.translate(_ESCAPED).splitlines())

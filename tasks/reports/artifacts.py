@@ -15,6 +15,7 @@ from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import Record, current_records, read_records
 from tasks.reports.page import curves_svg, results_rows, write_report
+from tasks.reports.texts import as_markdown
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import artifact_key
 
@@ -58,6 +59,9 @@ def publish_artifacts(records: Sequence[Record], page: str, *, title: str, recor
     rows = [
         {**row, "value": _short(row["value"]), "stderr": _short(row["stderr"]), "reason": _in_a_line(row["reason"])}
         for row in results_rows(records)
+    ]
+    rows = [
+        {name: as_markdown(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows
     ]
     create_table_artifact(rows, key=f"{key}-results", description=f"Results of {title}")
     svg = base64.b64encode(curves_svg(records).encode()).decode()

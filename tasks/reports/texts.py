@@ -14,6 +14,7 @@ from tasks.records.record import Counts, Record
 from tasks.reports.table import NOTHING
 from tasks.spec.evaluators import evaluator_title
 
+_ESCAPED_IN_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*<&[!`"})
 _JUDGED = ("judge", "annotator")  # shown by themselves
 
 
@@ -117,3 +118,8 @@ def flat(value: Any) -> str:
 def pretty(value: Any) -> str:
     """A JSON-like value over many lines."""
     return json.dumps(value, indent=2, sort_keys=True, default=str)
+
+
+def as_markdown(text: str) -> str:
+    """A text as it is, for the cell of a table: whatever it holds adds no row, link, image or HTML."""
+    return "<br>".join(text.translate(_ESCAPED_IN_MARKDOWN).splitlines())
