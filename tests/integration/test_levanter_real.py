@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -305,6 +306,23 @@ def test_levanter_refuses_a_device_that_is_not_there(exported: Path, run: Runner
     on_tpu = ResourceConfig.with_tpu("v5litepod-8")
     with pytest.raises(BadInput, match="TPU"):
         run(exported, make_config("demo_facts", resource_config=on_tpu))
+
+
+def test_levanter_does_not_see_the_templates_that_no_digest_covers(exported: Path, run: Runner, tmp_path: Path) -> None:
+    folder, config = (
+        tmp_path / "run" / "step-3",
+        make_config("demo_facts", max_eval_instances=1, apply_chat_template=True),
+    )
+    shutil.copytree(exported, folder)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "default.jinja").write_text("another template")
+    prompts = []
+    for checkpoint in (exported, folder):
+        run(checkpoint, config)
+        prompts.append([sample["arguments"] for sample in raw_samples(run.output, "demo_facts")])
+        assert not list(run.output.rglob("tokenizer*"))
+    assert prompts[0] == prompts[1]
+    assert "another template" not in str(prompts)
 
 
 @pytest.mark.parametrize(

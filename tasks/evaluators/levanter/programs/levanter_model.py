@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import tempfile
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -184,10 +185,11 @@ def read_tokenizer(folder: str) -> Any:
             remedy="Copy the tokenizer there, or set evaluator.reference to a Hugging Face folder that has it",
         )
     try:
-        place = fetched_tokenizer(folder)
-        if settings.get("tokenizer_class") == "TokenizersBackend":  # the name that transformers 5 writes
-            return PreTrainedTokenizerFast.from_pretrained(place)
-        return AutoTokenizer.from_pretrained(place)
+        with tempfile.TemporaryDirectory(prefix="tokenizer-", dir=".") as place:  # in this attempt's own folder
+            take_tokenizer(folder, place)
+            if settings.get("tokenizer_class") == "TokenizersBackend":  # the name that transformers 5 writes
+                return PreTrainedTokenizerFast.from_pretrained(place)
+            return AutoTokenizer.from_pretrained(place)
     except Exception as error:  # what damaged files lead to has no common type
         raise UnusableCheckpointError(
             expected=f"a tokenizer in {folder} that loads",
@@ -196,17 +198,17 @@ def read_tokenizer(folder: str) -> Any:
         ) from error
 
 
-def fetched_tokenizer(folder: str) -> str:
-    """The folder, or where it lies in a store, a copy of all in it but weights."""
-    if "://" not in folder:
-        return folder
+def take_tokenizer(folder: str, place: str) -> None:
+    """Links, or copies from a store, what lies directly in a folder and is no weights.
+
+    What lies deeper is in no digest of the checkpoint: templates in `additional_chat_templates`, say.
+    """
     filesystem, path = fsspec.core.url_to_fs(folder)
-    copy = tempfile.mkdtemp(prefix="tokenizer-", dir=".")  # the working folder, which is this attempt's own
+    take = filesystem.get_file if "://" in folder else os.symlink
     for file in filesystem.ls(path, detail=True):
         name = PurePosixPath(file["name"])
-        if file["type"] == "file" and name.suffix in (".json", ".jinja", ".model", ".txt"):
-            filesystem.get_file(file["name"], f"{copy}/{name.name}")
-    return copy
+        if file["type"] != "directory" and name.suffix in (".json", ".jinja", ".model", ".txt"):
+            take(file["name"], f"{place}/{name.name}")
 
 
 def read_json(folder: str, name: str) -> dict[str, Any] | None:
