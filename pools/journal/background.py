@@ -182,7 +182,8 @@ class Background:
     async def _export_forever(self) -> None:
         while True:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._segment_full.wait(), self._mirror_seconds)
+                async with asyncio.timeout(self._mirror_seconds):  # wait_for may swallow that it is cancelled
+                    await self._segment_full.wait()
             self._segment_full.clear()
             for cell in list(self._cells.values()):
                 if cell.mirror is not None and (cell.news_bytes or not cell.loaded):

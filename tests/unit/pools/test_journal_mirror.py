@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -16,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fakes.journal import FIRST, SECOND, answer, asked, opened, replayed, rows, sampled, until
 from pools.journal.bodies import sealed
 from pools.journal.cells import CellScope
+from pools.journal.mirror import SEGMENT_BYTES
 from pools.journal.segments import decoded, encoded
 from resources.storage import storage
 
@@ -62,6 +65,19 @@ async def test_news_is_exported_while_the_cell_is_open(tmp_path: Path, folder: s
             await answer(journal, sampled(), b"%d" % number, cell=FIRST)
             await until(lambda: len(segments(folder)) > number)  # noqa: B023 - used up before the next turn
         assert (await found(tmp_path / "two.sqlite", folder))[0][:3] == [b"0", b"1", b"2"]
+
+
+@pytest.mark.parametrize("turns", range(5))
+async def test_close_when_a_segment_has_just_become_full_ends(tmp_path: Path, turns: int) -> None:
+    folder = str(tmp_path / "cell")
+    async with opened(tmp_path / "one.sqlite") as (journal, _):
+        await journal.open_cell(FIRST, mirror=folder)
+        await answer(journal, sampled(), random.Random(0).randbytes(SEGMENT_BYTES), cell=FIRST)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        async with asyncio.timeout(20):
+            await journal.close()
+    assert len(segments(folder)) == 1
 
 
 async def test_rows_left_by_a_killed_process_are_exported_by_the_next(tmp_path: Path, folder: str) -> None:
