@@ -8,6 +8,8 @@ from pools.journal.schema import Row
 
 _FACTS = Row._fields.index("checksum")
 """Columns before the checksum; after it come the blobs that are too large to be written out for it."""
+LARGEST_BYTES = 64 * 2**20
+"""Of an answer that is kept, and of whatever is unpacked."""
 _PLAIN, _COMPRESSED = b"\0", b"\1"
 _LEAST_COMPRESSED_BYTES = 2048
 """Smaller bodies are stored as they are: compressing 1 kB saves 400 bytes and takes longer than all else here."""
@@ -34,9 +36,15 @@ def unpacked(stored: bytes) -> bytes:
         Unreadable: it is damaged.
     """
     try:
-        return stored[1:] if stored.startswith(_PLAIN) else zlib.decompress(stored[1:])
+        if stored.startswith(_PLAIN):
+            return stored[1:]
+        stream = zlib.decompressobj()
+        body = stream.decompress(stored[1:], LARGEST_BYTES + 1)  # more than fits, so that the end is seen
     except zlib.error as error:
         raise Unreadable(str(error)) from None
+    if not stream.eof:
+        raise Unreadable("its end is missing, or it is too large")
+    return body
 
 
 def sealed(row: Row) -> Row:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pools.journal.bodies import is_whole
 from pools.journal.schema import COLUMNS, INSERT_ROW, Row
-from pools.journal.segments import SegmentCut, decoded, encoded
+from pools.journal.segments import LARGEST_ROW_BYTES, SegmentCut, decoded, encoded
 from pools.journal.upkeep import connected, writing
 from resources.storage import storage
 
@@ -104,10 +104,11 @@ class Mirror:
         with closing(connection.execute(query, (self._cell, last))) as found:
             for number, *values in found:
                 row = Row(*values)
-                if not is_whole(row):
+                row_bytes = len(row.body) + len(row.request or b"")
+                if row_bytes > LARGEST_ROW_BYTES or not is_whole(row):
                     continue
                 batch.append((number, row))
-                size += len(row.body) + len(row.request or b"")
+                size += row_bytes
                 if size >= SEGMENT_BYTES:
                     break
         return batch

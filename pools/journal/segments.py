@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import binascii
+import gzip
+import io
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -14,7 +16,8 @@ from pools.journal import bodies
 from pools.journal.answers import is_content_type
 from pools.journal.schema import SCHEMA_VERSION, Row
 
-_CHUNK_BYTES = 64 * 1024
+LARGEST_ROW_BYTES = bodies.LARGEST_BYTES // 2
+"""Body and request of a row that a segment may hold, as they are stored: in base64 they take a third more."""
 _GZIP = 31  # zlib's window size with a gzip header
 _BLOBS = ("key", "checksum", "body", "request")
 _KINDS: dict[str, type | tuple[type, ...]] = {
@@ -64,17 +67,14 @@ def _line(row: Row) -> bytes:
 
 
 def _lines(content: bytes) -> Iterator[Any]:
-    stream = zlib.decompressobj(_GZIP)
-    rest = b""
-    for start in range(0, len(content), _CHUNK_BYTES):
+    with gzip.open(io.BytesIO(content)) as stream:
         try:
-            *lines, rest = (rest + stream.decompress(content[start : start + _CHUNK_BYTES])).split(b"\n")
-            for line in lines:
+            while line := stream.readline(bodies.LARGEST_BYTES):
+                if not line.endswith(b"\n"):
+                    raise SegmentCut("a line has no end, or is too long")
                 yield orjson.loads(line)
-        except (zlib.error, orjson.JSONDecodeError) as error:
+        except (OSError, EOFError, zlib.error, orjson.JSONDecodeError) as error:
             raise SegmentCut(str(error)) from None
-    if not stream.eof or rest:
-        raise SegmentCut("its end is missing")
 
 
 def _row(fields: Any) -> Row:

@@ -200,7 +200,7 @@ class Journal:
             body: exactly as the client gets it.
             facts: what `pools.journal.answers.judge` said of it.
         """
-        if not claim.keeps or len(body) > self._max_bytes // 4:
+        if not claim.keeps or len(body) > min(bodies.LARGEST_BYTES, self._max_bytes // 4):
             return
         content_type = _text(content_type)
         if len(body) > _LARGE_BYTES or (self._keep_prompts and len(claim.question.body) > _LARGE_BYTES):

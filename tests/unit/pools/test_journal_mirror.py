@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import tracemalloc
 import uuid
 import zlib
 from collections.abc import Iterator
@@ -16,10 +17,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from fakes.journal import FIRST, SECOND, answer, asked, opened, replayed, rows, sampled, until
-from pools.journal.bodies import sealed
+from pools.journal.bodies import LARGEST_BYTES, Unreadable, sealed, unpacked
 from pools.journal.cells import CellScope
 from pools.journal.mirror import SEGMENT_BYTES
-from pools.journal.segments import decoded, encoded
+from pools.journal.segments import LARGEST_ROW_BYTES, SegmentCut, decoded, encoded
 from resources.storage import storage
 
 
@@ -139,6 +140,36 @@ async def test_segment_of_something_else_is_passed_over(tmp_path: Path, content:
     (tmp_path / "cell" / "notes.txt").write_text("not a segment")
     replays, _ = await found(tmp_path / "two.sqlite", folder)
     assert replays == [b"0", b"1", b"2"] * 2
+
+
+def test_segment_with_a_line_that_no_row_needs_is_damaged_and_not_unpacked() -> None:
+    stream = zlib.compressobj(1, wbits=31)
+    parts = [stream.compress(b'{"schema":3}\n'), *(stream.compress(b" " * 2**20) for _ in range(300)), stream.flush()]
+    content = b"".join(parts)
+    tracemalloc.start()
+    try:
+        with pytest.raises(SegmentCut, match="too long"):
+            list(decoded(content))
+        assert tracemalloc.get_traced_memory()[1] < 3 * LARGEST_BYTES
+    finally:
+        tracemalloc.stop()
+
+
+def test_body_that_unpacks_to_more_than_is_ever_kept_is_unreadable() -> None:
+    largest = bytes(LARGEST_BYTES)
+    assert unpacked(b"\1" + zlib.compress(largest, 1)) == largest
+    with pytest.raises(Unreadable, match="too large"):
+        unpacked(b"\1" + zlib.compress(bytes(2 * LARGEST_BYTES), 1))
+
+
+async def test_row_too_large_for_a_segment_stays_on_its_machine(tmp_path: Path) -> None:
+    folder = str(tmp_path / "cell")
+    async with opened(tmp_path / "one.sqlite") as (journal, _):
+        await journal.open_cell(FIRST, mirror=folder)
+        for body in (random.Random(0).randbytes(LARGEST_ROW_BYTES), b"1", bytes(LARGEST_BYTES + 1)):
+            await answer(journal, sampled(), body, cell=FIRST)
+        assert journal.counters.kept == 2
+    assert (await found(tmp_path / "two.sqlite", folder))[0][:3] == [None, b"1", None]
 
 
 async def test_segment_keeps_no_prompt_and_names_its_schema(tmp_path: Path) -> None:
