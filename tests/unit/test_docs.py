@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, NamedTuple, Union, get_args, get_ori
 import pytest
 import typer.main
 import yaml
-from pydantic import BaseModel, SecretStr
+from pydantic import AwareDatetime, BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
 from flows.cli.app import app
@@ -239,7 +239,7 @@ def type_in_words(annotation: Any) -> str:
         return ", ".join(["a name", *(type_in_words(options_kind(name)) for name in EVALUATORS)])
     if annotation in MODELS:
         return f"[{annotation.__name__}](#{annotation.__name__.lower()})"
-    return {Any: "anything", SecretStr: "secret", str: "text", Path: "path"}.get(
+    return {Any: "anything", AwareDatetime: "datetime", SecretStr: "secret", str: "text", Path: "path"}.get(
         annotation, getattr(annotation, "__name__", str(annotation))
     )
 
