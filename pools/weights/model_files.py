@@ -12,6 +12,7 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -334,12 +335,13 @@ def _content_digest(file: FileInfo) -> bytes:
     path = storage.local_path(file.uri).resolve()
     began, identity = time.time(), file_identity(path)
     memory = settings().cache_dir / "digests" / _hash(repr(identity).encode())
-    if memory.is_file():
+    with suppress(OSError):  # it is not there, or somebody else's
         return memory.read_bytes()
     with path.open("rb") as content:
         digest = hashlib.file_digest(content, lambda: hashlib.blake2b(digest_size=16)).hexdigest().encode()
     if path.stat().st_ctime < began - SETTLED_SECONDS and file_identity(path) == identity:
-        storage.write_bytes(str(memory), digest)
+        with suppress(StorageError):  # it only saves time
+            storage.write_bytes(str(memory), digest)
     return digest
 
 

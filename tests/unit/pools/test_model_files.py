@@ -208,6 +208,17 @@ def test_digest_follows_weights_written_again_in_place(tmp_path: Path) -> None:
     assert digest_model_folder(inspect_model_folder(str(folder))).weights != before.weights
 
 
+def test_digest_needs_no_cache_that_can_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    folder = inspect_model_folder(str(write_checkpoint(tmp_path / "a", seed=1)))
+    before = digest_model_folder(folder)
+    monkeypatch.setattr("pools.weights.model_files.SETTLED_SECONDS", -1e9)
+    shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "digests").write_text("in the place of the folder")
+    assert digest_model_folder(folder) == before
+
+
 EVERY_FILE = {
     "generation_config.json": b'{"eos_token_id": 2}',
     "merges.txt": b"#version: 0.2\na b\n",
