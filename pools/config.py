@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from resources.config import Config, ResourceConfig, infer_device_from_resource_config
+from resources.config import Config, JsonObject, ResourceConfig, infer_device_from_resource_config
 from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
 from resources.storage import storage
 from resources.storage.tree_signature import list_tree
@@ -86,13 +86,13 @@ class ModelConfig(Config):
     """Folder in Hugging Face layout, or a run that holds such folders; local or gs://, s3://."""
     device: Literal["auto", "cpu", "cuda", "tpu"] = "auto"
     """Engine family; "auto" follows the device of the resources."""
-    engine_kwargs: dict[str, Any] = {}
+    engine_kwargs: JsonObject = {}
     """Engine arguments as vLLM names them, such as max_model_len; true becomes a flag without a value."""
     engine_variables: dict[str, str] | None = None
     """Variables VLLM_* of the engine that can change an answer; when unset, those of the process that plans."""
     apply_chat_template: bool = False
     """Ask through the model's own chat template."""
-    generation_params: dict[str, Any] | None = None
+    generation_params: JsonObject | None = None
     """Sampling defaults, such as temperature, for requests that set none; AlpacaEval sends them, and stop_token_ids."""
 
     @field_validator("name")

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    field_validator,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
@@ -35,6 +44,31 @@ class Config(BaseModel):
     def _addresses_hold_no_user_information(cls, values: Any) -> Any:
         refuse_user_information(values, place="")  # no ValueError: pydantic would print the value beside it
         return values
+
+
+def _json_only(value: dict[str, Any]) -> dict[str, Any]:
+    _refuse_no_json(value, "")
+    return value
+
+
+def _refuse_no_json(value: Any, place: str) -> None:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"expected texts as keys, found {key!r} in {place}: put it in quotes")
+            _refuse_no_json(part, f"{place}.{key}" if place else key)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            _refuse_no_json(part, f"{place}.{number}")
+    elif not (value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))):
+        raise ValueError(
+            f"expected a value that JSON has, found {value!r} ({type(value).__name__}) as {place}: "
+            "put a text that YAML takes for something else, such as a date, in quotes"
+        )
+
+
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json_only)]
+"""Arguments for another program by name; what JSON cannot say has no hash that is the same everywhere."""
 
 
 class CpuConfig(Config):

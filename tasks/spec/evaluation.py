@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
-from resources.config import Config, ResourceConfig
+from resources.config import Config, JsonObject, ResourceConfig
 from tasks.spec.earlier_form import refuse_earlier_form
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
 from tasks.spec.names import in_few_words, name_of
@@ -26,7 +26,7 @@ class EvalTaskConfig(Config):
     """Worked examples in front of each question; the benchmark's own number when unset."""
     task_alias: str | None = None
     """Name under which its metrics are published."""
-    task_kwargs: dict[str, Any] = {}
+    task_kwargs: JsonObject = {}
     """Overrides of the benchmark's own configuration in lm-eval; arguments of the run entry in HELM."""
 
     @field_validator("name", "task_alias")

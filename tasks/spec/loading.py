@@ -24,8 +24,9 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
         content = yaml.safe_load(storage.read_bytes(uri))
     except FileNotFoundError:
         raise BadInput(expected="a configuration file", found=f"{uri} is not there", remedy="check the path") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy="correct the line it names") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        remedy = "correct the line or the value that it names; a text that looks like a date needs quotes"
+        raise BadInput(expected=f"YAML in {uri}", found=str(error), remedy=remedy) from error
     if not isinstance(content, dict):
         raise BadInput(
             expected=f"keys and values in {uri}",
@@ -43,6 +44,12 @@ def build_config(content: dict[str, Any], kind: type[_Model], *, source: str) ->
     """
     try:
         return kind.model_validate(content)
+    except RecursionError as error:
+        raise BadInput(
+            expected=f"a valid {kind.__name__} in {source}",
+            found="values nested too deep, or an alias within what it stands for",
+            remedy="correct them",
+        ) from error
     except ValidationError as error:
         problems = [_described(problem, kind) for problem in error.errors()]
         raise BadInput(

@@ -17,7 +17,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
 from pools.config import InferencePoolConfig, ModelConfig, check_name
-from resources.config import Config, CpuConfig, ResourceConfig
+from resources.config import Config, CpuConfig, JsonObject, ResourceConfig
 from resources.errors import BadInput
 from resources.settings import settings
 from resources.storage import storage
@@ -107,7 +107,7 @@ class Suite(Config):
     """Another suite, whose evaluations come first and whose engine arguments hold where this one has none."""
     evaluations: tuple[SuiteEvaluation, ...] = Field(min_length=1)
     """The evaluations, in order."""
-    engine_kwargs: dict[str, Any] = _ENGINE_KWARGS
+    engine_kwargs: JsonObject = _ENGINE_KWARGS
     """Engine arguments where the request has none of that name."""
     resources: ResourceConfig | None = None
     """Resources of engines where the request names none; their device, where the request names no accelerator."""

@@ -187,6 +187,45 @@ def test_file_loads_and_broken_files_are_refused(tmp_path: Path) -> None:
         load_config(write_yaml(tmp_path, "- 1"), EvaluationConfig)
 
 
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("a: 2024-13-45", "month must be in"),
+        ("a: " + "9" * 5000, "5000 digits"),
+        ("a: " + "[" * 3000, "recursion"),
+        ("&a {model_path: /r, evals: [{name: arc_easy, task_kwargs: *a}]}", "an alias within"),
+    ],
+    ids=["date", "number", "nesting", "alias"],
+)
+def test_file_that_breaks_its_reader_is_refused(tmp_path: Path, content: str, found: str) -> None:
+    with pytest.raises(BadInput, match=found):
+        load_config(write_yaml(tmp_path, content), EvaluationConfig)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("{1: x, b: c}", "found 1 in a: put it in quotes"),
+        ("{b: [x, 2024-01-01]}", "datetime.date(2024, 1, 1) (date) as a.b.1: put a text that"),
+        ("!!set {x, y}", "(set) as a"),
+        ("!!binary aGk=", "(bytes) as a"),
+        (".nan", "(float) as a"),
+    ],
+)
+@pytest.mark.parametrize("place", ["evals.0.task_kwargs", "pool_config.model.engine_kwargs"])
+def test_arguments_are_what_json_can_say(tmp_path: Path, value: str, words: str, place: str) -> None:
+    arguments = f"{{a: {value}}}"
+    if place == "evals.0.task_kwargs":
+        text = f"{{model_path: /r, evals: [{{name: mine, task_kwargs: {arguments}}}]}}"
+    else:
+        model = f"{{name: m, engine_kwargs: {arguments}}}"
+        text = f"{{model_path: /r, evals: [{{name: mine}}], pool_config: {{model: {model}}}}}"
+    with pytest.raises(BadInput) as caught:
+        load_config(write_yaml(tmp_path, text), EvaluationConfig)
+    assert place in caught.value.found
+    assert words in caught.value.found
+
+
 def test_evaluator_is_written_as_its_name_or_as_its_options() -> None:
     bare, whole = (
         EvaluationConfig.model_validate({**MINIMAL, "evaluator": evaluator}) for evaluator in ("helm", {"name": "helm"})
