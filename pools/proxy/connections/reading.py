@@ -24,7 +24,7 @@ _HEAD_TOO_LARGE = Refusal(431, f"The request line and headers are larger than {M
 
 @dataclass(slots=True)
 class BodyRoom:
-    """Bytes that the bodies of all connections together may still take, from their arrival to their answers."""
+    """Bytes that the bodies of all connections together may still take, each from its arrival to the answer."""
 
     free: int = 2**29
 
@@ -229,7 +229,6 @@ class RequestReader:
         if self._refused is not None and (length or coding is not None):
             self.refuse(self._refused)
             raise _Stop
-        self._take_room(length)
         self._keep_alive = self._parser.should_keep_alive()
         if self._parser.should_upgrade() and (length or coding is not None):
             self._framing = b"Content-Length: %d" % length if coding is None else b"Transfer-Encoding: chunked"
@@ -238,7 +237,7 @@ class RequestReader:
     def on_body(self, body: bytes) -> None:
         """A piece of the body came."""
         self._body += body
-        self._take_room(max(0, len(self._body) - self._room_bytes))
+        self._take_room(len(body))
         self._quiet_bytes = 0
         self.moved = True
         if len(self._body) > self._max_body_bytes:

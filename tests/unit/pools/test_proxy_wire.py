@@ -291,6 +291,24 @@ async def test_bodies_of_all_connections_share_one_room(application: EchoApplica
         await until(lambda: bounds.room.free == 1000)
 
 
+async def test_body_takes_room_only_as_it_comes(application: EchoApplication) -> None:
+    bounds = Bounds(1000, room=BodyRoom(1000))
+    whole = b"Content-Length: 600\r\n\r\n" + b"a" * 600
+    async with _listening(application, bounds) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(POST + b"Content-Length: 1000\r\n\r\n" + b"a" * 300)
+        await until(lambda: bounds.room.free == 700)
+        assert (await _exchange(port, _closing(POST) + whole)).startswith(b"HTTP/1.1 200 ")
+        _, hanging = await asyncio.open_connection("127.0.0.1", port)
+        hanging.write(POST.replace(b"/a", b"/hang") + whole)
+        await until(lambda: bounds.room.free == 100)
+        writer.write(b"a" * 200)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 429 ")
+        assert bounds.room.free == 400
+        writer.close()
+        hanging.close()
+
+
 async def test_refusal_comes_before_the_body_and_can_be_read_by_a_client_that_sends_it_all(port: int) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST /refused HTTP/1.1\r\nHost: x\r\nContent-Length: 30000000\r\n\r\n")
