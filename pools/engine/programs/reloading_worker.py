@@ -2,7 +2,8 @@
 
 vLLM's own reload visits each layer that the files name. On a CPU two things that are packed at a cold start are not
 packed again: the output layer of a model with tied embeddings, which the files do not name, and the experts of a
-mixture, whose kernel is taken to be there already. Both are made anew here, by the layers' own methods.
+mixture, whose kernel is taken to be there already. Both are made anew here, by the layers' own methods. A mixer of
+Mamba keeps a view of its convolution, which in bfloat16 is packed into other memory: it is filled again.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ class ReloadingWorker:
         self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
         if on_cpu:
             pack_again(model)
+            fill_convolutions(model)
 
     def assay_output_layer(self) -> dict[str, Any]:
         """The model's dtype, and log-probabilities that its output layer alone gives for fixed random numbers.
@@ -88,6 +90,14 @@ def pack_again(model: torch.nn.Module) -> None:
         weight = getattr(module, "weight", None)
         if hasattr(module, "cpu_linear") and weight is not None and weight.ndim == 2 and weight.numel():
             module.quant_method.process_weights_after_loading(module)
+
+
+def fill_convolutions(model: torch.nn.Module) -> None:
+    """Copies each packed convolution's weight to where its mixer looks for it."""
+    for module in model.modules():
+        unpacked = getattr(getattr(module, "conv1d", None), "_cpu_unpacked_conv_weight", None)
+        if unpacked is not None and "conv_weights" in module._buffers:
+            module.conv_weights.copy_(unpacked)
 
 
 def computed_with(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
