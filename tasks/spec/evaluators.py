@@ -102,6 +102,13 @@ class Judge(Config):
     constrained: bool = False
     """Let the judge say only a verdict; needs vLLM, and a configuration with fixed verdicts."""
 
+    @field_validator("annotator")
+    @classmethod
+    def _annotator_counts(cls, annotator: str) -> str:
+        if annotator.startswith("/") or "/." in f"/{annotator}":  # such files are not in the evaluation's hash
+            raise ValueError(f"expected a judge's annotator in benchmarks_path that is not hidden, found {annotator!r}")
+        return annotator
+
     @model_validator(mode="after")
     def _one_judge(self) -> Judge:
         if self.base_url is not None and self.pool_name is not None:

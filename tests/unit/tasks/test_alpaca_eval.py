@@ -171,6 +171,9 @@ def test_pipe_is_refused_as_a_file_that_is_not_there(tmp_path: Path) -> None:
     [
         {"judge": {"base_url": "http://a/v1", "pool_name": "p", "model": "j"}},
         {"judge": {"pool_name": "p"}},
+        {"judge": {"annotator": "../mine"}},
+        {"judge": {"annotator": ".mine"}},
+        {"judge": {"annotator": "/mine"}},
         {"judge": {"base_url": "http://a", "model": "j"}},
         {"prompt_template": "no place for it"},
         {"prompt_stops": ["a", "b", "c", "d", "e"]},
