@@ -10,7 +10,7 @@ from pools.proxy.connections.replies import error_event
 KEPT_BYTES = 8 * 2**20
 _DONE = b"[DONE]"
 _LAST_EVENTS = frozenset({b"response.completed", b"response.incomplete", b"response.failed"})
-_LAST_LINE_BYTES = 64
+_END_BYTES = 1024
 
 
 class EventRelay:
@@ -48,11 +48,12 @@ class EventRelay:
         """
         self._keep(chunk)
         data = self._held + chunk if self._held else chunk
-        end = _end_of_stream(data)
+        ended = self.is_done and (self._of_response or b"\n" in self._held)  # by a whole line; what follows is no news
+        end = 0 if ended else _end_of_stream(data)
         whole = data.rfind(b"\n") + 1 if end is None else end
         if self._of_response:  # an event's name stands in a line of its own, and is no event without the next one
             whole = data.rfind(b"\n\n") + 2 if b"\n\n" in data else 0
-        self.is_done = end is not None or (self._of_response and whole == len(data) and _names_the_end(data))
+        self.is_done = end is not None or (self._of_response and _has_the_end(data[:whole]))
         self._held = data[whole:]
         if whole:
             await self._write(data[:whole] if self._held else data)
@@ -99,13 +100,13 @@ class EventRelay:
 
 
 def _end_of_stream(data: bytes) -> int | None:
-    """Index of the last line if it is the one that ends a stream, else None. The data begins with a line."""
-    at = data.rfind(b"data:", max(0, len(data) - _LAST_LINE_BYTES))
+    """Index of the line that ends a stream, else None; only comments follow it. The data begins with a line."""
+    at = data.rfind(b"data:", max(0, len(data) - _END_BYTES))
     begins_line = at == 0 or (at > 0 and data[at - 1] in b"\r\n")
-    return at if begins_line and data[at + len(b"data:") :].strip() == _DONE else None
+    return at if begins_line and data[at + len(b"data:") :].partition(b"\n")[0].strip() == _DONE else None
 
 
-def _names_the_end(events: bytes) -> bool:
-    """True if the last of some whole events is the one that ends a stream of `/v1/responses`."""
-    name, _, value = events.rstrip(b"\n").rpartition(b"\n\n")[2].partition(b"\n")[0].partition(b":")
-    return name == b"event" and value.strip() in _LAST_EVENTS
+def _has_the_end(events: bytes) -> bool:
+    """True if one of some whole events is the one that ends a stream of `/v1/responses`."""
+    names = (event.partition(b"\n")[0].partition(b":") for event in events.split(b"\n\n"))
+    return any(name == b"event" and value.strip() in _LAST_EVENTS for name, _, value in names)

@@ -8,6 +8,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
+from unittest.mock import AsyncMock, Mock
 
 import aiohttp
 import pytest
@@ -17,6 +18,7 @@ from fakes.engine import CANNED
 from fakes.proxy import HEADERS, FakeReplica, PoolState, RunningProxy, running_proxy, until
 from fakes.wire import Script, read_request, scripted_engine
 from pools.protocol import Announcement
+from pools.proxy.connections.stream import EventRelay
 from pools.proxy.connections.upstream import STREAM_BUFFER_BYTES, Call, Lost, TimedOut, Upstream
 
 pytestmark = pytest.mark.filterwarnings("ignore:Overriding the .event_loop_policy. fixture:DeprecationWarning")
@@ -331,6 +333,30 @@ def _streaming(*pieces: bytes) -> Script:
 async def test_stream_that_is_whole_comes_byte_for_byte(proxy: RunningProxy, pieces: list[bytes]) -> None:
     assert b"".join(pieces).endswith(DONE)
     assert await _through(proxy, [_streaming(*pieces)], {"stream": True}) == (200, EVENT + LAST + DONE)
+
+
+PING = b": ping\n\n"
+
+
+@pytest.mark.parametrize(
+    "pieces",
+    [[EVENT, LAST, DONE + PING * 20], [EVENT, LAST, DONE, *[PING] * 20], [EVENT + LAST + DONE[:-1], b"\n" + PING * 20]],
+    ids=["with-it", "after-it", "split"],
+)
+async def test_stream_with_comments_after_its_last_line_is_whole(proxy: RunningProxy, pieces: list[bytes]) -> None:
+    assert await _through(proxy, [_streaming(*pieces)], {"stream": True}) == (200, EVENT + LAST + DONE + PING * 20)
+
+
+@pytest.mark.parametrize("pieces", [[b"%b" + PING], [b"%b", PING], [b"%b", PING[:3], PING[3:]]])
+async def test_stream_of_a_response_with_comments_after_its_last_event_is_done(pieces: list[bytes]) -> None:
+    responder = Mock(write=AsyncMock())
+    relay = EventRelay(responder, of_response=True)
+    last = b"event: response.completed\ndata: {}\n\n"
+    for piece in pieces:
+        await relay.send(piece.replace(b"%b", last))
+        assert relay.is_done
+    await relay.finish()
+    assert b"".join(call.args[0] for call in responder.write.await_args_list) == last + PING
 
 
 @pytest.mark.parametrize("pieces", [[EVENT], [EVENT, LAST], [EVENT, LAST, b"data: [DO"]], ids=["cut", "no-end", "half"])
