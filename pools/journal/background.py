@@ -22,6 +22,8 @@ from pools.journal.schema import ERRORS, is_busy, is_damaged
 
 TIDY_SECONDS = 1.0
 """Between the first commit after a round of upkeep and the next round, unless much is written before."""
+MOST_CELLS = 1000
+"""Cells that may be open for one more to be begun by a request alone: a client may name as many as it likes."""
 _MUCH_BYTES = 16 * 2**20
 _LITTLE_BYTES = 64 * 2**10
 
@@ -109,7 +111,7 @@ class Background:
     async def go_on(self, scope: CellScope) -> None:
         """Begins an attempt without a mirror; see `Journal.go_on`. What others replayed may be the newest one's."""
         async with self._changing:
-            if not self.is_open(scope.cell):
+            if not self.is_open(scope.cell) and len(self._cells) < MOST_CELLS:
                 await self._begin(_OpenCell(Attempt(scope), None, loaded=True))
 
     async def _begin(self, cell: _OpenCell) -> None:

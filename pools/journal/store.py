@@ -230,7 +230,10 @@ class Journal:
         await self._background.open_cell(scope, folder=mirror)
 
     async def go_on(self, scope: CellScope) -> None:
-        """Begins an attempt that a process before this one may have begun, unless its cell has an open one."""
+        """Begins an attempt that a process before this one may have begun.
+
+        Not where its cell has an open one, or very many cells are open.
+        """
         await self._background.go_on(scope)
 
     async def close_cell(self, scope: CellScope, *, drop_mirror: bool) -> None:

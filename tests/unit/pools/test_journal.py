@@ -27,6 +27,7 @@ from fakes.journal import (
     sampled,
     until,
 )
+from pools.journal import background
 from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
 
@@ -86,6 +87,19 @@ async def test_claim_in_a_later_attempt_replays_by_occurrence(path: Path) -> Non
         other = CellScope("another", "first")
         await journal.open_cell(other, mirror=None)
         assert replayed(journal, sampled(), cell=other) is None
+
+
+async def test_requests_alone_open_no_more_than_so_many_cells(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "MOST_CELLS", 2)
+    async with opened(path) as (journal, _):
+        for name in ("one", "two", "three"):
+            await journal.go_on(CellScope(name, "first"))
+        await journal.open_cell(FIRST, mirror=None)
+        assert [journal.is_open(name) for name in ("one", "two", "three", FIRST.cell)] == [True, True, False, True]
+        await journal.close_cell(CellScope("one", "first"), drop_mirror=False)
+        await journal.go_on(SECOND)
+        assert replayed(journal, sampled(), cell=SECOND) is None
+        assert journal.claim(sampled(), cell=FIRST).scope == FIRST
 
 
 async def test_keep_in_an_attempt_that_is_over_stores_nothing(path: Path) -> None:
