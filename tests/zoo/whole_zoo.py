@@ -21,7 +21,7 @@ REFUSED = {
         True,
     ): "vLLM itself differs from transformers",  # its output layer stays as memory was: no such model is tied
 }
-"""What vLLM 0.32.0 on a CPU cannot serve, by architecture and whether it is tied, and why."""
+"""Reasons why vLLM 0.32.0 on a CPU cannot serve some, by architecture and whether it is tied."""
 
 
 def animals_of(architecture: str) -> list[list[Animal]]:
