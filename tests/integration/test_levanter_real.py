@@ -309,20 +309,14 @@ def test_levanter_refuses_a_device_that_is_not_there(exported: Path, run: Runner
 
 
 def test_levanter_does_not_see_the_templates_that_no_digest_covers(exported: Path, run: Runner, tmp_path: Path) -> None:
-    folder, config = (
-        tmp_path / "run" / "step-3",
-        make_config("demo_facts", max_eval_instances=1, apply_chat_template=True),
-    )
+    folder = tmp_path / "run" / "step-3"
     shutil.copytree(exported, folder)
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "default.jinja").write_text("another template")
-    prompts = []
-    for checkpoint in (exported, folder):
-        run(checkpoint, config)
-        prompts.append([sample["arguments"] for sample in raw_samples(run.output, "demo_facts")])
-        assert not list(run.output.rglob("tokenizer*"))
-    assert prompts[0] == prompts[1]
-    assert "another template" not in str(prompts)
+    run(folder, make_config("demo_facts", max_eval_instances=1, apply_chat_template=True))
+    [sample] = raw_samples(run.output, "demo_facts")
+    assert str(sample["doc"]["question"]) in str(sample["arguments"]) and "another template" not in str(sample)
+    assert not list(run.output.rglob("tokenizer*"))
 
 
 @pytest.mark.parametrize(
