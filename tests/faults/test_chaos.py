@@ -59,7 +59,8 @@ def outcome(*, output: str = "a", sampled: tuple[str, ...] = ("x", "x", "y"), **
         Sample(benchmark=name, id="1", prompt="q", output=text, target="a", scores={"acc": 1.0})
         for name, text in (("demo_facts", output), (SAMPLED, sampled[0]))
     ]
-    return Outcome(make_record(**fields), {(s.benchmark, s.id): s for s in samples}, Counter(sampled))
+    by_question = {(sample.benchmark, sample.id): sample for sample in samples}
+    return Outcome(make_record(**fields), by_question, Counter(sampled), prompts=len(samples))
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,8 @@ class Outcome:
     samples: Mapping[tuple[str, str], Sample]
     sampled: Counter[str]
     """Texts that the harness has of the sampled benchmark, each repetition counted."""
+    prompts: int
+    """Prompts that the harness has an answer to, each repetition counted."""
 
 
 def answered(place: Place) -> Answered:
@@ -80,11 +82,15 @@ def outcome_of(place: Place) -> tuple[Outcome | None, list[str]]:
     if record.samples != len(samples):
         wrong.append(f"the record says {record.samples} samples, and there are {len(samples)}")
     texts: Counter[str] = Counter()
-    for file in (folder / record.attempt).glob(f"lm_eval/*/samples_{SAMPLED}_*.jsonl"):
+    prompts = 0
+    for file in (folder / record.attempt).glob("lm_eval/*/samples_*.jsonl"):
         for line in file.read_text().splitlines():
-            texts.update(text for texts_of_question in json.loads(line)["resps"] for text in texts_of_question)
+            answers = [answer for answers_of_prompt in json.loads(line)["resps"] for answer in answers_of_prompt]
+            prompts += len(answers)
+            if file.name.startswith(f"samples_{SAMPLED}_"):
+                texts.update(answers)
     by_question = {(sample.benchmark, sample.id): sample for sample in samples}
-    return Outcome(record, by_question, texts), wrong[:_SHOWN]
+    return Outcome(record, by_question, texts, prompts), wrong[:_SHOWN]
 
 
 def differences(outcome: Outcome, undisturbed: Outcome) -> list[str]:

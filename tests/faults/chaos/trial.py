@@ -176,6 +176,7 @@ def undisturbed(way: Way, run: Path, place: Place) -> Undisturbed:
     assert ended == "" and outcome is not None and not wrong and not left, (ended, wrong, left)
     asked = sum(watch.answers.values())
     assert asked >= watch.requests > 0, f"engines counted {asked} prompts of {watch.requests} requests"
+    asked = max(asked, outcome.prompts)  # an engine that has ended tells nobody of its last second
     return Undisturbed(outcome, asked, watch.requests, seconds, watch.lives())
 
 
