@@ -59,6 +59,8 @@ class Parsed:
     """Details of each benchmark that asks questions itself, by the name it is published under."""
     asking: Asking = field(default_factory=Asking)
     """The way questions were put."""
+    endpoint_failure: str | None = None
+    """Requests that an endpoint failed for good, in words; None where there is none, or some were refused by it."""
     samples: int | None = None
     """Questions written to `samples.jsonl.gz`; set by the runner."""
     samples_digest: str | None = None

@@ -21,6 +21,7 @@ from resources.errors import (
     AnswersCutOff,
     AssayError,
     CountsDisagree,
+    EndpointUnusable,
     HarnessFailed,
     HarnessInterrupted,
     JobTimeout,
@@ -152,14 +153,23 @@ def verify_counts(parsed: Parsed) -> None:
 
     Raises:
         CountsDisagree: they are not the same number, or there was no question at all.
+        EndpointUnusable: likewise, and the endpoint is why.
     """
     counts = parsed.counts
     if counts.requested == counts.answered == counts.scored and counts.requested > 0:
         return
+    found = f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored"
+    if counts.judge_errors:
+        found += f"; the judge gave no usable verdict on {counts.judge_errors}"
+    if parsed.endpoint_failure is not None:
+        raise EndpointUnusable(
+            expected="the endpoint to answer every request within all tries",
+            found=f"{parsed.endpoint_failure}; {found}",
+            remedy="There is no score. See to the endpoint, and evaluate again",
+        )
     raise CountsDisagree(
         expected="as many answers and scores as questions, and at least one",
-        found=f"{counts.requested} questions requested, {counts.answered} answered, {counts.scored} scored"
-        + (f"; the judge gave no usable verdict on {counts.judge_errors}" if counts.judge_errors else ""),
+        found=found,
         remedy="The score is withheld. Look into harness.log and the samples beside the record, then evaluate again",
     )
 

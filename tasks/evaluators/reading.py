@@ -6,11 +6,26 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from resources.errors import HarnessOutputInvalid
 
 _Content = TypeVar("_Content")
+
+
+class Unanswered(BaseModel):
+    """Requests that got no answer after all tries, as `programs/valid_answers.py` counts them."""
+
+    refused: int = 0
+    failed: int = 0
+    first_failure: str = ""
+
+    @property
+    def endpoint_failure(self) -> str | None:
+        """The endpoint's failures in words; None where there is none, or where it refused what it was asked."""
+        if self.refused or not self.failed:
+            return None
+        return f"{self.failed} requests had no answer, the first for: {self.first_failure}"
 
 
 def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:

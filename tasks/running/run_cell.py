@@ -185,6 +185,8 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                 check_endpoint=check,
                 name=_job_name(cell, harness),
             )
+    if attempt.opened is not None:
+        attempt.opened.prove_unchanged()
     verify_counts(attempt.parsed)
     verify_ends(attempt.parsed, cell.config.max_at_limit)
 

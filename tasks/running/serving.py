@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any, Protocol
 
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
 from pools.pool.session import OpenCell, PoolSession
-from resources.errors import EndpointUnusable
+from resources.errors import EndpointUnusable, ModelUnusable
 from resources.settings import settings
 
 CLIENT_CONCURRENCY = 16
 CLIENT_TIMEOUT_SECONDS = 1800.0
 """Requests at once, and time for an answer, that an endpoint started by others is trusted with."""
+_MOST_APART = 0.05
+"""Nats a token by which one model's rounding, in any order of its requests, moves the weights of texts at most."""
+_TRIES = 3
 
 
 class ServedCell(Protocol):
@@ -28,6 +33,10 @@ class ServedCell(Protocol):
 
     def check(self) -> None:
         """Raises if nobody will answer any more."""
+        ...
+
+    def prove_unchanged(self) -> None:
+        """Raises if it is another model by now than the one that answered first."""
         ...
 
     def counts(self) -> dict[str, int]:
@@ -108,6 +117,9 @@ class _PoolCell:
     def check(self) -> None:
         self.session.check(self.running.model)
 
+    def prove_unchanged(self) -> None:
+        """Does nothing: each answer of a pool is one of a replica that has proved its weights."""
+
     def counts(self) -> dict[str, int]:
         return self.session.cell_counts(self.opened).model_dump()
 
@@ -162,18 +174,19 @@ class EndpointServing:
         """Finds the checkpoint among the names the endpoint offers; it is not asked to load anything."""
         model = self._model(name)
         self._engine.prove_it_answers(model)
+        prompt_logprobs = self._engine.has_prompt_logprobs(model)
         running = RunningModel(
             base_url=self._base_url,
             model=model,
             tokenizer=str(self._checkpoints[name].tokenizer),
             capacity=CLIENT_CONCURRENCY,
-            prompt_logprobs=self._engine.has_prompt_logprobs(model),
+            prompt_logprobs=prompt_logprobs,
             request_timeout_seconds=CLIENT_TIMEOUT_SECONDS,
             apply_chat_template=in_chat,
             max_model_len=self._engine.max_model_len(model),
             api_key=self._key,
         )
-        return _EndpointCell(running, self._engine)
+        return _EndpointCell(running, self._engine, self._engine.canary(model, prompt_logprobs=prompt_logprobs))
 
     def _model(self, name: str) -> str:
         """The name under which the endpoint offers a checkpoint.
@@ -198,10 +211,34 @@ class EndpointServing:
 class _EndpointCell:
     running: RunningModel
     engine: EngineClient
+    canary: tuple[float, ...]
+    """Weights of fixed texts before the first question."""
 
     def check(self) -> None:
         """Raises if the endpoint is gone, which the harness would put down to itself."""
         self.engine.check_reachable()
+
+    def prove_unchanged(self) -> None:
+        """Raises if the endpoint weighs fixed texts otherwise now, each time that it is asked."""
+        apart = min(self._apart() for _ in range(_TRIES))
+        if apart > _MOST_APART:
+            raise EndpointUnusable(
+                expected=f"{self.running.model} at {self.running.base_url} to be one model from first to last question",
+                found=f"fixed texts weighed by {apart:.2f} nats a token otherwise at the end",
+                remedy="change nothing of what the endpoint serves meanwhile, and evaluate again",
+            )
+
+    def _apart(self) -> float:
+        """Nats a token between the weights now and then; 0 where there is no answer now, so that nobody can know."""
+        try:
+            now = self.engine.canary(self.running.model, prompt_logprobs=self.running.prompt_logprobs)
+        except EndpointUnusable:
+            return 0.0
+        except ModelUnusable:
+            return math.inf
+        if len(now) != len(self.canary):
+            return math.inf
+        return fmean(abs(value - former) for value, former in zip(now, self.canary, strict=True))
 
     def counts(self) -> dict[str, int]:
         return {}

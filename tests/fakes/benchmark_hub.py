@@ -82,9 +82,7 @@ def layout(content):
     named = (content.get("dataset_kwargs") or {}).get("data_files") or {}
     shape = [str(content.get(key)) for key in ("doc_to_text", "doc_to_choice", "output_type", "class")]
     return {"task": content.get("task"), "path": path, "name": name, "splits": splits,
-            "files": list(named.values()), "shape": [path, *shape],
-            "drawn": content.get("output_type") == "multiple_choice"
-            and any(entry["metric"] in ("f1", "mcc") for entry in content.get("metric_list") or [])}
+            "files": list(named.values()), "shape": [path, *shape]}
 
 print(json.dumps({name: [layout(content) for content in leaves(name, {})] for name in json.load(sys.stdin)}))
 """
@@ -145,14 +143,11 @@ def layouts_of(python: Path, names: Iterable[str]) -> dict[str, list[dict[str, A
 def of_each_shape(
     entries: Iterable[EvalTaskConfig], layouts: Mapping[str, list[dict[str, Any]]], *, most_examples: int
 ) -> list[EvalTaskConfig]:
-    """The first task of each shape and number of examples, of which more than a few are as good as a few.
-
-    Without those whose standard errors lm-eval draws for half a minute.
-    """
+    """The first task of each shape and number of examples, of which more than a few are as good as a few."""
     found: dict[str, EvalTaskConfig] = {}
     for entry in entries:
         examples = None if entry.num_fewshot is None else min(entry.num_fewshot, most_examples)
-        for layout in (layout for layout in layouts[entry.name] if not layout["drawn"]):
+        for layout in layouts[entry.name]:
             shape = json.dumps([layout["shape"], examples, entry.task_kwargs])
             changed = {"name": layout["task"], "num_fewshot": examples, "task_alias": f"{layout['task']}_{examples}"}
             found.setdefault(shape, entry.model_copy(update=changed))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fakes.engine import FakeEngine
 from pools.endpoint import RunningModel
 from resources.backends.local.client import LocalClient
+from resources.environments.environments import ensure_environment
 from resources.warm.fork_server import ForkServer
-from tasks.evaluators.harness import Parsed, run_harness
+from tasks.evaluators.evaluator import Evaluator
+from tasks.evaluators.harness import Parsed, run_harness, warmed
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.evaluators.lm_eval.index import PROGRAM as PROGRAM
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -47,16 +50,29 @@ def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningMo
 
 @dataclass(frozen=True)
 class Harness:
-    """lm-eval in an environment of its own, forked from `server` where there is one."""
+    """lm-eval, or another harness, in an environment of its own, forked from `server` where there is one."""
 
     python: Path
     client: LocalClient
     server: ForkServer | None = None
+    evaluator: Evaluator = field(default_factory=LmEval)
 
     async def evaluate(self, model: RunningModel, config: EvaluationConfig, output: Path, **options: Any) -> Parsed:
         """The runner in a thread, since the engine lives in this loop."""
         given = {"python": self.python, "client": self.client, "server": self.server, "poll_seconds": 0.1, **options}
-        return await asyncio.to_thread(run_harness, LmEval(), model, config, output=output, **given)
+        return await asyncio.to_thread(run_harness, self.evaluator, model, config, output=output, **given)
+
+
+@contextmanager
+def kept_imported(folder: Path, evaluator: Evaluator, config: EvaluationConfig) -> Iterator[Harness]:
+    """A harness kept imported, so that a run of it takes one second and not four."""
+    python = ensure_environment(evaluator.environment(config)).python
+    client = LocalClient(folder / "jobs", grace_seconds=2.0)
+    try:
+        with warmed(evaluator, [config], python=python, client=client) as server:
+            yield Harness(python, client, server, evaluator)
+    finally:
+        client.shutdown()
 
 
 def samples(folder: Path, benchmark: str) -> list[dict[str, Any]]:

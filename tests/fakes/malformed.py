@@ -33,10 +33,22 @@ def _last_row_twice(choice: Choice) -> None:
         column.extend(column[-1:])
 
 
+def text_of(choice: Choice) -> str:
+    """The text of a choice of a completion, or of a conversation."""
+    return (choice["message"]["content"] if "message" in choice else choice["text"]) or ""
+
+
+def set_text(choice: Choice, text: str | None) -> None:
+    """Puts another text in its place."""
+    if "message" in choice:
+        choice["message"]["content"] = text
+    else:
+        choice["text"] = text
+
+
 def _abort(choice: Choice) -> None:
     choice["finish_reason"] = "abort"
-    if isinstance(choice.get("text"), str):
-        choice["text"] = choice["text"][:-1]
+    set_text(choice, text_of(choice)[:-1])
 
 
 OF_CHOICES: dict[str, Callable[[Choice], None]] = {
@@ -49,7 +61,7 @@ OF_CHOICES: dict[str, Callable[[Choice], None]] = {
     "not a number": _each_value(lambda value: math.nan),
     "infinite": _each_value(lambda value: -math.inf),
     "no log-probabilities": lambda choice: choice.update(logprobs=None),
-    "no text": lambda choice: choice.update(text=None),
+    "no text": lambda choice: set_text(choice, None),
     "aborted": _abort,
     "unknown finish": lambda choice: choice.update(finish_reason="because"),
     "no finish": lambda choice: choice.update(finish_reason=None),

@@ -8,6 +8,7 @@ import json
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,16 @@ import pytest
 
 from fakes.engine import FakeEngine
 from fakes.judge import FakeJudge
+from fakes.lm_eval import Harness, kept_imported
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
+from faults.truth.trial import WAYS, Way, told_lies
 from pools.endpoint import RunningModel
-from resources.backends.local.client import LocalClient
-from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable
 from resources.settings import process_environment
-from resources.warm.fork_server import ForkServer
-from tasks.evaluators.alpaca_eval.environment import ALPACA_EVAL
 from tasks.evaluators.alpaca_eval.evaluator import AlpacaEval
 from tasks.evaluators.alpaca_eval.instructions import BUNDLED_SETS
-from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
+from tasks.evaluators.harness import Parsed, Progress, verify_counts, warmed
 from tasks.records.record import Counts
 from tasks.records.samples import read_samples
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
@@ -42,22 +41,15 @@ ELSEWHERE = {"base_url": "http://judge/v1", "model": "judge", "annotator": "demo
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    return ensure_environment(ALPACA_EVAL).python
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
+    """AlpacaEval imported once for all tests, as for all cells of a run."""
+    with kept_imported(tmp_path_factory.mktemp("alpaca-eval"), AlpacaEval(), make_config()) as harness:
+        yield harness
 
 
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClient]:
-    client = LocalClient(tmp_path_factory.mktemp("jobs"), grace_seconds=2.0)
-    yield client
-    client.shutdown()
-
-
-@pytest.fixture(scope="module")
-def server(python: Path, client: LocalClient) -> Iterator[ForkServer]:
-    with warmed(AlpacaEval(), [make_config()], python=python, client=client) as server:
-        assert server is not None
-        yield server
+@pytest.fixture
+def python(harness: Harness) -> Path:
+    return harness.python
 
 
 @pytest.fixture
@@ -91,23 +83,22 @@ def make_model(url: str, tokenizer: Path, **changes: Any) -> RunningModel:
 
 
 class Runner:
-    """Runs the evaluator in a fork of one warm process, in a thread, since the engine lives in the test's loop."""
+    """Runs the evaluator in a fork of one warm process, into one folder."""
 
-    def __init__(self, python: Path, client: LocalClient, server: ForkServer, tmp_path: Path) -> None:
-        self._given = {"python": python, "client": client, "server": server}
+    def __init__(self, harness: Harness, tmp_path: Path) -> None:
+        self._harness = harness
         self.output = tmp_path / "output"
 
     async def __call__(self, model: RunningModel, config: EvaluationConfig, **options: Any) -> Parsed:
-        given = {"output": self.output, "poll_seconds": 0.1, **self._given, **options}
-        return await asyncio.to_thread(run_harness, AlpacaEval(), model, config, **given)
+        return await self._harness.evaluate(model, config, options.pop("output", self.output), **options)
 
     def read(self, name: str) -> Any:
         return json.loads((self.output / name).read_text())
 
 
 @pytest.fixture
-def run(python: Path, client: LocalClient, server: ForkServer, tmp_path: Path) -> Runner:
-    return Runner(python, client, server, tmp_path)
+def run(harness: Harness, tmp_path: Path) -> Runner:
+    return Runner(harness, tmp_path)
 
 
 def asked(engine: FakeEngine) -> list[dict[str, Any]]:
@@ -201,8 +192,35 @@ async def test_output_that_fails_is_counted_and_no_empty_text_is_judged(run: Run
     assert parsed.counts == Counts(requested=4, answered=3, scored=0)
     outputs = run.read("model_outputs.json")
     assert [row["output"] is None for row in outputs] == [True, False, False, False]
+    with pytest.raises(EndpointUnusable, match="1 requests had no answer, the first for: InternalServerError 500"):
+        verify_counts(parsed)
+
+
+async def test_output_that_the_endpoint_refuses_is_no_fault_of_the_endpoint(run: Runner, tokenizer: Path):
+    async with FakeEngine(models=("m",)) as engine:
+        engine.faults.status, engine.faults.status_count = 400, 1
+        parsed = await run(make_model(f"{engine.url}/v1", tokenizer, capacity=1), make_config(max_eval_instances=4))
+    assert parsed.counts == Counts(requested=4, answered=3, scored=0)
     with pytest.raises(CountsDisagree):
         verify_counts(parsed)
+
+
+async def test_malformed_outputs_and_verdicts_are_asked_for_again(run: Runner, tokenizer: Path):
+    async with FakeEngine(models=("m",)) as engine:
+        engine.faults.malformation, engine.faults.malformed_every = "aborted", 2
+        model = make_model(f"{engine.url}/v1", tokenizer, capacity=1)
+        parsed = await run(model, make_config(max_eval_instances=4))
+        outputs = [body for body in asked(engine) if body["max_tokens"] == GREEDY["max_new_tokens"]]
+    verify_counts(parsed)
+    assert (len(outputs), engine.stats.requests) == (4 + 3, 4 + 3 + 5 + 5)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path, way: Way):
+    undisturbed, told = await told_lies(harness, tmp_path, way, share=0.2)
+    assert undisturbed.truth is not None, undisturbed.reason
+    assert told.lies > 0 and told.truth in (undisturbed.truth, None), "other scores"
+    assert told.status in ("succeeded", "withheld", "infra_failed"), told.reason
 
 
 async def test_judge_elsewhere_is_asked_with_its_own_key_which_lies_in_no_file(run: Runner, tokenizer: Path):
@@ -351,16 +369,16 @@ def write_length_control(path: Path, instructions: int) -> None:
 
 
 async def test_official_instructions_are_read_from_the_staged_files_and_length_control_with_them(
-    python: Path, client: LocalClient, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    harness: Harness, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     staged = tmp_path / "hub" / "hub" / "datasets--tatsu-lab--alpaca_eval"
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = make_config(evals=(EvalTaskConfig(name="alpaca_eval"),))
     async with FakeEngine(models=("m",)) as engine:
-        with warmed(AlpacaEval(), [config], python=python, client=client) as server:  # it has read these variables
-            assert server is not None
-            run = Runner(python, client, server, tmp_path)
+        given = {"python": harness.python, "client": harness.client}
+        with warmed(AlpacaEval(), [config], **given) as server:  # it has read these variables
+            run = Runner(replace(harness, server=server), tmp_path)
             model = make_model(f"{engine.url}/v1", tokenizer)
             with pytest.raises(BadInput, match="assay stage"):
                 await run(model, config, output=tmp_path / "unstaged")

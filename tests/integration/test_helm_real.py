@@ -14,20 +14,19 @@ import pytest
 
 from fakes.engine import FakeEngine
 from fakes.launcher import FakeLauncher
+from fakes.lm_eval import Harness, kept_imported
 from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
+from faults.truth.trial import WAYS, Way, told_lies
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
-from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment
-from resources.warm.fork_server import ForkServer
-from tasks.evaluators.evaluator import Parsed, Progress
-from tasks.evaluators.harness import LOG_NAME, run_harness, verify_counts, warmed
-from tasks.evaluators.helm.environment import HELM
+from tasks.evaluators.evaluator import Progress
+from tasks.evaluators.harness import LOG_NAME, verify_counts
 from tasks.evaluators.helm.evaluator import Helm
 from tasks.records.record import begin_scope, end_scope
 from tasks.records.samples import SAMPLES_NAME, read_samples
@@ -45,36 +44,20 @@ Evaluate = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
-def python() -> Path:
-    return ensure_environment(HELM).python
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClient]:
-    client = LocalClient(tmp_path_factory.mktemp("jobs"), grace_seconds=2.0)
-    yield client
-    client.shutdown()
-
-
-@pytest.fixture(scope="module")
-def server(python: Path, client: LocalClient) -> Iterator[ForkServer | None]:
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Harness]:
     """HELM imported once for all tests, as for all cells of a run."""
-    with warmed(Helm(), [make_config("simple_mcqa")], python=python, client=client) as server:
-        yield server
+    with kept_imported(tmp_path_factory.mktemp("helm"), Helm(), make_config("simple_mcqa")) as harness:
+        yield harness
 
 
 @pytest.fixture
-def evaluate(python: Path, client: LocalClient, server: ForkServer | None) -> Evaluate:
-    """The runner in a thread, since the engine lives in the test's loop."""
+def python(harness: Harness) -> Path:
+    return harness.python
 
-    async def run(model: RunningModel, config: EvaluationConfig, output: Path, **options: Any) -> Parsed:
-        return await asyncio.to_thread(
-            run_harness,
-            *(Helm(), model, config),
-            **{"output": output, "python": python, "client": client, "server": server, "poll_seconds": 0.1, **options},
-        )
 
-    return run
+@pytest.fixture
+def evaluate(harness: Harness) -> Evaluate:
+    return harness.evaluate
 
 
 def make_config(*benchmarks: str | EvalTaskConfig, **changes: Any) -> EvaluationConfig:
@@ -234,7 +217,7 @@ async def test_dead_requests_withhold_the_score_and_only_their_runs_are_asked_ag
         engine.faults.malformed = 1
         withheld = await evaluate(model, config, tmp_path / "attempt-1")
         assert (withheld.counts.requested, withheld.counts.answered, withheld.counts.scored) == (8, 5, 5)
-        with pytest.raises(CountsDisagree):
+        with pytest.raises(EndpointUnusable, match="3 requests had no answer"):
             verify_counts(withheld)
         assert engine.stats.requests == 8
 
@@ -268,14 +251,44 @@ async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, e
         verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
 
 
+async def test_malformed_answers_are_asked_for_again(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",)) as engine:
+        engine.faults.malformation, engine.faults.malformed_every = "aborted", 2
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), capacity=1)
+        verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
+        assert engine.stats.requests == 5 + 4
+
+
 async def test_first_dead_request_ends_it_where_exit_on_error_is_set(tmp_path: Path, evaluate: Evaluate):
     async with FakeEngine(models=("m",)) as engine:
         engine.faults.status_count = 1_000_000
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), capacity=1)
         options = {"name": "helm", "exit_on_error": True, "request_retries": 0}
+        with pytest.raises(EndpointUnusable, match="exit_on_error is set: InternalServerError 500"):
+            await evaluate(model, make_config("simple_mcqa", evaluator=options), tmp_path / "failed")
+        engine.faults.status = 400
         with pytest.raises(HarnessFailed, match="simple_mcqa"):
-            await evaluate(model, make_config("simple_mcqa", evaluator=options), tmp_path / "output")
-        assert engine.stats.requests == 1
+            await evaluate(model, make_config("simple_mcqa", evaluator=options), tmp_path / "refused")
+        assert engine.stats.requests == 2
+
+
+async def test_prompts_that_the_endpoint_refuses_are_no_fault_of_the_endpoint(tmp_path: Path, evaluate: Evaluate):
+    async with FakeEngine(models=("m",)) as engine:
+        engine.faults.status, engine.faults.status_count = 400, 2
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        withheld = await evaluate(model, make_config("simple_mcqa"), tmp_path / "output")
+        assert engine.stats.requests == 5
+    assert withheld.counts.answered == 3
+    with pytest.raises(CountsDisagree):
+        verify_counts(withheld)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path, way: Way):
+    undisturbed, told = await told_lies(harness, tmp_path, way, share=0.2)
+    assert undisturbed.truth is not None, undisturbed.reason
+    assert told.lies > 0 and told.truth in (undisturbed.truth, None), "other scores"
+    assert told.status in ("succeeded", "withheld", "infra_failed"), told.reason
 
 
 async def test_chat_template_sends_conversations_and_refuses_what_weighs_texts(tmp_path: Path, evaluate: Evaluate):

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions
 from tasks.evaluators.evaluator import Parsed
-from tasks.evaluators.reading import invalid_results, is_unclosed, read_result
+from tasks.evaluators.reading import Unanswered, invalid_results, is_unclosed, read_result
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
@@ -48,6 +48,7 @@ class _Results(BaseModel):
 
     metrics: dict[str, dict[str, float | None]]
     versions: dict[str, str] = {}
+    unanswered: Unanswered = Unanswered()
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,14 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         raise invalid_results(_HARNESS, output, "no usable win rate")
     # Where the win rate may be that over the judged ones alone, the others are not among those requested.
     counts = Counts(requested=requested - left_out, answered=answered - left_out, scored=scored, judge_errors=errors)
-    return Parsed(metrics=tuple(metrics), counts=counts, versions=results.versions, details=details, asking=plan.asking)
+    return Parsed(
+        metrics=tuple(metrics),
+        counts=counts,
+        versions=results.versions,
+        details=details,
+        asking=plan.asking,
+        endpoint_failure=results.unanswered.endpoint_failure,
+    )
 
 
 def read_samples(output: Path, config: EvaluationConfig) -> Iterator[Sample]:

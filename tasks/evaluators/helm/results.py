@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from tasks.evaluators.evaluator import Parsed
-from tasks.evaluators.reading import finish_of, invalid_results, is_unclosed, read_result
+from tasks.evaluators.reading import Unanswered, finish_of, invalid_results, is_unclosed, read_result
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Counts, Metric
 from tasks.records.samples import Sample
@@ -53,6 +53,7 @@ class _Plan(BaseModel):
     runs: dict[str, _PlannedRun]
     lower_is_better: list[str] = []
     asking: Asking = Asking()
+    unanswered: Unanswered = Unanswered()
 
 
 class _Perturbation(BaseModel, extra="allow"):
@@ -213,6 +214,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         links={"HELM": SITE} if (output / SITE).is_file() else {},
         details=details,
         asking=plan.asking,
+        endpoint_failure=plan.unanswered.endpoint_failure,
     )
 
 

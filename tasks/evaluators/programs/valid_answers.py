@@ -1,13 +1,15 @@
 """Answers of an endpoint held against their requests, for harnesses that ask by OpenAI's client.
 
-An answer that does not fit is an error of the connection for that client: it asks again, as often as for any other.
+An answer that does not fit is an error of the protocol for that client: it asks again, as often as after any other.
 The pool's proxy holds answers against more; these are the endpoints of others. Standard library only.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import sys
 from typing import Any
 
 KNOWN_FINISHES = ("stop", "length", "tool_calls", "function_call", "content_filter", "repetition")
@@ -15,6 +17,8 @@ KNOWN_FINISHES = ("stop", "length", "tool_calls", "function_call", "content_filt
 ROUNDING = 1e-6
 """A log-probability may be above 0 by this much."""
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs")
+REQUESTS_FAULT = (400, 413, 422)
+"""Statuses by which an endpoint refuses what it was asked; with any other one it fails."""
 
 
 class Malformed(Exception):
@@ -36,6 +40,34 @@ def later_hooks() -> dict[str, list[Any]]:
     return {"response": [check]}
 
 
+class Unanswered:
+    """Requests that got no answer, by whose fault that was: `refused` ones, and those that the endpoint `failed`."""
+
+    def __init__(self) -> None:
+        self.refused = self.failed = 0
+        self.first = ""
+
+    def note(self, error: BaseException | str) -> None:
+        """Counts a request that failed for good."""
+        if getattr(error, "status_code", None) in REQUESTS_FAULT:
+            self.refused += 1
+            return
+        self.failed += 1
+        self.first = self.first or described(error)
+
+    def as_values(self) -> dict[str, Any]:
+        """Returns what a file of results says of them."""
+        return {"refused": self.refused, "failed": self.failed, "first_failure": self.first}
+
+
+def described(error: BaseException | str) -> str:
+    """Returns an error of OpenAI's client in a few words, which quote nothing that was asked or answered."""
+    if isinstance(error, str):
+        return error
+    status, cause = getattr(error, "status_code", None), error.__cause__
+    return f"{type(error).__name__} {status}" if status else f"{type(cause or error).__name__}: {cause or error}"
+
+
 def concerns(reply: Any) -> bool:
     """Tells if a reply is an answer to a prompt or a conversation."""
     return reply.status_code == 200 and reply.request.url.path.endswith("/completions")
@@ -45,12 +77,15 @@ def check_reply(reply: Any) -> None:
     """Passes if the answer fits its request.
 
     Raises:
-        Malformed: it does not.
+        RemoteProtocolError: it does not; of the library that the reply is of, since clients repeat after no other.
     """
     try:
         check(json.loads(reply.request.content), json.loads(reply.content))
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise Malformed(f"{type(error).__name__} in an answer with status 200") from None
+    except (Malformed, ValueError, TypeError, AttributeError, LookupError) as error:
+        found = str(error) if isinstance(error, Malformed) else f"{type(error).__name__} in it"
+        logging.getLogger("assay").warning("malformed answer: %s", found)
+        library = sys.modules[type(reply).__module__.partition(".")[0]]
+        raise library.RemoteProtocolError(f"malformed answer: {found}", request=reply.request) from None
 
 
 def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
@@ -67,6 +102,7 @@ def check(asked: dict[str, Any], answer: dict[str, Any]) -> None:
         if choice["finish_reason"] not in KNOWN_FINISHES:
             raise Malformed("it ended for no known reason")
         if "messages" in asked:
+            check_values([token["logprob"] for token in (choice.get("logprobs") or {}).get("content") or ()])
             continue
         if not isinstance(choice["text"], str):
             raise Malformed("no text")
@@ -94,7 +130,16 @@ def check_columns(logprobs: dict[str, Any], *, echo: bool) -> None:
         raise Malformed("columns of different lengths")
     if echo and values.pop(0) is not None:
         raise Malformed("a log-probability of the first token, which nothing stands before")
-    if values and not (math.isfinite(sum(values)) and max(values) <= ROUNDING):
-        raise Malformed("log-probabilities that are none")
+    check_values(values)
     if echo and len(values) > 1 and not any(values):
         raise Malformed("log-probabilities that are all 0")
+
+
+def check_values(values: list[float]) -> None:
+    """Passes if all are log-probabilities.
+
+    Raises:
+        Malformed: one of them is not finite, or above 0.
+    """
+    if values and not (math.isfinite(sum(values)) and max(values) <= ROUNDING):
+        raise Malformed("log-probabilities that are none")

@@ -89,7 +89,7 @@ class Liar:
     def _perhaps_changed(self, body: bytes) -> bytes:
         answer: dict[str, Any] = json.loads(body)
         earlier, self._earlier = self._earlier, answer
-        changed = lied(self._lie, answer, earlier) if self._lie else None
+        changed = lied(self._lie, answer, earlier, self._drawn) if self._lie else None
         if changed is None:
             return body
         self._chances += 1

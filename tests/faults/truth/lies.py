@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
-from fakes.malformed import malformed
+from fakes.malformed import malformed, set_text, text_of
 
 Answer = dict[str, Any]
 CUT_AS_LENGTH = "cut as length"
 """Half of each text, as if that had met the limit of its length: nobody can know better."""
+ANY = "any"
+"""Any of the lies below that can be told of an answer, drawn anew each time."""
 LIES = {
     "too few rows": "the last row of log-probabilities is not there",
     "too many rows": "the last row stands there twice",
@@ -37,14 +40,18 @@ _OF_SCORED = {*list(LIES)[:11]}
 _OF_WRITTEN = {"no text", "aborted", "unknown finish", "no finish", CUT_AS_LENGTH}
 
 
-def lied(lie: str, answer: Answer, earlier: Answer | None) -> Answer | None:
+def lied(lie: str, answer: Answer, earlier: Answer | None, drawn: random.Random) -> Answer | None:
     """The changed answer; None if that lie cannot be told of this one, or changes nothing.
 
     Args:
         lie: its name.
         answer: a whole, right one; it stays as it is.
         earlier: one to other prompts.
+        drawn: decides where there are several.
     """
+    if lie == ANY:
+        found = [told for each in LIES if (told := lied(each, answer, earlier, drawn)) is not None]
+        return drawn.choice(found) if found else None
     scored = _is_scored(answer)
     if lie in (_OF_WRITTEN if scored else _OF_SCORED):
         return None
@@ -53,7 +60,8 @@ def lied(lie: str, answer: Answer, earlier: Answer | None) -> Answer | None:
     changed = copy.deepcopy(answer)
     if lie == CUT_AS_LENGTH:
         for choice in changed["choices"]:
-            choice.update(text=choice["text"][: len(choice["text"]) // 2], finish_reason="length")
+            set_text(choice, text_of(choice)[: len(text_of(choice)) // 2])
+            choice["finish_reason"] = "length"
     else:
         changed = malformed(lie, changed, other=copy.deepcopy(earlier or {}))
     return changed if changed != answer else None

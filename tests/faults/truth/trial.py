@@ -1,27 +1,42 @@
-"""One evaluation by lm-eval itself while a liar answers, and what came of it beside the undisturbed one."""
+"""One evaluation by a real harness while a liar answers, and what came of it beside the undisturbed one."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from fakes.lm_eval import DEMO, Harness, make_config
+from fakes.engine import FakeEngine
+from fakes.lm_eval import Harness, make_config
 from fakes.proxy import CLIENT_KEY, FakeReplica, PoolState, running_proxy
+from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.liar import Engine, Liar
-from faults.truth.lies import CUT_AS_LENGTH
+from faults.truth.lies import ANY, CUT_AS_LENGTH
 from pools.endpoint import RunningModel
+from pools.engine.launch import Servable
 from pools.protocol import Announcement
+from pools.weights.model_files import ModelDigests
 from resources.errors import AssayError
 from tasks.evaluators.harness import Parsed, verify_counts, verify_ends
 from tasks.records.samples import SAMPLES_NAME, read_samples
+from tasks.running.serving import EndpointServing, ServedCell
 
 Way = Literal["direct", "through the proxy"]
 WAYS: tuple[Way, ...] = ("direct", "through the proxy")
 _AT_ONCE = 8
+_JUDGED_BY_ITSELF = {
+    "judge": {"annotator": "demo_verdict", "constrained": True},
+    "generation_params": {"temperature": 0, "max_new_tokens": 24},
+}
+ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "lm_evaluation_harness": (("demo_facts", "demo_backwards"), {}),
+    "helm": (("simple_mcqa", "demo_mcqa"), {"evaluator": "helm"}),
+    "alpaca_eval": (("demo_instructions",), {"evaluator": {"name": "alpaca_eval", **_JUDGED_BY_ITSELF}}),
+}
+"""Benchmarks and settings by evaluator: choices that are weighed, texts that are generated, verdicts of a judge."""
 
 
 @dataclass(frozen=True)
@@ -62,44 +77,62 @@ async def evaluated(
     share: float = 0.0,
     **changes: Any,
 ) -> Outcome:
-    """Evaluates the demo's benchmarks, as those of an endpoint that somebody else runs, or of a pool."""
+    """Evaluates benchmarks of the harness, as those of an endpoint that somebody else runs, or of a pool."""
     folder.mkdir(parents=True)
-    async with Liar(engine, lie, share=share) as liar:
-        with _asked_by(way, liar, engine, folder) as asked:
-            config = make_config(*DEMO, **{"max_eval_instances": 60, **asked["config"], **changes})
-            try:
-                parsed = await harness.evaluate(asked["model"], config, folder / "output")
-                verify_counts(parsed)
-                verify_ends(parsed, config.max_at_limit)
-            except AssayError as error:
-                reason = error.found.partition("\n")[0][:100]
-                return Outcome(liar.lies, status=error.record_status, reason=reason)
-            truth = await asyncio.to_thread(_truth, parsed, folder / "output")
-            at_limit = sum(details.at_limit or 0 for details in parsed.details.values())
-            return Outcome(liar.lies, truth, at_limit)
+    benchmarks, settings = ASKED[harness.evaluator.name]
+    given = {"max_eval_instances": 60, **settings, **changes}
+    async with Liar(engine, lie, share=share) as liar, _asked_by(way, liar, engine, folder) as (model, served):
+        if served is not None:
+            given["base_url"] = model.base_url
+        config = make_config(*benchmarks, **given)
+        try:
+            parsed = await harness.evaluate(model, config, folder / "output")
+            if served is not None:
+                await asyncio.to_thread(served.prove_unchanged)
+            verify_counts(parsed)
+            verify_ends(parsed, config.max_at_limit)
+        except AssayError as error:
+            reason = error.found.partition("\n")[0][:100]
+            return Outcome(liar.lies, status=error.record_status, reason=reason)
+        truth = await asyncio.to_thread(_truth, parsed, folder / "output")
+        at_limit = sum(details.at_limit or 0 for details in parsed.details.values())
+        return Outcome(liar.lies, truth, at_limit)
 
 
-@contextmanager
-def _asked_by(way: Way, liar: Liar, engine: Engine, folder: Path) -> Iterator[dict[str, Any]]:
-    common: dict[str, Any] = {
-        "model": engine.model,
-        "tokenizer": str(engine.tokenizer),
-        "capacity": _AT_ONCE,
-        "prompt_logprobs": True,
-        "request_timeout_seconds": 60.0,
-        "max_model_len": engine.max_model_len,
-    }
+async def told_lies(harness: Harness, folder: Path, way: Way, *, share: float) -> tuple[Outcome, Outcome]:
+    """Outcomes of an undisturbed evaluation, and of one that is told lies of any kind, at the deterministic engine."""
+    async with FakeEngine(models=("m",)) as served:
+        engine = Engine(served.url, "m", write_byte_tokenizer(folder / "tokenizer"), max_model_len=2048)
+        undisturbed = await evaluated(harness, engine, folder / "undisturbed", way=way)
+        return undisturbed, await evaluated(harness, engine, folder / "told", way=way, lie=ANY, share=share)
+
+
+@asynccontextmanager
+async def _asked_by(
+    way: Way, liar: Liar, engine: Engine, folder: Path
+) -> AsyncIterator[tuple[RunningModel, ServedCell | None]]:
+    """The model as the harness is to ask it, and who looks after an endpoint of others."""
     if way == "direct":
-        base_url = f"{liar.url}/v1"
-        yield {
-            "model": RunningModel(base_url=base_url, api_key="none", **common),
-            "config": {"base_url": base_url},
-        }
+        known = Servable(engine.model, str(engine.tokenizer), ModelDigests("s", "c", "i"), engine.tokenizer)
+        serving = EndpointServing(f"{liar.url}/v1", {engine.model: known})
+        cell = {"cell": "cell", "attempt": "attempt", "mirror": ""}
+        served = await asyncio.to_thread(serving.open, engine.model, in_chat=False, **cell)
+        yield served.running, served
         return
     with running_proxy(folder) as proxy:
         replica = Announcement(instance="first", url=liar.url, digest="d", capacity=_AT_ONCE, state="ready")
         proxy.tell(PoolState(models={engine.model: "d"}, replicas=(FakeReplica("liar", replica),)))
-        yield {"model": RunningModel(base_url=f"{proxy.url}/v1", api_key=CLIENT_KEY, **common), "config": {}}
+        model = RunningModel(
+            base_url=f"{proxy.url}/v1",
+            model=engine.model,
+            tokenizer=str(engine.tokenizer),
+            capacity=_AT_ONCE,
+            prompt_logprobs=True,
+            request_timeout_seconds=60.0,
+            max_model_len=engine.max_model_len,
+            api_key=CLIENT_KEY,
+        )
+        yield model, None
 
 
 def _truth(parsed: Parsed, output: Path) -> Truth:

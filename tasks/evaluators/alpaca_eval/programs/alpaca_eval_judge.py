@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import openai
 import pandas as pd
 import tqdm
+import valid_answers
 from alpaca_eval import evaluate as judge_outputs
 from alpaca_eval import utils as alpaca_utils
 from alpaca_eval.decoders import openai as openai_decoder
@@ -38,17 +39,19 @@ class JudgeGoneError(Exception):
 class Judge:
     """The judge that compares outputs."""
 
-    def __init__(self, job: dict[str, Any], output: Path) -> None:
+    def __init__(self, job: dict[str, Any], output: Path, unanswered: valid_answers.Unanswered) -> None:
         self._job, self._judge, self._output = job, job["judge"], output
         self._name, config, prompt = load_annotator(self._judge, output)
         self._config = complete_annotator(self._name, config, prompt, judge=self._judge, output=output)
         self._prompt = prompt
+        self._unanswered = unanswered
         self._lost = 0
         self._client = openai.OpenAI(
             base_url=self._judge["base_url"],
             api_key=os.environ[self._judge["key_variable"]],
             max_retries=RETRIES,
             timeout=openai.Timeout(self._judge["timeout"], connect=CONNECT_SECONDS),
+            http_client=openai.DefaultHttpxClient(event_hooks=valid_answers.hooks()),
         )
         self.described = {"judge": self._judge["model"], "annotator": self._name}
 
@@ -134,6 +137,7 @@ class Judge:
         except NO_ANSWER as error:  # one missing verdict, which is counted
             problem = describe_error(error)
             logging.warning("no verdict: %s", problem)
+            self._unanswered.note(error)
             self._lost += 1
             if self._lost >= LOST_IN_A_ROW:
                 raise JudgeGoneError(f"{self._lost} requests failed in a row, the last with {problem}") from error

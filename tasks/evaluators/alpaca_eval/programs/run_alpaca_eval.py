@@ -90,12 +90,13 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
         "chat_template": hashlib.sha256(template.encode()).hexdigest() if template else None,
     }
     write_json(output / PLAN_NAME, {"sets": {key: len(rows) for key, rows in sets.items()}, "asking": asking})
-    judge = Judge(job, output)
+    unanswered = valid_answers.Unanswered()
+    judge = Judge(job, output, unanswered)
     if job["judge"]["elsewhere"]:
         judge.probe()  # before hundreds of outputs are generated for nobody
     whole: list[dict[str, Any]] = []
     for instruction_set in job["sets"]:
-        rows = asyncio.run(generate(job, instruction_set["key"], sets[instruction_set["key"]]))
+        rows = asyncio.run(generate(job, instruction_set["key"], sets[instruction_set["key"]], unanswered))
         write_outputs(Path(instruction_set["folder"]), rows, sets[instruction_set["key"]])
         missing = sum(row["output"] is None for row in rows)
         if missing:
@@ -107,7 +108,8 @@ def evaluate(job: dict[str, Any], output: Path) -> None:
     if whole and not job["judge"]["elsewhere"]:
         judge.probe()
     metrics = {instruction_set["key"]: judge.compare(instruction_set) for instruction_set in whole}
-    write_json(output / RESULTS_NAME, {"metrics": metrics, "versions": {**versions(), **judge.described}})
+    found = {"metrics": metrics, "versions": {**versions(), **judge.described}, "unanswered": unanswered.as_values()}
+    write_json(output / RESULTS_NAME, found)
 
 
 def load_set(instruction_set: dict[str, Any], *, limit: int | None, output: Path) -> list[dict[str, Any]]:
@@ -164,7 +166,9 @@ def chat_template(tokenizer: Path) -> str | None:
     return json.dumps(found, sort_keys=True) if found else None
 
 
-async def generate(job: dict[str, Any], key: str, instructions: list[dict[str, Any]]) -> list[dict[str, Any]]:
+async def generate(
+    job: dict[str, Any], key: str, instructions: list[dict[str, Any]], unanswered: valid_answers.Unanswered
+) -> list[dict[str, Any]]:
     """An output for each instruction, in their order; None where the request failed for good."""
     model = job["model"]
     client = openai.AsyncOpenAI(
@@ -188,6 +192,7 @@ async def generate(job: dict[str, Any], key: str, instructions: list[dict[str, A
                 text, reason = await ask(client, fields, prompt, chat=job["chat"], stops=job["prompt_stops"])
             except NO_ANSWER as error:  # one missing output, which is counted
                 logging.warning("no output: %s", describe_error(error))
+                unanswered.note(error)
                 text, reason = None, "error"
         bar.update()
         output = text.strip() if isinstance(text, str) else None

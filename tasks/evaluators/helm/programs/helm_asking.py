@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import openai
 from helm.benchmark.adaptation.request_state import RequestState
@@ -35,6 +35,7 @@ del sys.path[0]
 PROGRESS_SECONDS = 0.5
 NO_DATA = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "URLError", "gaierror")
 """Errors of libraries that could not download something."""
+LAST = threading.local()
 BLOCKED = "The prompt violates"
 """Beginning of the reason that HELM gives for an empty answer that it made up itself."""
 
@@ -56,6 +57,19 @@ class Refused(Exception):
         self.reason = {"kind": kind, "expected": expected, "found": found, "remedy": remedy}
 
 
+class Client(openai.OpenAI):
+    """OpenAI's client. HELM's makes words of its errors, so the last one of each thread is kept in `LAST`."""
+
+    def request(self, *arguments: Any, **options: Any) -> Any:
+        """See OpenAI's."""
+        LAST.error = None
+        try:
+            return super().request(*arguments, **options)
+        except openai.OpenAIError as error:
+            LAST.error = error
+            raise
+
+
 class Asking(Executor):
     """HELM's executor; `before` is told of each run's requests before they are made."""
 
@@ -66,6 +80,7 @@ class Asking(Executor):
         self._job = job
         self._before = before
         self._lock = threading.Lock()
+        self.unanswered = valid_answers.Unanswered()
         self._run: Run | None = None
         self._stage = ""
         self._done = self._total = 0
@@ -96,12 +111,25 @@ class Asking(Executor):
         if result.success and any(is_blocked(completion) for completion in result.completions):
             result = dead("the endpoint refused the prompt")
         if not result.success:
+            with self._lock:
+                self.unanswered.note(getattr(LAST, "error", None) or str(result.error))
             result = dead(str(result.error))
             hwarn(f"no answer to question {state.instance.id}")
             if self._job["exit_on_error"]:
-                raise RuntimeError(f"no answer to question {state.instance.id}, and exit_on_error is set")
+                self._end(state)
         self._show(PROGRESS_SECONDS, more=1)
         return replace(state, result=result)
+
+    def _end(self, state: RequestState) -> NoReturn:
+        found = f"no answer to question {state.instance.id}, and exit_on_error is set"
+        if self.unanswered.refused:
+            raise RuntimeError(found)
+        raise Refused(
+            kind="EndpointUnusable",
+            expected=f"{self._job['base_url']} to answer every request",
+            found=f"{found}: {self.unanswered.first}",
+            remedy="See to the endpoint, and evaluate again",
+        )
 
     def _show(self, every_seconds: float, *, more: int = 0) -> None:
         with self._lock:
@@ -152,7 +180,7 @@ def is_blocked(completion: GeneratedOutput) -> bool:
 def bound_retries() -> None:
     """The OpenAI client retries, malformed answers too; HELM would retry that five times more, over 150 s."""
     http_client = openai.DefaultHttpxClient(event_hooks=valid_answers.hooks())
-    openai_client.OpenAI = partial(openai.OpenAI, http_client=http_client)
+    openai_client.OpenAI = partial(Client, http_client=http_client)
     auto_client.retry_request = get_retry_decorator(
         "Request", max_attempts=1, wait_exponential_multiplier_seconds=1, retry_on_result=retry_if_request_failed
     )

@@ -88,7 +88,7 @@ class Harness:
         summarizer.planned = self._plan
         summarizer.run_pipeline(skip_completed=False)
         lower = sorted(item.name for item in summarizer.get_metric_metadata() if item.lower_is_better)
-        self._write_plan(lower_is_better=lower)
+        self._write_plan(lower_is_better=lower, unanswered=self._asking.unanswered.as_values())
         if self._job["site"]:
             write_site(self._site)
 

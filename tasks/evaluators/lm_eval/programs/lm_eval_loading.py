@@ -74,7 +74,7 @@ class Overriding(TaskFactory):
     ) -> list[Task | Group]:
         members = [
             merged(item, self._overrides)
-            if isinstance(item, dict) and "task" in item and item["task"] not in registry and "group" not in item
+            if isinstance(item, dict) and "task" in item and "group" not in item and item["task"] not in registry
             else item
             for item in member_list
         ]

@@ -203,8 +203,6 @@ class Completions(Checked):
         self.longest_window = self.longest_prompt + 1 if self.pool else self.longest_prompt
         self.bos = self.tokenizer.decode(self.prefix_token_id) if self.prefix_token_id is not None else None
         self.adds_bos = bos_of(self.tokenizer) is not None
-        self.probe: tuple[list[list[int]], list[float]] = [], []
-        """Prompts that are asked before all others, and the log-probabilities of the first one."""
 
     def tok_encode(
         self, string: Any, left_truncate_len: int | None = None, add_special_tokens: bool | None = None, **_: Any

@@ -1,4 +1,4 @@
-"""Proofs for `run_lm_eval.py` that an endpoint of others serves the model that it is asked for, and only that one."""
+"""A proof for `run_lm_eval.py` that an endpoint of others reads texts as the tokenizer that it is asked by."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from lm_eval_answers import TOKEN_ID
 from lm_eval_model import Completions
 from lm_eval_refusal import refuse
 
-MOST_APART = 0.05
-"""Nats a token by which one model's rounding, in any order of its requests, moves the weights of a text at most."""
 PROBE = (
     "The quick brown fox jumps over 13 lazy dogs, 3.14159 times; def mean(xs): return sum(xs) / len(xs)\n\n"
     "\tnaïve café, Straße, Привет мир, 東京は晴れ, مرحبا, 🙂🙃 ~~~ https://example.org/?q=a+b&c=%20d FLOCCINAUCINIHIL"
@@ -60,40 +58,13 @@ def prove_tokenizer(job: dict[str, Any], model: Completions, output: Path) -> No
         found = f"token {same[place]} is read there as {read[place]!r}, where the text has {meant[place]!r}"
         refuse(output, kind="BadInput", expected=expected, found=found, remedy=remedy)
     if options:
-        model.probe = [same, prompt], _log_probabilities(as_ids)
         named = _tokens(_asked(model, [same], {**options, "return_tokens_as_token_ids": True}))
         model.token_ids = bool(named) and all(token.startswith(TOKEN_ID) for token in named)
-
-
-def prove_one_model(model: Completions, output: Path) -> None:
-    """Refuses the answers of an endpoint that weighs the text of `prove_tokenizer` otherwise now than before them.
-
-    Where it does not answer now, nothing is concluded.
-    """
-    prompts, before = model.probe
-    now = _log_probabilities(_asked(model, prompts, {"echo": True, "logprobs": 1})) if before else []
-    if len(now) != len(before) or not before:
-        return
-    apart = sum(abs(value - former) for value, former in zip(now, before, strict=True)) / len(before)
-    if apart > MOST_APART:
-        refuse(
-            output,
-            kind="EndpointUnusable",
-            expected=f"{model.model} at {model.base_url} to be one model from the first question to the last",
-            found=f"a fixed text weighed by {apart:.2f} nats a token otherwise at the end",
-            remedy="Change nothing of what the endpoint serves meanwhile, and evaluate again",
-        )
 
 
 def _tokens(answer: dict[str, Any]) -> list[str]:
     """Those of the first prompt, as the endpoint writes them; none where it does not."""
     return _rows(answer).get("tokens") or []
-
-
-def _log_probabilities(answer: dict[str, Any]) -> list[float]:
-    """Those of the first prompt but for its first token; none where one is missing."""
-    values = (_rows(answer).get("token_logprobs") or [])[1:]
-    return values if all(isinstance(value, int | float) for value in values) else []
 
 
 def _rows(answer: dict[str, Any]) -> dict[str, Any]:

@@ -47,7 +47,7 @@ try:
         way_of_asking,
     )
     from lm_eval_prompts import PLAN_NAME, Questions, few_of_each_kind, label_progress, means, plan
-    from lm_eval_proofs import prove_one_model, prove_tokenizer
+    from lm_eval_proofs import prove_tokenizer
 
     if __name__ == "__main__":
         for name in LATE_MODULES:
@@ -72,6 +72,8 @@ __all__ = [
 ]
 """Names that other programs that drive lm-eval take from here."""
 SAME_WARNINGS = 20
+RESAMPLES = 1000
+"""Resamples for the errors of F1 and correlations, which knows them to 2 %; lm-eval's 100,000 take it minutes."""
 ASKED_NAME = "asked.json"
 READ_AT_IMPORT = (
     "DISABLE_MULTIPROC",
@@ -152,6 +154,7 @@ def evaluate(job: dict[str, Any]) -> None:
             limit=job["limit"],
             log_samples=True,
             evaluation_tracker=tracker,
+            bootstrap_iters=RESAMPLES,
             apply_chat_template=in_chat,
             fewshot_as_multiturn=in_chat,
             confirm_run_unsafe_code=True,  # what may not run has been refused
@@ -164,8 +167,6 @@ def evaluate(job: dict[str, Any]) -> None:
             found=str(error),
             remedy="See to the endpoint, and evaluate again",
         )
-    if isinstance(model, Completions):
-        prove_one_model(model, output)
     write_json(
         output / ASKED_NAME,
         {"asking": asking, "ends": model.ends, "groups": means(benchmarks), "versions": installed()},
