@@ -41,11 +41,13 @@ class Endpoint:
 
 
 @contextmanager
-def endpoint(folder: Path, *models: str, **faults: Any) -> Iterator[Endpoint]:
-    """An endpoint that serves some names, for as long as the block lasts."""
-    address = folder / "engine.json"
+def endpoint(folder: Path, *models: str, label: str = "w0", port: int = 0, **faults: Any) -> Iterator[Endpoint]:
+    """An endpoint that serves weights of a label under some names, for as long as the block lasts."""
+    address = folder / f"engine-{label}.json"
     command = [sys.executable, str(engine_program.__file__), "--address-file", str(address)]
+    command += ["--label", label, "--port", str(port)]
     command += ["--faults", json.dumps(faults), *(part for name in models for part in ("--model", name))]
+    address.unlink(missing_ok=True)
     process = subprocess.Popen(command)
     try:
         eventually(address.is_file)

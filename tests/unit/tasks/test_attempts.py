@@ -7,14 +7,17 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Lock
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
+from fakes.endpoints import endpoint
 from fakes.models import write_run, write_safetensors
 from fakes.polling import eventually, is_alive
 from fakes.proxy import JOIN_TOKEN, running_proxy, session_of
@@ -50,7 +53,7 @@ from tasks.records.samples import Sample
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, standing_record
 from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
-from tasks.running.serving import PoolServing
+from tasks.running.serving import EndpointServing, PoolServing
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -271,6 +274,26 @@ def test_record_names_the_first_error_of_an_engine_that_died_meanwhile(tmp_path:
             reasons.append(record.reason or "")
     notice = f"An engine died meanwhile; the first error in its log: {error}"
     assert [reason.endswith(notice) for reason in reasons] == [True, False], "an earlier death is not this one's"
+
+
+@pytest.mark.parametrize("label", ["w0", "later"])
+def test_attempt_at_an_endpoint_whose_model_is_exchanged_meanwhile_does_not_succeed(tmp_path: Path, *, label: str):
+    cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
+    name = cell.reference.name
+    with ExitStack() as engines:
+        first = engines.enter_context(endpoint(tmp_path, name))
+
+        def restart() -> None:
+            first.process.kill()
+            first.process.wait()
+            engines.enter_context(endpoint(tmp_path, name, label=label, port=urlsplit(first.url).port or 0))
+
+        serving = EndpointServing(first.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
+        harness = Harness(Changing(needs_endpoint=True, change=restart), Path(sys.executable), None)
+        with nullcontext() if label == "w0" else pytest.raises(EndpointUnusable, match="to be one model"):
+            run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness, Lock()))
+    record = read_record(cell.uri)
+    assert record is not None and record.status == ("succeeded" if label == "w0" else "infra_failed")
 
 
 def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_counted(tmp_path: Path):
