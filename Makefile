@@ -44,9 +44,9 @@ chaos: .venv/.development
 	PYTHONPATH=tests .venv/bin/python -m faults.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(ROLE),--role "$(ROLE)")
 
-# Every lie that an endpoint can tell, told to a real evaluation at 1 % and at 10 % of its answers: some minutes.
+# Every lie that an endpoint can tell, told to real evaluations at 1 % and at 10 % of their answers: make truth HARNESS=helm
 truth: .venv/.development
-	PYTHONPATH=tests .venv/bin/python -m faults.truth
+	PYTHONPATH=tests .venv/bin/python -m faults.truth $(HARNESS)
 
 # Every architecture of the zoo, about an hour; its quick half is part of the tests.
 zoo: .venv/.development

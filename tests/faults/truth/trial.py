@@ -95,7 +95,7 @@ async def evaluated(
             reason = error.found.partition("\n")[0][:100]
             return Outcome(liar.lies, status=error.record_status, reason=reason)
         truth = await asyncio.to_thread(_truth, parsed, folder / "output")
-        at_limit = sum(details.at_limit or 0 for details in parsed.details.values())
+        at_limit = sum(details.finish_reasons.get("length", 0) for details in parsed.details.values())
         return Outcome(liar.lies, truth, at_limit)
 
 
