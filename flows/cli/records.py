@@ -81,12 +81,13 @@ def records(
         latest=latest if latest is not None else not (as_json or verify),
     )
     wanted.check()
-    places = find_records(path)
+    unreadable: list[str] = []
+    places = find_records(path, unreadable=unreadable)
     every = [place.record for place in places]
     found = wanted.select(every)
-    if verify and found:
+    if verify and (found or unreadable):
         meant = {id(record) for record in found}
-        _verify([place for place in places if id(place.record) in meant], as_json=as_json)
+        _verify([place for place in places if id(place.record) in meant], unreadable, as_json=as_json)
         return
     if as_json:
         sys.stdout.write(json.dumps([json.loads(record.model_dump_json()) for record in found], indent=2) + "\n")
@@ -122,8 +123,13 @@ def records(
     _write(page.file.getvalue().encode(), output, label=how_many(len(found), "record"))
 
 
-def _verify(found: Sequence[FoundRecord], *, as_json: bool) -> None:
+def _verify(found: Sequence[FoundRecord], unreadable: Sequence[str], *, as_json: bool) -> None:
     """Prints which of some records are not what was written, or cannot be known to be.
+
+    Args:
+        found: the records.
+        unreadable: cells whose record cannot be read, which count as changed.
+        as_json: as a list of objects instead.
 
     Raises:
         RecordsChanged: some are not.
@@ -135,20 +141,27 @@ def _verify(found: Sequence[FoundRecord], *, as_json: bool) -> None:
     from tasks.spec.names import how_many
 
     results = [verified(place) for place in found]
+    damaged = "record.json cannot be read: it is damaged, or of a newer Assay"
     if as_json:
-        sys.stdout.write(json.dumps([result.as_row() for result in results], indent=2) + "\n")
+        rows = [result.as_row() for result in results]
+        rows += [{"cell": cell, "integrity": "changed", "findings": [damaged]} for cell in unreadable]
+        sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:
+        for cell in unreadable:
+            _out.print(f"{cell}: {damaged}", soft_wrap=True, highlight=False, markup=False)
         for result in results:
             if result.findings:
                 _out.print(f"{result.found.cell_uri}: {result.words}", soft_wrap=True, highlight=False, markup=False)
         numbers = Counter(result.integrity for result in results)
         intact, unknown = how_many(numbers["intact"], "record"), numbers["unknown"]
-        _out.print(f"{intact} as written, {numbers['changed']} changed, {unknown} not verifiable", highlight=False)
-    changed = [result for result in results if result.integrity == "changed"]
-    if changed:
+        changed = numbers["changed"] + len(unreadable)
+        _out.print(f"{intact} as written, {changed} changed, {unknown} not verifiable", highlight=False)
+    wrong = [result.words for result in results if result.integrity == "changed"]
+    wrong += [f"{cell}: {damaged}" for cell in unreadable]
+    if wrong:
         raise RecordsChanged(
-            expected=f"{how_many(len(results), 'record')} as they were written",
-            found=f"{len(changed)} changed; the first: {changed[0].words}",
+            expected=f"{how_many(len(results) + len(unreadable), 'record')} as they were written",
+            found=f"{len(wrong)} changed; the first: {wrong[0]}",
             remedy="delete record.json of each and evaluate again, or restore what was written",
         )
 

@@ -317,10 +317,14 @@ class FoundRecord:
     record: Record
 
 
-def find_records(evaluation_path: str) -> list[FoundRecord]:
+def find_records(evaluation_path: str, *, unreadable: list[str] | None = None) -> list[FoundRecord]:
     """Every readable record below a folder with where it lies, by run, step and time of writing; each is read once.
 
     What was asked to qualify a change of builds is left out, unless the folder is that.
+
+    Args:
+        evaluation_path: the folder.
+        unreadable: takes the cells whose record is damaged, or of a newer Assay.
 
     Raises:
         StorageError: the folder cannot be listed.
@@ -336,7 +340,10 @@ def find_records(evaluation_path: str) -> list[FoundRecord]:
     else:
         with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
             read = list(threads.map(read_record, cells))
-    found = [FoundRecord(cell, record) for cell, record in zip(cells, read, strict=True) if record is not None]
+    both = list(zip(cells, read, strict=True))
+    found = [FoundRecord(cell, record) for cell, record in both if record is not None]
+    if unreadable is not None:
+        unreadable += [cell for cell, record in both if record is None]
     return sorted(
         found, key=lambda item: (item.record.checkpoint.run, item.record.checkpoint.step, item.record.created)
     )

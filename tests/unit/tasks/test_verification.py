@@ -209,3 +209,13 @@ def test_with_a_key_only_what_was_signed_with_it_holds(tmp_path: Path, keyed: Ca
     assert "run-a-200, demo_facts: record.json was signed with another key, or changed" in verify(tmp_path)[1]
     keyed(None)
     assert "1 changed" in verify(tmp_path)[1]  # by its samples, which nobody touched
+
+
+def test_verify_names_a_record_that_cannot_be_read(tmp_path: Path) -> None:
+    cells = [scored(tmp_path, step=step) for step in (100, 200)]
+    (cells[1] / "record.json").write_text("{")
+    code, shown = verify(tmp_path)
+    assert (code, shown.splitlines()[1]) == (1, "1 record as written, 1 changed, 0 not verifiable")
+    assert shown.startswith(f"{cells[1]}: record.json cannot be read")
+    _, rows = verify(tmp_path, "--json")
+    assert [(row["cell"], row["integrity"]) for row in json.loads(rows)][1] == (str(cells[1]), "changed")
