@@ -314,6 +314,21 @@ async def test_prompts_are_cut_to_what_the_model_holds_with_its_bos(tmp_path: Pa
     assert 150 < longest < 200
 
 
+async def test_more_prompts_that_are_cut_than_may_be_are_not_asked(tmp_path: Path, evaluate: Evaluate):
+    benchmarks = write_questions(tmp_path / "benchmarks")
+    text = (benchmarks / "shapes.jsonl").read_text().replace("shape 3?", f"shape {'3' * 400}?")
+    (benchmarks / "shapes.jsonl").write_text(text)
+    async with FakeEngine(models=("m",), max_model_len=300) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), max_model_len=300)
+        with pytest.raises(BadInput, match="1 of 3 questions that do not"):
+            await evaluate(model, make_config(shapes(), benchmarks_path=str(benchmarks)), tmp_path / "refused")
+        assert engine.stats.requests == 0
+        tolerant = make_config(shapes(), benchmarks_path=str(benchmarks), max_truncated=0.5)
+        parsed = await evaluate(model, tolerant, tmp_path / "cut")
+    verify_counts(parsed)
+    assert parsed.counts.truncated == parsed.details["custom_mcqa"].truncated == 1
+
+
 async def test_file_of_run_entries_is_filtered_and_its_models_are_replaced(
     tmp_path: Path, python: Path, evaluate: Evaluate
 ):

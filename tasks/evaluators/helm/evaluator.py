@@ -84,6 +84,7 @@ class Helm:
             "begun_with": str(output.parent / SCOPE_NAME),
             "site": options.site,
             "limit": config.max_eval_instances,
+            "max_truncated": config.max_truncated,
             "model": model.model,
             "base_url": model.base_url.rstrip("/"),
             "tokenizer": model.tokenizer,

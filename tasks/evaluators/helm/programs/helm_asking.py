@@ -146,7 +146,16 @@ def question(state: RequestState) -> tuple[Any, ...]:
 
 
 def check_requests(run: Run, states: list[RequestState], job: dict[str, Any]) -> None:
-    """Refuses what would be scored at chance."""
+    """Refuses what would be scored at chance, or by too many prompts that are cut."""
+    asked = {question(state) for state in states}
+    cut = {question(state) for state in states if state.prompt_truncated}
+    if len(cut) > job["max_truncated"] * len(asked):
+        raise Refused(
+            kind="BadInput",
+            expected=f"prompts of {run.key} that the model has room for (max_truncated {job['max_truncated']:g})",
+            found=f"{len(cut)} of {len(asked)} questions that do not, even without examples",
+            remedy="Raise max_model_len in engine_kwargs if the model allows it, or raise max_truncated",
+        )
     if not any(state.request.echo_prompt for state in states):
         return
     if job["apply_chat_template"]:
