@@ -102,14 +102,17 @@ def shapes(**changes: Any) -> EvalTaskConfig:
 
 
 def answered_and_scored(folder: Path) -> tuple[list[Any], list[Any]]:
-    """Answers and scores of each question of a run of HELM, without what the clock says."""
+    """Answers and scores of each question of a run of HELM, without what the clock says, and ends, which it loses."""
     states = json.loads((folder / "scenario_state.json").read_text())["request_states"]
     for state in states:
         for name in ("request_time", "request_datetime"):
             state["result"].pop(name)
+        for completion in state["result"]["completions"]:
+            completion.pop("finish_reason", None)
     stats = json.loads((folder / "per_instance_stats.json").read_text())
     for question in stats:
-        question["stats"] = [stat for stat in question["stats"] if "runtime" not in stat["name"]["name"]]
+        names = ("inference_runtime", "finish_reason_")
+        question["stats"] = [stat for stat in question["stats"] if not stat["name"]["name"].startswith(names)]
     return states, stats
 
 
@@ -129,6 +132,10 @@ async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path:
     asked = {"simple_mcqa": 5, "demo_mcqa": 5, "synthetic_reasoning_natural": 2}  # its others are of another split
     assert all(metric.n == asked[metric.benchmark] and metric.stderr is not None for metric in parsed.metrics)
     assert parsed.versions == {"helm": "0.5.16"}
+    ends = {name: (part.finish_reasons, part.at_limit) for name, part in parsed.details.items()}
+    assert ends["simple_mcqa"] == ({"length": 5}, None), "letters are asked for"
+    assert ends["demo_mcqa"] == ({}, None), "texts are weighed"
+    assert sum(ends["synthetic_reasoning_natural"][0].values()) == 5
     assert (seen[-1].stage, seen[-1].done) == ("synthetic_reasoning_natural (3 of 3)", 5)
 
     found = list(read_samples(str(output / SAMPLES_NAME)))

@@ -195,6 +195,18 @@ def bound_retries() -> None:
     )
 
 
+def keep_ends() -> None:
+    """Lets answers keep the reason for their end, which HELM loses where it looks for stop sequences in them."""
+    cut = openai_client.truncate_sequence
+
+    def cut_and_keep(sequence: GeneratedOutput, *arguments: Any, **options: Any) -> GeneratedOutput:
+        found = cut(sequence, *arguments, **options)
+        kept = sequence.finish_reason if found.text == sequence.text else {"reason": "stop"}
+        return replace(found, finish_reason=found.finish_reason or kept)
+
+    openai_client.truncate_sequence = cut_and_keep
+
+
 def leave_prompts_out_of_the_log() -> None:
     """HELM logs the prompts of one question of each run."""
     hidden = {"behind": ""}

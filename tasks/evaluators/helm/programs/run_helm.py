@@ -125,6 +125,7 @@ def evaluate(job: dict[str, Any]) -> None:
     register_configs_from_directory(DEPLOYMENT_FOLDER)
     runs = plan_runs(job, output)
     helm_asking.bound_retries()
+    helm_asking.keep_ends()
     helm_asking.leave_prompts_out_of_the_log()
     harness = helm_runs.Harness(job, runs, local_path=DEPLOYMENT_FOLDER)
     failed: list[str] = []
