@@ -9,6 +9,7 @@ from typing import TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from resources.errors import HarnessOutputInvalid
+from tasks.spec.names import how_many
 
 _Content = TypeVar("_Content")
 
@@ -25,7 +26,7 @@ class Unanswered(BaseModel):
         """The endpoint's failures in words; None where there is none, or where it refused what it was asked."""
         if self.refused or not self.failed:
             return None
-        return f"{self.failed} requests had no answer, the first for: {self.first_failure}"
+        return f"{how_many(self.failed, 'request')} had no answer, the first for: {self.first_failure}"
 
 
 def read_result(harness: str, path: Path, kind: type[_Content]) -> _Content:

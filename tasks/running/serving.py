@@ -220,20 +220,20 @@ class _EndpointCell:
 
     def prove_unchanged(self) -> None:
         """Raises if the endpoint weighs fixed texts otherwise now, each time that it is asked."""
-        apart = min(self._apart() for _ in range(_TRIES))
-        if apart > _MOST_APART:
+        found = [apart for _ in range(_TRIES) if (apart := self._apart()) is not None]
+        if found and min(found) > _MOST_APART:
             raise EndpointUnusable(
                 expected=f"{self.running.model} at {self.running.base_url} to be one model from first to last question",
-                found=f"fixed texts weighed by {apart:.2f} nats a token otherwise at the end",
+                found=f"fixed texts weighed by {min(found):.2f} nats a token otherwise at the end",
                 remedy="change nothing of what the endpoint serves meanwhile, and evaluate again",
             )
 
-    def _apart(self) -> float:
-        """Nats a token between the weights now and then; 0 where there is no answer now, so that nobody can know."""
+    def _apart(self) -> float | None:
+        """Nats a token between the weights now and then; None where there is no answer now."""
         try:
             now = self.engine.canary(self.running.model, prompt_logprobs=self.running.prompt_logprobs)
         except EndpointUnusable:
-            return 0.0
+            return None
         except ModelUnusable:
             return math.inf
         if len(now) != len(self.canary):

@@ -192,7 +192,7 @@ async def test_output_that_fails_is_counted_and_no_empty_text_is_judged(run: Run
     assert parsed.counts == Counts(requested=4, answered=3, scored=0)
     outputs = run.read("model_outputs.json")
     assert [row["output"] is None for row in outputs] == [True, False, False, False]
-    with pytest.raises(EndpointUnusable, match="1 requests had no answer, the first for: InternalServerError 500"):
+    with pytest.raises(EndpointUnusable, match="1 request had no answer, the first for: InternalServerError 500"):
         verify_counts(parsed)
 
 

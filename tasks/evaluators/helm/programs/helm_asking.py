@@ -62,7 +62,6 @@ class Client(openai.OpenAI):
 
     def request(self, *arguments: Any, **options: Any) -> Any:
         """See OpenAI's."""
-        LAST.error = None
         try:
             return super().request(*arguments, **options)
         except openai.OpenAIError as error:
@@ -102,6 +101,7 @@ class Asking(Executor):
 
     def process(self, state: RequestState) -> RequestState:
         """Asks one; what is dead after all retries is an answer without success, which nobody scores."""
+        LAST.error = None
         try:
             result = self.context.make_request(state.request)
             if result.success and len(result.completions) < state.request.num_completions:
@@ -112,7 +112,7 @@ class Asking(Executor):
             result = dead("the endpoint refused the prompt")
         if not result.success:
             with self._lock:
-                self.unanswered.note(getattr(LAST, "error", None) or str(result.error))
+                self.unanswered.note(LAST.error or str(result.error))
             result = dead(str(result.error))
             hwarn(f"no answer to question {state.instance.id}")
             if self._job["exit_on_error"]:
