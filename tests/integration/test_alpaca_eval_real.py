@@ -206,13 +206,13 @@ async def test_output_that_the_endpoint_refuses_is_no_fault_of_the_endpoint(run:
 
 
 async def test_malformed_outputs_and_verdicts_are_asked_for_again(run: Runner, tokenizer: Path):
-    async with FakeEngine(models=("m",)) as engine:
-        engine.faults.malformation, engine.faults.malformed_every = "aborted", 2
-        model = make_model(f"{engine.url}/v1", tokenizer, capacity=1)
-        parsed = await run(model, make_config(max_eval_instances=4))
-        outputs = [body for body in asked(engine) if body["max_tokens"] == GREEDY["max_new_tokens"]]
-    verify_counts(parsed)
-    assert (len(outputs), engine.stats.requests) == (4 + 3, 4 + 3 + 5 + 5)
+    options = {"judge": {**ELSEWHERE, "constrained": True}, "generation_params": GREEDY}
+    async with FakeEngine(models=("m",)) as engine, FakeEngine(models=("judge",)) as there:
+        engine.faults.aborted, there.faults.aborted = 2, 1
+        judge = make_model(f"{there.url}/v1", tokenizer, model="judge", api_key=JUDGE_KEY)
+        config = make_config(options, max_eval_instances=4)
+        verify_counts(await run(make_model(f"{engine.url}/v1", tokenizer), config, judge=judge))
+        assert (engine.stats.requests, there.stats.requests) == (4 + 2, 1 + 1 + 4)
 
 
 @pytest.mark.parametrize("way", WAYS)

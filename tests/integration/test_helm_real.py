@@ -260,10 +260,10 @@ async def test_requests_that_fail_for_a_moment_are_asked_again(tmp_path: Path, e
 
 async def test_malformed_answers_are_asked_for_again(tmp_path: Path, evaluate: Evaluate):
     async with FakeEngine(models=("m",)) as engine:
-        engine.faults.malformation, engine.faults.malformed_every = "aborted", 2
-        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"), capacity=1)
+        engine.faults.aborted = 2
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
-        assert engine.stats.requests == 5 + 4
+        assert engine.stats.requests == 5 + 2
 
 
 async def test_first_dead_request_ends_it_where_exit_on_error_is_set(tmp_path: Path, evaluate: Evaluate):
