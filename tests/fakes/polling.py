@@ -11,13 +11,13 @@ from typing import TypeVar
 Value = TypeVar("Value")
 
 
-_PAUSE_SECONDS = 0.02, 1.0
+_PAUSE_SECONDS = 0.05, 1.0
 
 
 def eventually(condition: Callable[[], Value], *, seconds: float = 20.0) -> Value:
     """The value of `condition` once that is true; an assertion fails if it is not in time.
 
-    Pauses four times as long as a look took, so that a costly look leaves the cores to those that are waited for.
+    Pauses twelve times as long as a look took, so that a costly look leaves the cores to those that are waited for.
     """
     shortest, longest = _PAUSE_SECONDS
     deadline = time.monotonic() + seconds
@@ -27,7 +27,7 @@ def eventually(condition: Callable[[], Value], *, seconds: float = 20.0) -> Valu
             return value
         now = time.monotonic()
         assert now < deadline, f"not true within {seconds:g} s"
-        time.sleep(min(max(shortest, 4 * (now - looked)), longest))
+        time.sleep(min(max(shortest, 12 * (now - looked)), longest))
 
 
 def eventual_pid(path: Path) -> int:
