@@ -10,7 +10,7 @@ from fakes.engine import FakeEngine
 from fakes.lm_eval import Harness
 from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.liar import Engine
-from faults.truth.lies import CUT_AS_LENGTH, LIES
+from faults.truth.lies import ANY, CUT_AS_LENGTH, LIES
 from faults.truth.trial import WAYS, Outcome, Truth, Way, evaluated
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(120)]
@@ -35,8 +35,7 @@ async def undisturbed(lm_eval: Harness, folder: Path, way: Way) -> Truth:
     return UNDISTURBED[way]
 
 
-@pytest.mark.parametrize("lie", LIES)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "lie"), [*(("direct", lie) for lie in LIES), ("through the proxy", ANY)])
 async def test_lie_is_never_scored(tmp_path: Path, lm_eval: Harness, way: Way, lie: str):
     truth = await undisturbed(lm_eval, tmp_path, way)
     outcome = await outcome_of(lm_eval, tmp_path, way, lie)

@@ -82,7 +82,7 @@ OUTSIDE = re.compile(
 )
 PATH = re.compile(
     r"`((?:(?:flows|tasks|pools|resources|tests|docs|deployments)/(?:[\w.-]+/)*)?[\w-]+\.py|"
-    r"(?:flows|tasks|pools|resources|tests|docs|deployments)/(?:[\w.-]+/?)*)`"
+    r"(?:flows|tasks|pools|resources|tests|docs|deployments)/(?:[\w.-]+/)*[\w.-]*)`"
 )
 MADE_BY_READERS = re.compile(r"exact[-_]answers|/background")  # what a how-to has its reader write
 TREE = re.compile(r"<!-- tree -->\n+```\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -13,6 +13,8 @@ import subprocess
 import sys
 import tomllib
 from collections import Counter
+from collections.abc import Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -116,9 +118,15 @@ def test_deployments_pull_nothing_anywhere():
     assert [place["pull"] for place in (DEPLOYMENTS, *DEPLOYMENTS["deployments"])] == [[]] * (len(ENTRYPOINTS) + 1)
 
 
+@cache
+def installed_packages() -> Mapping[str, list[str]]:
+    """Packages that can be imported, each with its distributions."""
+    return metadata.packages_distributions()
+
+
 @pytest.mark.parametrize("folder", [ROOT / "flows", *PROGRAMS], ids=lambda folder: str(folder.relative_to(ROOT)))
 def test_folder_that_can_be_first_on_the_path_shadows_no_library(folder: Path):
-    installed = {name for name in metadata.packages_distributions() if name not in PACKAGES}
+    installed = {name for name in installed_packages() if name not in PACKAGES}
     stems = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     assert not stems & (installed | IN_HARNESS_ENVIRONMENTS | sys.stdlib_module_names)
 
