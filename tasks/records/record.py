@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -28,6 +28,8 @@ JOURNAL_FOLDER = "journal"
 """Folder in a cell's with a copy of its answers, while it has no record."""
 SCOPE_NAME = "unfinished.json"
 """File in a cell's folder that stands there from the first attempt at an evaluation of it to the success."""
+ENDPOINT_NAME = "endpoint.json"
+"""File beside it with weights of fixed texts, by which the model at an endpoint of others is known."""
 QUALIFICATIONS_FOLDER = "qualifications"
 """Folder below an evaluation path with verdicts on changes of builds, and with what was asked for them."""
 _READ_AT_ONCE = 16  # from an object store; each read waits for the network
@@ -305,8 +307,20 @@ def begin_scope(cell_uri: str) -> str:
 
 
 def end_scope(cell_uri: str) -> None:
-    """Ends the present evaluation of a cell, which has its record."""
-    storage.delete(storage.join(cell_uri, SCOPE_NAME))
+    """Ends the present evaluation of a cell, which has its record, or whose answers are not to be used again."""
+    for name in (SCOPE_NAME, ENDPOINT_NAME):
+        storage.delete(storage.join(cell_uri, name))
+
+
+def weighed_at_first(cell_uri: str, weighed: Sequence[float]) -> list[float]:
+    """Weights of fixed texts at the first attempt of the present evaluation of a cell; these are kept if it is this."""
+    uri = storage.join(cell_uri, ENDPOINT_NAME)
+    if storage.create_bytes(uri, json.dumps(list(weighed)).encode()):
+        return list(weighed)
+    try:
+        return [float(value) for value in json.loads(storage.read_bytes(uri))]
+    except (FileNotFoundError, ValueError, TypeError):
+        return []
 
 
 @dataclass(frozen=True)

@@ -22,19 +22,34 @@ from pools.weights.model_files import digest_model_folder
 from pools.weights.native_files import inspect_again
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
-from resources.errors import AssayError, BenchmarksChanged, ClaimLost, EvaluationInterrupted, RecordUnwritten
+from resources.errors import (
+    AssayError,
+    BenchmarksChanged,
+    ClaimLost,
+    EndpointUnusable,
+    EvaluationInterrupted,
+    RecordUnwritten,
+)
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Progress
 from tasks.evaluators.harness import run_harness, verify_counts, verify_ends
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
 from tasks.records.index import note_record
-from tasks.records.record import JOURNAL_FOLDER, Record, begin_scope, end_scope, note_sinks, write_record
+from tasks.records.record import (
+    JOURNAL_FOLDER,
+    Record,
+    begin_scope,
+    end_scope,
+    note_sinks,
+    weighed_at_first,
+    write_record,
+)
 from tasks.running.attempt import Attempt
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import judge_of
-from tasks.running.serving import Serving
+from tasks.running.serving import Serving, same_model
 from tasks.sinks.publishing import publish_record
 from tasks.spec.benchmarks import benchmarks_uri, evaluation_hash
 from tasks.spec.names import job_name, suites_in
@@ -171,7 +186,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
         else:
             model, judge = _open(attempt, serving, context)
         report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
-        with _as_planned(cell), attempt.timed("evaluate"):
+        with _as_planned(cell), _by_one_model(attempt), attempt.timed("evaluate"):
             attempt.parsed = run_harness(
                 harness.evaluator,
                 model,
@@ -185,8 +200,6 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
                 check_endpoint=check,
                 name=_job_name(cell, harness),
             )
-    if attempt.opened is not None:
-        attempt.opened.prove_unchanged()
     verify_counts(attempt.parsed)
     verify_ends(attempt.parsed, cell.config.max_at_limit)
 
@@ -199,6 +212,24 @@ def _as_planned(cell: Cell) -> Iterator[None]:
         yield
     finally:
         _require_planned(cell)
+
+
+@contextmanager
+def _by_one_model(attempt: Attempt) -> Iterator[None]:
+    """Passes if one model answers from first to last question, however the block ends; else no answer is used again."""
+    interrupted = False
+    try:
+        yield
+    except EvaluationInterrupted:
+        interrupted = True
+        raise
+    finally:
+        try:
+            if attempt.opened is not None and not interrupted:
+                attempt.opened.prove_unchanged()
+        except EndpointUnusable:
+            end_scope(attempt.cell.uri)
+            raise
 
 
 def _require_planned(cell: Cell) -> None:
@@ -245,8 +276,18 @@ def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tu
             mirror=storage.absolute(storage.join(cell.uri, JOURNAL_FOLDER)),
             in_chat=cell.config.asks_in_chat,
         )
+        _begin_anew_for_another_model(attempt)
         context.on_open()
         return attempt.opened.running, judge_of(cell.config, attempt.opened.running)
+
+
+def _begin_anew_for_another_model(attempt: Attempt) -> None:
+    """Lets nothing of earlier attempts be used again where an endpoint of others serves another model by now."""
+    weighed, uri = attempt.opened.weighed if attempt.opened else (), attempt.cell.uri
+    if weighed and not same_model(weighed, weighed_at_first(uri, weighed)):
+        end_scope(uri)
+        begin_scope(uri)
+        weighed_at_first(uri, weighed)
 
 
 def _let_go(attempt: Attempt) -> None:

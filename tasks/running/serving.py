@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -29,6 +28,11 @@ class ServedCell(Protocol):
     @property
     def running(self) -> RunningModel:
         """The endpoint to ask, and how."""
+        ...
+
+    @property
+    def weighed(self) -> tuple[float, ...]:
+        """Weights of fixed texts before the first question, for an endpoint of others; a pool proves its replicas."""
         ...
 
     def check(self) -> None:
@@ -113,6 +117,7 @@ class _PoolCell:
     opened: OpenCell
     running: RunningModel
     deaths_before: frozenset[tuple[str, int, str | None]]
+    weighed: tuple[float, ...] = ()
 
     def check(self) -> None:
         self.session.check(self.running.model)
@@ -147,6 +152,13 @@ def _deaths(session: PoolSession) -> frozenset[tuple[str, int, str | None]]:
     return frozenset(
         (replica.instance, replica.restarts, replica.last_death) for replica in announced if replica.last_death
     )
+
+
+def same_model(first: Sequence[float], second: Sequence[float]) -> bool:
+    """True if weights of fixed texts are those of one model, but for rounding."""
+    if len(first) != len(second):
+        return False
+    return fmean(abs(value - before) for value, before in zip(second, first, strict=True)) <= _MOST_APART
 
 
 class EndpointServing:
@@ -211,8 +223,7 @@ class EndpointServing:
 class _EndpointCell:
     running: RunningModel
     engine: EngineClient
-    canary: tuple[float, ...]
-    """Weights of fixed texts before the first question."""
+    weighed: tuple[float, ...]
 
     def check(self) -> None:
         """Raises if the endpoint is gone, which the harness would put down to itself."""
@@ -220,25 +231,21 @@ class _EndpointCell:
 
     def prove_unchanged(self) -> None:
         """Raises if the endpoint weighs fixed texts otherwise now, each time that it is asked."""
-        found = [apart for _ in range(_TRIES) if (apart := self._apart()) is not None]
-        if found and min(found) > _MOST_APART:
-            raise EndpointUnusable(
-                expected=f"{self.running.model} at {self.running.base_url} to be one model from first to last question",
-                found=f"fixed texts weighed by {min(found):.2f} nats a token otherwise at the end",
-                remedy="change nothing of what the endpoint serves meanwhile, and evaluate again",
-            )
-
-    def _apart(self) -> float | None:
-        """Nats a token between the weights now and then; None where there is no answer now."""
-        try:
-            now = self.engine.canary(self.running.model, prompt_logprobs=self.running.prompt_logprobs)
-        except EndpointUnusable:
-            return None
-        except ModelUnusable:
-            return math.inf
-        if len(now) != len(self.canary):
-            return math.inf
-        return fmean(abs(value - former) for value, former in zip(now, self.canary, strict=True))
+        running = self.running
+        for _ in range(_TRIES):
+            try:
+                now = self.engine.canary(running.model, prompt_logprobs=running.prompt_logprobs)
+            except EndpointUnusable:
+                return  # nobody can know
+            except ModelUnusable:
+                continue
+            if same_model(now, self.weighed):
+                return
+        raise EndpointUnusable(
+            expected=f"{running.model} at {running.base_url} to be one model from the first question to the last",
+            found="fixed texts are weighed otherwise at the end than before the first question",
+            remedy="change nothing of what the endpoint serves meanwhile, and evaluate again",
+        )
 
     def counts(self) -> dict[str, int]:
         return {}

@@ -41,6 +41,7 @@ from resources.errors import (
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.records.record import (
+    SCOPE_NAME,
     CheckpointReference,
     Counts,
     FoundRecord,
@@ -294,6 +295,21 @@ def test_attempt_at_an_endpoint_whose_model_is_exchanged_meanwhile_does_not_succ
             run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness, Lock()))
     record = read_record(cell.uri)
     assert record is not None and record.status == ("succeeded" if label == "w0" else "infra_failed")
+    assert not (Path(cell.uri) / SCOPE_NAME).exists(), "nothing of it is used again"
+
+
+def test_attempt_uses_no_answers_of_one_at_another_model_again(tmp_path: Path):
+    cell = make_cell(tmp_path, evaluator="lm_evaluation_harness", base_url="http://there/v1")
+    name = cell.reference.name
+    scopes = []
+    harness = Harness(Crashing(needs_endpoint=True), Path(sys.executable), None)
+    for label in ("w0", "w0", "later", "later"):
+        with endpoint(tmp_path, name, label=label) as engine:
+            serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
+            with pytest.raises(UnexpectedError):
+                run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness, Lock()))
+            scopes.append((Path(cell.uri) / SCOPE_NAME).read_text())
+    assert scopes[0] == scopes[1] != scopes[2] == scopes[3]
 
 
 def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_counted(tmp_path: Path):
