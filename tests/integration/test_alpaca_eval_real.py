@@ -19,7 +19,7 @@ from fakes.judge import FakeJudge
 from fakes.lm_eval import Harness, kept_imported
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import write_byte_tokenizer
-from faults.truth.trial import WAYS, Way, told_lies
+from faults.truth.trial import WAYS, Way, check_lies_are_never_scored
 from pools.endpoint import RunningModel
 from resources.errors import BadInput, CountsDisagree, EndpointUnusable
 from resources.settings import process_environment
@@ -217,10 +217,7 @@ async def test_malformed_outputs_and_verdicts_are_asked_for_again(run: Runner, t
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path, way: Way):
-    undisturbed, told = await told_lies(harness, tmp_path, way, share=0.2)
-    assert undisturbed.truth is not None, undisturbed.reason
-    assert told.lies > 0 and told.truth in (undisturbed.truth, None), "other scores"
-    assert told.status in ("succeeded", "withheld", "infra_failed"), told.reason
+    await check_lies_are_never_scored(harness, tmp_path, way)
 
 
 async def test_judge_elsewhere_is_asked_with_its_own_key_which_lies_in_no_file(run: Runner, tokenizer: Path):

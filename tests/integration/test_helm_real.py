@@ -17,7 +17,7 @@ from fakes.launcher import FakeLauncher
 from fakes.lm_eval import Harness, kept_imported
 from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
-from faults.truth.trial import WAYS, Way, told_lies
+from faults.truth.trial import WAYS, Way, check_lies_are_never_scored
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
@@ -292,10 +292,7 @@ async def test_prompts_that_the_endpoint_refuses_are_no_fault_of_the_endpoint(tm
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_lies_of_any_kind_are_never_scored(harness: Harness, tmp_path: Path, way: Way):
-    undisturbed, told = await told_lies(harness, tmp_path, way, share=0.2)
-    assert undisturbed.truth is not None, undisturbed.reason
-    assert told.lies > 0 and told.truth in (undisturbed.truth, None), "other scores"
-    assert told.status in ("succeeded", "withheld", "infra_failed"), told.reason
+    await check_lies_are_never_scored(harness, tmp_path, way)
 
 
 async def test_chat_template_sends_conversations_and_refuses_what_weighs_texts(tmp_path: Path, evaluate: Evaluate):

@@ -99,12 +99,15 @@ async def evaluated(
         return Outcome(liar.lies, truth, at_limit)
 
 
-async def told_lies(harness: Harness, folder: Path, way: Way, *, share: float) -> tuple[Outcome, Outcome]:
-    """Outcomes of an undisturbed evaluation, and of one that is told lies of any kind, at the deterministic engine."""
+async def check_lies_are_never_scored(harness: Harness, folder: Path, way: Way) -> None:
+    """Tells an evaluation lies of any kind at the deterministic engine, a fifth of all answers."""
     async with FakeEngine(models=("m",)) as served:
         engine = Engine(served.url, "m", write_byte_tokenizer(folder / "tokenizer"), max_model_len=2048)
         undisturbed = await evaluated(harness, engine, folder / "undisturbed", way=way)
-        return undisturbed, await evaluated(harness, engine, folder / "told", way=way, lie=ANY, share=share)
+        told = await evaluated(harness, engine, folder / "told", way=way, lie=ANY, share=0.2)
+    assert undisturbed.truth is not None, undisturbed.reason
+    assert told.lies > 0 and told.truth in (undisturbed.truth, None), "other scores"
+    assert told.status in ("succeeded", "withheld", "infra_failed"), told.reason
 
 
 @asynccontextmanager
