@@ -23,7 +23,7 @@ from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
-from resources.errors import BadInput, CountsDisagree, EndpointUnusable, HarnessFailed, UnknownBenchmark
+from resources.errors import BadInput, CountsDisagree, EndpointUnusable, GraderFailed, HarnessFailed, UnknownBenchmark
 from resources.settings import process_environment
 from tasks.evaluators.evaluator import Progress
 from tasks.evaluators.harness import LOG_NAME, verify_counts
@@ -136,6 +136,9 @@ async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path:
     assert ends["simple_mcqa"] == ({"length": 5}, None), "letters are asked for"
     assert ends["demo_mcqa"] == ({}, None), "texts are weighed"
     assert sum(ends["synthetic_reasoning_natural"][0].values()) == 5
+    controls = {name: part.control for name, part in parsed.details.items()}
+    assert controls["simple_mcqa"] == controls["synthetic_reasoning_natural"] == "passed"
+    assert controls["demo_mcqa"] == "no control: it does not only let the model write"
     assert (seen[-1].stage, seen[-1].done) == ("synthetic_reasoning_natural (3 of 3)", 5)
 
     found = list(read_samples(str(output / SAMPLES_NAME)))
@@ -316,6 +319,27 @@ async def test_prompts_are_cut_to_what_the_model_holds_with_its_bos(tmp_path: Pa
         verify_counts(await evaluate(model, make_config("simple_mcqa"), tmp_path / "output"))
         longest = max(len(body["prompt"]) + body["max_tokens"] for body in map(json.loads, engine.bodies))
     assert 150 < longest < 200
+
+
+async def test_grader_that_tells_no_right_answer_from_an_empty_one_is_refused_before_anything_is_asked(
+    tmp_path: Path, evaluate: Evaluate
+):
+    benchmarks = write_questions(tmp_path / "benchmarks")
+    questions = [json.loads(line) for line in (benchmarks / "shapes.jsonl").read_text().splitlines()]
+    for reference in (reference for question in questions for reference in question["references"]):
+        if reference["tags"]:
+            reference["output"]["text"] = ""  # for which HELM's metrics give nobody a point
+    (benchmarks / "shapes.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        config = make_config(shapes(), benchmarks_path=str(benchmarks))
+        with pytest.raises(GraderFailed, match="no difference for 3 known answers"):
+            await evaluate(model, config, tmp_path / "refused")
+        assert engine.stats.requests == 0
+        options = {"name": "helm", "failed_control": "note"}
+        noted = make_config(shapes(), benchmarks_path=str(benchmarks), evaluator=options)
+        parsed = await evaluate(model, noted, tmp_path / "noted")
+    assert parsed.details["custom_mcqa"].control == "failed for 3 known answers"
 
 
 async def test_more_prompts_that_are_cut_than_may_be_are_not_asked(tmp_path: Path, evaluate: Evaluate):

@@ -292,6 +292,7 @@ def test_two_processes_stage_helm_and_alpaca_once_and_a_machine_filled_from_the_
     staged = json.loads(outputs[0][0])
     assert json.loads(outputs[1][0]) == staged
     assert any("another process is staging" in errors for _, errors in outputs)
+    assert not any("cannot be scored" in errors for _, errors in outputs)
     fetched = [
         request for request in web.requests if request.startswith("GET") and ("/resolve/" in request or BABI in request)
     ]

@@ -33,6 +33,7 @@ OUTPUTS_NAME = "model_outputs.json"
 REFERENCES_NAME = "reference_outputs.json"
 ANNOTATIONS_NAME = "annotations.json"
 _LENGTH = "avg_length"
+_NO_CONTROL = "no control: a judge compares answers, and none is right"
 WIN_RATE = "win_rate"
 
 
@@ -90,7 +91,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
             left_out += without
         metrics += _metrics(key, numbers, judged=usable, answered=answers)
         unclosed = sum(is_unclosed(answer.output or "") for answer in judged)
-        details[key] = BenchmarkDetails(questions=questions, unclosed=unclosed)
+        details[key] = BenchmarkDetails(questions=questions, unclosed=unclosed, control=_NO_CONTROL)
     if requested == answered and scored + left_out == requested and not _has_win_rates(plan, metrics):
         raise invalid_results(_HARNESS, output, "no usable win rate")
     # Where the win rate may be that over the judged ones alone, the others are not among those requested.

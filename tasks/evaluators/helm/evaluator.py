@@ -81,6 +81,7 @@ class Helm:
             "request_retries": options.request_retries,
             "exit_on_error": options.exit_on_error,
             "skip_completed_runs": options.skip_completed_runs,
+            "failed_control": options.failed_control,
             "begun_with": str(output.parent / SCOPE_NAME),
             "site": options.site,
             "limit": config.max_eval_instances,

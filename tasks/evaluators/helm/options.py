@@ -39,6 +39,8 @@ class HelmOptions(EvaluatorOptions):
     """End at the first request without an answer or run that fails, instead of finishing the others."""
     skip_completed_runs: bool = True
     """Take over runs that an earlier attempt at the same cell has finished."""
+    failed_control: Literal["withhold", "note"] = "withhold"
+    """A run whose grader scores none of its own right answers: withhold the score, or only say so."""
     site: bool = True
     """Keep HELM's web site of the results (2 MB)."""
 

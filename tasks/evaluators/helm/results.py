@@ -45,6 +45,7 @@ class _PlannedRun(BaseModel):
     metrics: list[str]
     split: str | None = None
     questions: int | None
+    control: str | None = None
 
 
 class _Plan(BaseModel):
@@ -382,6 +383,7 @@ def _details(run: _Run) -> BenchmarkDetails:
     return BenchmarkDetails(
         questions=run.plan.questions or 0,
         truncated=sum(run.is_truncated(key) for key in run.states),
+        control=run.plan.control,
         finish_reasons=dict(Counter(filter(None, map(_end, run.states.values())))),
         unclosed=sum(any(map(is_unclosed, texts)) for texts in answers),
     )

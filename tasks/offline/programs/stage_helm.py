@@ -188,7 +188,9 @@ def name_of(run: helm_asking.Run) -> str:
 STAND_IN_JOB: dict[str, Any] = {
     "apply_chat_template": False,
     "exit_on_error": False,
+    "failed_control": "note",
     "limit": 1,
+    "max_truncated": 1.0,
     "model": STAND_IN,
     "num_threads": 1,
     "num_train_trials": 1,

@@ -7,6 +7,8 @@ import hashlib
 import json
 import shutil
 import sys
+from dataclasses import replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,9 @@ from typing import Any
 import helm.benchmark.runner as helm_runner
 from helm.benchmark import server
 from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec
+from helm.benchmark.metrics.metric import PerInstanceStats, create_metric
 from helm.benchmark.presentation.summarize import Summarizer
 from helm.benchmark.runner import Runner, set_benchmark_output_path
 from helm.benchmark.scenarios.scenario import Scenario, ScenarioMetadata, ScenarioSpec, create_scenario
@@ -24,6 +28,7 @@ from helm.common.hierarchical_logger import hlog
 
 sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
 from helm_asking import Asking, Run, question
+from helm_control import control
 
 del sys.path[0]
 
@@ -93,8 +98,19 @@ class Harness:
             write_site(self._site)
 
     def _note_questions(self, run: Run, states: list[RequestState]) -> None:
-        self._plan[run.spec.name]["questions"] = len({question(state) for state in states})
+        plan = self._plan[run.spec.name]
+        plan["questions"] = len({question(state) for state in states})
+        withhold = self._job["failed_control"] == "withhold"
+        plan["control"] = control(run, states, plan["metrics"], partial(self._scored, run), withhold=withhold)
         self._write_plan()
+
+    def _scored(self, run: Run, states: list[RequestState]) -> list[PerInstanceStats]:
+        """Statistics of each of some questions, by the run's own metrics."""
+        state = ScenarioState(replace(run.spec.adapter_spec, num_train_trials=1), states)
+        metrics = map(create_metric, run.spec.metric_specs)
+        service, cache = self._runner.metric_service, self._runner.eval_cache_path
+        results = [metric.evaluate(state, service, cache, 1) for metric in metrics]
+        return [stats for result in results for stats in result.per_instance_stats]
 
     def _write_plan(self, **known: Any) -> None:
         content = {"suite": SUITE, "helm": metadata.version("crfm-helm"), "runs": self._plan}
