@@ -360,14 +360,9 @@ def _output(states: list[_RequestState], statistics: Mapping[str, float]) -> str
     return references[chosen].output.text if 0 <= chosen < len(references) else ""
 
 
-def _finish(states: list[_RequestState]) -> str | None:
+def _finish(states: list[_RequestState], *, of_letters: bool = False) -> str | None:
     """The reason that the answers to a question ended; none where given texts are weighed, or letters asked for."""
-    return None if any(state.output_mapping for state in states) else _end(states)
-
-
-def _end(states: list[_RequestState]) -> str | None:
-    """The reason that the answers to a question ended; none where given texts are weighed."""
-    if any(state.request.echo_prompt for state in states):
+    if any(state.request.echo_prompt or (state.output_mapping and not of_letters) for state in states):
         return None
     completions = [completion for state in states if state.result for completion in state.result.completions]
     return finish_of((completion.finish_reason or {}).get("reason") for completion in completions)
@@ -384,7 +379,9 @@ def _details(run: _Run) -> BenchmarkDetails:
         questions=run.plan.questions or 0,
         truncated=sum(run.is_truncated(key) for key in run.states),
         control=run.plan.control,
-        finish_reasons=dict(Counter(filter(None, map(_end, run.states.values())))),
+        finish_reasons=dict(
+            Counter(filter(None, (_finish(states, of_letters=True) for states in run.states.values())))
+        ),
         unclosed=sum(any(map(is_unclosed, texts)) for texts in answers),
     )
 

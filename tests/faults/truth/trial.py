@@ -104,10 +104,10 @@ async def check_lies_are_never_scored(harness: Harness, folder: Path, way: Way) 
     async with FakeEngine(models=("m",)) as served:
         engine = Engine(served.url, "m", write_byte_tokenizer(folder / "tokenizer"), max_model_len=2048)
         undisturbed = await evaluated(harness, engine, folder / "undisturbed", way=way)
-        told = await evaluated(harness, engine, folder / "told", way=way, lie=ANY, share=0.2)
+        disturbed = await evaluated(harness, engine, folder / "told", way=way, lie=ANY, share=0.2)
     assert undisturbed.truth is not None, undisturbed.reason
-    assert told.lies > 0 and told.truth in (undisturbed.truth, None), "other scores"
-    assert told.status in ("succeeded", "withheld", "infra_failed"), told.reason
+    assert disturbed.lies > 0 and disturbed.truth in (undisturbed.truth, None), "other scores"
+    assert disturbed.status in ("succeeded", "withheld", "infra_failed"), disturbed.reason
 
 
 @asynccontextmanager
