@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.cli.gate import GateOptions, gate_of, show_verdict, write_summaries
-from flows.cli.option_groups import EvaluationOptions, SelectionOptions, WorkPoolOptions, flattened
+from flows.cli.options.groups import EvaluationOptions, SelectionOptions, WorkPoolOptions, flattened
 from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def evaluate(
     as_json: Json = False,
 ) -> None:
     """Evaluate the checkpoints of a run that have no succeeded record yet."""
-    from flows.cli.options import evaluation_from_file, evaluation_from_options, suite_request_from_options
+    from flows.cli.options.evaluations import evaluation_from_file, evaluation_from_options, suite_request_from_options
     from flows.console.running import run_series
     from flows.series import evaluate_checkpoints
     from resources.errors import BadInput

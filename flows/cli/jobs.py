@@ -52,7 +52,7 @@ def submit(
     preemption_retries: Annotated[int, typer.Option(help="Number of preempted attempts that are tried again.")] = 100,
 ) -> None:
     """Run a program as a job, with the code of this folder; exit code 0, 1 it failed, 2 infrastructure, 3 bad input."""
-    from flows.cli.submitting import SubmitOptions, client_of, request_of
+    from flows.cli.options.jobs import SubmitOptions, client_of, request_of
     from flows.console.job_following import follow
 
     if auto_stop and not wait:
@@ -116,7 +116,7 @@ def jobs_list(
     as_json: Json = False,
 ) -> None:
     """Show the jobs that are running or are still remembered."""
-    from flows.cli.submitting import client_of
+    from flows.cli.options.jobs import client_of
 
     found = client_of(backend=backend, cluster=cluster).jobs()[:lines]
     if as_json:
@@ -133,7 +133,7 @@ def jobs_list(
 @jobs_app.command("status")
 def jobs_status(job_id: _JobId, backend: _Backend = None, cluster: _Cluster = None, as_json: Json = False) -> None:
     """Show where one job stands, and why."""
-    from flows.cli.submitting import client_of
+    from flows.cli.options.jobs import client_of
 
     details = client_of(backend=backend, cluster=cluster).attach(job_id).details()
     if as_json:
@@ -158,7 +158,7 @@ def jobs_logs(
     lines: Annotated[int, typer.Option("--lines", "-n", help="Number of lines to show, the last ones.")] = 200,
 ) -> None:
     """Show what a job wrote."""
-    from flows.cli.submitting import client_of
+    from flows.cli.options.jobs import client_of
     from flows.console.job_following import follow, replicas_of
 
     job = client_of(backend=backend, cluster=cluster).attach(job_id)
@@ -178,7 +178,7 @@ def jobs_stop(
     cluster: _Cluster = None,
 ) -> None:
     """End jobs with everything they started."""
-    from flows.cli.submitting import client_of
+    from flows.cli.options.jobs import client_of
     from flows.console.job_following import ending_of
 
     client = client_of(backend=backend, cluster=cluster)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from flows.cli.gate import GateOptions, gate_of, show_verdict, write_summaries
-from flows.cli.option_groups import flattened
+from flows.cli.options.groups import flattened
 from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:

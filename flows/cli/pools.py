@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from flows.cli.option_groups import EngineOptions, EvaluationOptions, flattened
+from flows.cli.options.groups import EngineOptions, EvaluationOptions, flattened
 from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def start_pool(
         BadInput: an option is wrong, or a pool of that name is up.
         ProxyFailed: the pool did not come up.
     """
-    from flows.cli.options import pool_content
+    from flows.cli.options.evaluations import pool_content
     from pools.config import InferencePoolConfig
     from pools.engine.launch import Servable, environment_name
     from pools.pool.kept import keep_up

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from flows.cli.gate import GateOptions, gate_of, write_summaries
-from flows.cli.option_groups import flattened
+from flows.cli.options.groups import flattened
 from flows.console.console import ERR, OUT, Json
 from resources.settings import set_process_environment_defaults
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from flows.cli.option_groups import AcceleratorOptions, EvaluationOptions, flattened
+from flows.cli.options.groups import AcceleratorOptions, EvaluationOptions, flattened
 from flows.console.console import OUT, Json, print_json
 
 work_pool_app = typer.Typer(help="The Prefect work pools of the regions.", no_args_is_help=True)
@@ -120,7 +120,7 @@ def choose(
     as_json: Json = False,
 ) -> None:
     """Show which work pool a request would get, with which job variables, and what that costs."""
-    from flows.cli.options import resources_asked
+    from flows.cli.options.evaluations import resources_asked
     from resources.config import ResourceConfig
     from resources.regions.regions import known_regions, load_regions
     from resources.regions.work_pools import Source, choose_work_pool

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flows.cli.app import app
-from flows.cli.submitting import SubmitOptions, client_of, job_name, request_of
+from flows.cli.options.jobs import SubmitOptions, client_of, job_name, request_of
 from flows.console.job_following import LogTail, ending_of, follow, is_lost
 from resources.backends.local.client import LocalClient
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig

@@ -18,8 +18,8 @@ from pydantic import ValidationError
 from fakes.engine import FakeEngine
 from fakes.models import CONFIG, write_checkpoint, write_run
 from fakes.records import make_record
-from flows.cli.option_groups import EvaluationOptions
-from flows.cli.options import evaluation_from_file, evaluation_from_options
+from flows.cli.options.evaluations import evaluation_from_file, evaluation_from_options
+from flows.cli.options.groups import EvaluationOptions
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from resources.errors import BadInput, EndpointUnusable, NoCheckpoints, UnsatisfiableResources

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from flows.cli.option_groups import EvaluationOptions
+from flows.cli.options.groups import EvaluationOptions
 from resources.errors import BadInput
 from tasks.sinks.backlog import sinks_in
 from tasks.spec.evaluation import EvaluationConfig

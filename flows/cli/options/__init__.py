@@ -1,0 +1,1 @@
+"""The options of commands, and the configurations that they make."""
