@@ -168,6 +168,8 @@ class Record(Part):
     """Outcomes in a row that were `infra_failed`, this one included unless it was interrupted."""
     interrupted: bool = False
     """True if the run was told to end from outside: that is no failure."""
+    flow_run: str | None = None
+    """Name of the flow run that wrote it."""
     attempt: str
     """Folder beside the record that holds the harness's own output."""
     created: AwareDatetime

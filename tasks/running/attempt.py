@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from prefect.context import FlowRunContext
+
 from resources.environments.environments import pinned_versions
 from resources.errors import AssayError, EvaluationInterrupted, UnexpectedError
 from resources.storage import storage
@@ -62,6 +64,8 @@ class Attempt:
         cell, failure = self.cell, self.failure
         parsed = self.parsed
         commit, dirty = git_state()
+        context = FlowRunContext.get()  # asked for itself: prefect.runtime may ask the server, from a cell's thread
+        flow_run = context.flow_run if context else None
         return Record(
             status=failure.record_status if failure else "succeeded",
             reason=encodable(self._reason(failure)) if failure else None,
@@ -88,6 +92,7 @@ class Attempt:
             digests=Digests(samples=parsed.samples_digest if parsed else None),
             links={title: f"{self.name}/{path}" for title, path in parsed.links.items()} if parsed else {},
             interrupted=isinstance(failure, EvaluationInterrupted),
+            flow_run=flow_run.name if flow_run else None,
             attempt=self.name,
             created=now(),
         )

@@ -1,4 +1,4 @@
-"""MLflow: one run for a series, found again by a tag, with metrics by training step. Nothing else imports mlflow.
+"""MLflow: a run for a series with its curves by training step, and below it a run for each of its records.
 
 Tags and the three artifacts of a record follow those that evaluation jobs on GKE have had before: what the harness
 left, the configuration of the evaluation, and the harness's own configuration.
@@ -6,20 +6,21 @@ left, the configuration of the evaluation, and the harness's own configuration.
 
 from __future__ import annotations
 
-import json
+import hashlib
+import os
 import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import yaml
 from pydantic import field_validator
 
 from resources.errors import SinkFailed
 from resources.storage import storage
-from tasks.records.record import RECORD_NAME, Record
+from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
     REPORT_NAME,
     SEVERAL_BUILDS,
@@ -29,19 +30,28 @@ from tasks.sinks.announcement import (
     metric_values,
 )
 from tasks.sinks.credentials import secrets_of_blocks
-from tasks.spec.sinks import Access, SinkConfig, web_address
+from tasks.sinks.mlflow_stores import check_reachable, client_uri, local_folder, tracking_place
+from tasks.sinks.mlflow_tags import datasets, run_tags, series_tags
+from tasks.spec.sinks import Access, SinkConfig
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 SERIES_TAG = "assay.series"
+CELL_TAG = "assay.cell"
+_PARENT_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
 _TAG_CHARACTERS = 5000
+_METRICS_AT_ONCE = 1000  # the most that a server takes
 _HARNESS_CONFIGURATION = "work"
 """Folder in an attempt's with the files that the harness was given."""
 
 
 class MlflowSink(SinkConfig):
-    """A run in MLflow for each training run. User name, password or token are in MLflow's own variables."""
+    """Runs in MLflow: one for each series, one below it for each record.
+
+    User name, password or token are in MLflow's own variables.
+    """
 
     secret_variables = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
     variables = ("MLFLOW_*",)
@@ -50,11 +60,15 @@ class MlflowSink(SinkConfig):
     kind: Literal["mlflow"] = "mlflow"
     """Says that this sink is MLflow."""
     tracking_uri: str
-    """Address of the tracking server, such as http://10.0.0.15:5000."""
+    """A tracking server, such as http://10.0.0.15:5000; or sqlite:///FILE, or a folder, on this machine."""
     experiment: str
     """The experiment; made if it is not there."""
+    run_name: str | None = None
+    """Name of a series' run; training run, harness and benchmarks when unset."""
+    description: str | None = None
+    """Text that MLflow shows with each run."""
     tags: dict[str, str] = {}
-    """Tags of the run, beside Assay's own."""
+    """Tags of each run; they win over Assay's own of the same names."""
     harness_output: bool = True
     """Send the harness's own output too, which holds questions and answers."""
     username: str | None = None
@@ -66,8 +80,8 @@ class MlflowSink(SinkConfig):
 
     @field_validator("tracking_uri")
     @classmethod
-    def _isweb_address(cls, address: str) -> str:
-        return web_address(address)
+    def _is_a_place(cls, place: str) -> str:
+        return tracking_place(place)
 
     @field_validator("experiment")
     @classmethod
@@ -79,7 +93,18 @@ class MlflowSink(SinkConfig):
     @property
     def name(self) -> str:
         """Its name in records."""
-        return f"mlflow:{self.tracking_uri.rstrip('/')} {self.experiment}"
+        return f"mlflow:{self.tracking_uri} {self.experiment}"
+
+    @property
+    def folder(self) -> str | None:
+        """Folder of a store of this machine; in the working folder, as a path from there."""
+        folder = local_folder(self.tracking_uri)
+        here = f"{Path.cwd()}{os.sep}"
+        return folder.removeprefix(here) if folder is not None else None
+
+    def check(self) -> None:
+        """Pass if the server answers, or the folder can be written."""
+        check_reachable(self.tracking_uri, self.name)
 
     def access(self) -> Access:
         """Return the user's name, and the password or token where a block has it."""
@@ -92,7 +117,7 @@ CONFIG = MlflowSink
 
 
 def send(announcement: Announcement, sink: MlflowSink) -> str | None:
-    """Adds a record, or the report page, to the run of its series; says where that is to be seen.
+    """Adds a record below the run of its series, or the report page to that; says where it is to be seen.
 
     Raises:
         SinkFailed: MLflow did not take it.
@@ -102,18 +127,26 @@ def send(announcement: Announcement, sink: MlflowSink) -> str | None:
     from mlflow import MlflowClient
 
     with _explained(sink):
-        client = MlflowClient(tracking_uri=sink.tracking_uri)
+        folder = local_folder(sink.tracking_uri)
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        client = MlflowClient(tracking_uri=client_uri(sink.tracking_uri))
         experiment = _experiment(client, sink)
-        run = _run(client, experiment, announcement)
+        parent = _parent(client, experiment, announcement, sink)
         if announcement.record is None:
             with tempfile.TemporaryDirectory(prefix="assay-mlflow-") as scratch:
                 page = Path(scratch) / REPORT_NAME
                 page.write_bytes(storage.read_bytes(announcement.report_uri))
-                client.log_artifact(run, str(page))
+                client.log_artifact(parent.info.run_id, str(page))
+            shown = parent
         else:
-            _add_record(client, run, announcement, sink)
-        client.set_terminated(run)
-    return f"{sink.tracking_uri}/#/experiments/{experiment}/runs/{run}"
+            shown = _child(client, parent, announcement)
+            _add_record(client, parent, shown, announcement, sink)
+            client.set_terminated(shown.info.run_id, end_time=_milliseconds(announcement))
+        client.set_terminated(parent.info.run_id)
+    if folder is not None:
+        return str(shown.info.artifact_uri)
+    return f"{sink.tracking_uri}/#/experiments/{experiment}/runs/{shown.info.run_id}"
 
 
 def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
@@ -121,8 +154,10 @@ def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
 
     found = client.get_experiment_by_name(sink.experiment)
     if found is None:
+        folder = local_folder(sink.tracking_uri)
+        artifacts = None if folder is None else storage.join(folder, "artifacts")
         try:
-            return client.create_experiment(sink.experiment)
+            return client.create_experiment(sink.experiment, artifact_location=artifacts)
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise
@@ -136,30 +171,59 @@ def _experiment(client: MlflowClient, sink: MlflowSink) -> str:
     return found.experiment_id
 
 
-def _run(client: MlflowClient, experiment: str, announcement: Announcement) -> str:
+def _parent(client: MlflowClient, experiment: str, announcement: Announcement, sink: MlflowSink) -> Run:
+    """The run of a series: its curves, and tags that all its records share.
+
+    Of a series that was sent before its records had runs of their own, the tags of single records go.
+    """
     series = announcement.series
+    tags = {SERIES_TAG: series.id, **series_tags(announcement), **_described(sink)}
     found = client.search_runs([experiment], f"tags.`{SERIES_TAG}` = '{series.id}'", max_results=1)
+    if not found:
+        return client.create_run(experiment, run_name=sink.run_name or series.name, tags=_cut(tags))
+    if announcement.record is not None:
+        for name in (run_tags(announcement).keys() & found[0].data.tags.keys()) - tags.keys():
+            client.delete_tag(found[0].info.run_id, name)
+    return found[0]
+
+
+def _child(client: MlflowClient, parent: Run, announcement: Announcement) -> Run:
+    """The run of a record, which a record that replaces it has too."""
+    record = announcement.known
+    # A digest, since MLflow's filters cannot quote.
+    cell = hashlib.sha256(announcement.place.encode()).hexdigest()[:16]
+    tags = {_PARENT_TAG: parent.info.run_id, CELL_TAG: cell}
+    wanted = " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items())
+    found = client.search_runs([parent.info.experiment_id], wanted, max_results=1)
     if found:
-        return found[0].info.run_id
-    made = client.create_run(experiment, run_name=series.name, tags={SERIES_TAG: series.id})
-    return made.info.run_id
+        return found[0]
+    began = _milliseconds(announcement) - int(1000 * sum(record.seconds.values()))
+    return client.create_run(parent.info.experiment_id, began, tags, record.checkpoint.name)
 
 
-def _add_record(client: MlflowClient, run: str, announcement: Announcement, sink: MlflowSink) -> None:
-    from mlflow.entities import Metric, RunTag
+def _add_record(client: MlflowClient, parent: Run, child: Run, announcement: Announcement, sink: MlflowSink) -> None:
+    from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, RunTag
 
     record = announcement.known
     # The server keeps one of several metrics with the same name, value, step and time.
-    at = int(record.created.timestamp() * 1000)
+    at = _milliseconds(announcement)
     metrics = [Metric(name, value, at, record.checkpoint.step) for name, value in _named(metric_values(record)).items()]
     mark, build = build_mark(record)
-    several = has_several_builds([mark, *client.get_run(run).data.tags])
-    builds = {mark: build, **({SEVERAL_BUILDS: "true"} if several else {})}
-    tags = {**run_tags(announcement), **builds, **{_allowed(f"tag.{tag}"): "true" for tag in record.tags}, **sink.tags}
-    cut = [RunTag(key, value[:_TAG_CHARACTERS]) for key, value in tags.items()]
-    for start in range(0, len(metrics), 1000):  # the most that a server takes at once
-        client.log_batch(run, metrics=metrics[start : start + 1000])
-    client.log_batch(run, tags=cut)
+    several = has_several_builds([mark, *parent.data.tags])
+    shared = {mark: build, **{_allowed(f"tag.{tag}"): "true" for tag in record.tags}, **_described(sink)}
+    own = {**run_tags(announcement), **shared, **sink.tags}
+    of_series = {**series_tags(announcement), **shared, **({SEVERAL_BUILDS: "true"} if several else {})}
+    of_series |= {name: value for name, value in sink.tags.items() if name not in run_tags(announcement)}
+    for run, tags in ((parent, of_series), (child, own)):
+        for start in range(0, len(metrics), _METRICS_AT_ONCE):
+            client.log_batch(run.info.run_id, metrics=metrics[start : start + _METRICS_AT_ONCE])
+        client.log_batch(run.info.run_id, tags=[RunTag(name, value) for name, value in _cut(tags).items()])
+    inputs = [
+        DatasetInput(Dataset(**dataset), [InputTag("mlflow.data.context", "evaluation"), InputTag("benchmark", name)])
+        for name, dataset in datasets(record).items()
+    ]
+    if inputs:
+        client.log_inputs(child.info.run_id, inputs)
     with tempfile.TemporaryDirectory(prefix="assay-mlflow-") as scratch:
         folder = Path(scratch)
         (folder / "eval_config.yaml").write_text(yaml.safe_dump(record.evaluation, sort_keys=False))
@@ -169,47 +233,19 @@ def _add_record(client: MlflowClient, run: str, announcement: Announcement, sink
             given = folder / "harness_run_output" / _HARNESS_CONFIGURATION
             if given.is_dir():
                 given.rename(folder / "harness_config")
-        client.log_artifacts(run, str(folder), artifact_path=announcement.place)
+        client.log_artifacts(child.info.run_id, str(folder))
 
 
-def run_tags(announcement: Announcement) -> dict[str, str]:
-    """Returns tags about the evaluation, the machine and the job; `None` where there is no such thing."""
-    record = announcement.known
-    evaluation = record.evaluation
-    pool = evaluation.get("pool_config") or {}
-    resources = pool.get("resource_config") or evaluation.get("resource_config") or {}
-    device = resources.get("device") or {}
-    image, _, image_tag = str(resources.get("image") or "").partition(":")
-    uri = record.checkpoint.uri
-    harness = "helm" if record.evaluator == "helm" else "harness"
-    tags: dict[str, Any] = {
-        "config_git_sha": record.git_commit,
-        "config_git_dirty": record.git_dirty,
-        "config_path_git_repo": storage.join(announcement.place, "eval_config.yaml"),
-        f"{harness}_config_path_git_repo": storage.join(announcement.place, "harness_config"),
-        f"{harness}_args": json.dumps(_harness_arguments(record)),
-        "image_build_assay_version": record.versions.get("assay"),
-        "model_run_id": None,
-        "model_artifact_path": None,
-        "model_name": record.checkpoint.run,
-        "model_path": evaluation.get("model_path"),
-        "model_gs_uri": uri if uri.startswith("gs://") else None,
-        "accelerator": device.get("variant") or device.get("kind"),
-        "cpu": resources.get("cpu"),
-        "memory": resources.get("ram"),
-        "image": image or None,
-        "image_tag": image_tag or None,
-        "job_name": announcement.series.name,
-        "evaluator": record.evaluator,
-        "evaluation_hash": record.evaluation_hash,
-        "evaluation_path": announcement.series.evaluation_path,
-    }
-    return {key: str(value) for key, value in tags.items()}
+def _described(sink: MlflowSink) -> dict[str, str]:
+    return {_NOTE_TAG: sink.description} if sink.description is not None else {}
 
 
-def _harness_arguments(record: Record) -> dict[str, Any]:
-    wanted = ("evals", "max_eval_instances", "evaluator")
-    return {name: record.evaluation[name] for name in wanted if name in record.evaluation}
+def _cut(tags: dict[str, str]) -> dict[str, str]:
+    return {name: value[:_TAG_CHARACTERS] for name, value in tags.items()}
+
+
+def _milliseconds(announcement: Announcement) -> int:
+    return int(announcement.known.created.timestamp() * 1000)
 
 
 def _named(values: dict[str, float]) -> dict[str, float]:

@@ -79,6 +79,13 @@ class SinkConfig(Config):
         """
         return Access()
 
+    def check(self) -> None:
+        """Pass if the place can take records, as far as that can be told before there are any.
+
+        Raises:
+            SinkFailed: it cannot, and an evaluation that was told to send there should not begin.
+        """
+
     @model_validator(mode="before")
     @classmethod
     def _holds_no_key(cls, values: Any) -> Any:

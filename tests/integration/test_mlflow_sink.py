@@ -13,13 +13,17 @@ import yaml
 from fakes.broken_servers import Way, broken_server
 from fakes.cells import make_cell
 from fakes.records import make_metric, make_record
-from tasks.sinks.announcement import SEVERAL_BUILDS
+from tasks.records.details import BenchmarkDetails
+from tasks.sinks.announcement import SEVERAL_BUILDS, Announcement
 from tasks.sinks.mlflow_runs import MlflowSink
+from tasks.sinks.mlflow_stores import command_to_show
 from tasks.sinks.publishing import publish_record, publish_report
 from tasks.sinks.senders import Senders
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+RUN = "0123456789abcdef0123456789abcdef"
 
 
 @pytest.fixture
@@ -39,11 +43,17 @@ def client_of(sink: MlflowSink) -> MlflowClient:
     return MlflowClient(sink.tracking_uri)
 
 
-def runs_of(sink: MlflowSink) -> list[Any]:
+def runs_of(sink: MlflowSink) -> tuple[Any, dict[str, Any]]:
+    """The run of the only series, and those of its records by name."""
     client = client_of(sink)
     experiment = client.get_experiment_by_name(sink.experiment)
     assert experiment is not None
-    return list(client.search_runs([experiment.experiment_id]))
+    found: list[Any] = list(client.search_runs([experiment.experiment_id]))
+    (parent,) = (run for run in found if "mlflow.parentRunId" not in run.data.tags)
+    children = {str(run.info.run_name): run for run in found if run is not parent}
+    assert len(children) == len(found) - 1
+    assert {run.data.tags["mlflow.parentRunId"] for run in children.values()} == {parent.info.run_id}
+    return parent, children
 
 
 def files_of(sink: MlflowSink, run_id: str, folder: str = "") -> list[str]:
@@ -51,58 +61,116 @@ def files_of(sink: MlflowSink, run_id: str, folder: str = "") -> list[str]:
     return [path for entry in found for path in (files_of(sink, run_id, entry.path) if entry.is_dir else [entry.path])]
 
 
-def test_run_of_a_series_has_its_checkpoints_tags_and_three_artifacts(
+def test_series_has_a_run_with_curves_and_below_it_one_for_each_record_with_tags_artifacts_and_data(
     sink: MlflowSink, senders: Senders, tmp_path: Path
 ):
+    sink = sink.model_copy(update={"run_name": "pythia", "description": "a base model"})
+    resources = {"cpu": 4, "ram": "16g", "device": {"kind": "gpu", "variant": "T4"}, "image": "host:5000/x:v6"}
     evaluation = {
         **make_record().evaluation,
-        "pool_config": {
-            "resource_config": {
-                "cpu": 4,
-                "ram": "16g",
-                "device": {"kind": "gpu", "variant": "T4"},
-                "image": "repo/x:v6",
-            }
-        },
+        "pool_config": {"resource_config": resources},
+        "model_path": f"runs:/{RUN}/checkpoints",
     }
+    details = {"demo_facts": BenchmarkDetails(questions=120, data="org/facts@0123456789abcdef")}
+    states = {}
     for step in (200, 100):
-        versions = {**make_record().versions, "lm_eval": f"0.4.{step}"}
-        tags = ("nightly", "suite=demo")
-        record, cell = make_cell(tmp_path, step=step, evaluation=evaluation, tags=tags, versions=versions)
-        state = publish_record(record, str(cell), (sink,), senders=senders)[sink.name]
-        assert (state.status, state.reason) == ("published", None)
-    (run,) = runs_of(sink)
-    assert state.where is not None and state.where.endswith(f"/runs/{run.info.run_id}")
-    name = "run-a lm_evaluation_harness demo_facts, demo_backwards 5f0c2a7b"
-    assert (run.info.run_name, run.info.status) == (name, "FINISHED")
-    history = client_of(sink).get_metric_history(run.info.run_id, "demo_facts/acc")
-    assert sorted((metric.step, metric.value) for metric in history) == [(100, 0.5), (200, 0.5)]
-    tags = run.data.tags
-    assert {name: tags[name] for name in ("accelerator", "cpu", "memory", "image", "image_tag")} == {
+        fields = {
+            "evaluation": evaluation,
+            "tags": ("nightly", "suite=demo"),
+            "versions": {**make_record().versions, "lm_eval": f"0.4.{step}"},
+            "checkpoint": make_record(step=step).checkpoint.model_copy(
+                update={"uri": f"mlflow-artifacts://host/1/{RUN}/artifacts/checkpoints/step-{step}"}
+            ),
+            "details": details,
+            "flow_run": f"evaluate of {step}",
+        }
+        record, cell = make_cell(tmp_path, step=step, **fields)
+        for _ in range(2):
+            states[step] = publish_record(record, str(cell), (sink,), senders=senders)[sink.name]
+            assert (states[step].status, states[step].reason) == ("published", None)
+    parent, children = runs_of(sink)
+    assert (parent.info.run_name, parent.info.status) == ("pythia", "FINISHED")
+    for metric, value in {"demo_facts/acc": 0.5, "demo_facts/acc_stderr": 0.04}.items():
+        history = client_of(sink).get_metric_history(parent.info.run_id, metric)
+        assert sorted((found.step, found.value) for found in history) == [(100, value), (200, value)]
+    assert parent.data.tags[SEVERAL_BUILDS] == "true"
+    builds = sorted(text for name, text in parent.data.tags.items() if name.startswith("build/"))
+    assert [text.split(", ")[1] for text in builds] == ["lm_eval 0.4.100", "lm_eval 0.4.200"]
+    assert not {"job_name", "model_run_id", "training_step"} & parent.data.tags.keys()
+
+    assert set(children) == {"run-a-100", "run-a-200"}
+    child, older = children["run-a-100"], children["run-a-200"]
+    assert states[100].where is not None and states[100].where.endswith(f"/runs/{child.info.run_id}")
+    assert child.info.status == "FINISHED" and child.data.metrics == older.data.metrics
+    tags = child.data.tags
+    expected = {
         "accelerator": "T4",
         "cpu": "4",
         "memory": "16g",
-        "image": "repo/x",
+        "image": "host:5000/x",
         "image_tag": "v6",
+        "image_build_assay_version": metadata.version("assay-evals"),
+        "model_run_id": RUN,
+        "model_artifact_path": "checkpoints/step-100",
+        "model_gs_uri": "None",
+        "job_name": "evaluate of 100",
+        "config_git_sha": "None",
+        "config_path_git_repo": "None",
+        "code_git_sha": record.git_commit,
+        "creator": "a test",
+        "mlflow.note.content": "a base model",
+        "tag.nightly": "true",
+        "tag.suite_demo": "true",
     }
-    assert tags[SEVERAL_BUILDS] == "true"
-    builds = sorted(text for name, text in tags.items() if name.startswith("build/"))
-    assert [text.split(", ")[0] for text in builds] == ["lm_eval 0.4.100", "lm_eval 0.4.200"]
-    assert tags["image_build_assay_version"] == metadata.version("assay-evals")
-    assert tags["config_git_sha"] == record.git_commit and tags["model_run_id"] == "None"
-    assert tags["creator"] == "a test" and "demo_facts" in tags["harness_args"]
-    assert tags["tag.nightly"] == tags["tag.suite_demo"] == "true"
-    place = f"run-a/step-100/lm_evaluation_harness/{record.cell}"
-    files = {path.removeprefix(f"{place}/") for path in files_of(sink, run.info.run_id, place)}
-    assert files == {
+    assert {name: tags.get(name) for name in expected} == expected
+    assert older.data.tags["job_name"] == "evaluate of 200" and "demo_facts" in tags["harness_args"]
+    assert child.inputs is not None and parent.inputs is not None
+    (data,) = child.inputs.dataset_inputs
+    assert (data.dataset.name, data.dataset.digest) == ("org/facts", "0123456789abcdef")
+    assert parent.inputs.dataset_inputs == [] and files_of(sink, parent.info.run_id) == []
+    assert set(files_of(sink, child.info.run_id)) == {
         "record.json",
         "eval_config.yaml",
         "harness_config/job.json",
         "harness_run_output/harness.log",
         "harness_run_output/samples.jsonl.gz",
     }
-    local = client_of(sink).download_artifacts(run.info.run_id, tags["config_path_git_repo"], str(tmp_path))
+    local = client_of(sink).download_artifacts(child.info.run_id, "eval_config.yaml", str(tmp_path))
     assert yaml.safe_load(Path(local).read_text()) == evaluation
+
+
+def test_series_that_was_sent_as_one_run_goes_on_there_without_tags_of_single_records(
+    sink: MlflowSink, senders: Senders, tmp_path: Path
+):
+    record, cell = make_cell(tmp_path)
+    series = Announcement.of(record, str(cell)).series
+    client = client_of(sink)
+    experiment = client.create_experiment(sink.experiment)
+    tags = {"assay.series": series.id, "model_run_id": "None", "evaluator": "x", "by hand": "kept"}
+    flat = client.create_run(experiment, run_name=series.name, tags=tags)
+    client.log_metric(flat.info.run_id, "demo_facts/acc", 0.25, step=50)
+    assert publish_record(record, str(cell), (sink,), senders=senders)[sink.name].status == "published"
+    parent, children = runs_of(sink)
+    assert parent.info.run_id == flat.info.run_id and set(children) == {"run-a-100"}
+    history = client.get_metric_history(flat.info.run_id, "demo_facts/acc")
+    assert sorted(metric.step for metric in history) == [50, 100]
+    assert parent.data.tags["by hand"] == "kept" and parent.data.tags["evaluator"] == record.evaluator
+    assert "model_run_id" not in parent.data.tags
+
+
+@pytest.mark.parametrize("form", ["{folder}", "file://{folder}", "sqlite:///{folder}/mlflow.db"])
+def test_store_of_this_machine_takes_records_and_their_artifacts_lie_in_it(form: str, senders: Senders, tmp_path: Path):
+    folder = tmp_path / "mlruns"
+    sink = MlflowSink(tracking_uri=form.format(folder=folder), experiment="e")
+    sink.check()
+    record, cell = make_cell(tmp_path / "evaluations")
+    state = publish_record(record, str(cell), (sink,), senders=senders)[sink.name]
+    assert (state.status, state.reason) == ("published", None)
+    _, children = runs_of(sink.model_copy(update={"tracking_uri": f"sqlite:///{folder}/mlflow.db"}))
+    child = children["run-a-100"]
+    assert state.where == f"{folder}/artifacts/{child.info.run_id}/artifacts"
+    assert Path(str(state.where), "record.json").is_file()
+    assert sink.tracking_uri in sink.name and f"{folder}/mlflow.db" in command_to_show(sink.tracking_uri)
 
 
 def test_names_that_mlflow_refuses_are_rewritten_and_the_report_comes_without_harness_output(
@@ -114,14 +182,13 @@ def test_names_that_mlflow_refuses_are_rewritten_and_the_report_comes_without_ha
     assert publish_record(record, str(cell), (sink,), senders=senders)[sink.name].status == "published"
     (tmp_path / "run-a" / "report.html").write_text("<html>")
     assert publish_report(record, str(cell), (sink,), senders=senders)[sink.name].status == "published"
-    (run,) = runs_of(sink)
-    assert run.data.metrics == {
+    parent, children = runs_of(sink)
+    assert parent.data.metrics == {
         "mmlu:subject_law/exact_match_strict": 0.5,
         "mmlu:subject_law/exact_match_strict_n": 9.0,
     }
-    files = files_of(sink, run.info.run_id)
-    assert "report.html" in files
-    assert not [path for path in files if "harness_run_output" in path]
+    assert files_of(sink, parent.info.run_id) == ["report.html"]
+    assert set(files_of(sink, children["run-a-100"].info.run_id)) == {"eval_config.yaml", "record.json"}
 
 
 def test_experiment_that_was_deleted_is_reported(sink: MlflowSink, tmp_path: Path):

@@ -1,0 +1,88 @@
+"""Places where MLflow keeps runs: a tracking server, a file of SQLite, or a folder, which holds such a file."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+from pathlib import Path
+from shlex import quote
+
+import httpx
+
+from resources.errors import SinkFailed
+from resources.storage import storage
+from tasks.spec.sinks import web_address
+
+DATABASE = "mlflow.db"
+"""File of SQLite in a folder that is a tracking store."""
+_SQLITE = "sqlite:///"
+_REACH_SECONDS = 10.0
+
+
+def tracking_place(text: str) -> str:
+    """Return a tracking server's address without a slash at its end, `sqlite:////whole/path`, or a folder's whole path.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if text.startswith(("http://", "https://")):
+        return web_address(text)
+    if text.startswith(_SQLITE) and len(text) > len(_SQLITE):
+        return f"{_SQLITE}{storage.absolute(text.removeprefix(_SQLITE))}"
+    if not text.strip() or not storage.is_local(text) or re.match(r"[a-z+-]+:(?!//)", text):
+        raise ValueError(f"expected http://…, https://…, sqlite:///FILE or a folder, found {text!r}")
+    return storage.absolute(text).rstrip("/") or "/"
+
+
+def local_folder(place: str) -> str | None:
+    """Return the folder of a store on this machine, which its artifacts lie in too; None for a server."""
+    if place.startswith(("http://", "https://")):
+        return None
+    return storage.parent(place.removeprefix(_SQLITE)) if place.startswith(_SQLITE) else place
+
+
+def client_uri(place: str) -> str:
+    """Return the tracking URI that MLflow's own client understands."""
+    return place if place.startswith(("http", _SQLITE)) else f"{_SQLITE}{storage.join(place, DATABASE)}"
+
+
+def command_to_show(place: str) -> str:
+    """Return a command that shows a place in MLflow's pages; those of a server are at its address.
+
+    The pages are no part of the client that is installed here, so uv fetches them.
+    """
+    if local_folder(place) is None:
+        return f"open {place}"
+    version = metadata.version("mlflow-skinny")
+    return f"uvx mlflow@{version} ui --backend-store-uri {quote(client_uri(place))}"
+
+
+def check_reachable(place: str, name: str) -> None:
+    """Pass if a server answers, whatever it says of access, or a folder can be written.
+
+    Raises:
+        SinkFailed: it does not, or cannot.
+        BadInput: the folder cannot be written.
+    """
+    folder = local_folder(place)
+    if folder is not None:
+        if next(Path(folder).glob("*/meta.yaml"), None) is not None:
+            raise SinkFailed(
+                expected=f"a folder for {name} without runs in files, which MLflow no longer writes",
+                found=f"such runs in {folder}",
+                remedy="name another folder, or move them first: mlflow migrate-filestore",
+            )
+        storage.check_writable(folder)
+        return
+    try:
+        found = httpx.get(f"{place}/health", timeout=_REACH_SECONDS, follow_redirects=True)
+        problem = f"HTTP status {found.status_code}" if found.status_code >= 500 else None
+    except httpx.HTTPError as error:
+        problem = str(error) or type(error).__name__
+    if problem is not None:
+        raise SinkFailed(
+            expected=f"an MLflow tracking server that answers at {place}",
+            found=problem,
+            remedy="start it, correct tracking_uri, or evaluate without this sink and send the records later: "
+            "assay publish",
+        )

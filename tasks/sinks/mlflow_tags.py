@@ -1,0 +1,107 @@
+"""Facts about a record that MLflow gets beside its numbers: tags, and the data sets that were asked."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from tasks.records.record import Record
+from tasks.sinks.announcement import Announcement
+
+_IN_A_RUN = re.compile(r"/([0-9a-f]{32})/artifacts/(.+)")
+_DIGEST_CHARACTERS = 36
+"""MLflow takes no longer ones."""
+
+
+def run_tags(announcement: Announcement) -> dict[str, str]:
+    """Return tags about the evaluation, the machine and the job; `None` where there is no such thing."""
+    record = announcement.known
+    evaluation = record.evaluation
+    pool = evaluation.get("pool_config") or {}
+    resources = pool.get("resource_config") or evaluation.get("resource_config") or {}
+    device = resources.get("device") or {}
+    image, image_tag = _image(resources.get("image"))
+    run_id, artifact_path = _artifact(record)
+    uri = record.checkpoint.uri
+    tags: dict[str, Any] = {
+        "config_git_sha": None,
+        "config_path_git_repo": None,
+        **({"helm_config_path_git_repo": None} if record.evaluator == "helm" else {}),
+        f"{'helm' if record.evaluator == 'helm' else 'harness'}_args": json.dumps(_harness_arguments(record)),
+        "image_build_assay_version": record.versions.get("assay"),
+        "code_git_sha": record.git_commit,
+        "code_git_dirty": record.git_dirty,
+        "model_run_id": run_id,
+        "model_artifact_path": artifact_path,
+        "model_name": record.checkpoint.run,
+        "model_path": evaluation.get("model_path"),
+        "model_uri": uri,
+        "model_digest": record.checkpoint.digest,
+        "model_gs_uri": uri if uri.startswith("gs://") else None,
+        "accelerator": device.get("variant") or device.get("kind"),
+        "cpu": resources.get("cpu"),
+        "memory": resources.get("ram"),
+        "image": image,
+        "image_tag": image_tag,
+        "job_name": record.flow_run,
+        "training_step": record.checkpoint.step,
+        **series_tags(announcement),
+    }
+    return {key: str(value) for key, value in tags.items()}
+
+
+def series_tags(announcement: Announcement) -> dict[str, str]:
+    """Return tags that all records of a series share."""
+    series = announcement.series
+    return {
+        "model_name": series.run,
+        "evaluator": series.evaluator,
+        "evaluation_hash": series.evaluation_hash,
+        "evaluation_path": series.evaluation_path,
+        "benchmarks": ", ".join(series.benchmarks),
+    }
+
+
+def _image(image: Any) -> tuple[str | None, str | None]:
+    """Name and tag, or digest, of a container image; a port of its registry is no tag."""
+    name, at, digest = str(image or "").partition("@")
+    if at:
+        return name, digest
+    folder, slash, last = name.rpartition("/")
+    last, _, tag = last.partition(":")
+    return f"{folder}{slash}{last}" or None, tag or None
+
+
+def _artifact(record: Record) -> tuple[str | None, str | None]:
+    """Run and path of a checkpoint that is an artifact of MLflow's."""
+    asked = str(record.evaluation.get("model_path") or "")
+    if not asked.startswith(("runs:/", "models:/", "mlflow-artifacts:/")):
+        return None, None
+    found = _IN_A_RUN.search(record.checkpoint.uri)
+    return (found[1], found[2]) if found else (None, None)
+
+
+def _harness_arguments(record: Record) -> dict[str, Any]:
+    wanted = ("evals", "max_eval_instances", "evaluator")
+    return {name: record.evaluation[name] for name in wanted if name in record.evaluation}
+
+
+def datasets(record: Record) -> dict[str, dict[str, str]]:
+    """Return the data set of each benchmark that asks questions itself, as MLflow describes one.
+
+    Its digest is the revision, or that of its rows; where neither is known, that of the prompts made of them.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for benchmark, details in record.details.items():
+        place, at, revision = (details.data or "").partition("@")
+        digest = revision if at else place.rpartition(":")[2]
+        source = {"data": details.data, "prompts": details.prompts, "asked by": record.evaluator}
+        found[benchmark] = {
+            "name": place if at else benchmark,
+            "digest": (digest or details.prompts or "unknown")[:_DIGEST_CHARACTERS],
+            "source_type": "hugging_face_hub" if at else record.evaluator,
+            "source": json.dumps({key: value for key, value in source.items() if value is not None}),
+            "profile": json.dumps({"num_rows": details.questions}),
+        }
+    return found
