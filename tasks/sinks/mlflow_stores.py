@@ -29,7 +29,7 @@ def tracking_place(text: str) -> str:
         return web_address(text)
     if text.startswith(_SQLITE) and len(text) > len(_SQLITE):
         return f"{_SQLITE}{storage.absolute(text.removeprefix(_SQLITE))}"
-    if not text.strip() or not storage.is_local(text) or re.match(r"[a-z+-]+:(?!//)", text):
+    if not text.strip() or not storage.is_local(text) or re.match(r"[^/]+:(?!//)", text):
         raise ValueError(f"expected http://…, https://…, sqlite:///FILE or a folder, found {text!r}")
     return storage.absolute(text).rstrip("/") or "/"
 

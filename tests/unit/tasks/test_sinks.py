@@ -56,7 +56,8 @@ def test_sink_that_holds_a_key_is_refused_without_showing_it(sink: dict[str, Any
     ("sink", "about"),
     [
         ({**MLFLOW, "tracking_uri": "mlflow.example:5000"}, "http://"),
-        ({**MLFLOW, "tracking_uri": "file:///mlruns"}, "http://"),
+        ({**MLFLOW, "tracking_uri": "gs://bucket/mlruns"}, "a folder"),
+        ({**MLFLOW, "tracking_uri": "sqlite:///"}, "sqlite:///FILE"),
         ({**MLFLOW, "experiment": " "}, "1 to 500 characters"),
         ({**WANDB, "project": "team/project"}, "none of them"),
         ({**WANDB, "entity": ""}, "none of them"),
@@ -70,6 +71,23 @@ def test_sink_that_holds_a_key_is_refused_without_showing_it(sink: dict[str, Any
 def test_sink_that_cannot_work_is_refused(sink: dict[str, Any], about: str):
     with pytest.raises(ValidationError, match=about):
         SINKS.validate_python([sink])
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("https://mlflow.example/team/", "https://mlflow.example/team"),
+        ("mlruns", "{here}/mlruns"),
+        ("file:///mlruns/", "/mlruns"),
+        ("sqlite:///runs/mlflow.db", "sqlite:///{here}/runs/mlflow.db"),
+        ("sqlite:////runs/mlflow.db", "sqlite:////runs/mlflow.db"),
+    ],
+)
+def test_tracking_uri_means_the_same_place_in_other_folders(written: str, meant: str):
+    [sink] = SINKS.validate_python([{**MLFLOW, "tracking_uri": written}])
+    meant = meant.format(here=Path.cwd())
+    assert sink.model_dump()["tracking_uri"] == meant
+    assert SINKS.validate_python([sink.model_dump()]) == (sink,)
 
 
 def test_same_place_twice_is_refused():
