@@ -44,6 +44,12 @@ class Settings(BaseSettings):
     cache_dir: Path = Field(default_factory=lambda: _user_cache() / "assay")
     """Environments, journal, copies of checkpoints, logs of jobs."""
 
+    built_environments: Path | None = None
+    """Folder of environments built ahead, as in Assay's images; looked in before that of the cache."""
+
+    commit: str | None = None
+    """Commit that Assay was installed from, where that is no checkout; set in Assay's images."""
+
     python: Path | None = None
     """Interpreter that environments are built on; the running one when unset."""
 

@@ -14,6 +14,7 @@ from resources.errors import BadInput
 from resources.settings import deployment_data, pip_find_links, settings
 from tasks.evaluators.evaluator import harness_environments
 from tasks.prefect_server.client import server_address
+from tasks.records.provenance import git_state, versions
 
 _ENGINE_DISK_BYTES = 6 * 1024**3
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
@@ -35,8 +36,14 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Looks at the machine; changes nothing."""
-    machine = [_python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
+    machine = [_assay(), _python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
     return [*machine, *_environments(), _prefect(), _deployments(), _wheels()]
+
+
+def _assay() -> Finding:
+    commit, changed = git_state()
+    text = f", commit {commit[:12]}{' with uncommitted changes' if changed else ''}" if commit else ""
+    return Finding("Assay", "ok", versions()["assay"] + text)
 
 
 def _python() -> Finding:

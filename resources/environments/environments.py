@@ -208,9 +208,12 @@ def _interpreter(spec: EnvironmentSpec) -> str:
 
 
 def _planned(spec: EnvironmentSpec, interpreter: str, parent: Path) -> Environment:
+    """The environment in `parent`, or the one built ahead if there is one."""
     identity = f"{spec.name}-{_digest(spec, interpreter)}"
-    directory = parent / identity
-    return Environment(python=directory / "bin" / "python", directory=directory, identity=identity)
+    ahead = settings().built_environments
+    folders = [folder / identity for folder in (ahead, parent) if folder is not None]
+    planned = [Environment(folder / "bin" / "python", folder, identity) for folder in folders]
+    return next((environment for environment in planned if _is_complete(environment)), planned[-1])
 
 
 def install_attempts(

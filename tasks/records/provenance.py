@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from resources.config import ResourceConfig
+from resources.settings import settings
 from tasks.spec.evaluation import EvaluationConfig
 
 METHOD = "2"
@@ -18,10 +19,13 @@ METHOD = "2"
 
 @cache
 def git_state() -> tuple[str | None, bool | None]:
-    """Commit of the repository this code runs from, and whether it has uncommitted changes; None outside of one."""
+    """Commit of the repository this code runs from, and whether it has uncommitted changes.
+
+    Outside of one: the commit that the settings name, None where they name none; changes are not known.
+    """
     here = Path(__file__).parent
     if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
-        return None, None  # installed somewhere inside a repository that is not ours
+        return settings().commit or None, None  # perhaps installed inside a repository that is not ours
     commit = _git(here, "rev-parse", "HEAD")
     changes = _git(here, "status", "--porcelain")
     return commit, (bool(changes) if changes is not None else None)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from resources.settings import process_environment
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PACKAGES = ("flows", "tasks", "pools", "resources")
 DEPLOYMENTS = [f"deployments/{name}" for name in ("prefect.yaml", "regions.yaml", "ray", "work-pools")]
 DEPLOYED = ("flows.series.evaluate_checkpoints", "flows.reconcile.reconcile_policy")
@@ -96,11 +98,10 @@ def test_wheel_holds_every_file_of_the_packages_and_they_import_from_there(insta
 
 
 def test_wheel_shows_the_machine_the_suites_and_the_regions(installed: Installed):
-    done = installed.run("assay", "doctor", "--json")
+    done = installed.run("assay", "doctor", "--json", ASSAY_COMMIT="c0ffee")
     assert done.returncode in (0, 2), done.stderr  # 2 where this machine lacks something
-    assert str(installed.packages / "resources/deployments/prefect.yaml") in {
-        finding["seen"] for finding in json.loads(done.stdout)
-    }
+    seen = {finding["seen"] for finding in json.loads(done.stdout)}
+    assert {str(installed.packages / "resources/deployments/prefect.yaml"), f"{VERSION}, commit c0ffee"} <= seen
     assert {"demo", "key_evals"} <= {suite["name"] for suite in json.loads(installed.assay("suites", "--json"))}
     assert "train" in installed.assay("demo", "--help").lower()
     assert installed.assay("cluster", "write", "--check") == "", "the regions file and its cluster files are there"

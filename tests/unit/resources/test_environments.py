@@ -25,7 +25,7 @@ from resources.environments.environments import (
     pinned_versions,
 )
 from resources.errors import BadInput, EnvironmentBuildFailed
-from resources.settings import with_pinned_lists
+from resources.settings import settings, with_pinned_lists
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -218,6 +218,18 @@ def test_environment_wanted_twice_at_once_is_built_once(
         environments = list(pool.map(lambda _: build(spec, tmp_path, uv), range(4)))
     assert len(set(environments)) == 1
     assert len(installs(tmp_path)) == 1
+
+
+def test_environment_built_ahead_is_taken_and_what_lacks_there_is_built_in_the_cache(
+    spec: EnvironmentSpec, tmp_path: Path, fake_uv: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead = build(spec, tmp_path / "image", fake_uv())
+    monkeypatch.setenv("ASSAY_BUILT_ENVIRONMENTS", str(ahead.directory.parent))
+    settings.cache_clear()
+    uv = fake_uv()
+    assert build(spec, tmp_path / "cache", uv) == ahead
+    other = build(replace(spec, name="other"), tmp_path / "cache", uv)
+    assert other.directory.is_relative_to(tmp_path / "cache")
 
 
 def test_lock_of_a_killed_builder_is_held_until_its_uv_has_ended(spec: EnvironmentSpec, tmp_path: Path) -> None:

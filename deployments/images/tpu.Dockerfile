@@ -1,0 +1,60 @@
+# Assay with vLLM on TPUs. From the root of the checkout:
+#   docker build -f deployments/images/tpu.Dockerfile -t assay-tpu --build-arg COMMIT=$(git rev-parse HEAD) .
+ARG BASE=python:3.12-slim
+FROM ${BASE}
+ARG UV_NO_CACHE=1
+ARG VIRTUAL_ENV=/opt/assay
+ARG ASSAY_CACHE_DIR=/opt/assay
+ENV PATH=/opt/assay/bin:$PATH
+WORKDIR /opt/build
+# g++ compiles a package of HELM, and kernels of engines as they run. Versions are those of the base image.
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ git tini \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --home-dir /scratch --create-home assay
+
+COPY resources/environments/requirements/orchestrator.txt requirements/
+RUN python3 -m venv /opt/assay \
+    && pip install --no-cache-dir --constraint requirements/orchestrator.txt uv \
+    && uv pip install --compile-bytecode --requirements requirements/orchestrator.txt
+
+# What is built seldom comes before what changes daily: the environments, then Assay.
+COPY resources/__init__.py resources/errors.py resources/settings.py resources/
+COPY resources/environments/__init__.py resources/environments/environments.py resources/environments/
+COPY deployments/images/build.py ./
+
+COPY resources/environments/requirements/vllm-tpu.txt resources/environments/requirements/
+RUN python build.py resources.environments.environments ENVIRONMENTS vllm-tpu
+
+COPY tasks/evaluators/lm_eval/environment.py tasks/evaluators/lm_eval/
+COPY tasks/evaluators/lm_eval/requirements/lm-eval.txt tasks/evaluators/lm_eval/requirements/
+RUN python build.py tasks.evaluators.lm_eval.environment LM_EVAL
+
+COPY tasks/evaluators/helm/environment.py tasks/evaluators/helm/
+COPY tasks/evaluators/helm/requirements/helm.txt tasks/evaluators/helm/requirements/helm-overrides.in tasks/evaluators/helm/requirements/
+RUN python build.py tasks.evaluators.helm.environment HELM
+
+COPY tasks/evaluators/alpaca_eval/environment.py tasks/evaluators/alpaca_eval/
+COPY tasks/evaluators/alpaca_eval/requirements/alpaca-eval.txt tasks/evaluators/alpaca_eval/requirements/
+RUN python build.py tasks.evaluators.alpaca_eval.environment ALPACA_EVAL
+
+COPY tasks/evaluators/levanter/environment.py tasks/evaluators/levanter/
+COPY tasks/evaluators/levanter/requirements/levanter-tpu.txt tasks/evaluators/levanter/requirements/
+RUN python build.py tasks.evaluators.levanter.environment LEVANTER tpu
+
+# hadolint ignore=DL3059
+RUN --mount=type=bind,target=/opt/source uv pip install --no-deps --compile-bytecode /opt/source
+
+ARG VERSION
+ARG COMMIT
+LABEL org.opencontainers.image.title="Assay: vLLM on TPUs" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${COMMIT}"
+ENV HOME=/scratch \
+    ASSAY_BUILT_ENVIRONMENTS=/opt/assay/environments \
+    ASSAY_COMMIT=${COMMIT}
+USER 1000:1000
+WORKDIR /scratch
+ENTRYPOINT ["tini", "--", "assay"]
+CMD ["doctor"]
