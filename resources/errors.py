@@ -241,6 +241,13 @@ class StagingIncomplete(AssayError):
     """Data could not be fetched for workers without a network, or does not load there."""
 
 
+class TooManyErrors(AssayError):
+    """More prompts of a generation could not be answered than may; what was answered stays."""
+
+    record_status = "failed"
+    exit_code = 1
+
+
 class GateRefused(AssayError):
     """A gate says NO-GO: a score is too low, worse than its baseline, or missing."""
 

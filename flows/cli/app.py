@@ -15,6 +15,7 @@ from typer.core import TyperGroup
 from flows.cli.cluster import cluster_app
 from flows.cli.evaluate import evaluate, requalify, show_series
 from flows.cli.gate import gate
+from flows.cli.generate import generate
 from flows.cli.jobs import SUBMIT_SETTINGS, jobs_app, submit
 from flows.cli.policy import cancel, gaps, plan, reconcile, retry, status
 from flows.cli.pools import pool_app
@@ -165,7 +166,7 @@ def doctor(as_json: Json = False) -> None:
 
 _GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Evaluate and look": (
-        *(evaluate, train_and_evaluate, checkpoints, records, compare, requalify, report, gate),
+        *(evaluate, generate, train_and_evaluate, checkpoints, records, compare, requalify, report, gate),
         *(demo, demo_train, doctor),
     ),
     "Policies": (plan, gaps, status, reconcile, retry, cancel, watch, notify, policy_app),

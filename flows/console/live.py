@@ -13,7 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from tasks.prefect_server.progress import CellDone, CellProgress, Event, Update
+from tasks.prefect_server.progress import AnswersProgress, CellDone, CellProgress, Event, Update
 
 _SECONDS_BETWEEN_PLAIN_LINES = 5.0
 
@@ -25,7 +25,7 @@ class Progress:
     clock: Callable[[], float] = time.monotonic
     began: float = field(init=False)
     event: str = "starting"
-    running: dict[int, CellProgress] = field(default_factory=dict)
+    running: dict[int, CellProgress | AnswersProgress] = field(default_factory=dict)
     finished_seconds: list[float] = field(default_factory=list)
     cells: int = 0
 
@@ -37,7 +37,7 @@ class Progress:
         match update:
             case Event(text):
                 self.event = text
-            case CellProgress():
+            case CellProgress() | AnswersProgress():
                 self.running[update.cell] = update
                 self.cells = update.cells
             case CellDone():
@@ -47,7 +47,12 @@ class Progress:
                 self.event = f"{update.checkpoint}: {update.status} in {update.seconds:.1f} s"
 
     def seconds_left(self) -> float | None:
-        """Estimate for the cells still to come, from those done; None before the first one is."""
+        """Estimate for the cells still to come, from those done; None before the first one is.
+
+        In a generation, for the answers of the present checkpoint.
+        """
+        if isinstance(self.cell, AnswersProgress):
+            return self.cell.seconds_left
         if not self.finished_seconds:
             return None
         # The first cell pays for the start of the engine, so later ones say more about what is to come.
@@ -58,7 +63,7 @@ class Progress:
         return max(0.0, left / max(1, len(self.running)))
 
     @property
-    def cell(self) -> CellProgress | None:
+    def cell(self) -> CellProgress | AnswersProgress | None:
         """The cell that has come farthest of those that are being evaluated."""
         return max(self.running.values(), key=lambda cell: (_share(cell), -cell.cell), default=None)
 
@@ -67,6 +72,8 @@ class Progress:
         cell = self.cell
         if cell is None:
             return self.describe_event()
+        if isinstance(cell, AnswersProgress):
+            return f"[{cell.cell}/{cell.cells}] {cell.described} · {self._times()}"
         counted = f" {cell.done}/{cell.total} requests" if cell.total else ""
         return f"[{cell.cell}/{cell.cells}] {cell.checkpoint} · {cell.stage}{counted}{_counts(cell)} · {self._times()}"
 
@@ -95,7 +102,7 @@ class Progress:
         return Group(*lines)
 
 
-def _share(cell: CellProgress) -> float:
+def _share(cell: CellProgress | AnswersProgress) -> float:
     return cell.done / cell.total if cell.total else 0.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -16,6 +17,9 @@ from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
 from tasks.reports.artifacts import report_uri
+
+if TYPE_CHECKING:
+    from tasks.generation.config import GenerationConfig
 
 
 @dataclass(frozen=True)
@@ -75,3 +79,12 @@ def run_series(
     already = sum(record.succeeded and record.created < began for record in records)
     report = report_uri(evaluation_path, run_name) if records else None
     return SeriesResult(records, len(evaluated), already, report, error, verdict)
+
+
+def run_generation(config: GenerationConfig, *, console: Console) -> list[dict[str, Any]]:
+    """Runs a generation here and now, with live progress on `console`; returns its totals by checkpoint."""
+    from flows.generation import generate_text
+
+    let_embedded_server_end_with_us()
+    with live_view(console) as show, listening(show), prefect_errors_in_words():
+        return generate_text(config)

@@ -47,6 +47,8 @@ class KeptPool(Config):
     """Start of the pool, UTC."""
     idle_seconds: float
     """Time that it stays up without a user."""
+    checkpoints: dict[str, str] = {}
+    """Locations of the checkpoints that it was started with, by name."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,12 @@ def _keep(
         own_session=False,
     ) as pool:
         kept = KeptPool(
-            name=name, access=pool.access, job_id=job_id(), created=datetime.now(UTC), idle_seconds=idle_seconds
+            name=name,
+            access=pool.access,
+            job_id=job_id(),
+            created=datetime.now(UTC),
+            idle_seconds=idle_seconds,
+            checkpoints={checkpoint.name: checkpoint.uri for checkpoint in checkpoints},
         )
         _publish(kept)
         try:

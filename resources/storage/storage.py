@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -135,6 +135,18 @@ def read_bytes(uri: str, *, start: int | None = None, end: int | None = None) ->
         raise StorageError(
             expected=f"to read {uri}", found=str(error), remedy="check that it is a file, and readable"
         ) from error
+
+
+@contextmanager
+def opened(uri: str) -> Iterator[BinaryIO]:
+    """A file that is read bit by bit, where it is too large to be had at once.
+
+    Raises:
+        StorageError: it cannot be read.
+    """
+    filesystem, path = _open(uri)
+    with reported(uri, "read"), filesystem.open(path, "rb") as file:
+        yield file  # pyright: ignore[reportReturnType]
 
 
 def _read_local(uri: str, start: int | None, end: int | None) -> bytes:

@@ -1,4 +1,4 @@
-"""Progress of an evaluation, for its listeners: the command line's live view, and Prefect's log."""
+"""Progress of an evaluation or a generation, for its listeners: the command line's live view, and Prefect's log."""
 
 from __future__ import annotations
 
@@ -39,6 +39,28 @@ class CellProgress:
 
 
 @dataclass(frozen=True)
+class AnswersProgress:
+    """The answers of one checkpoint in a generation: `done` of `total`; checkpoints are counted from 1."""
+
+    checkpoint: str
+    cell: int
+    cells: int
+    done: int
+    total: int
+    errors: int
+    rows_per_second: float
+    tokens_per_second: float
+    seconds_left: float | None
+
+    @property
+    def described(self) -> str:
+        """The number of answers and the rates, in a line."""
+        errors = f", {self.errors:,} errors" if self.errors else ""
+        rates = f"{self.rows_per_second:,.1f} rows/s, {self.tokens_per_second:,.0f} tokens/s"
+        return f"{self.checkpoint} · {self.done:,}/{self.total:,} answers{errors} · {rates}"
+
+
+@dataclass(frozen=True)
 class CellDone:
     """A cell ended."""
 
@@ -56,7 +78,7 @@ class Judged:
     verdict: Verdict
 
 
-Update = Event | CellProgress | CellDone | Judged
+Update = Event | CellProgress | AnswersProgress | CellDone | Judged
 _listener: ContextVar[Callable[[Update], None] | None] = ContextVar("progress_listener", default=None)
 
 

@@ -24,7 +24,15 @@ from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
 from resources.errors import PrefectUnavailable
 from tasks.prefect_server.client import prefect_client
-from tasks.prefect_server.progress import CellDone, CellProgress, Update, listening, report_event, reported
+from tasks.prefect_server.progress import (
+    AnswersProgress,
+    CellDone,
+    CellProgress,
+    Update,
+    listening,
+    report_event,
+    reported,
+)
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import artifact_key, how_many
 
@@ -41,12 +49,24 @@ def marked(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
     is away would end the evaluation. Outside of a flow run it does nothing. A Prefect server that does not answer costs
     the marks, nothing else, and keeps no cell waiting.
     """
+    with marked_as(configs[0].run_name, tags=tags_of(configs)):
+        yield
+
+
+@contextmanager
+def marked_as(run: str, *, tags: Sequence[str]) -> Iterator[None]:
+    """As `marked`, for what is no evaluation.
+
+    Args:
+        run: that it is about.
+        tags: of the flow run.
+    """
     context = FlowRunContext.get()
     if context is None or context.flow_run is None:
         yield
         return
-    _tag(context.flow_run, tags_of(configs))
-    bar = ProgressBar(configs[0].run_name, also=reported())
+    _tag(context.flow_run, tags)
+    bar = ProgressBar(run, also=reported())
     try:
         with listening(bar.take):
             yield
@@ -119,6 +139,7 @@ class ProgressBar:
         self._shares: dict[int, float] = {}
         self._done: set[int] = set()
         self._cells = 0
+        self._answers: str | None = None
         self._news, self._closing = False, False
         self._thread: threading.Thread | None = None
 
@@ -130,7 +151,7 @@ class ProgressBar:
     def take(self, update: Update) -> None:
         """Takes in one update, which is shown soon."""
         self._also(update)
-        if not isinstance(update, CellProgress | CellDone):
+        if not isinstance(update, CellProgress | AnswersProgress | CellDone):
             return
         with self._changed:
             self._count(update)
@@ -149,8 +170,9 @@ class ProgressBar:
         if self._thread is not None:
             self._thread.join(_LAST_UPDATE_SECONDS)
 
-    def _count(self, update: CellProgress | CellDone) -> None:
+    def _count(self, update: CellProgress | AnswersProgress | CellDone) -> None:
         self._cells = update.cells
+        self._answers = update.described if isinstance(update, AnswersProgress) else None
         if isinstance(update, CellDone):
             if update.status != "infra_failed":
                 self._shares.pop(update.cell, None)
@@ -173,6 +195,7 @@ class ProgressBar:
                 self._news = False
                 percent = self.percent
                 described = f"{len(self._done)} of {how_many(self._cells, 'cell')} of {self._run} evaluated"
+                described = self._answers or described
             shown_at = self._clock()
             try:
                 self._send(percent, described)

@@ -45,6 +45,7 @@ from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
+from tasks.generation.config import GenerationConfig, PromptsConfig, SamplingConfig
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
@@ -92,6 +93,7 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(EvaluationConfig, EvalTaskConfig, CheckpointSelection),
     *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterComputation, LevanterOptions),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
+    *(GenerationConfig, PromptsConfig, SamplingConfig),
     *(Policy, PolicySuite, CheckpointRule, RetryBudget),
     *(Gate, BoundRule, BaselineRule),
     *(TrainAndEvaluateConfig, TrainLmOnPodConfig),

@@ -106,7 +106,7 @@ def pool_content(options: EvaluationOptions) -> dict[str, Any]:
         "resource_config": resources_asked(options),
         "model": {
             "name": options.name or name_of(options.model)[0],
-            "engine_kwargs": dict(_engine_argument(text) for text in options.engine),
+            "engine_kwargs": dict(key_and_value("--engine", text) for text in options.engine),
             "apply_chat_template": options.chat,
         },
     }
@@ -195,11 +195,17 @@ def _benchmark(text: str, *, forced: bool) -> dict[str, Any]:
     return {"name": name, "num_fewshot": int(shots), "task_alias": f"{name}_{shots}shot", "force_fewshot": forced}
 
 
-def _engine_argument(text: str) -> tuple[str, Any]:
+def key_and_value(option: str, text: str) -> tuple[str, Any]:
+    """The two parts of an option `key=value`; the value is a number, a truth value or the like where it looks like it.
+
+    Raises:
+        BadInput: there is no =.
+    """
     key, separator, value = text.partition("=")
     if not separator:
+        example = {"--engine": "max_model_len=4096"}.get(option, "top_k=40")
         raise BadInput(
-            expected="--engine key=value", found=f"--engine {text}", remedy="for example --engine max_model_len=4096"
+            expected=f"{option} key=value", found=f"{option} {text}", remedy=f"for example {option} {example}"
         )
     try:
         return key, ast.literal_eval({"true": "True", "false": "False"}.get(value, value))

@@ -9,6 +9,7 @@ from prefect import Flow
 from prefect.utilities.callables import parameter_schema
 
 from flows.evaluation import evaluate_checkpoint
+from flows.generation import generate_text
 from flows.reconcile import reconcile_policy
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
@@ -18,6 +19,7 @@ FLOWS: tuple[Flow[..., Any], ...] = (
     evaluate_checkpoint,
     evaluate_checkpoints,
     evaluate_suite,
+    generate_text,
     reconcile_policy,
     train_and_evaluate,
 )

@@ -1,0 +1,63 @@
+"""The flow that writes text in bulk: prompts asked of one checkpoint or several, on one pool."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect import flow
+
+from flows.hooks import leave_nothing
+from pools.jobs import Restarts
+from resources.errors import EngineDied, ProxyFailed
+from tasks.generation.config import GenerationConfig
+from tasks.generation.generate import (
+    PlannedGeneration,
+    conclude_generation,
+    generate_answers,
+    plan_generation,
+    pool_of,
+)
+from tasks.prefect_server.client import end_reported
+from tasks.prefect_server.noted_errors import error_noted
+from tasks.prefect_server.progress import report_event
+from tasks.prefect_server.progress_artifact import marked_as
+
+_POOLS_IN_TEN_MINUTES = 10
+
+
+@flow(
+    name="generate-text",
+    flow_run_name="generate {config.place}",
+    persist_result=False,
+    on_cancellation=[leave_nothing],
+    on_crashed=[leave_nothing],
+)
+def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
+    """Has prompts answered by checkpoints, and writes every answer once; answers that are written are not asked again.
+
+    Args:
+        config: Which prompts, of which checkpoints, and where the answers go.
+
+    Raises:
+        AssayError: the request cannot be right, the pool does not answer, or too many prompts could not be answered.
+    """
+    with error_noted(), end_reported(), marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
+        planned = plan_generation(config)
+        _answer(planned)
+        return conclude_generation(planned)
+
+
+def _answer(planned: PlannedGeneration) -> None:
+    """Has the missing answers of all checkpoints made; where a pool is lost, on another."""
+    losses = Restarts(_POOLS_IN_TEN_MINUTES)
+    lost = False
+    while pending := [target for target in planned.targets if not target.is_written(planned.plan)]:
+        try:
+            with pool_of(planned, pending, patiently=lost) as session:
+                for target in pending:
+                    generate_answers(planned, target, session, cell=planned.targets.index(target) + 1)
+        except (ProxyFailed, EngineDied) as error:
+            lost = True
+            if not losses.allow():
+                raise
+            report_event(f"the pool is lost, and another is taken: {error.found}")

@@ -1,0 +1,232 @@
+"""Asking: the answers to the prompts of a shard, with as many requests in flight as there are slots."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx2
+import openai
+import orjson
+from openai import DefaultAsyncHttpxClient
+
+from pools.endpoint import RunningModel
+from resources.errors import EndpointUnusable
+from tasks.generation.answers import AnswerRow
+from tasks.generation.config import PromptsConfig, SamplingConfig
+from tasks.generation.prompts import Row
+from tasks.generation.templates import UnusableRow, prompt_maker
+
+_RETRIES = 6
+"""Tries after the first; the pauses between them double up to 8 s, so a proxy that is started again is waited for."""
+_PROMPTS_FAULT = (400, 413, 422)
+_CONNECT_SECONDS = 30.0
+_SHOWN_CHARACTERS = 200
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Columns that all rows of a generation share."""
+
+    checkpoint: str
+    checkpoint_digest: str
+    pool: str
+    parameters: str
+
+
+@dataclass(frozen=True)
+class _Answer:
+    text: str | None = None
+    tool_calls: str | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    error: str | None = None
+
+
+@dataclass
+class ShardProgress:
+    """Answers of a shard so far."""
+
+    rows: int = 0
+    tokens: int = 0
+    errors: int = 0
+    last_error: str | None = None
+
+
+def client_of(running: RunningModel, *, in_flight: int) -> openai.AsyncOpenAI:
+    """The official client, for so many requests at once."""
+    return openai.AsyncOpenAI(
+        base_url=running.base_url.removesuffix("/v1"),
+        api_key=running.api_key,
+        max_retries=_RETRIES,
+        timeout=openai.Timeout(running.request_timeout_seconds, connect=_CONNECT_SECONDS),
+        http_client=DefaultAsyncHttpxClient(
+            limits=httpx2.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
+            trust_env=not running.direct,
+        ),
+    )
+
+
+class Asker:
+    """Asks a checkpoint by one client, whose requests in flight never exceed `in_flight`, over all shards together.
+
+    Args:
+        client: of the pool, whose base has no `/v1`: each shard is a cell of its own there.
+        prompts: how a row becomes a prompt.
+        sampling: how it is answered.
+        origin: columns that all rows share.
+        in_flight: requests at once.
+    """
+
+    def __init__(
+        self,
+        client: openai.AsyncOpenAI,
+        *,
+        prompts: PromptsConfig,
+        sampling: SamplingConfig,
+        origin: Origin,
+        in_flight: int,
+    ) -> None:
+        self._client = client
+        self._prompts, self._sampling, self._origin = prompts, sampling, origin
+        self._made = prompt_maker(prompts)
+        self._path = "/v1/chat/completions" if prompts.chat else "/v1/completions"
+        self._field = "messages" if prompts.chat else "prompt"
+        self._body = {"model": origin.checkpoint, **sampling.body()}
+        self._slots = asyncio.Semaphore(in_flight)
+
+    async def answers(
+        self,
+        rows: Sequence[Row],
+        *,
+        first_prompt: int,
+        prefix: str = "",
+        progress: ShardProgress | None = None,
+        on_all_asked: Callable[[], None] = lambda: None,
+    ) -> list[AnswerRow]:
+        """Asks for every sample of every row; returns them in order.
+
+        Args:
+            rows: of the source.
+            first_prompt: number of the first of them.
+            prefix: path of the cell that the requests belong to.
+            progress: is kept up to date.
+            on_all_asked: called when the last request has begun, so that slots are about to be free.
+
+        Raises:
+            EndpointUnusable: the pool does not answer, or not as it should; nothing is the prompts' fault.
+        """
+        progress = progress or ShardProgress()
+        samples = self._sampling.samples
+        found: list[AnswerRow | None] = [None] * (len(rows) * samples)
+
+        async def answer(place: int, row: Row, prompt: Any, index: int, sample: int) -> None:
+            answered = await self._ask(prompt, sample, prefix)
+            found[place] = self._row(row, prompt, index, sample, answered)
+            self._count(progress, answered)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number, row in enumerate(rows):
+                    index = first_prompt + number
+                    try:
+                        prompt = self._made(row)
+                    except UnusableRow as error:
+                        failed = _Answer(error=str(error))
+                        for sample in range(samples):
+                            found[number * samples + sample] = self._row(row, None, index, sample, failed)
+                            self._count(progress, failed)
+                        continue
+                    for sample in range(samples):
+                        await self._slots.acquire()
+                        asked = group.create_task(answer(number * samples + sample, row, prompt, index, sample))
+                        asked.add_done_callback(self._free)  # also of one that is cancelled before it begins
+                on_all_asked()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [row for row in found if row is not None]
+
+    def _free(self, asked: asyncio.Task[None]) -> None:
+        self._slots.release()
+
+    async def _ask(self, prompt: Any, sample: int, prefix: str) -> _Answer:
+        body = {**self._body, self._field: prompt}
+        if self._sampling.seed is not None:
+            body["seed"] = self._sampling.seed + sample
+        try:
+            # Not by `completions.create`: it would make an object of each part of an answer, to be taken apart again.
+            response = await self._client.post(f"{prefix}{self._path}", body=body, cast_to=httpx2.Response)
+        except openai.APIStatusError as error:
+            if error.status_code in _PROMPTS_FAULT:
+                return _Answer(error=f"{error.status_code}: {_said(error)}")
+            raise _unusable(f"{error.status_code}: {_said(error)}") from None
+        except openai.OpenAIError as error:
+            raise _unusable(f"{type(error).__name__}: {error.__cause__ or error}") from None
+        return self._read(response.content)
+
+    def _read(self, content: bytes) -> _Answer:
+        try:
+            answer = orjson.loads(content)
+            choice = answer["choices"][0]
+            message = choice.get("message") or choice
+            calls = message.get("tool_calls")
+            usage = answer.get("usage") or {}
+            return _Answer(
+                text=message.get("content" if self._prompts.chat else "text"),
+                tool_calls=orjson.dumps(calls).decode() if calls else None,
+                finish_reason=choice.get("finish_reason"),
+                prompt_tokens=usage.get("prompt_tokens"),
+                completion_tokens=usage.get("completion_tokens"),
+            )
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise _unusable(f"an answer that is none: {type(error).__name__}") from error
+
+    def _row(self, row: Row, prompt: Any, index: int, sample: int, answered: _Answer) -> AnswerRow:
+        config, origin, seed = self._prompts, self._origin, self._sampling.seed
+        kept = {name: row.get(name) for name in config.keep}
+        name = row.get(config.id_column) if config.id_column else None
+        return AnswerRow(
+            prompt_index=index,
+            prompt_id=str(index if name is None else name),
+            sample=sample,
+            prompt=prompt if isinstance(prompt, str) else _as_json(prompt) if prompt is not None else "",
+            text=answered.text,
+            tool_calls=answered.tool_calls,
+            finish_reason=answered.finish_reason,
+            prompt_tokens=answered.prompt_tokens,
+            completion_tokens=answered.completion_tokens,
+            seed=None if seed is None else seed + sample,
+            checkpoint=origin.checkpoint,
+            checkpoint_digest=origin.checkpoint_digest,
+            pool=origin.pool,
+            parameters=origin.parameters,
+            columns=_as_json(kept) if kept else None,
+            error=answered.error,
+        )
+
+    def _count(self, progress: ShardProgress, answered: _Answer) -> None:
+        progress.rows += 1
+        progress.tokens += answered.completion_tokens or 0
+        if answered.error is not None:
+            progress.errors += 1
+            progress.last_error = answered.error[:_SHOWN_CHARACTERS]
+
+
+def _said(error: openai.APIStatusError) -> str:
+    body = error.body
+    message = body.get("message") if isinstance(body, dict) else None
+    return str(message or error.response.text)[:500]
+
+
+def _as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _unusable(found: str) -> EndpointUnusable:
+    return EndpointUnusable(
+        expected="the pool to answer", found=found, remedy="look at the pool's log; run again to go on"
+    )

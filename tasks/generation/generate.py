@@ -1,0 +1,228 @@
+"""The Prefect tasks of a generation: what is asked of which checkpoints, and the answers of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from prefect import task
+from prefect.artifacts import create_table_artifact
+from prefect.cache_policies import NO_CACHE
+from prefect.runtime import deployment, flow_run
+
+from pools.engine.engines import with_engine_variables
+from pools.engine.launch import Servable, environment_name
+from pools.pool.kept import require
+from pools.pool.session import PoolSession
+from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
+from resources.backends.current import current_client
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.checkpoints.discovery import Checkpoint, discover
+from tasks.generation.asking import Origin
+from tasks.generation.config import GenerationConfig
+from tasks.generation.output import Output
+from tasks.generation.plan import Plan, plan_prompts
+from tasks.generation.supervision import GenerationState, Supervision
+from tasks.prefect_server.accelerators import accelerators_reserved
+from tasks.prefect_server.client import show
+from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
+from tasks.running.provisioning import start_pool
+from tasks.spec.evaluation import digest_of
+from tasks.spec.names import artifact_key, how_many, job_name
+from tasks.spec.paths import check_deployed_paths
+
+_POOL_PATIENCE_SECONDS = 120.0
+_POOL_LOOK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """One checkpoint, and the place of its answers."""
+
+    name: str
+    folder: ModelFolder
+    digests: ModelDigests
+    output: Output
+    origin: Origin
+    identity: dict[str, Any]
+
+    def is_written(self, plan: Plan) -> bool:
+        """True if every shard stands."""
+        return len(self.output.written()) == len(plan.shards)
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedGeneration:
+    """All that a generation is to do."""
+
+    config: GenerationConfig
+    plan: Plan
+    targets: tuple[Target, ...]
+
+
+@task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)
+def plan_generation(config: GenerationConfig) -> PlannedGeneration:
+    """Looks at prompts and checkpoints, and refuses what cannot be right before anything is started.
+
+    Raises:
+        BadInput: prompts cannot be read, answers to something else lie in the output, there is no such pool.
+        CheckpointError: there is no complete checkpoint.
+        StorageError: something cannot be read or written.
+    """
+    if deployment.id:
+        check_deployed_paths([*config.prompts.files, config.output_path, *filter(None, [config.model_path])])
+    config = _as_served(config)
+    storage.check_writable(config.output_path)
+    if config.pool_config is not None:
+        current_client().check_resources(config.pool_config.resource_config)
+    current_client().check_resources(config.worker_resources)
+    plan = plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard)
+    targets = tuple(_target(config, plan, name, checkpoint) for name, checkpoint in _checkpoints(config))
+    for target in targets:
+        target.output.begin(target.identity)
+    answers = plan.prompts * config.sampling.samples * len(targets)
+    report_event(
+        f"{how_many(plan.prompts, 'prompt')} in {how_many(len(plan.shards), 'shard')}, "
+        f"{how_many(len(targets), 'checkpoint')}, {how_many(answers, 'answer')}"
+    )
+    return PlannedGeneration(config, plan, targets)
+
+
+def _as_served(config: GenerationConfig) -> GenerationConfig:
+    if config.pool_config is not None:
+        return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
+    assert config.pool_name is not None
+    require(config.pool_name)
+    return config
+
+
+def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
+    """The checkpoints by the names that requests use."""
+    if config.model_path is not None:
+        found = discover(config.model_path, config.selection)
+        return [
+            (f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}", checkpoint) for checkpoint in found
+        ]
+    assert config.pool_name is not None
+    kept = require(config.pool_name).checkpoints
+    return [(name, checkpoint) for name, uri in kept.items() for checkpoint in discover(uri, config.selection)]
+
+
+def _target(config: GenerationConfig, plan: Plan, name: str, checkpoint: Checkpoint) -> Target:
+    assert checkpoint.folder is not None, "only complete checkpoints are found"
+    digests = digest_model_folder(checkpoint.folder)
+    asked = {"parameters": config.parameters(), "prompts": {"count": plan.prompts, "digest": plan.digest}}
+    origin = Origin(name, digests.checkpoint, config.served_by, digest_of(asked))
+    output = Output(storage.join(storage.absolute(config.output_path), name), config.output_format)
+    identity = {**asked, "checkpoint": {"name": name, "digest": digests.checkpoint}}
+    return Target(name, checkpoint.folder, digests, output, origin, identity)
+
+
+@contextmanager
+def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently: bool) -> Iterator[PoolSession]:
+    """A session with the pool that answers for some checkpoints, for as long as the block lasts.
+
+    Args:
+        planned: the generation.
+        targets: those checkpoints.
+        patiently: wait a while for a kept pool that is not up.
+
+    Raises:
+        BadInput: there is no such kept pool.
+        EnvironmentBuildFailed, ProxyFailed: the pool does not start.
+    """
+    config = planned.config
+    servables = [Servable.from_folder(target.name, target.folder, target.digests) for target in targets]
+    if config.pool_name is not None:
+        access = _kept(config.pool_name, patiently=patiently).access
+        with PoolSession(access, servables, holder=f"generation {config.place}", on_event=report_event) as session:
+            yield session
+        return
+    assert config.pool_config is not None
+    ensure_environment(ENVIRONMENTS[environment_name(config.pool_config)], on_progress=report_event)
+    with accelerators_reserved(config.pool_config.resource_config):
+        pool = start_pool(config.pool_config, servables)
+        try:
+            yield pool.session
+        finally:
+            report_event("closing the pool")
+            pool.close()
+
+
+def _kept(name: str, *, patiently: bool) -> Any:
+    deadline = time.monotonic() + (_POOL_PATIENCE_SECONDS if patiently else 0.0)
+    while True:
+        try:
+            return require(name)
+        except BadInput:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(_POOL_LOOK_SECONDS)
+
+
+@task(task_run_name="answers of {target.name}", cache_policy=NO_CACHE, persist_result=False)
+def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSession, *, cell: int) -> None:
+    """Has every shard of one checkpoint written that is not. Shards that are stay as they are.
+
+    Raises:
+        TooManyErrors: more answers are errors than may be; what is written stays.
+        JobFailed, ProxyFailed, EngineDied, EngineStartFailed, ModelUnusable: it cannot go on.
+    """
+    began, cells = time.monotonic(), len(planned.targets)
+
+    def tell(state: GenerationState) -> None:
+        report(
+            AnswersProgress(
+                checkpoint=target.name,
+                cell=cell,
+                cells=cells,
+                done=state.rows,
+                total=state.total,
+                errors=state.errors,
+                rows_per_second=state.rows_per_second,
+                tokens_per_second=state.tokens_per_second,
+                seconds_left=state.seconds_left,
+            )
+        )
+
+    report_event(f"loading {target.name}")
+    running, _ = session.load(target.name)
+    try:
+        Supervision(
+            planned.config,
+            planned.plan,
+            origin=target.origin,
+            output=target.output,
+            session=session,
+            client=current_client(),
+            name=lambda what: job_name(what, target.name, flow_run=flow_run.id),
+            on_state=tell,
+            on_event=report_event,
+        ).run(running)
+    finally:
+        session.unwant(target.name)
+    report(CellDone(target.name, cell, cells, "succeeded", time.monotonic() - began))
+
+
+@task(task_run_name="manifests", cache_policy=NO_CACHE, persist_result=False, retries=3, retry_delay_seconds=[1, 5, 20])
+def conclude_generation(planned: PlannedGeneration) -> list[dict[str, Any]]:
+    """Writes the manifest of each checkpoint, shows totals in Prefect's UI, and returns them with their places.
+
+    Raises:
+        StorageError: a shard is missing, or a place cannot be written.
+    """
+    config, plan = planned.config, planned.plan
+    rows = []
+    for target in planned.targets:
+        sources = [{"uri": s.uri, "prompts": s.prompts, "sha256": s.sha256} for s in plan.sources]
+        more = {"parameters_hash": target.origin.parameters, "sources": sources, "pool": config.served_by}
+        manifest = target.output.conclude({**target.identity, **more}, shards=len(plan.shards))
+        rows.append({"checkpoint": target.name, **manifest["totals"], "folder": target.output.folder})
+    key = artifact_key(config.run_name)
+    show("totals", lambda: create_table_artifact(rows, key=f"{key}-generated", description=f"Answers: {config.place}"))
+    return rows

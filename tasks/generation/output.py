@@ -1,0 +1,165 @@
+"""The place of a generation: what it was begun with, shards that are written once and whole, the manifest at last."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+
+from resources.errors import BadInput, StorageError
+from resources.storage import storage
+from tasks.generation.answers import SCHEMA_VERSION, AnswerRow, Format, decoded, encoded
+
+BEGUN, MANIFEST, SUMMARIES = "generation.json", "manifest.json", "summaries"
+_PART = re.compile(r"part-(\d{5,})\.(parquet|jsonl)")
+_READERS = 16
+
+
+@dataclass(frozen=True)
+class ShardSummary:
+    """Numbers of a shard that was written."""
+
+    number: int
+    rows: int
+    errors: int
+    prompt_tokens: int
+    completion_tokens: int
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, number: int, rows: Iterable[Mapping[str, Any]], content: bytes) -> ShardSummary:
+        """Counts the rows of a shard."""
+        every = list(rows)
+        return cls(
+            number=number,
+            rows=len(every),
+            errors=sum(row["error"] is not None for row in every),
+            prompt_tokens=sum(row["prompt_tokens"] or 0 for row in every),
+            completion_tokens=sum(row["completion_tokens"] or 0 for row in every),
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+        )
+
+
+@dataclass(frozen=True)
+class Output:
+    """The folder of one checkpoint's answers."""
+
+    folder: str
+    form: Format
+
+    def part(self, number: int) -> str:
+        """Location of a shard's file."""
+        return storage.join(self.folder, f"part-{number:05d}.{self.form}")
+
+    def begin(self, identity: Mapping[str, Any]) -> None:
+        """Notes what the answers are to, or finds it noted.
+
+        Raises:
+            BadInput: answers to something else lie there; says what differs.
+            StorageError: the place cannot be written.
+        """
+        place = storage.join(self.folder, BEGUN)
+        wanted = orjson.loads(orjson.dumps(identity))
+        if storage.create_bytes(place, orjson.dumps(wanted, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)):
+            return
+        try:
+            standing = orjson.loads(storage.read_bytes(place))
+        except ValueError as error:
+            raise StorageError(expected=f"JSON in {place}", found=str(error), remedy="delete the folder") from error
+        if differing := list(_differences(wanted, standing)):
+            raise BadInput(
+                expected=f"the same parameters as those that {self.folder} was begun with",
+                found="; ".join(differing),
+                remedy="choose another output folder, or the parameters that are noted there",
+            )
+
+    def write(self, number: int, rows: Sequence[AnswerRow]) -> ShardSummary:
+        """Writes a shard, unless it stands already: then what is there holds. Returns what stands.
+
+        Raises:
+            StorageError: the place cannot be written.
+        """
+        content = encoded(rows, self.form)
+        if not storage.create_bytes(self.part(number), content):
+            return self.summary(number)
+        summary = ShardSummary.of(number, (asdict(row) for row in rows), content)
+        storage.write_bytes(self._summary(number), orjson.dumps(asdict(summary)))
+        return summary
+
+    def is_written(self, number: int) -> bool:
+        """True if a shard stands."""
+        return storage.exists(self.part(number))
+
+    def written(self) -> list[int]:
+        """Numbers of the shards that stand.
+
+        Raises:
+            StorageError: the place cannot be listed.
+        """
+        names = [storage.basename(file.uri) for file in storage.list_files(self.folder)]
+        found = (_PART.fullmatch(name) for name in names)
+        return sorted(int(match[1]) for match in found if match and match[2] == self.form)
+
+    def summary(self, number: int) -> ShardSummary:
+        """Numbers of a shard that stands; counted anew where whoever wrote it was killed before it noted them.
+
+        Raises:
+            StorageError: it cannot be read.
+        """
+        try:
+            return ShardSummary(**orjson.loads(storage.read_bytes(self._summary(number))))
+        except (FileNotFoundError, ValueError, TypeError):
+            content = storage.read_bytes(self.part(number))
+            summary = ShardSummary.of(number, decoded(content, self.form), content)
+            storage.write_bytes(self._summary(number), orjson.dumps(asdict(summary)))
+            return summary
+
+    def summaries(self, numbers: Sequence[int]) -> list[ShardSummary]:
+        """Numbers of some shards that stand.
+
+        Raises:
+            StorageError: one cannot be read.
+        """
+        with ThreadPoolExecutor(_READERS) as threads:
+            return list(threads.map(self.summary, numbers))
+
+    def conclude(self, identity: Mapping[str, Any], *, shards: int) -> dict[str, Any]:
+        """Writes the manifest once every shard stands; returns it.
+
+        Raises:
+            StorageError: a shard is not there, or the place cannot be written.
+        """
+        found = self.summaries(range(shards))
+        names = ("rows", "errors", "prompt_tokens", "completion_tokens", "bytes")
+        manifest = {
+            "schema_version": SCHEMA_VERSION,
+            **identity,
+            "totals": {name: sum(getattr(summary, name) for summary in found) for name in names},
+            "shards": [{"file": storage.basename(self.part(each.number)), **asdict(each)} for each in found],
+        }
+        content = orjson.dumps(manifest, option=orjson.OPT_INDENT_2)
+        storage.write_bytes(storage.join(self.folder, MANIFEST), content)
+        return manifest
+
+    def _summary(self, number: int) -> str:
+        return storage.join(self.folder, SUMMARIES, f"part-{number:05d}.json")
+
+
+def _differences(wanted: Any, standing: Any, place: str = "") -> Iterable[str]:
+    if isinstance(wanted, dict) and isinstance(standing, dict):
+        for name in dict.fromkeys([*wanted, *standing]):
+            yield from _differences(wanted.get(name), standing.get(name), f"{place}.{name}" if place else name)
+    elif wanted != standing:
+        yield f"{place}: {_short(wanted)} now, {_short(standing)} there"
+
+
+def _short(value: Any) -> str:
+    text = orjson.dumps(value).decode()
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,0 +1,249 @@
+"""Sources of prompts: which files they are, and the rows of a part of one, without the rest where that is cheap."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, BinaryIO, Literal, cast
+
+import orjson
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from resources.errors import BadInput
+from resources.storage import storage
+
+Kind = Literal["jsonl", "parquet", "arrow"]
+Row = dict[str, Any]
+
+_KINDS: dict[str, Kind] = {
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".jsonl.gz": "jsonl",
+    ".ndjson.gz": "jsonl",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+}
+_STATE, _SPLITS = "state.json", "dataset_dict.json"  # as `datasets.save_to_disk` writes them
+_ROWS_AT_ONCE = 1024
+_BUFFER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file with prompts."""
+
+    uri: str
+    kind: Kind
+
+    @property
+    def compressed(self) -> bool:
+        """True if it can be read from its beginning only."""
+        return self.uri.endswith(".gz")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Prompts whose answers are written together: some rows of a source, one after another."""
+
+    number: int
+    source: Source
+    first_prompt: int
+    """Number of its first prompt among all."""
+    prompts: int
+    first_row: int
+    """Number of its first row in the source."""
+    start: int | None = None
+    end: int | None = None
+    """Bytes of the source that hold it, where that is known."""
+
+
+def sources_of(files: Iterable[str]) -> list[Source]:
+    """The files that some paths, patterns and folders stand for, each once, in the order given and then by name.
+
+    Raises:
+        BadInput: nothing is there, or nothing that can be read as prompts.
+        StorageError: a place cannot be listed.
+    """
+    found = [source for file in files for source in _sources(file)]
+    return list(dict.fromkeys(found))
+
+
+def _sources(place: str) -> list[Source]:
+    if (kind := _kind_of(place)) is not None and not any(sign in place for sign in "*?["):
+        if not storage.exists(place):
+            raise _nothing(place, "nothing there")
+        return [Source(storage.absolute(place), kind)]
+    if storage.exists(storage.join(place, _STATE)):
+        return _saved_data_set(place)
+    if storage.exists(storage.join(place, _SPLITS)):
+        splits = json.loads(storage.read_bytes(storage.join(place, _SPLITS)))["splits"]
+        if len(splits) == 1:
+            return _saved_data_set(storage.join(place, splits[0]))
+        raise _nothing(place, f"a data set with the splits {', '.join(splits)}", f"name one: {place}/{splits[0]}")
+    found = [Source(uri, kind) for uri in storage.matching_files(place) if (kind := _kind_of(uri)) is not None]
+    if not found:
+        raise _nothing(place, "no such file")
+    return found
+
+
+def _saved_data_set(folder: str) -> list[Source]:
+    state = json.loads(storage.read_bytes(storage.join(folder, _STATE)))
+    if state.get("_indices_data_files"):
+        raise _nothing(folder, "a data set whose rows are chosen by indices", "save it after flatten_indices()")
+    files = [storage.join(storage.absolute(folder), file["filename"]) for file in state["_data_files"]]
+    return [Source(uri, "arrow") for uri in files]
+
+
+def _kind_of(uri: str) -> Kind | None:
+    return next((kind for suffix, kind in _KINDS.items() if uri.endswith(suffix)), None)
+
+
+def _nothing(place: str, found: str, remedy: str = "check the path, and what the files are called") -> BadInput:
+    return BadInput(
+        expected=f"prompts at {place}: {', '.join(_KINDS)}, a folder of such, or a data set saved to disk",
+        found=found,
+        remedy=remedy,
+    )
+
+
+def unreadable(source: Source, place: str, found: str) -> BadInput:
+    """The error for a source that cannot be read at a place, such as `line 7`."""
+    return BadInput(
+        expected=f"rows of a table in {source.uri}", found=f"{place}: {found}", remedy="correct or remove it"
+    )
+
+
+def parsed_line(source: Source, line: bytes, number: int) -> Row:
+    """The object in a line of JSON, which is counted from 1.
+
+    Raises:
+        BadInput: it is none; names file and line.
+    """
+    try:
+        row = orjson.loads(line)
+    except ValueError as error:
+        raise unreadable(source, f"line {number}", str(error)) from None
+    if not isinstance(row, dict):
+        raise unreadable(source, f"line {number}", f"{type(row).__name__}, not an object with columns")
+    return row
+
+
+@contextmanager
+def opened_lines(source: Source) -> Iterator[BinaryIO]:
+    """The lines of a source, unpacked.
+
+    Raises:
+        BadInput: it is not packed as it says.
+        StorageError: it cannot be read.
+    """
+    try:
+        with storage.opened(source.uri) as file:
+            raw = gzip.GzipFile(fileobj=file) if source.compressed else file
+            yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES))
+    except (gzip.BadGzipFile, EOFError) as error:
+        raise unreadable(source, "as a whole", str(error)) from None
+
+
+def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBatch]:
+    """Yields the rows of a table from a row on, a few at a time.
+
+    Raises:
+        BadInput: it is no such table, or is damaged.
+        StorageError: it cannot be read.
+    """
+    with storage.opened(source.uri) as file:
+        try:
+            skip = from_row
+            for batch in _parquet(file, from_row) if source.kind == "parquet" else _arrow(file):
+                if skip >= batch.num_rows:
+                    skip -= batch.num_rows
+                    continue
+                for start in range(skip, batch.num_rows, _ROWS_AT_ONCE):
+                    yield batch.slice(start, _ROWS_AT_ONCE)
+                skip = 0
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(source, "as a whole", str(error)) from None
+
+
+def _parquet(file: BinaryIO, from_row: int) -> Iterator[pa.RecordBatch]:
+    """Yields batches of which those before `from_row` are empty of data, but for the group that holds it."""
+    table = pq.ParquetFile(file)
+    for group in range(table.num_row_groups):
+        rows = table.metadata.row_group(group).num_rows
+        if from_row >= rows:  # left out unread, and counted
+            from_row -= rows
+            yield pa.record_batch([pa.nulls(rows)], names=["skipped"])
+            continue
+        yield from table.iter_batches(_ROWS_AT_ONCE, row_groups=[group])
+        from_row = 0
+
+
+def _arrow(file: BinaryIO) -> Iterator[pa.RecordBatch]:
+    try:
+        stream = pa.ipc.open_stream(file)
+    except pa.ArrowInvalid:
+        file.seek(0)
+        whole = pa.ipc.open_file(file)
+        yield from (whole.get_batch(number) for number in range(whole.num_record_batches))
+        return
+    yield from stream
+
+
+def table_rows(source: Source) -> int:
+    """The number of rows of a table.
+
+    Raises:
+        BadInput: it is no such table, or is damaged.
+        StorageError: it cannot be read.
+    """
+    with storage.opened(source.uri) as file:
+        try:
+            if source.kind == "parquet":
+                return pq.ParquetFile(file).metadata.num_rows
+            return sum(batch.num_rows for batch in _arrow(file))
+        except (pa.ArrowException, OSError) as error:
+            raise unreadable(source, "as a whole", str(error)) from None
+
+
+def rows_of(shard: Shard) -> Sequence[Row]:
+    """The rows of a shard.
+
+    Raises:
+        BadInput: they are not there any more, or cannot be read.
+        StorageError: the source cannot be read.
+    """
+    rows = list(islice(_rows(shard), shard.prompts))
+    if len(rows) != shard.prompts:
+        found = f"{len(rows)} from row {shard.first_row} on"
+        raise BadInput(
+            expected=f"{shard.prompts} rows in {shard.source.uri}, as when they were counted",
+            found=found,
+            remedy="leave the prompts as they are while they are answered; begin anew in another output folder",
+        )
+    return rows
+
+
+def _rows(shard: Shard) -> Iterator[Row]:
+    source = shard.source
+    if source.kind != "jsonl":
+        for batch in table_batches(source, from_row=shard.first_row):
+            yield from batch.to_pylist()
+    elif shard.start is not None:
+        content = storage.read_bytes(source.uri, start=shard.start, end=shard.end)
+        yield from _objects(source, content.split(b"\n"))
+    else:
+        with opened_lines(source) as lines:
+            filled = (line for line in lines if line.strip())
+            yield from _objects(source, islice(filled, shard.first_row, None))
+
+
+def _objects(source: Source, lines: Iterable[bytes]) -> Iterator[Row]:
+    for line in lines:
+        if line.strip():
+            yield parsed_line(source, line, 0)

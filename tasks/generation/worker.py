@@ -1,0 +1,179 @@
+"""A worker: a job that takes shards from the queue, asks the pool, and writes the answers.
+
+What it is killed over is not lost: its shard goes back to the queue, and the pool's journal has the answers so far for
+whoever takes it next. Nothing here knows Prefect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pools.endpoint import RunningModel
+from pools.proxy.client import ProxyAddress, ProxyClient
+from resources.actors.actor_handle import ActorHandle
+from resources.actors.leased_queue import Lease
+from resources.errors import AssayError, ProxyFailed, ProxyRefused
+from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE, variable
+from tasks.generation.asking import Asker, Origin, ShardProgress, client_of
+from tasks.generation.config import GenerationConfig
+from tasks.generation.output import Output, ShardSummary
+from tasks.generation.prompts import Shard, rows_of
+
+_OPEN_SHARDS = 4
+"""Shards at once: while the last answers of one are awaited, slots go to the next."""
+_IDLE_SECONDS, _RETRY_SECONDS, _PROGRESS_SECONDS = 0.5, 0.2, 2.0
+_PATIENCE_SECONDS = 30.0  # for a proxy that is started again on its address
+_log = logging.getLogger("assay.generation")
+
+
+@dataclass(frozen=True)
+class WorkOrder:
+    """All that a worker needs to know, apart from the pool's keys, which are in its environment."""
+
+    worker: str
+    config: GenerationConfig
+    origin: Origin
+    output: Output
+    proxy: ProxyAddress
+    running: RunningModel
+    in_flight: int
+    """Requests at once of this worker."""
+
+    def cell(self, shard: Shard) -> str:
+        """Name under which the pool keeps the answers of a shard that is not written yet."""
+        origin = self.origin
+        return f"generation-{origin.parameters}-{origin.checkpoint_digest[:12]}-{shard.number}"
+
+
+def run_worker(order: WorkOrder, queue: ActorHandle) -> None:
+    """Works until no shard is left.
+
+    Raises:
+        AssayError: the pool, the queue or the output cannot be reached; its shards go back.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    try:
+        asyncio.run(_Worker(order, queue).work())
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+class _Worker:
+    def __init__(self, order: WorkOrder, queue: ActorHandle) -> None:
+        self._order, self._queue = order, queue
+        self._proxy = ProxyClient(order.proxy, admin_key=variable(POOL_ADMIN_KEY_VARIABLE) or "")
+        self._open: dict[str, tuple[asyncio.Task[None], ShardProgress]] = {}
+
+    async def work(self) -> None:
+        order = self._order
+        running = replace(order.running, api_key=variable(POOL_KEY_VARIABLE) or "")
+        await self._tell("begin")
+        async with client_of(running, in_flight=order.in_flight) as client:
+            asker = Asker(
+                client,
+                prompts=order.config.prompts,
+                sampling=order.config.sampling,
+                origin=order.origin,
+                in_flight=order.in_flight,
+            )
+            async with asyncio.TaskGroup() as group:
+                renewing = group.create_task(self._renew())
+                await self._take_shards(asker, group)
+                renewing.cancel()
+
+    async def _take_shards(self, asker: Asker, group: asyncio.TaskGroup) -> None:
+        while True:
+            lease: Lease | None = await self._tell("lend")
+            if lease is not None:
+                progress, asked = ShardProgress(), asyncio.Event()
+                task = group.create_task(self._do(asker, lease, progress, asked.set))
+                self._open[lease.lease_id] = task, progress
+                task.add_done_callback(lambda _, asked=asked, lease=lease: self._ended(lease, asked))
+                await asked.wait()
+                while len(self._open) >= _OPEN_SHARDS:
+                    await asyncio.wait([task for task, _ in self._open.values()], return_when="FIRST_COMPLETED")
+            elif self._open:
+                await asyncio.wait([task for task, _ in self._open.values()], return_when="FIRST_COMPLETED")
+            elif (await self._asked("state")).left == 0:
+                return
+            else:
+                await asyncio.sleep(_IDLE_SECONDS)  # others have shards, which may come back
+
+    def _ended(self, lease: Lease, asked: asyncio.Event) -> None:
+        self._open.pop(lease.lease_id, None)
+        asked.set()
+
+    async def _do(self, asker: Asker, lease: Lease, progress: ShardProgress, on_all_asked: Callable[[], None]) -> None:
+        """Does one shard; where it cannot be done, gives it back and ends the worker."""
+        shard: Shard = lease.item
+        try:
+            written = await self._written(asker, shard, progress, on_all_asked)
+        except AssayError as error:
+            await self._tell("give_back", lease, error.found)
+            raise
+        done = ShardProgress(written.rows, written.completion_tokens, written.errors, progress.last_error)
+        await self._tell("finish", lease, done)
+
+    async def _written(
+        self, asker: Asker, shard: Shard, progress: ShardProgress, on_all_asked: Callable[[], None]
+    ) -> ShardSummary:
+        order, output = self._order, self._order.output
+        cell, attempt = order.cell(shard), secrets.token_hex(4)
+        if await asyncio.to_thread(output.is_written, shard.number):
+            await self._forget(cell, attempt)
+            return await asyncio.to_thread(output.summary, shard.number)
+        rows = await asyncio.to_thread(rows_of, shard)
+        await self._patiently(self._proxy.open_cell, cell, attempt, mirror=None)
+        answers = await asker.answers(
+            rows,
+            first_prompt=shard.first_prompt,
+            prefix=f"/cells/{cell}/{attempt}",
+            progress=progress,
+            on_all_asked=on_all_asked,
+        )
+        written = await asyncio.to_thread(output.write, shard.number, answers)
+        await self._forget(cell, attempt)
+        return written
+
+    async def _forget(self, cell: str, attempt: str) -> None:
+        """Lets the pool throw away sampled answers of a shard that is written."""
+        # A proxy that was started again closes only what it was told of.
+        await self._patiently(self._proxy.open_cell, cell, attempt, mirror=None)
+        await self._patiently(self._proxy.close_cell, cell, attempt, drop=True)
+
+    async def _patiently(self, ask: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+        """Asks the proxy, also one that is being started again."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while True:
+            try:
+                await asyncio.to_thread(ask, *arguments, **options)
+                return
+            except ProxyRefused:
+                raise
+            except ProxyFailed:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(_RETRY_SECONDS)
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(_PROGRESS_SECONDS)
+            so_far = {lease_id: replace(progress) for lease_id, (_, progress) in self._open.items()}
+            for lease_id in await self._tell("advance", so_far):
+                if lease_id in self._open:  # another worker has it
+                    _log.info("a lease was lost; its shard is dropped")
+                    self._open[lease_id][0].cancel()
+
+    async def _tell(self, method: str, *arguments: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._queue, method), self._order.worker, *arguments)
+
+    async def _asked(self, method: str) -> Any:
+        return await asyncio.to_thread(getattr(self._queue, method))
