@@ -1,10 +1,11 @@
 # Assay with vLLM on TPUs. From the root of the checkout:
 #   docker build -f deployments/images/tpu.Dockerfile -t assay-tpu --build-arg COMMIT=$(git rev-parse HEAD) .
-ARG BASE=python:3.12-slim
+ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG UV_NO_CACHE=1
 ARG VIRTUAL_ENV=/opt/assay
 ARG ASSAY_CACHE_DIR=/opt/assay
+ARG UV_PYTHON_INSTALL_DIR=/opt/assay/python
 ENV PATH=/opt/assay/bin:$PATH
 WORKDIR /opt/build
 # g++ compiles a package of HELM, and kernels of engines as they run. Versions are those of the base image.
@@ -17,7 +18,8 @@ RUN apt-get update \
 COPY resources/environments/requirements/orchestrator.txt requirements/
 RUN python3 -m venv /opt/assay \
     && pip install --no-cache-dir --constraint requirements/orchestrator.txt uv \
-    && uv pip install --compile-bytecode --requirements requirements/orchestrator.txt
+    && uv pip install --compile-bytecode --requirements requirements/orchestrator.txt \
+    && uv python install 3.12
 
 # What is built seldom comes before what changes daily: the environments, then Assay.
 COPY resources/__init__.py resources/errors.py resources/settings.py resources/

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,17 @@ def test_commands_of_the_workflow_are_those_of_this_version():
     assert "flows.suites.evaluate_suite" in {
         deployment["entrypoint"] for deployment in deployments if deployment["name"] == "local"
     }
+
+
+def test_workflow_of_images_reads_the_version_and_the_host_to_log_in_to(tmp_path: Path):
+    root, output = CI.parents[1], tmp_path / "output"
+    script = SCRIPTS["image: Read version and registry"]
+    variables = {"PATH": "/usr/bin:/bin", "GITHUB_OUTPUT": str(output), "REGISTRY": "a-host.dev/project/images"}
+    subprocess.run(["bash", "-e", "-c", script], cwd=root, env=variables, check=True, timeout=20)
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    assert output.read_text() == f"version={version}\nregistry=a-host.dev\n"
+    [names] = [job["strategy"]["matrix"]["name"] for job in WORKFLOWS["images.yml"]["jobs"].values()]
+    assert {f"{name}.Dockerfile" for name in names} == {path.name for path in root.glob("deployments/images/*.Dockerfile")}
 
 
 def test_example_of_a_gate_is_one():

@@ -95,10 +95,10 @@ def test_image_copies_what_exists_is_not_ignored_and_is_every_list_that_it_insta
         assert f"!{source.partition('/')[0]}" in ignored, source
     installed = re.findall(r"--(?:requirements|constraint) requirements/(\S+)", "\n".join(image.all("RUN")))
     named = {f"resources/environments/requirements/{name}" for name in installed}
-    [python] = re.findall(r"BASE=python:([\d.]+)-slim", image.text)
+    pythons = re.findall(r"uv python install (\S+)", "\n".join(image.all("RUN")))
     for _, spec in image.environments().values():
         named |= {str(path.relative_to(ROOT)) for path in (spec.requirements, spec.overrides) if path is not None}
-        assert spec.python in (None, python)
+        assert spec.python is None or [spec.python] == pythons
     assert {source for source in sources if fnmatch(source, "*/requirements/*")} == named
 
 
