@@ -59,7 +59,7 @@ def run_worker(order: WorkOrder, queue: ActorHandle) -> None:
         AssayError: the pool, the queue or the output cannot be reached; its shards go back.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # the client's: a line for each request
     try:
         asyncio.run(_Worker(order, queue).work())
     except BaseExceptionGroup as errors:
