@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -142,12 +143,12 @@ def opened_lines(source: Source) -> Iterator[BinaryIO]:
         BadInput: it is not packed as it says.
         StorageError: it cannot be read.
     """
-    try:
-        with storage.opened(source.uri) as file:
-            raw = gzip.GzipFile(fileobj=file) if source.compressed else file
+    with storage.opened(source.uri) as file:
+        raw = gzip.GzipFile(fileobj=file) if source.compressed else file
+        try:
             yield cast(BinaryIO, io.BufferedReader(cast(io.RawIOBase, raw), _BUFFER_BYTES))
-    except (gzip.BadGzipFile, EOFError) as error:
-        raise unreadable(source, "as a whole", str(error)) from None
+        except (gzip.BadGzipFile, zlib.error, EOFError) as error:
+            raise unreadable(source, "as a whole", str(error)) from None
 
 
 def table_batches(source: Source, *, from_row: int = 0) -> Iterator[pa.RecordBatch]:

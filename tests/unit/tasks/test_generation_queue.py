@@ -1,0 +1,46 @@
+"""The queue of shards: a worker that begins anew gives back what it had, and what is written counts once."""
+
+from __future__ import annotations
+
+from tasks.generation.asking import ShardProgress
+from tasks.generation.prompts import Shard, Source
+from tasks.generation.queue import ShardQueue
+
+SHARDS = [Shard(number, Source("a.jsonl", "jsonl"), number * 2, 2, number * 2) for number in range(3)]
+
+
+def test_worker_that_begins_anew_gives_back_what_it_had_and_its_late_words_count_for_nothing() -> None:
+    queue = ShardQueue(SHARDS, max_deliveries=10)
+    queue.begin("a")
+    lost = queue.lend("a")
+    assert lost is not None and lost.item == SHARDS[0]
+    queue.advance("a", {lost.lease_id: ShardProgress(1, 10, 0)})
+    assert (queue.state().rows, queue.state().leased) == (1, 1)
+    queue.begin("a")
+    assert (queue.state().rows, queue.state().leased, queue.state().waiting) == (0, 0, 3)
+    assert queue.advance("a", {lost.lease_id: ShardProgress(2, 20, 0)}) == [lost.lease_id]
+    assert queue.state().rows == 0
+
+
+def test_written_shards_are_counted_once_whoever_finishes_them() -> None:
+    queue = ShardQueue(SHARDS[:1], max_deliveries=10)
+    first = queue.lend("a")
+    assert first is not None
+    queue.begin("a")
+    second = queue.lend("b")
+    assert second is not None and second.item == SHARDS[0]
+    queue.finish("a", first, ShardProgress(2, 20, 1, "400: no"))
+    assert queue.state().rows == 0
+    queue.finish("b", second, ShardProgress(2, 20, 1, "400: no"))
+    state = queue.state()
+    assert (state.rows, state.tokens, state.errors, state.last_error, state.done) == (2, 20, 1, "400: no", 1)
+    assert state.left == 0 and queue.lend("b") is None
+
+
+def test_shard_that_nobody_can_finish_is_set_aside_with_the_last_reason() -> None:
+    queue = ShardQueue(SHARDS[:1], max_deliveries=2)
+    for _ in range(2):
+        lease = queue.lend("a")
+        assert lease is not None
+        queue.give_back("a", lease, "the store is gone")
+    assert queue.state().dead == ("shard 0: the store is gone",) and queue.state().left == 0
