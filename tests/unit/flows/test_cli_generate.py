@@ -1,0 +1,89 @@
+"""From a command line to a generation: options become fields, and what cannot be meant is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flows.cli.generate import OutputOptions, PromptOptions, SamplingOptions
+from flows.cli.options.generations import generation_from_options
+from flows.cli.options.groups import EvaluationOptions, SelectionOptions
+from resources.errors import BadInput
+from tasks.generation.config import GenerationConfig
+
+
+def generation(
+    *, served: dict[str, Any] | None = None, sampling: dict[str, Any] | None = None, **fields: Any
+) -> GenerationConfig:
+    prompts = {name: fields.pop(name) for name in ("prompts", "template") if name in fields}
+    return generation_from_options(
+        EvaluationOptions(**{"model": "runs/a", **(served or {})}),
+        PromptOptions(**{"prompts": ("a.jsonl",), **prompts}),
+        SamplingOptions(**(sampling or {})),
+        OutputOptions(**{"output": "out", **fields}),
+        SelectionOptions(),
+    )
+
+
+def test_options_become_fields_and_files_are_read(tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text('{"type": "object"}')
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    (tmp_path / "template.txt").write_text("Say {{ x }}")
+    sampling = {"json_schema": str(tmp_path / "schema.json"), "tools": str(tmp_path / "tools.json")}
+    config = generation(
+        served={"chat": True, "replicas": 2},
+        sampling={**sampling, "extra": ("top_k=5", "ignore_eos=true")},
+        template=f"@{tmp_path}/template.txt",
+        max_errors="2%",
+    )
+    assert config.prompts.template == "Say {{ x }}" and config.prompts.chat
+    wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": {"type": "object"}, "strict": True}}
+    assert config.sampling.body() == {
+        "max_tokens": 256,
+        "response_format": wanted,
+        "tools": ({"type": "function"},),
+        "top_k": 5,
+        "ignore_eos": True,
+    }
+    assert config.pool_config is not None and config.pool_config.resource_config.replicas == 2
+    assert config.most_errors(1000) == 20
+
+
+@pytest.mark.parametrize(("text", "most"), [("3", 3), ("0", 0), ("0.5", 500), ("any", float("inf"))])
+def test_most_errors_are_a_number_a_share_or_any(text: str, most: float) -> None:
+    assert generation(max_errors=text).most_errors(1000) == most
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"served": {"model": None}}, "--model or --pool, --prompts and --output"),
+        ({"prompts": ()}, "--model or --pool, --prompts and --output"),
+        ({"output": None}, "--model or --pool, --prompts and --output"),
+        ({"served": {"pool": "warm", "replicas": 2}}, "--pool and --replicas"),
+        ({"max_errors": "few"}, "a number, a share or any"),
+        ({"template": "@nowhere"}, "nowhere is not there"),
+        ({"template": "{{"}, "expected a Jinja template"),
+        ({"sampling": {"extra": ("top_k",)}}, "--extra key=value"),
+        ({"output_format": "csv"}, "'parquet' or 'jsonl'"),
+        ({"sampling": {"temperature": -1}}, "sampling.temperature"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadInput) as refused:
+        generation(**fields)
+    assert words in str(refused.value)
+
+
+def test_configuration_names_one_way_of_serving() -> None:
+    fields = {"prompts": {"files": ["a.jsonl"]}, "output_path": "out"}
+    with pytest.raises(ValueError, match="expected model_path, or the pool_name"):
+        GenerationConfig.model_validate(fields)
+    with pytest.raises(ValueError, match="pool_config or pool_name, found both"):
+        GenerationConfig.model_validate({**fields, "pool_name": "a", "pool_config": {"model": {"name": "a"}}})
+    config = GenerationConfig.model_validate({**fields, "pool_name": "warm"})
+    assert (config.run_name, config.served_by, config.place) == ("warm", "warm", "warm · a.jsonl")
+    assert json.loads(config.model_dump_json())["max_errors"] == 0.05
