@@ -8,10 +8,11 @@ from prefect import flow
 
 from flows.hooks import leave_nothing
 from pools.jobs import Restarts
-from resources.errors import EngineDied, ProxyFailed
+from resources.errors import AssayError, EngineDied, ProxyFailed
 from tasks.generation.config import GenerationConfig
 from tasks.generation.generate import (
     PlannedGeneration,
+    Target,
     conclude_generation,
     generate_answers,
     plan_generation,
@@ -43,21 +44,35 @@ def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
     """
     with error_noted(), end_reported(), marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
         planned = plan_generation(config)
-        _answer(planned)
-        return conclude_generation(planned)
+        failures = _answer(planned)
+        totals = conclude_generation(planned)
+        for failure in failures:
+            raise failure
+        return totals
 
 
-def _answer(planned: PlannedGeneration) -> None:
-    """Has the missing answers of all checkpoints made; where a pool is lost, on another."""
+def _answer(planned: PlannedGeneration) -> list[AssayError]:
+    """Has the missing answers of all checkpoints made; where a pool is lost, on another.
+
+    Returns:
+        The errors of checkpoints that lack answers.
+    """
     losses = Restarts(_POOLS_IN_TEN_MINUTES)
+    failures: dict[Target, AssayError] = {}
     lost = False
-    while pending := [target for target in planned.targets if not target.is_written(planned.plan)]:
+    while pending := [target for target in planned.missing() if target not in failures]:
         try:
             with pool_of(planned, pending, patiently=lost) as session:
                 for target in pending:
-                    generate_answers(planned, target, session, cell=planned.targets.index(target) + 1)
+                    try:
+                        generate_answers(planned, target, session)
+                    except (ProxyFailed, EngineDied):
+                        raise
+                    except AssayError as error:  # of this checkpoint; the others may be well
+                        failures[target] = error
         except (ProxyFailed, EngineDied) as error:
             lost = True
             if not losses.allow():
                 raise
             report_event(f"the pool is lost, and another is taken: {error.found}")
+    return list(failures.values())

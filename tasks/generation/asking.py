@@ -18,6 +18,7 @@ from resources.errors import EndpointUnusable
 from tasks.generation.answers import AnswerRow
 from tasks.generation.config import PromptsConfig, SamplingConfig
 from tasks.generation.prompts import Row
+from tasks.generation.shards import ShardProgress
 from tasks.generation.templates import UnusableRow, prompt_maker
 
 _RETRIES = 6
@@ -45,16 +46,6 @@ class _Answer:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     error: str | None = None
-
-
-@dataclass
-class ShardProgress:
-    """Answers of a shard so far."""
-
-    rows: int = 0
-    tokens: int = 0
-    errors: int = 0
-    last_error: str | None = None
 
 
 def client_of(running: RunningModel, *, in_flight: int) -> openai.AsyncOpenAI:

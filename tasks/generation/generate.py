@@ -51,10 +51,6 @@ class Target:
     origin: Origin
     identity: dict[str, Any]
 
-    def is_written(self, plan: Plan) -> bool:
-        """True if every shard stands."""
-        return len(self.output.written()) == len(plan.shards)
-
 
 @dataclass(frozen=True, eq=False)
 class PlannedGeneration:
@@ -63,6 +59,14 @@ class PlannedGeneration:
     config: GenerationConfig
     plan: Plan
     targets: tuple[Target, ...]
+
+    def missing(self) -> list[Target]:
+        """The checkpoints that lack answers.
+
+        Raises:
+            StorageError: the output cannot be listed.
+        """
+        return [target for target in self.targets if len(target.output.written()) < len(self.plan.shards)]
 
 
 @task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)
@@ -166,14 +170,14 @@ def _kept(name: str, *, patiently: bool) -> Any:
 
 
 @task(task_run_name="answers of {target.name}", cache_policy=NO_CACHE, persist_result=False)
-def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSession, *, cell: int) -> None:
+def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSession) -> None:
     """Has every shard of one checkpoint written that is not. Shards that are stay as they are.
 
     Raises:
         TooManyErrors: more answers are errors than may be; what is written stays.
         JobFailed, ProxyFailed, EngineDied, EngineStartFailed, ModelUnusable: it cannot go on.
     """
-    began, cells = time.monotonic(), len(planned.targets)
+    began, cell, cells = time.monotonic(), planned.targets.index(target) + 1, len(planned.targets)
 
     def tell(state: GenerationState) -> None:
         report(
@@ -211,14 +215,16 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
 
 @task(task_run_name="manifests", cache_policy=NO_CACHE, persist_result=False, retries=3, retry_delay_seconds=[1, 5, 20])
 def conclude_generation(planned: PlannedGeneration) -> list[dict[str, Any]]:
-    """Writes the manifest of each checkpoint, shows totals in Prefect's UI, and returns them with their places.
+    """Writes the manifest of each checkpoint that has all its answers, shows totals in Prefect's UI, and returns them.
 
     Raises:
         StorageError: a shard is missing, or a place cannot be written.
     """
     config, plan = planned.config, planned.plan
-    rows = []
+    rows, missing = [], planned.missing()
     for target in planned.targets:
+        if target in missing:
+            continue
         sources = [{"uri": s.uri, "prompts": s.prompts, "sha256": s.sha256} for s in plan.sources]
         more = {"parameters_hash": target.origin.parameters, "sources": sources, "pool": config.served_by}
         manifest = target.output.conclude({**target.identity, **more}, shards=len(plan.shards))

@@ -87,7 +87,8 @@ class Output:
             StorageError: the place cannot be written.
         """
         content = encoded(rows, self.form)
-        if not storage.create_bytes(self.part(number), content):
+        # Looked at first for stores that would replace what stands.
+        if self.is_written(number) or not storage.create_bytes(self.part(number), content):
             return self.summary(number)
         summary = ShardSummary.of(number, (asdict(row) for row in rows), content)
         storage.write_bytes(self._summary(number), orjson.dumps(asdict(summary)))

@@ -13,8 +13,6 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.generation.config import PromptsConfig
 from tasks.generation.prompts import (
-    Shard,
-    Source,
     opened_lines,
     parsed_line,
     rows_of,
@@ -22,6 +20,7 @@ from tasks.generation.prompts import (
     table_rows,
     unreadable,
 )
+from tasks.generation.shards import Shard, Source
 from tasks.generation.templates import UnusableRow, prompt_maker
 
 _BLOCK_BYTES = 1 << 20

@@ -8,9 +8,8 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any, BinaryIO, Literal, cast
+from typing import Any, BinaryIO, cast
 
 import orjson
 import pyarrow as pa
@@ -18,8 +17,8 @@ import pyarrow.parquet as pq
 
 from resources.errors import BadInput
 from resources.storage import storage
+from tasks.generation.shards import Kind, Shard, Source
 
-Kind = Literal["jsonl", "parquet", "arrow"]
 Row = dict[str, Any]
 
 _KINDS: dict[str, Kind] = {
@@ -33,35 +32,6 @@ _KINDS: dict[str, Kind] = {
 _STATE, _SPLITS = "state.json", "dataset_dict.json"  # as `datasets.save_to_disk` writes them
 _ROWS_AT_ONCE = 1024
 _BUFFER_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class Source:
-    """A file with prompts."""
-
-    uri: str
-    kind: Kind
-
-    @property
-    def compressed(self) -> bool:
-        """True if it can be read from its beginning only."""
-        return self.uri.endswith(".gz")
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Prompts whose answers are written together: some rows of a source, one after another."""
-
-    number: int
-    source: Source
-    first_prompt: int
-    """Number of its first prompt among all."""
-    prompts: int
-    first_row: int
-    """Number of its first row in the source."""
-    start: int | None = None
-    end: int | None = None
-    """Bytes of the source that hold it, where that is known."""
 
 
 def sources_of(files: Iterable[str]) -> list[Source]:

@@ -7,8 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from resources.actors.leased_queue import Lease, LeasedQueue, LeaseLost
-from tasks.generation.asking import ShardProgress
-from tasks.generation.prompts import Shard
+from tasks.generation.shards import Shard, ShardProgress
 
 LEASE_SECONDS = 60.0
 

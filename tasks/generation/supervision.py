@@ -15,7 +15,7 @@ from pools.pool.session import PoolSession
 from resources.actors.actor_handle import ActorHandle
 from resources.actors.actor_key import actor_variables
 from resources.actors.actors import create_actor
-from resources.errors import ActorCallLost, ActorDied, JobFailed, TooManyErrors
+from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, JobFailed, TooManyErrors
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus
 from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
 from tasks.generation.asking import Origin
@@ -25,11 +25,11 @@ from tasks.generation.plan import Plan
 from tasks.generation.queue import QueueState, ShardQueue
 from tasks.generation.worker import WorkOrder, run_worker
 
-_DELIVERIES = 10
+_DELIVERIES = 50
 _DEATHS_IN_TEN_MINUTES = 20
 """Of the queue, and of each worker, after which it is not started again."""
 _LOOK_SECONDS = 0.5
-_QUEUE_SECONDS = 30.0
+_QUEUE_SECONDS = 300.0
 _NOTHING = QueueState(0, 0, 0, (), 0, 0, 0)
 
 
@@ -101,7 +101,7 @@ class Supervision:
             try:
                 if self._with_queue(running):
                     return
-            except (ActorDied, ActorCallLost) as error:
+            except (ActorDied, ActorCallLost, BackendUnavailable) as error:
                 if not queues.allow():
                     raise JobFailed(
                         expected="a queue of shards that lives",

@@ -21,10 +21,11 @@ from resources.actors.actor_handle import ActorHandle
 from resources.actors.leased_queue import Lease
 from resources.errors import AssayError, ProxyFailed, ProxyRefused
 from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE, variable
-from tasks.generation.asking import Asker, Origin, ShardProgress, client_of
+from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output, ShardSummary
-from tasks.generation.prompts import Shard, rows_of
+from tasks.generation.prompts import rows_of
+from tasks.generation.shards import Shard, ShardProgress
 
 _OPEN_SHARDS = 4
 """Shards at once: while the last answers of one are awaited, slots go to the next."""

@@ -13,8 +13,9 @@ from fakes.engine import FakeEngine, Faults
 from pools.endpoint import RunningModel
 from resources.errors import EndpointUnusable
 from tasks.generation.answers import AnswerRow
-from tasks.generation.asking import Asker, Origin, ShardProgress, client_of
+from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import PromptsConfig, SamplingConfig
+from tasks.generation.shards import ShardProgress
 
 ORIGIN = Origin("m", "digest", "warm", "hash")
 ROWS = [{"prompt": f"Question {number}?", "name": f"q{number}"} for number in range(5)]

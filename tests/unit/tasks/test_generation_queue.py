@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from tasks.generation.asking import ShardProgress
-from tasks.generation.prompts import Shard, Source
 from tasks.generation.queue import ShardQueue
+from tasks.generation.shards import Shard, ShardProgress, Source
 
 SHARDS = [Shard(number, Source("a.jsonl", "jsonl"), number * 2, 2, number * 2) for number in range(3)]
 
