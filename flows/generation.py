@@ -46,8 +46,8 @@ def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
         planned = plan_generation(config)
         failures = _answer(planned)
         totals = conclude_generation(planned)
-        for failure in failures:
-            raise failure
+        if failures:
+            raise failures[0]
         return totals
 
 

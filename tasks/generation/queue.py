@@ -47,6 +47,7 @@ class ShardQueue(LeasedQueue):
         self._held: dict[str, dict[str, ShardProgress]] = {}
         self._finished = ShardProgress()
         self._reasons: dict[int, str] = {}
+        self._hopeless: list[int] = []
 
     def begin(self, worker: str) -> None:
         """Takes back all that a worker of this name has: it has just begun, and knows of nothing."""
@@ -84,25 +85,30 @@ class ShardQueue(LeasedQueue):
             self._finished.errors += written.errors
             self._finished.last_error = written.last_error or self._finished.last_error
 
-    def give_back(self, worker: str, lease: Lease, reason: str) -> None:
-        """Puts a shard back that could not be finished, with the reason."""
+    def give_back(self, worker: str, lease: Lease, reason: str, *, hopeless: bool = False) -> None:
+        """Puts a shard back that could not be finished, with the reason; a hopeless one is not tried again."""
         self._held.get(worker, {}).pop(lease.lease_id, None)
         self._reasons[lease.item.number] = reason
         with suppress(LeaseLost):
-            self.release(lease)
+            if hopeless:
+                self.done(lease)
+                self._hopeless.append(lease.item.number)
+            else:
+                self.release(lease)
 
     def state(self) -> QueueState:
         """Returns the progress of all shards together."""
         counts = self.counts()
+        dead = {
+            letter.item.number: self._reasons.get(letter.item.number, letter.reason) for letter in self.dead_letters()
+        }
+        hopeless = {number: self._reasons[number] for number in self._hopeless}
         open_ = [so_far for held in self._held.values() for so_far in held.values()]
         return QueueState(
             waiting=counts.waiting,
             leased=counts.leased,
             done=counts.done,
-            dead=tuple(
-                f"shard {letter.item.number}: {self._reasons.get(letter.item.number, letter.reason)}"
-                for letter in self.dead_letters()
-            ),
+            dead=tuple(f"shard {number}: {reason}" for number, reason in (dead | hopeless).items()),
             rows=self._finished.rows + sum(so_far.rows for so_far in open_),
             tokens=self._finished.tokens + sum(so_far.tokens for so_far in open_),
             errors=self._finished.errors + sum(so_far.errors for so_far in open_),

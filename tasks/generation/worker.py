@@ -19,7 +19,7 @@ from pools.endpoint import RunningModel
 from pools.proxy.client import ProxyAddress, ProxyClient
 from resources.actors.actor_handle import ActorHandle
 from resources.actors.leased_queue import Lease
-from resources.errors import AssayError, ProxyFailed, ProxyRefused
+from resources.errors import AssayError, BadInput, ProxyFailed, ProxyRefused
 from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE, variable
 from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
@@ -118,8 +118,11 @@ class _Worker:
         try:
             written = await self._written(asker, shard, progress, on_all_asked)
         except AssayError as error:
-            await self._tell("give_back", lease, error.found)
-            raise
+            hopeless = isinstance(error, BadInput)
+            await self._tell("give_back", lease, error.found, hopeless=hopeless)
+            if not hopeless:
+                raise
+            return
         done = ShardProgress(written.rows, written.completion_tokens, written.errors, progress.last_error)
         await self._tell("finish", lease, done)
 
@@ -173,8 +176,8 @@ class _Worker:
                     _log.info("a lease was lost; its shard is dropped")
                     self._open[lease_id][0].cancel()
 
-    async def _tell(self, method: str, *arguments: Any) -> Any:
-        return await asyncio.to_thread(getattr(self._queue, method), self._order.worker, *arguments)
+    async def _tell(self, method: str, *arguments: Any, **options: Any) -> Any:
+        return await asyncio.to_thread(getattr(self._queue, method), self._order.worker, *arguments, **options)
 
     async def _asked(self, method: str) -> Any:
         return await asyncio.to_thread(getattr(self._queue, method))

@@ -43,3 +43,11 @@ def test_shard_that_nobody_can_finish_is_set_aside_with_the_last_reason() -> Non
         assert lease is not None
         queue.give_back("a", lease, "the store is gone")
     assert queue.state().dead == ("shard 0: the store is gone",) and queue.state().left == 0
+
+
+def test_shard_whose_prompts_are_gone_is_not_tried_again() -> None:
+    queue = ShardQueue(SHARDS[:1], max_deliveries=10)
+    lease = queue.lend("a")
+    assert lease is not None
+    queue.give_back("a", lease, "0 rows from row 0 on", hopeless=True)
+    assert queue.state().dead == ("shard 0: 0 rows from row 0 on",) and queue.lend("a") is None
