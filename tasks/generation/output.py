@@ -15,7 +15,7 @@ from resources.errors import BadInput, StorageError
 from resources.storage import storage
 from tasks.generation.answers import SCHEMA_VERSION, AnswerRow, Format, decoded, encoded
 
-BEGUN, MANIFEST, SUMMARIES = "generation.json", "manifest.json", "summaries"
+BEGUN, MANIFEST, SUMMARIES = "_generation.json", "_manifest.json", "_summaries"  # readers of data sets leave _ out
 _PART = re.compile(r"part-(\d{5,})\.(parquet|jsonl)")
 _READERS = 16
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow.dataset
 import pytest
 
 from fakes.conditional_store import conditional_store
@@ -64,7 +66,7 @@ def test_shard_is_written_once_and_whoever_comes_later_finds_what_stands(place: 
 def test_numbers_of_a_shard_whose_writer_was_killed_are_counted_again(tmp_path: Path, form: Format) -> None:
     output = Output(str(tmp_path), form)
     first = output.write(0, [ROW, FAILED])
-    [noted] = (tmp_path / "summaries").iterdir()
+    [noted] = (tmp_path / "_summaries").iterdir()
     noted.unlink()
     assert output.summaries([0]) == [first]
     noted.write_text("{")
@@ -85,7 +87,19 @@ def test_manifest_adds_up_what_every_shard_holds(place: str) -> None:
     for number in range(2):
         output.write(number, [ROW, FAILED])
     manifest = output.conclude({"parameters": {"x": 1}}, shards=2)
-    assert json.loads(storage.read_bytes(storage.join(place, "manifest.json"))) == manifest
+    assert json.loads(storage.read_bytes(storage.join(place, "_manifest.json"))) == manifest
     assert manifest["totals"]["rows"] == 4 and manifest["totals"]["errors"] == 2
     assert [shard["file"] for shard in manifest["shards"]] == ["part-00000.jsonl", "part-00001.jsonl"]
     assert manifest["schema_version"] == 1 and manifest["parameters"] == {"x": 1}
+
+
+def test_folder_is_a_data_set_as_it_stands_and_the_how_to_names_its_columns(tmp_path: Path) -> None:
+    output = Output(str(tmp_path / "out"), "parquet")
+    output.begin({})
+    output.write(0, [ROW])
+    output.write(1, [FAILED])
+    output.conclude({}, shards=2)
+    assert pyarrow.dataset.dataset(output.folder).to_table().num_rows == 2
+    document = Path(__file__).parents[3] / "docs" / "how-to" / "generate-text-in-bulk.md"
+    tables = "\n".join(line for line in document.read_text().splitlines() if line.startswith("| `"))
+    assert re.findall(r"`(\w+)`", "\n".join(line.split("|")[1] for line in tables.splitlines())) == SCHEMA.names
