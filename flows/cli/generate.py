@@ -105,6 +105,8 @@ def generate(
     for row in written:
         counted = f"{row['rows']:,} answers, {row['errors']:,} errors, {row['completion_tokens']:,} tokens"
         OUT.print(f"{row['checkpoint']}: {counted}, in {row['folder']}", highlight=False, soft_wrap=True)
+    for page in dict.fromkeys(row["samples_page"] for row in written):
+        OUT.print(f"Samples: {page}", highlight=False, soft_wrap=True)
 
 
 def _was_given(group: Any, field: str) -> bool:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 import orjson
 import pyarrow as pa
@@ -78,7 +78,7 @@ def encoded(rows: Sequence[AnswerRow], form: Format) -> bytes:
     return target.getvalue()
 
 
-def decoded(content: bytes, form: Format) -> list[Mapping[str, object]]:
+def decoded(content: bytes, form: Format) -> list[dict[str, Any]]:
     """The rows of a file."""
     if form == "jsonl":
         return [orjson.loads(line) for line in content.splitlines()]

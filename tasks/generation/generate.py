@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from prefect import task
-from prefect.artifacts import create_table_artifact
+from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment, flow_run
 
@@ -27,10 +27,12 @@ from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
 from tasks.generation.plan import Plan, plan_prompts
+from tasks.generation.samples import WrittenBy, write_samples_page
 from tasks.generation.supervision import GenerationState, Supervision
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
+from tasks.reports.artifacts import browser_address
 from tasks.running.provisioning import start_pool
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import artifact_key, how_many, job_name
@@ -215,20 +217,33 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
 
 @task(task_run_name="manifests", cache_policy=NO_CACHE, persist_result=False, retries=3, retry_delay_seconds=[1, 5, 20])
 def conclude_generation(planned: PlannedGeneration) -> list[dict[str, Any]]:
-    """Writes the manifest of each checkpoint that has all its answers, shows totals in Prefect's UI, and returns them.
+    """Writes the manifest of each checkpoint that has all its answers, and a page with samples; returns their totals.
+
+    Prefect's UI shows the totals, and a link to the page.
 
     Raises:
         StorageError: a shard is missing, or a place cannot be written.
     """
     config, plan = planned.config, planned.plan
-    rows, missing = [], planned.missing()
+    written, missing = [], planned.missing()
     for target in planned.targets:
         if target in missing:
             continue
         sources = [{"uri": s.uri, "prompts": s.prompts, "sha256": s.sha256} for s in plan.sources]
         more = {"parameters_hash": target.origin.parameters, "sources": sources, "pool": config.served_by}
         manifest = target.output.conclude({**target.identity, **more}, shards=len(plan.shards))
-        rows.append({"checkpoint": target.name, **manifest["totals"], "folder": target.output.folder})
+        written.append(WrittenBy(target.name, target.output, manifest["totals"]))
+    if not written:
+        return []
+    page = write_samples_page(config, plan, written)
+    rows = [{"checkpoint": w.name, **w.totals, "folder": w.output.folder, "samples_page": page} for w in written]
     key = artifact_key(config.run_name)
-    show("totals", lambda: create_table_artifact(rows, key=f"{key}-generated", description=f"Answers: {config.place}"))
+    described = f"Answers: {config.place}"
+    show("totals", lambda: create_table_artifact(rows, key=f"{key}-generated", description=described))
+    show(
+        "the samples",
+        lambda: create_link_artifact(
+            browser_address(page), key=f"{key}-samples", link_text=page, description=f"Samples: {config.place}"
+        ),
+    )
     return rows
