@@ -205,6 +205,11 @@ def set_process_environment_defaults(defaults: dict[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+def set_tracking_server(uri: str) -> None:
+    """Makes a tracking server the one whose artifacts this process reads, whatever its variables say."""
+    os.environ["MLFLOW_TRACKING_URI"] = uri
+
+
 def pip_find_links() -> list[str]:
     """Folders or pages where this machine's pip also looks for wheels; uv does not read them by itself."""
     found = os.environ.get("PIP_FIND_LINKS", "").split()

@@ -13,6 +13,7 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from flows.cli.cluster import cluster_app
+from flows.cli.eval_job import eval_job_app
 from flows.cli.evaluate import evaluate, requalify, show_series
 from flows.cli.gate import gate
 from flows.cli.generate import generate
@@ -171,10 +172,13 @@ _GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     ),
     "Policies": (plan, gaps, status, reconcile, retry, cancel, watch, notify, policy_app),
     "Pools": (pool_app,),
-    "Jobs and clusters": (submit, jobs_app, cluster_app, work_pool_app),
+    "Jobs and clusters": (submit, jobs_app, eval_job_app, cluster_app, work_pool_app),
     "Data and publishing": (suites, stage, publish),
 }
-_NAMES = {policy_app: "policy", pool_app: "pool", jobs_app: "jobs", cluster_app: "cluster", work_pool_app: "work-pools"}
+_NAMES = {
+    **{policy_app: "policy", pool_app: "pool", jobs_app: "jobs", eval_job_app: "eval-job"},
+    **{cluster_app: "cluster", work_pool_app: "work-pools"},
+}
 for _group, _commands in _GROUPS.items():
     for _command in _commands:
         if isinstance(_command, typer.Typer):

@@ -21,7 +21,8 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
         BadInput: it is not there, is not YAML, or does not describe a valid `kind`.
     """
     try:
-        content = yaml.safe_load(storage.read_bytes(uri))
+        text = storage.read_bytes(uri)
+        content = yaml.safe_load(text)
     except FileNotFoundError:
         raise BadInput(expected="a configuration file", found=f"{uri} is not there", remedy="check the path") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -33,11 +34,11 @@ def load_config(uri: str, kind: type[_Model]) -> _Model:
             found=type(content).__name__,
             remedy="start from the example in docs/quickstart.md",
         )
-    return build_config(content, kind, source=uri)
+    return build_config(content, kind, source=uri, text=text)
 
 
-def build_config(content: dict[str, Any], kind: type[_Model], *, source: str) -> _Model:
-    """Validates a configuration that came from `source`.
+def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, text: bytes | None = None) -> _Model:
+    """Validates a configuration that came from `source`; mistakes are named with their lines in `text`, if given.
 
     Raises:
         BadInput: it is not valid; every mistake is named.
@@ -51,7 +52,8 @@ def build_config(content: dict[str, Any], kind: type[_Model], *, source: str) ->
             remedy="correct them",
         ) from error
     except ValidationError as error:
-        problems = [_described(problem, kind) for problem in error.errors()]
+        document = yaml.compose(text, Loader=yaml.SafeLoader) if text is not None else None
+        problems = [f"{_line(problem['loc'], document)}{_described(problem, kind)}" for problem in error.errors()]
         raise BadInput(
             expected=f"a valid {kind.__name__} in {source}",
             found="; ".join(problems),
@@ -59,8 +61,26 @@ def build_config(content: dict[str, Any], kind: type[_Model], *, source: str) ->
         ) from error
 
 
+def _line(location: tuple[int | str, ...], node: yaml.Node | None) -> str:
+    """Words for the line where the last part of a location stands that the document has; empty where it has none."""
+    line = None
+    for part in location:
+        match node:
+            case yaml.MappingNode():
+                found = next((pair for pair in node.value if pair[0].value == str(part)), None)
+            case yaml.SequenceNode() if isinstance(part, int) and part < len(node.value):
+                found = (node.value[part], node.value[part])
+            case _:
+                found = None
+        # A tag of a union (cpu, gpu, tpu), and a field that is missing, have no place in the document.
+        if found is not None:
+            line, node = found[0].start_mark.line + 1, found[1]
+    return f"line {line}: " if line is not None else ""
+
+
 def _described(problem: Any, kind: type[BaseModel]) -> str:
-    place = ".".join(str(part) for part in problem["loc"])
+    classes = kind.model_json_schema().get("$defs", {})  # a class in a location is the tag of a union
+    place = ".".join(str(part) for part in problem["loc"] if part not in classes)
     if problem["type"] != "extra_forbidden":
         message = problem["msg"].removeprefix("Value error, ")
         return f"{place}: {message}" if place else message
@@ -81,7 +101,11 @@ def _fields_at(location: tuple[int | str, ...], kind: type[BaseModel]) -> set[st
         elif part in node.get("properties", {}):
             node = node["properties"][part]
         # A tag of a union (cpu, gpu, tpu) is part of the location, but not of the document.
-        elif tagged := [alternative for alternative in _alternatives(node, schema) if part in _tags(alternative)]:
+        elif tagged := [
+            alternative
+            for alternative in _alternatives(node, schema)
+            if part in (*_tags(alternative), alternative.get("title"))
+        ]:
             node = tagged[0]
     return {name for alternative in _alternatives(node, schema) for name in alternative.get("properties", {})}
 
@@ -106,4 +130,6 @@ def _alternatives(node: dict[str, Any], schema: dict[str, Any]) -> list[dict[str
 
 
 def _tags(node: dict[str, Any]) -> set[str]:
-    return {str(field["const"]) for field in node.get("properties", {}).values() if "const" in field}
+    """Names of an alternative of a union in a location: the constant that tells it apart, or its class."""
+    constants = {str(field["const"]) for field in node.get("properties", {}).values() if "const" in field}
+    return {*constants, str(node.get("title"))}

@@ -105,8 +105,10 @@ def _texts(value: Any) -> list[str]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, dict):
-        # A tag called api_key is as good as a field of that name, whatever its value looks like.
-        return [text for key, item in value.items() for text in (*_texts(item), f"?{key}=")]
+        # A tag called api_key is as good as a field of that name, whatever its value looks like; and a commit looks
+        # like a key.
+        parts = [(f"?{key}=", [] if str(key).endswith("git_sha") else _texts(item)) for key, item in value.items()]
+        return [text for key, texts in parts for text in (key, *texts)]
     return [text for item in value for text in _texts(item)] if isinstance(value, list | tuple) else []
 
 

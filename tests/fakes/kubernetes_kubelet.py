@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 MARKER = "FAKE_POD_UID"
+_DONE = {"terminated": {"exitCode": 0, "reason": "Completed"}}
 
 
 def now() -> str:
@@ -26,14 +27,17 @@ def now() -> str:
 class RunningPod:
     """The processes of one pod, whose manifest it keeps up to date."""
 
-    def __init__(self, pod: dict[str, Any], folder: Path, *, image_variables: dict[str, str]) -> None:
+    def __init__(
+        self, pod: dict[str, Any], folder: Path, *, image_variables: dict[str, str], entrypoint: tuple[str, ...] = ()
+    ) -> None:
         self.pod = pod
         self.folder = folder
         self.uid = pod["metadata"]["uid"]
-        self._image_variables = image_variables
+        self._image_variables, self._entrypoint = image_variables, entrypoint
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._kill_at: float | None = None
         self.ended = False
+        self._waiting = list(pod["spec"].get("initContainers", ()))
         for volume in pod["spec"].get("volumes", ()):
             (folder / "volumes" / volume["name"]).mkdir(parents=True, exist_ok=True)
 
@@ -45,10 +49,21 @@ class RunningPod:
                 path.with_name(f".{name}").replace(path)
 
     def start(self) -> None:
-        spec = self.pod["spec"]
-        sidecars = [container["name"] for container in spec.get("initContainers", ()) if self._start(container) is None]
-        status = self.pod["status"]
-        status["initContainerStatuses"] = [_status(name, {"running": {"startedAt": now()}}) for name in sidecars]
+        """Starts the init containers, each when the one before it has ended or is a sidecar, then the first other."""
+        spec, status = self.pod["spec"], self.pod["status"]
+        for container in self._waiting:
+            name = container["name"]
+            if self._processes.get(name) is None and (failed := self._start(container)) is not None:
+                self._finish(failed, of=name)
+                return
+            if container.get("restartPolicy") != "Always" and (code := self._processes[name].poll()) != 0:
+                if code is not None:
+                    self._finish({"exitCode": code, "reason": "Error"}, of=name)
+                return
+        status["initContainerStatuses"] = [
+            _status(container["name"], {"running": {"startedAt": now()}} if container.get("restartPolicy") else _DONE)
+            for container in self._waiting
+        ]
         failed = self._start(spec["containers"][0])
         state = {"running": {"startedAt": now()}} if failed is None else {"terminated": failed}
         status |= {"containerStatuses": [_status(self._main, state)], "startTime": now(), "phase": "Running"}
@@ -67,7 +82,10 @@ class RunningPod:
 
     def look(self) -> None:
         """Notices that the first process has ended, and kills what has outstayed its grace."""
-        if self.ended or (process := self._processes.get(self._main)) is None:
+        if self.ended:
+            return
+        if (process := self._processes.get(self._main)) is None:
+            self.start()
             return
         if self._kill_at is not None and time.monotonic() > self._kill_at:
             self.kill()
@@ -99,7 +117,7 @@ class RunningPod:
     def _kill_all(self) -> None:
         _kill_marked(self.uid, reaped_by_us={process.pid for process in self._processes.values()})
 
-    def _finish(self, terminated: dict[str, Any]) -> None:
+    def _finish(self, terminated: dict[str, Any], *, of: str | None = None) -> None:
         self._kill_all()
         for process in self._processes.values():
             process.wait()
@@ -107,7 +125,8 @@ class RunningPod:
         termination_message = {"message": message.read_text()} if message.exists() else {}
         status = self.pod["status"]
         ended = {**terminated, **termination_message, "finishedAt": now()}
-        status["containerStatuses"] = [_status(self._main, {"terminated": ended})]
+        part = "containerStatuses" if of is None else "initContainerStatuses"
+        status[part] = [_status(of or self._main, {"terminated": ended})]
         status["phase"] = "Succeeded" if terminated["exitCode"] == 0 else "Failed"
         self.ended = True
 
@@ -116,11 +135,13 @@ class RunningPod:
             mount["mountPath"]: str(self.folder / "volumes" / mount["name"]) for mount in container["volumeMounts"]
         }
         places[container.get("terminationMessagePath", "/dev/termination-log")] = str(self.folder / "termination")
-        argv = []
-        for word in [*container.get("command", ()), *container.get("args", ())]:
+
+        def here(word: str) -> str:
             place = next((path for path in places if word == path or word.startswith(f"{path}/")), "")
-            argv.append(places[place] + word.removeprefix(place) if place else word)
-        variables = {variable["name"]: variable.get("value", "") for variable in container.get("env", ())}
+            return places[place] + word.removeprefix(place) if place else word
+
+        argv = [here(word) for word in [*(container.get("command") or self._entrypoint), *container.get("args", ())]]
+        variables = {variable["name"]: here(variable.get("value", "")) for variable in container.get("env", ())}
         with self.log_path(container["name"]).open("ab", buffering=0) as log:
             try:
                 self._processes[container["name"]] = subprocess.Popen(

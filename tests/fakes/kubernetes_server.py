@@ -55,11 +55,19 @@ class Refusal:
 
 
 class KubernetesServer:
-    """A cluster of one node, or of the nodes given, in a folder."""
+    """A cluster of one node, or of the nodes given, in a folder; `entrypoint` and `variables` are those of images."""
 
-    def __init__(self, folder: Path, *, nodes: dict[str, dict[str, str]] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        nodes: dict[str, dict[str, str]] | None = None,
+        entrypoint: tuple[str, ...] = (),
+        variables: dict[str, str] | None = None,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
+        self._entrypoint, self._variables = entrypoint, variables or {}
         self.lock = threading.RLock()
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.running: dict[str, RunningPod] = {}
@@ -99,7 +107,8 @@ class KubernetesServer:
         """Variables of every container: a PATH with this interpreter, our code, and a way into the cluster."""
         path = os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
         root = Path(__file__).parents[2]
-        return {"PATH": path, "HOME": str(self.folder), "PYTHONPATH": str(root), "KUBECONFIG": str(self.kubeconfig)}
+        place = {"HOME": str(self.folder), "PYTHONPATH": str(root), "KUBECONFIG": str(self.kubeconfig)}
+        return {"PATH": path, **place, **self._variables}
 
     # What tests order.
 
@@ -200,6 +209,10 @@ class KubernetesServer:
         if running is None or not running.has_started(container):
             raise Refused(400, f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
         lines = running.log_path(container).read_bytes().splitlines(keepends=True)
+        if query.get("timestamps") == "true":  # of a line for its place in the log: it must stay the same
+            stamped = [f"{pod['metadata']['creationTimestamp'][:-1]}.{number:09d}Z " for number in range(len(lines))]
+            found = [stamp.encode() + line for stamp, line in zip(stamped, lines, strict=True)]
+            return iter([line for line in found if line.decode(errors="replace") >= query.get("sinceTime", "")])
         tail = b"".join(lines[-int(query["tailLines"]) :] if "tailLines" in query else lines)
         tail = tail[: int(query["limitBytes"])] if "limitBytes" in query else tail
         size = sum(map(len, lines))
@@ -279,7 +292,8 @@ class KubernetesServer:
             if len(self.running) >= self.pod_slots:
                 nodes = []
             if place(pod, nodes, missing_images=self.missing_images) and (files := self._volumes(pod)) is not None:
-                running = RunningPod(pod, self.folder / uid, image_variables=self.image_variables)
+                image = {"image_variables": self.image_variables, "entrypoint": self._entrypoint}
+                running = RunningPod(pod, self.folder / uid, **image)
                 for volume, content in files.items():
                     running.mount(volume, content)
                 self.running[uid] = running

@@ -39,6 +39,16 @@ from resources.regions.regions import load_regions
 from resources.settings import Settings
 from resources.tpu import TPU_TOPOLOGIES
 from tasks.checkpoints.rules import CheckpointRule
+from tasks.eval_jobs.job_file import (
+    ComputeConfig,
+    HelmRun,
+    JobFile,
+    KubernetesConfig,
+    MlflowArtifact,
+    MlflowConfig,
+    ModelSource,
+    TrackingConfig,
+)
 from tasks.evaluators.alpaca_eval.options import AlpacaEvalOptions, GenerationParams
 from tasks.evaluators.evaluator import harness_environments
 from tasks.evaluators.helm.options import HelmOptions
@@ -94,6 +104,7 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(LmEvalOptions, HelmOptions, AlpacaEvalOptions, Judge, GenerationParams, LevanterComputation, LevanterOptions),
     *(Suite, SuiteEvaluation, SuiteRequest, StagingRequest),
     *(GenerationConfig, PromptsConfig, SamplingConfig),
+    *(JobFile, ComputeConfig, HelmRun, ModelSource, MlflowArtifact, MlflowConfig, TrackingConfig, KubernetesConfig),
     *(Policy, PolicySuite, CheckpointRule, RetryBudget),
     *(Gate, BoundRule, BaselineRule),
     *(TrainAndEvaluateConfig, TrainLmOnPodConfig),
@@ -467,6 +478,12 @@ def test_evaluation_examples_in_yaml_are_valid_configurations(tmp_path: Path):
         file = tmp_path / "evaluation.yaml"
         file.write_text(fence.text)
         load_config(str(file), EvaluationConfig)
+
+
+def test_example_of_a_job_is_a_valid_job(tmp_path: Path):
+    [fence] = [fence for fence in FENCES if fence.language == "yaml" and fence.text.startswith("# A job")]
+    (tmp_path / "job.yaml").write_text(fence.text)
+    load_config(str(tmp_path / "job.yaml"), JobFile)
 
 
 def test_suite_examples_in_yaml_are_valid_suites(tmp_path: Path):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
@@ -14,8 +17,11 @@ from resources.errors import BadInput
 from resources.jobs.jobs import Client, Entrypoint, JobRequest, create_environment
 from resources.regions.ray_clusters import LOCAL, local_cluster
 from resources.regions.regions import known_regions, regions_for
-from resources.settings import variable
+from resources.settings import settings, variable
 from resources.tpu import tpu_topology
+
+if TYPE_CHECKING:
+    from resources.backends.kubernetes.cluster import Cluster
 
 _GPU = re.compile(r"(?:(?P<variant>[A-Za-z][\w-]*)(?::|$))?(?P<count>\d+)?")
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
@@ -102,6 +108,34 @@ def client_of(*, backend: str | None, cluster: str | None) -> Client:
     if cluster:
         return client_from_url(_address_of(cluster))
     return client_from_url(backend) if backend else current_client()
+
+
+def cluster_of(backend: str | None, *, namespace: str | None) -> Cluster:
+    """The namespace of a Kubernetes cluster: the one given, else that of ASSAY_JOBS, else the kubeconfig's.
+
+    Raises:
+        BadInput: another backend or another namespace is named, or the package is missing.
+        BackendUnavailable: there is no such cluster.
+    """
+    usual = settings().jobs
+    address = backend or (usual if usual and usual.startswith("kubernetes://") else None) or "kubernetes://"
+    parts = urlsplit(address)
+    named = parts.path.strip("/")
+    if parts.scheme != "kubernetes" or (named and namespace and named != namespace):
+        raise BadInput(
+            expected="--backend kubernetes://context" + (f" with the namespace {namespace}" if namespace else ""),
+            found=address,
+            remedy="correct it, or leave it out for the kubeconfig's current context",
+        )
+    if find_spec("kubernetes") is None:
+        raise BadInput(
+            expected="the package kubernetes, which evaluation jobs need",
+            found="it is not installed",
+            remedy="Install the extra: pip install 'assay-evals[kubernetes]'",
+        )
+    from resources.backends.kubernetes.cluster import connect
+
+    return connect(parts.netloc, namespace or named)
 
 
 def job_name(command: tuple[str, ...]) -> str:

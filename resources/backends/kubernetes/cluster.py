@@ -78,6 +78,18 @@ class Cluster:
         answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404})
         return None if answer is None else answer.data.decode(errors="replace")
 
+    def stamped_log(self, pod: str, container: str, *, since: str | None = None) -> str | None:
+        """Lines that a container has written, each behind its time; None as for `log`.
+
+        Args:
+            pod: its pod.
+            container: the container.
+            since: a time as RFC 3339 has it, in whole seconds.
+        """
+        query = {"container": container, "timestamps": "true", **({"sinceTime": since} if since else {})}
+        answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404})
+        return None if answer is None else answer.data.decode(errors="replace")
+
     def follow_log(self, pod: str, container: str, *, max_lines: int, connected: threading.Event) -> Iterator[bytes]:
         """The last lines of a container and then what it writes, until it ends; nothing if it has not started.
 

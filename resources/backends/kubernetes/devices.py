@@ -5,12 +5,16 @@ Source of the labels: GKE's documentation of GPUs, TPUs and Spot VMs.
 
 from __future__ import annotations
 
+import difflib
+import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
+from resources.tpu import TPU_TOPOLOGIES, canonical_variant
 
 GPU_RESOURCE, TPU_RESOURCE = "nvidia.com/gpu", "google.com/tpu"
 GPU_LABEL = "cloud.google.com/gke-accelerator"
@@ -42,6 +46,8 @@ GPU_NAMES = {
     "h100-mega": "nvidia-h100-mega-80gb",
     "h200": "nvidia-h200-141gb",
     "b200": "nvidia-b200",
+    "gb200": "nvidia-gb200",
+    "rtx-pro-6000": "nvidia-rtx-pro-6000",
 }
 """GKE's name for each GPU model."""
 TPU_NAMES = {
@@ -113,6 +119,76 @@ def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
         affinity=_affinity(resources),
         tolerations=[{"key": key, "operator": "Exists", "effect": "NoSchedule"} for key in tolerated],
     )
+
+
+def gke_device(name: str | None, *, count: int | None = None, topology: str | None = None) -> Device:
+    """Returns the accelerator of one pod from GKE's name for it, a GPU's model, or the name of a TPU slice.
+
+    Args:
+        name: such as nvidia-tesla-t4, T4, tpu-v6e-slice or v6e-4; a CPU when None.
+        count: GPUs, or chips of the slice.
+        topology: arrangement of the slice's chips.
+
+    Raises:
+        UnsatisfiableResources: GKE has no such accelerator, or the slice has more than one VM.
+    """
+    if name is None:
+        return CpuConfig()
+    label = accelerator_label(name)
+    if label in GPU_NAMES.values():
+        return GpuConfig(variant=label, count=count or 1)
+    tpu = _tpu_of(label, count=count, topology=topology)
+    if tpu.slice.vms > 1:
+        raise UnsatisfiableResources(
+            expected="a TPU slice of one VM, which one pod can have",
+            found=f"{tpu.variant} with {tpu.slice.vms} VMs",
+            remedy="take a smaller slice, or evaluate over a pool on a cluster",
+        )
+    return tpu
+
+
+def accelerator_label(name: str) -> str:
+    """Returns GKE's name of a GPU, given that or its model; the name of a TPU or of its slice as it is.
+
+    Raises:
+        UnsatisfiableResources: GKE has no such accelerator.
+    """
+    label = name.strip().lower().replace("_", "-").removeprefix("nvidia ").replace(" ", "-")
+    known = [*GPU_NAMES.values(), *TPU_NAMES.values()]
+    if label in known or canonical_variant(label) in TPU_TOPOLOGIES:
+        return label
+    if label not in GPU_NAMES:
+        near = difflib.get_close_matches(label, [*known, *GPU_NAMES, *TPU_TOPOLOGIES], n=3)
+        raise UnsatisfiableResources(
+            expected="an accelerator that GKE has",
+            found=repr(name),
+            remedy=f"use one of {', '.join(near or sorted(set(known)))}",
+        )
+    return GPU_NAMES[label]
+
+
+def _tpu_of(label: str, *, count: int | None, topology: str | None) -> TpuConfig:
+    """The slice of a TPU, by its own name, or by GKE's name with topology or chips."""
+    found = TPU_TOPOLOGIES.get(canonical_variant(label))
+    if found is None:
+        family = next(family for family, gke in TPU_NAMES.items() if gke == label)
+        shape = topology if topology is not None and re.fullmatch(r"\d+(x\d+)*", topology) else None
+        chips = math.prod(map(int, shape.split("x"))) if shape else count
+        same = [known for known in TPU_TOPOLOGIES.values() if known.variant.split("-")[0] == family]
+        found = next((known for known in same if known.chips == chips), None)
+        if found is None:
+            raise UnsatisfiableResources(
+                expected=f"{label} with its topology, such as 2x2, or with the count of its chips",
+                found=f"topology {topology}, count {count}",
+                remedy=f"use one of {', '.join(str(known.chips) for known in same if known.vms == 1)} chips",
+            )
+    if count not in (None, found.chips):
+        raise UnsatisfiableResources(
+            expected=f"a count of {found.chips}, the chips of {found.variant}",
+            found=str(count),
+            remedy="leave count out",
+        )
+    return TpuConfig(variant=found.variant, topology=topology)
 
 
 def require_node(where: Placement, nodes: Sequence[Mapping[str, Any]], *, device: Device) -> None:

@@ -1,0 +1,65 @@
+"""Logs of a Job in Google's Cloud Logging, where they stay after its pods; the only module that imports its client."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Any
+
+from google.api_core.exceptions import GoogleAPIError
+from google.auth.exceptions import GoogleAuthError
+from google.cloud import logging
+
+from resources.backends.kubernetes.logs import LogLine
+from resources.errors import BackendUnavailable
+
+_PAGE = 1000
+
+
+class CloudLogs:
+    """Logs of the containers of one namespace, in one project.
+
+    Args:
+        namespace: the namespace of the Jobs.
+        project: the project of the cluster; the one of the credentials when None.
+        options: further arguments of Cloud Logging's client, such as other credentials or another endpoint.
+    """
+
+    def __init__(self, namespace: str, *, project: str | None = None, options: dict[str, Any] | None = None) -> None:
+        self._namespace, self._project, self._options = namespace, project, options or {}
+
+    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
+        """See `JobLogs.read`; the oldest line first."""
+        try:
+            # Over HTTP: gRPC's threads do not survive a fork.
+            client = logging.Client(project=self._project, _use_grpc=False, **self._options)
+            wanted = log_filter(job, namespace=self._namespace, since=since)
+            for entry in client.list_entries(filter_=wanted, order_by=logging.ASCENDING, page_size=_PAGE):
+                yield _line(entry)
+        except (GoogleAPIError, GoogleAuthError, OSError) as error:
+            raise BackendUnavailable(
+                expected=f"Cloud Logging to give the log of {job}",
+                found=" ".join(str(error).split()) or type(error).__name__,
+                remedy="log in with `gcloud auth application-default login`, name the cluster's project with "
+                "--project, and have somebody grant roles/logging.viewer there",
+            ) from error
+
+
+def log_filter(job: str, *, namespace: str, since: datetime | None) -> str:
+    """Returns the query for the lines of a Job's containers, in the words of Cloud Logging."""
+    parts = [
+        'resource.type="k8s_container"',
+        f"resource.labels.namespace_name={json.dumps(namespace)}",
+        f'labels."k8s-pod/job-name"={json.dumps(job)}',
+    ]
+    # Without a time Cloud Logging looks at the last day only.
+    moment = (since or datetime.fromtimestamp(0, UTC)).astimezone(UTC)
+    return " AND ".join([*parts, f'timestamp>="{moment:%Y-%m-%dT%H:%M:%SZ}"'])
+
+
+def _line(entry: Any) -> LogLine:
+    payload, labels = entry.payload, dict(entry.resource.labels) if entry.resource else {}
+    text = payload if isinstance(payload, str) else str((payload or {}).get("message") or json.dumps(payload))
+    at = entry.timestamp.astimezone(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return LogLine(at, labels.get("pod_name", ""), labels.get("container_name", ""), text.rstrip("\n"))

@@ -1,0 +1,89 @@
+"""Logs of a Job by its name: one protocol, whoever keeps them. Here by the cluster's API, while the pods are there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from resources.backends.kubernetes.cluster import Cluster
+
+_OVERLAP = timedelta(minutes=1)
+
+
+@dataclass(frozen=True, order=True)
+class LogLine:
+    """A line that a container wrote."""
+
+    at: str
+    """Time as RFC 3339 has it, in UTC."""
+    pod: str
+    container: str
+    text: str
+
+    def as_values(self) -> dict[str, Any]:
+        """Returns the line as JSON has it."""
+        return asdict(self)
+
+
+class JobLogs(Protocol):
+    """A place that keeps the logs of Jobs."""
+
+    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
+        """Yields what the pods of a Job have written so far, container by container or by time.
+
+        Raises:
+            BackendUnavailable: the place does not answer, or does not let us.
+        """
+        ...
+
+
+class PodLogs:
+    """Logs as the kubelets of a cluster have them."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+
+    def has(self, job: str) -> bool:
+        """Returns True if the cluster still has pods of a Job."""
+        return bool(self._pods(job))
+
+    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
+        """See `JobLogs.read`."""
+        for pod in self._pods(job):
+            name, spec = pod["metadata"]["name"], pod["spec"]
+            for container in (part["name"] for part in [*spec.get("initContainers", ()), *spec["containers"]]):
+                text = self._cluster.stamped_log(name, container, since=_stamp(since) if since else None)
+                for line in (text or "").splitlines():
+                    at, _, words = line.partition(" ")
+                    yield LogLine(at, name, container, words)
+
+    def _pods(self, job: str) -> list[dict[str, Any]]:
+        pods = self._cluster.list("pods", f"batch.kubernetes.io/job-name={job}")
+        return sorted(pods, key=lambda pod: (pod["metadata"].get("creationTimestamp", ""), pod["metadata"]["name"]))
+
+
+def followed(
+    logs: JobLogs, job: str, *, since: datetime | None, has_ended: Callable[[], bool], pause_seconds: float = 2.0
+) -> Iterator[LogLine]:
+    """Yields lines as they come, each once, until the job has ended and its last line was seen."""
+    seen: set[LogLine] = set()
+    while True:
+        ended = has_ended()
+        found = [line for line in logs.read(job, since=since) if line not in seen]
+        yield from sorted(found)
+        if ended:
+            return
+        if found:
+            # Clocks of nodes differ: lines of the last minute are asked for again.
+            newest = datetime.fromisoformat(max(line.at for line in found)[:19] + "+00:00")
+            since = max(since or newest - _OVERLAP, newest - _OVERLAP)
+            seen = {line for line in seen.union(found) if line.at >= _stamp(since)}
+        time.sleep(pause_seconds)
+
+
+def _stamp(moment: datetime) -> str:
+    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

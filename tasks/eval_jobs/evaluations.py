@@ -1,0 +1,107 @@
+"""The evaluation of a job in our own terms, once its model is a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pools.config import InferencePoolConfig, ModelConfig
+from resources.config import Device, ResourceConfig
+from resources.errors import BadInput
+from tasks.eval_jobs.helm_conf import RunEntry
+from tasks.eval_jobs.job_file import UNSET_MODEL, HelmRun, JobEvaluation, JobFile, JobSuite
+from tasks.eval_jobs.model import model_name
+from tasks.evaluators.helm.entries import ALL_ENTRIES
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.loading import build_config
+from tasks.spec.sinks import Sink
+from tasks.spec.suites import SuiteRequest
+
+_SET_BY_THE_JOB = {"suite", "model_path", "model_name", "evaluation_path", "sinks", "pool_config", "resource_config"}
+
+
+def evaluation_of(
+    job: JobFile,
+    *,
+    model_path: str = UNSET_MODEL,
+    evaluation_path: str = "evaluations",
+    device: Device | None = None,
+    helm_config: str | None = None,
+    entries: Sequence[RunEntry] = (),
+    sinks: tuple[Sink, ...] = (),
+) -> EvaluationConfig | SuiteRequest:
+    """Returns the evaluation of a job; a request where `job.wanted` is a suite.
+
+    Args:
+        job: the job.
+        model_path: folder of the model.
+        evaluation_path: where records go if the job does not say it.
+        device: the device that is there, if it is not the job's own.
+        helm_config: the file of run entries, where HELM needs it.
+        entries: what stands in it.
+        sinks: places where results are announced, beside the job's own.
+
+    Raises:
+        BadInput: the job's file asks for what cannot be.
+    """
+    wanted, compute = job.wanted, job.compute_config
+    resources = ResourceConfig(
+        cpu=compute.cpu,
+        ram=compute.memory,
+        disk=compute.disk,
+        device=device or compute.device,
+        preemptible=compute.spot,
+    )
+    own = wanted.model_fields_set - _SET_BY_THE_JOB if not isinstance(wanted, HelmRun) else ()
+    name = getattr(wanted, "model_name", None) or model_name(job.model)
+    content: dict[str, Any] = {
+        **{field: getattr(wanted, field) for field in own},
+        "model_path": model_path,
+        "model_name": name,
+        "evaluation_path": wanted.evaluation_path if "evaluation_path" in wanted.model_fields_set else evaluation_path,
+        "sinks": (*job.sinks, *sinks),
+    }
+    if isinstance(wanted, JobSuite):
+        pool = _pool(wanted.pool_config, resources, name, engine_kwargs={}) if wanted.pool_config else None
+        return build_config(
+            {**content, "resource_config": resources, "pool_config": pool}, SuiteRequest, source="the job"
+        )
+    if isinstance(wanted, HelmRun):
+        options = wanted.options
+        content |= {
+            "evaluator": {"name": "helm", "run_specs_path": helm_config, **options.options},
+            "evals": [{"name": name} for name in _scenarios(entries, options.options)],
+            "max_eval_instances": options.max_eval_instances,
+            "wandb_tags": (f"helm_suite={wanted.suite}",) if wanted.suite else (),
+        }
+    if isinstance(wanted, JobEvaluation) and wanted.native:
+        return build_config({**content, "resource_config": resources}, EvaluationConfig, source="the job")
+    given = None if isinstance(wanted, HelmRun) else wanted.pool_config
+    pool = _pool(given, resources, name, engine_kwargs=getattr(wanted, "engine_kwargs", {}))
+    return build_config({**content, "pool_config": pool}, EvaluationConfig, source="the job")
+
+
+def _scenarios(entries: Sequence[RunEntry], options: Mapping[str, Any]) -> list[str]:
+    """The scenarios of run entries, each once, less those that options leave out."""
+    if "groups" in options:  # HELM alone knows what is in them
+        return [ALL_ENTRIES]
+    priority = options.get("priority")
+    wanted = [entry for entry in entries if priority is None or (entry.priority or 0) <= priority]
+    if entries and not wanted:
+        raise BadInput(
+            expected=f"run entries with a priority of {priority} or a lower number, as helm.args says",
+            found=f"none of {len(entries)}",
+            remedy="raise --priority, or leave it out",
+        )
+    return list(dict.fromkeys(entry.name for entry in wanted))
+
+
+def _pool(
+    given: InferencePoolConfig | None, resources: ResourceConfig, name: str, *, engine_kwargs: dict[str, Any]
+) -> InferencePoolConfig:
+    """The pool: as the job's file has it, on the job's resources."""
+    if given is None:
+        return InferencePoolConfig(resource_config=resources, model=ModelConfig(name=name, engine_kwargs=engine_kwargs))
+    return given.model_copy(
+        update={"resource_config": resources.model_copy(update={"replicas": given.resource_config.replicas})}
+    )

@@ -1,0 +1,87 @@
+"""The state of the repository that a job's files lie in: what a tag in MLflow can be trusted to mean."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from resources.errors import BadInput
+
+CLEAN = "clean"
+
+
+@dataclass(frozen=True)
+class GitState:
+    """A commit, and what lies beside it."""
+
+    root: Path | None
+    """Folder of the repository; None outside of one."""
+    commit: str | None
+    changed: tuple[str, ...] = ()
+    """Files that differ from the commit, or that it lacks."""
+    pushed: bool = False
+    """A branch of some remote has the commit."""
+
+    @property
+    def words(self) -> str:
+        """Its state in words, for a tag: `clean`, or what is wrong."""
+        if self.commit is None:
+            return "no commit"
+        changes = [f"uncommitted: {', '.join(self.changed[:5])}" + ("…" if self.changed[5:] else "")]
+        problems = [*(changes if self.changed else ()), *(["not pushed"] if not self.pushed else ())]
+        return "; ".join(problems) or CLEAN
+
+    def path_of(self, file: Path) -> str:
+        """Returns the path of a file within the repository; outside of one, as it was given."""
+        absolute = file.resolve()
+        inside = self.root is not None and absolute.is_relative_to(self.root)
+        return str(absolute.relative_to(self.root)) if inside and self.root is not None else str(file)
+
+
+def git_state_of(files: Collection[Path], *, but: Path | None = None) -> GitState:
+    """Returns the state of the repository of the first file.
+
+    Args:
+        files: the files that a job is made of; one that git does not have counts as changed.
+        but: a file that is being written, and may differ.
+    """
+    first, *_ = files
+    root = _git(first.resolve().parent, "rev-parse", "--show-toplevel")
+    if root is None:
+        return GitState(None, None)
+    folder = Path(root).resolve()
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    listed = _git(folder, "status", "--porcelain=v1", "--untracked-files=all", "-z") or ""
+    changed = [entry[3:] for entry in listed.split("\0") if entry[2:3] == " "]
+    for file in files:  # those that git ignores, and those of elsewhere
+        if _git(folder, "ls-files", "--error-unmatch", "--", str(file.resolve())) is None:
+            changed.append(GitState(folder, None).path_of(file))
+    written = GitState(folder, None).path_of(but) if but is not None else None
+    pushed = bool(commit and _git(folder, "branch", "--remotes", "--contains", commit))
+    return GitState(folder, commit, tuple(dict.fromkeys(name for name in changed if name != written)), pushed)
+
+
+def require_clean(state: GitState, *, allow_dirty: bool) -> None:
+    """Nothing, if the files can be found again by the commit, or need not be.
+
+    Raises:
+        BadInput: something is not committed or not pushed.
+    """
+    if state.words != CLEAN and not allow_dirty:
+        raise BadInput(
+            expected="job files that are committed and pushed, so that config_git_sha names what ran",
+            found=state.words,
+            remedy="commit and push, or let --allow-dirty write this into a tag",
+        )
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.rstrip("\n")

@@ -1,0 +1,94 @@
+"""HELM's file of run entries, read before a job is sent: HELM itself reads it in the container."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from resources.errors import BadInput
+from resources.storage import storage
+
+HELM_CONFIGURATION = "run_specs.conf"
+"""Its name beside the job's file, and in the container."""
+
+
+@dataclass(frozen=True)
+class RunEntry:
+    """A run entry of HELM."""
+
+    name: str
+    """The scenario, such as mmlu."""
+    arguments: dict[str, str]
+    """Its arguments, without the model's name: the pool serves the model."""
+    priority: int | None
+
+
+def read_run_entries(uri: str) -> tuple[RunEntry, ...]:
+    """Returns the run entries of a file.
+
+    Raises:
+        BadInput: it is not there, is no HOCON, or holds no run entries.
+    """
+    try:
+        text = storage.read_bytes(uri).decode()
+    except FileNotFoundError:
+        raise BadInput(
+            expected="a file of HELM's run entries beside the job's file",
+            found=f"{uri} is not there",
+            remedy="write one, or name it with --helm-config",
+        ) from None
+    except UnicodeDecodeError as error:
+        raise _no_hocon(uri, f"no text: {error.reason}") from error
+    return entries_in(text, source=uri)
+
+
+def entries_in(text: str, *, source: str) -> tuple[RunEntry, ...]:
+    """Returns the run entries in a HOCON document.
+
+    Raises:
+        BadInput: it is no HOCON, or holds no run entries.
+    """
+    from pyhocon import ConfigFactory, ConfigTree
+    from pyhocon.exceptions import ConfigException
+    from pyparsing import ParseBaseException
+
+    try:
+        parsed = ConfigFactory.parse_string(text)
+    except ParseBaseException as error:
+        raise _no_hocon(source, f"line {error.lineno}, column {error.column}: {error.msg}") from error
+    except (ConfigException, RecursionError) as error:
+        raise _no_hocon(source, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+    found = parsed.as_plain_ordered_dict() if isinstance(parsed, ConfigTree) else {}
+    entries = found.get("entries")
+    if not isinstance(entries, list) or not entries:
+        raise BadInput(
+            expected=f"entries: [{{description: …, priority: 1}}] in {source}",
+            found=f"the keys {', '.join(found) or 'none'}" if not entries else f"entries: {type(entries).__name__}",
+            remedy="write at least one run entry",
+        )
+    return tuple(_entry(entry, number, source) for number, entry in enumerate(entries, 1))
+
+
+def _entry(content: Any, number: int, source: str) -> RunEntry:
+    description = content.get("description") if isinstance(content, dict) else None
+    priority = content.get("priority") if isinstance(content, dict) else None
+    if not isinstance(description, str) or not description.strip() or not isinstance(priority, int | None):
+        raise BadInput(
+            expected=f'run entry {number} of {source} as {{description: "mmlu:subject=anatomy", priority: 1}}',
+            found=repr(content),
+            remedy="correct it",
+        )
+    name, _, arguments = description.strip().partition(":")
+    pairs = [argument.partition("=") for argument in arguments.split(",") if argument]
+    unnamed = [key for key, equals, _ in pairs if not equals or not key]
+    if unnamed or not name:
+        raise BadInput(
+            expected=f"name:argument=value,… as the description of run entry {number} of {source}",
+            found=description,
+            remedy=f"give {unnamed[0]} a value" if unnamed else "name the scenario",
+        )
+    return RunEntry(name, {key: value for key, _, value in pairs if key != "model"}, priority)
+
+
+def _no_hocon(uri: str, problem: str) -> BadInput:
+    return BadInput(expected=f"HOCON with HELM's run entries in {uri}", found=problem, remedy="correct it there")

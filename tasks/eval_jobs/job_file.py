@@ -1,0 +1,381 @@
+"""The file of an evaluation job: what is evaluated, of which model, on what, and where it is tracked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import PurePosixPath
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Discriminator, Field, Tag, field_validator, model_validator
+
+from resources.backends.kubernetes.devices import accelerator_label, gke_device
+from resources.config import Config, Device, JsonObject, size_in_bytes
+from resources.errors import UnsatisfiableResources
+from resources.storage import storage
+from tasks.eval_jobs.helm_arguments import HelmArguments, helm_arguments
+from tasks.spec.evaluation import EvaluationConfig
+from tasks.spec.sinks import Sinks
+from tasks.spec.suites import SuiteName, SuiteRequest
+
+_IMAGE = re.compile(r"[\w.-]+(:\d+)?(/[\w.-]+)*")
+_TAG = re.compile(r"[\w][\w.-]{0,127}|sha256:[0-9a-f]{64}")
+_SIZE = re.compile(r"\d+(\.\d+)?\s*[kmgt](ib?)?", re.IGNORECASE)
+_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
+_VARIABLE = re.compile(r"[A-Za-z_]\w*")
+_NEVER_SET = ("model_path", "pool_name", "base_url", "served_model_name")
+UNSET_MODEL = "/model-of-the-job"
+"""Stands for the model in an evaluation until the job has fetched it."""
+
+
+@contextmanager
+def _as_value_errors() -> Iterator[None]:
+    """Pydantic collects ValueErrors, with their place."""
+    try:
+        yield
+    except UnsatisfiableResources as error:
+        raise ValueError(f"expected {error.expected}, found {error.found}: {error.remedy}") from None
+
+
+class ComputeConfig(Config):
+    """Resources of the job's pod."""
+
+    accelerator: str | None = None
+    """GKE's name of a GPU or TPU (nvidia-tesla-t4, nvidia-l4, tpu-v6e-slice), a model (T4), or a slice (v6e-4)."""
+    count: int | None = Field(default=None, ge=1)
+    """GPUs, or chips of the TPU slice; 1 GPU, or the chips that slice or topology have, when unset."""
+    topology: str | None = None
+    """Arrangement of a TPU's chips, such as 2x4."""
+    cpu: int = Field(default=4, ge=1)
+    """CPU cores."""
+    memory: str = "16Gi"
+    """Memory, such as 16Gi."""
+    disk: str = "50Gi"
+    """Size of the scratch volume."""
+    machine_family: str | None = None
+    """Machine series of the node, such as g2 or n2."""
+    compute_class: str | None = None
+    """Compute class of Autopilot, such as Performance or Accelerator."""
+    spot: bool = False
+    """Take a Spot node, which is cheaper and can be taken away."""
+
+    @field_validator("accelerator")
+    @classmethod
+    def _is_one_of_gke(cls, name: str | None) -> str | None:
+        if name is None or name.strip().lower() in ("", "none", "cpu"):
+            return None
+        with _as_value_errors():
+            accelerator_label(name)
+        return name
+
+    @field_validator("memory", "disk")
+    @classmethod
+    def _size_is_readable(cls, size: str) -> str:
+        if not _SIZE.fullmatch(size.strip()):
+            raise ValueError(f"expected a size such as 16Gi, found {size!r}")
+        return size.strip()
+
+    @field_validator("machine_family", "compute_class")
+    @classmethod
+    def _is_a_label(cls, value: str | None) -> str | None:
+        if value is not None and not _LABEL.fullmatch(value.lower()):
+            raise ValueError(f"expected a name as GKE's labels have it, found {value!r}")
+        return value
+
+    @model_validator(mode="after")
+    def _device_exists(self) -> ComputeConfig:
+        _ = self.device
+        return self
+
+    @property
+    def device(self) -> Device:
+        """The accelerator of one pod; a ValueError where GKE has none such."""
+        with _as_value_errors():
+            return gke_device(self.accelerator, count=self.count, topology=self.topology)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the scratch volume."""
+        return size_in_bytes(self.disk)
+
+
+class MlflowConfig(Config):
+    """The tracking server."""
+
+    tracking_uri: str
+    """Address of the tracking server, such as http://10.0.0.15:5000."""
+
+
+class MlflowArtifact(Config):
+    """A model that was logged to a run in MLflow."""
+
+    run_id: str
+    """The run."""
+    artifact_path: str
+    """The artifact within the run: a folder."""
+    model_directory: str | None = None
+    """Folder within the artifact with config and weights; the artifact itself when unset."""
+    tokenizer_directory: str | None = None
+    """Folder within the artifact with the tokenizer, where that is another one."""
+    tokenizer_hf_repo: str | None = None
+    """Repository of the Hugging Face hub with the tokenizer, where the artifact has none."""
+
+    @field_validator("artifact_path", "model_directory", "tokenizer_directory")
+    @classmethod
+    def _stays_inside(cls, path: str | None) -> str | None:
+        if path is not None and (path.startswith("/") or not path.strip() or ".." in PurePosixPath(path).parts):
+            raise ValueError(f"expected a folder within the run's artifacts, found {path!r}")
+        return path
+
+    @model_validator(mode="after")
+    def _one_tokenizer(self) -> MlflowArtifact:
+        if self.tokenizer_directory is not None and self.tokenizer_hf_repo is not None:
+            raise ValueError("expected one of tokenizer_directory and tokenizer_hf_repo, found both: keep one")
+        return self
+
+
+class ModelSource(Config):
+    """The model: from MLflow, from a bucket, or from any other place that holds checkpoints."""
+
+    mlflow_artifact: MlflowArtifact | None = None
+    """A model that was logged to a run in MLflow."""
+    gs_uri: str | None = None
+    """A checkpoint in Hugging Face layout in a bucket, gs://…."""
+    path: str | None = None
+    """A checkpoint anywhere else: s3://…, models:/…, or a folder of this machine for `--local`."""
+
+    @field_validator("gs_uri")
+    @classmethod
+    def _is_in_a_bucket(cls, uri: str | None) -> str | None:
+        if uri is not None and not uri.startswith("gs://"):
+            raise ValueError(f"expected an address that begins with gs://, found {uri!r}: other places go into path")
+        return uri
+
+    @model_validator(mode="after")
+    def _is_one(self) -> ModelSource:
+        given = [name for name in ("mlflow_artifact", "gs_uri", "path") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ValueError(f"expected one of mlflow_artifact, gs_uri and path, found {found}: name one model")
+        return self
+
+    @property
+    def uri(self) -> str:
+        """Location of the model: of an artifact, the folder that is downloaded."""
+        if (artifact := self.mlflow_artifact) is not None:
+            return f"runs:/{artifact.run_id}/{artifact.artifact_path.strip('/')}"
+        return str(self.gs_uri or self.path)
+
+    @property
+    def is_local(self) -> bool:
+        """Tells if it is a folder of the machine that runs the job."""
+        return self.path is not None and storage.is_local(self.path)
+
+
+class TrackingConfig(Config):
+    """The run in MLflow."""
+
+    experiment_name: str
+    """The experiment; made if it is not there."""
+    run_name: str | None = None
+    """Name of the run; the evaluation's when unset."""
+    description: str | None = None
+    """Shown with the run."""
+    tags: JsonObject = {}
+    """Tags of any depth: what lies deeper is joined by dots, and lists are written as JSON."""
+
+
+class HelmRun(Config):
+    """HELM with a file of run entries, `run_specs.conf` beside this file unless the command names another."""
+
+    args: tuple[str, ...] = ()
+    """Arguments of `helm-run`."""
+    suite: str | None = None
+    """HELM's suite, which becomes a tag."""
+    engine_kwargs: JsonObject = {}
+    """Engine arguments as vLLM names them, such as max_model_len."""
+    evaluation_path: str | None = None
+    """Folder for records, gs:// or s3://; the pod's scratch volume when unset, and then only MLflow keeps them."""
+
+    @property
+    def options(self) -> HelmArguments:
+        """The arguments, read; a ValueError where there is one that has no meaning here."""
+        return helm_arguments(self.args)
+
+    @model_validator(mode="after")
+    def _arguments_have_a_meaning(self) -> HelmRun:
+        _ = self.options
+        return self
+
+
+class HelmEvaluation(Config):
+    """HELM, under `evaluation`."""
+
+    helm: HelmRun
+    """HELM with a file of run entries."""
+
+
+class JobEvaluation(EvaluationConfig):
+    """An evaluation by one evaluator, as in EvaluationConfig, less the model and whoever serves it."""
+
+    model_path: str = UNSET_MODEL
+    """The job's model; never set here."""
+
+
+class JobSuite(SuiteRequest):
+    """A suite, as in SuiteRequest, less the model and whoever serves it."""
+
+    suite: SuiteName
+    """Name of a suite, or a YAML file with one that the container has."""
+    model_path: str = UNSET_MODEL
+    """The job's model; never set here."""
+
+
+def _kind_of(content: Any) -> str:
+    if isinstance(content, dict):
+        kinds = {"helm": HelmEvaluation, "suite": JobSuite}
+        return next((kind for key, kind in kinds.items() if key in content), JobEvaluation).__name__
+    return type(content).__name__
+
+
+class KubernetesConfig(Config):
+    """The cluster's side of the job."""
+
+    namespace: str = "default"
+    """The namespace."""
+    service_account: str = "kubernetes"
+    """Service account of the pod, which may read the model."""
+    workload_identity: bool = False
+    """Run only on nodes with workload identity; all of Autopilot's have it, without being asked."""
+    ttl_seconds: int = Field(default=1800, ge=0)
+    """Time that the finished Job stays, with its pods and their logs."""
+    backoff_limit: int = Field(default=3, ge=0)
+    """Number of failed pods after which the Job has failed."""
+    storage_class: str = "standard-rwo"
+    """Storage class of the scratch volume; premium-rwo is GKE's faster one."""
+    secrets: dict[str, str] = {}
+    """Variables from Secrets of the cluster: MLFLOW_TRACKING_PASSWORD: secret/key."""
+
+    @field_validator("namespace", "service_account", "storage_class")
+    @classmethod
+    def _is_a_name(cls, name: str) -> str:
+        if not _LABEL.fullmatch(name):
+            raise ValueError(f"expected a name of lower-case letters, digits and dashes, found {name!r}")
+        return name
+
+    @field_validator("secrets")
+    @classmethod
+    def _are_references(cls, secrets: dict[str, str]) -> dict[str, str]:
+        for variable, reference in secrets.items():
+            if not _VARIABLE.fullmatch(variable) or not re.fullmatch(r"[a-z0-9.-]+/[\w.-]+", reference):
+                # Without the reference: somebody may have put the key itself there.
+                raise ValueError(f"{variable}: expected a variable, and secret/key, such as mlflow/password")
+        return secrets
+
+
+class JobFile(Config):
+    """An evaluation job."""
+
+    version: str
+    """Version of this file, which its author chooses."""
+    image: str
+    """Container image without its tag."""
+    image_tag: str
+    """Tag or digest (sha256:…) of the image; `latest` is another image tomorrow."""
+    compute_config: ComputeConfig = ComputeConfig()
+    """Resources of the job's pod."""
+    helm: HelmRun | None = None
+    """HELM with a file of run entries; or use `evaluation`."""
+    evaluation: (
+        Annotated[
+            Annotated[HelmEvaluation, Tag("HelmEvaluation")]
+            | Annotated[JobSuite, Tag("JobSuite")]
+            | Annotated[JobEvaluation, Tag("JobEvaluation")],
+            Discriminator(_kind_of),
+        ]
+        | None
+    ) = None
+    """Any evaluator with its benchmarks, as in EvaluationConfig, a suite, as in SuiteRequest, or `helm`."""
+    mlflow_config: MlflowConfig
+    """The tracking server."""
+    model: ModelSource = Field(validation_alias=AliasChoices("model_config", "model"))
+    """The model. Written `model_config`."""
+    tracking_config: TrackingConfig
+    """The run in MLflow."""
+    sinks: Sinks = ()
+    """Further places where results are announced."""
+    kubernetes_config: KubernetesConfig = KubernetesConfig()
+    """The cluster's side of the job."""
+
+    @field_validator("image")
+    @classmethod
+    def _is_an_image(cls, image: str) -> str:
+        if not _IMAGE.fullmatch(image):
+            raise ValueError(
+                f"expected the name of an image without its tag, found {image!r}: put the tag in image_tag"
+            )
+        return image
+
+    @field_validator("image_tag")
+    @classmethod
+    def _is_a_tag(cls, tag: str) -> str:
+        if not _TAG.fullmatch(tag):
+            raise ValueError(f"expected a tag, or a digest sha256:…, found {tag!r}")
+        return tag
+
+    @field_validator("evaluation")
+    @classmethod
+    def _leaves_the_model_to_the_job(cls, evaluation: Any) -> Any:
+        given = [name for name in _NEVER_SET if name in getattr(evaluation, "model_fields_set", ())]
+        if given:
+            raise ValueError(f"found {' and '.join(given)}: leave it out, model_config names the model")
+        if getattr(evaluation, "sinks", ()):
+            raise ValueError("found sinks: name them beside `evaluation`")
+        return evaluation
+
+    @model_validator(mode="after")
+    def _one_evaluation(self) -> JobFile:
+        if (self.helm is None) == (self.evaluation is None):
+            found = "neither" if self.helm is None else "both"
+            raise ValueError(f"expected one of helm and evaluation, found {found}: keep one")
+        return self
+
+    @property
+    def wanted(self) -> HelmRun | JobSuite | JobEvaluation:
+        """The evaluation, wherever it stands."""
+        found = self.helm or self.evaluation
+        assert found is not None
+        return found.helm if isinstance(found, HelmEvaluation) else found
+
+    @property
+    def image_reference(self) -> str:
+        """The image with its tag or digest."""
+        return f"{self.image}{'@' if self.image_tag.startswith('sha256:') else ':'}{self.image_tag}"
+
+
+def advice(job: JobFile) -> list[str]:
+    """Returns what is allowed and yet likely to be regretted."""
+    found = []
+    if job.image_tag == "latest":
+        found.append("image_tag: latest is another image tomorrow; name a commit or a digest (sha256:…)")
+    if (problem := only_here(job)) is not None:
+        found.append(f"{problem}, so the job runs only here: assay eval-job run FILE --local")
+    elif not keeps_records(job):
+        found.append("evaluation_path is unset: records end with the pod, and only MLflow keeps the results")
+    return found
+
+
+def keeps_records(job: JobFile) -> bool:
+    """Tells if the records outlive the pod."""
+    path = job.wanted.evaluation_path
+    return "evaluation_path" in job.wanted.model_fields_set and path is not None and not storage.is_local(path)
+
+
+def only_here(job: JobFile) -> str | None:
+    """Returns what a pod could not reach, the model's folder or the tracking store; None where it can run in one."""
+    if job.model.is_local:
+        return f"model_config.path: {job.model.path} is a folder"
+    if not job.mlflow_config.tracking_uri.startswith(("http://", "https://")):
+        return f"mlflow_config.tracking_uri: {job.mlflow_config.tracking_uri} is no server"
+    return None

@@ -1,0 +1,89 @@
+"""The log of an evaluation job: from its pods while they are there, from Cloud Logging afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from resources.backends.kubernetes.logs import JobLogs, LogLine, PodLogs, followed
+from resources.errors import BackendUnavailable, BadInput
+from tasks.eval_jobs.submission import submitted_jobs
+
+if TYPE_CHECKING:
+    from resources.backends.kubernetes.cluster import Cluster
+
+_UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+
+
+def log_lines(
+    cluster: Cluster,
+    name: str,
+    *,
+    since: str | None,
+    follow: bool,
+    note: Callable[[str], None],
+    kept: JobLogs,
+) -> Iterator[LogLine]:
+    """Yields the lines of a job.
+
+    Args:
+        cluster: the namespace of the job.
+        name: the job.
+        since: how far back, such as 3d.
+        follow: go on until the job has ended.
+        note: told where the lines come from.
+        kept: where the logs of pods stay that are gone.
+
+    Raises:
+        BadInput: `since` cannot be read, or nobody has a line of the job.
+        BackendUnavailable: neither the cluster nor Cloud Logging answers.
+    """
+    began = moment(since, now=datetime.now(UTC)) if since is not None else None
+    pods = PodLogs(cluster)
+    try:
+        has_pods = pods.has(name)
+    except BackendUnavailable as error:
+        note(f"the cluster does not answer: {error.found}")
+        has_pods = False
+    note(f"the log of {name} " + ("from its pods" if has_pods else "from Cloud Logging: it has no pods any more"))
+    logs: JobLogs = pods if has_pods else kept
+    if follow and has_pods:
+        yield from followed(logs, name, since=began, has_ended=lambda: _has_ended(cluster, name))
+        return
+    none = True
+    for line in logs.read(name, since=began):
+        none = False
+        yield line
+    if none and not has_pods:
+        raise BadInput(
+            expected=f"lines of a job {name}" + (f" of the last {since}" if since else ""),
+            found="none, neither in the cluster nor in Cloud Logging",
+            remedy="check the name with assay eval-job list, the namespace, and --project; or look further back",
+        )
+
+
+def write_lines(lines: Iterable[LogLine], output: Path) -> int:
+    """Writes lines as a JSON list, and returns their number."""
+    found = [line.as_values() for line in lines]
+    output.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+    return len(found)
+
+
+def moment(since: str, *, now: datetime) -> datetime:
+    """Returns the time that lies `30m`, `12h`, `3d` or `2w` before another.
+
+    Raises:
+        BadInput: it is written in another way.
+    """
+    match = re.fullmatch(r"(\d{1,5})([mhdw])", since.strip())
+    if match is None:
+        raise BadInput(expected="--since 30m, 12h, 3d or 2w", found=since, remedy="write it in this way")
+    return now - timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+def _has_ended(cluster: Cluster, name: str) -> bool:
+    return all(job.ended for job in submitted_jobs(cluster) if job.name == name)

@@ -1,0 +1,118 @@
+"""A job as its files describe it: read together, and refused together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from resources.errors import BadInput
+from tasks.eval_jobs.evaluations import evaluation_of
+from tasks.eval_jobs.git_state import GitState, git_state_of
+from tasks.eval_jobs.helm_conf import HELM_CONFIGURATION, RunEntry, read_run_entries
+from tasks.eval_jobs.job_file import HelmRun, JobFile, JobSuite, only_here
+from tasks.eval_jobs.manifests import CONFIGS_FOLDER, JOB_CONFIGURATION, JobTexts, named, readable_name, render
+from tasks.eval_jobs.tracking import Origin
+from tasks.spec.loading import load_config
+from tasks.spec.suites import load_suite
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalJob:
+    """A job, the files it was read from, and what they say."""
+
+    file: Path
+    helm_file: Path | None
+    """The file of run entries; None for a job without HELM's."""
+    job: JobFile
+    texts: JobTexts
+    entries: tuple[RunEntry, ...] = ()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files."""
+        return (self.file, *((self.helm_file,) if self.helm_file else ()))
+
+    def git_state(self, *, but: Path | None = None) -> GitState:
+        """Returns the state of the repository that they lie in; `but` a file that is being written."""
+        return git_state_of(self.files, but=but)
+
+    def origin(self, state: GitState, *, job_name: str = "") -> Origin:
+        """Returns what the container is told of them."""
+        return Origin(
+            job_name=job_name,
+            config_version=state.commit,
+            config_path=state.path_of(self.file),
+            helm_config_path=state.path_of(self.helm_file) if self.helm_file else None,
+            git_state=state.words,
+        )
+
+    def manifests(self, state: GitState) -> str:
+        """Returns the manifests as YAML; for errors see `render`."""
+        return render(self.job, self.texts, self.origin(state))
+
+    def name_here(self, state: GitState) -> str:
+        """Returns a name for the job where no cluster gives it one."""
+        content: list[Any] = [self.texts.job, self.texts.helm, state.commit]
+        return readable_name(self.job.tracking_config.experiment_name, content)
+
+
+def read_job(file: Path, *, helm_file: Path | None = None) -> EvalJob:
+    """Reads the file of a job, and HELM's run entries where it needs them.
+
+    Args:
+        file: the job's file.
+        helm_file: the file of run entries; `run_specs.conf` beside the job's file when None.
+
+    Raises:
+        BadInput: one of them is not there or not valid, or the suite that it names does not exist.
+    """
+    job = load_config(str(file), JobFile)
+    wanted = job.wanted
+    if not isinstance(wanted, HelmRun):
+        if helm_file is not None:
+            raise BadInput(
+                expected="--helm-config beside a job with helm: {args, suite}",
+                found=f"{file} without it",
+                remedy="leave --helm-config out",
+            )
+        if isinstance(wanted, JobSuite):
+            load_suite(wanted.suite)
+        evaluation_of(job)
+        return EvalJob(file=file, helm_file=None, job=job, texts=JobTexts(file.read_text(), None))
+    beside = helm_file or file.parent / HELM_CONFIGURATION
+    entries = read_run_entries(str(beside))
+    evaluation_of(job, helm_config=str(beside), entries=entries)
+    return EvalJob(
+        file=file, helm_file=beside, job=job, texts=JobTexts(file.read_text(), beside.read_text()), entries=entries
+    )
+
+
+def summary(read: EvalJob, state: GitState) -> dict[str, str]:
+    """Returns what a job asks for, by subject; for errors see `render`."""
+    job, compute = read.job, read.job.compute_config
+    wanted = job.wanted
+    if isinstance(wanted, HelmRun):
+        names = Counter(entry.name for entry in read.entries)
+        limit = wanted.options.max_eval_instances
+        asked = "HELM: " + ", ".join(f"{name} × {times}" if times > 1 else name for name, times in names.items())
+        asked += f"; {limit} questions each" if limit else ""
+    else:
+        asked = f"suite {wanted.suite}" if isinstance(wanted, JobSuite) else f"{wanted.evaluator.name}: {wanted.asked}"
+    origin = read.origin(state)
+    accelerator = f"{compute.count or ''} {compute.accelerator or 'no accelerator'}".strip()
+    return {
+        "job": named(job, read.texts, origin).job_name if only_here(job) is None else read.name_here(state),
+        "image": job.image_reference,
+        "pod": f"{compute.cpu} CPU, {compute.memory}, {compute.disk} scratch, {accelerator}",
+        "model": job.model.uri,
+        "asks": asked,
+        "tracked": f"{job.mlflow_config.tracking_uri}, experiment {job.tracking_config.experiment_name}",
+        "config": f"{state.path_of(read.file)} at {state.commit or 'no commit'}, {state.words}",
+    }
+
+
+def container_file(given: Path | None) -> Path:
+    """Returns the job's file in a container."""
+    return given or Path(CONFIGS_FOLDER, JOB_CONFIGURATION)

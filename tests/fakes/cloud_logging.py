@@ -1,0 +1,97 @@
+"""Stand-in for Cloud Logging's `entries:list`, for the real client over real HTTP: recorded entries, page by page."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from google.auth.credentials import AnonymousCredentials
+
+PAGE = 2
+_CONDITION = re.compile(r'(?P<field>[\w.]+|labels\."[^"]+")(?P<operator>>?=)"(?P<value>[^"]*)"')
+
+
+@dataclass
+class CloudLogging:
+    """The entries of a project, as its API gives them."""
+
+    entries: list[dict[str, Any]]
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+    status: int = 200
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the client that asks this server."""
+        return {"credentials": AnonymousCredentials(), "client_options": {"api_endpoint": self.url}}
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        self.requests.append(body)
+        wanted = [match.groupdict() for match in _CONDITION.finditer(body["filter"])]
+        assert len(wanted) == body["filter"].count(" AND ") + 1, "a condition that the stand-in does not know"
+        found = [entry for entry in self.entries if all(_meets(entry, condition) for condition in wanted)]
+        start = int(body.get("pageToken") or 0)
+        more = {"nextPageToken": str(start + PAGE)} if start + PAGE < len(found) else {}
+        return {"entries": found[start : start + PAGE], **more}
+
+
+def entry(job: str, at: str, text: str, *, payload: str = "textPayload") -> dict[str, Any]:
+    """An entry as GKE's agent writes it."""
+    content: Any = text if payload == "textPayload" else {"message": text, "levelname": "INFO"}
+    place = {"project_id": "team", "cluster_name": "c", "namespace_name": "default", "location": "europe-west4"}
+    return {
+        payload: content,
+        "insertId": f"{job}{at}",
+        "timestamp": at,
+        "severity": "INFO",
+        "logName": "projects/team/logs/stdout",
+        "labels": {"k8s-pod/job-name": job, "compute.googleapis.com/resource_name": "gk3-pool-1"},
+        "resource": {"type": "k8s_container", "labels": {**place, "pod_name": f"{job}-x1", "container_name": "eval"}},
+    }
+
+
+@contextmanager
+def cloud_logging(*entries: dict[str, Any]) -> Iterator[CloudLogging]:
+    found = CloudLogging(list(entries))
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            known = self.path.split("?")[0] == "/v2/entries:list"
+            refused = {"error": {"code": found.status, "message": "The caller does not have permission"}}
+            content = found.answer(body) if known and found.status == 200 else refused
+            self.send_response(found.status if known else 404)
+            self.send_header("Content-Type", "application/json")
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
+
+        def log_message(self, format: str, *args: Any) -> None:
+            return
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+    thread.start()
+    found.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield found
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def _meets(entry: dict[str, Any], condition: dict[str, str]) -> bool:
+    name, quoted, label = condition["field"].partition('."')
+    if quoted:
+        value: Any = entry[name][label.removesuffix('"')]
+    else:
+        value = entry
+        for part in condition["field"].split("."):
+            value = value[part]
+    return value >= condition["value"] if condition["operator"] == ">=" else value == condition["value"]

@@ -1,0 +1,51 @@
+"""Files of evaluation jobs, in a repository with a remote."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+SEED = Path(__file__).parents[1] / "data" / "eval_jobs"
+"""The job's file and the run entries that evaluation jobs on GKE have had before."""
+
+
+def seed_content() -> dict[str, Any]:
+    return yaml.safe_load((SEED / "eval_config.yml").read_text())
+
+
+def write_job(folder: Path, **changes: Any) -> Path:
+    """The seed's job with some keys changed; those that are None are left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = {name: value for name, value in {**seed_content(), **changes}.items() if value is not None}
+    shutil.copyfile(SEED / "run_specs.conf", folder / "run_specs.conf")
+    file = folder / "eval_config.yml"
+    file.write_text(yaml.safe_dump(content))
+    return file
+
+
+def git(folder: Path, *arguments: str) -> str:
+    who = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def new_repository(folder: Path) -> Path:
+    """A repository whose branch main has a remote, and nothing in it."""
+    folder.mkdir(parents=True)
+    remote = folder.with_name(f"{folder.name}.git")
+    git(folder.parent, "init", "-q", "--bare", str(remote))
+    git(folder, "init", "-q", "-b", "main")
+    git(folder, "remote", "add", "origin", str(remote))
+    return folder
+
+
+def push(folder: Path) -> str:
+    """Commits all that is there, pushes it, and returns the commit."""
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "job")
+    git(folder, "push", "-q", "origin", "main")
+    return git(folder, "rev-parse", "HEAD")

@@ -1,0 +1,67 @@
+"""Logs of Jobs: one protocol, kept by pods and by Cloud Logging, each asked by its real client over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from fakes.cloud_logging import cloud_logging, entry
+from resources.backends.kubernetes.cloud_logging import CloudLogs
+from resources.backends.kubernetes.logs import LogLine, followed
+from resources.errors import BackendUnavailable, BadInput
+from tasks.eval_jobs.job_logs import moment, write_lines
+
+JOB = "eval-neurips-amusing-sloth"
+NOON = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+
+def test_cloud_logging_gives_the_lines_of_one_job_since_a_time_page_by_page(tmp_path: Path) -> None:
+    kept = [entry(JOB, f"2026-11-2{day}T12:00:00.5Z", f"line {day}") for day in range(5)]
+    kept.append(entry(JOB, "2026-11-26T12:00:00Z", "as JSON", payload="jsonPayload"))
+    with cloud_logging(*kept, entry("another-job", "2026-11-24T12:00:00Z", "not ours")) as server:
+        logs = CloudLogs("default", project="team", options=server.options)
+        lines = list(logs.read(JOB, since=datetime(2026, 11, 22, tzinfo=UTC)))
+        assert [line.text for line in lines] == ["line 2", "line 3", "line 4", "as JSON"]
+        assert lines[0] == LogLine("2026-11-22T12:00:00.500000Z", f"{JOB}-x1", "eval", "line 2")
+        assert len(list(logs.read(JOB))) == 6
+        assert len(server.requests) == 2 + 3
+        assert server.requests[0]["resourceNames"] == ["projects/team"]
+        assert not list(CloudLogs("other", project="team", options=server.options).read(JOB))
+    assert write_lines(lines, tmp_path / "logs.json") == 4
+    assert '"text": "line 2"' in (tmp_path / "logs.json").read_text()
+
+
+def test_cloud_logging_that_lets_us_read_nothing_says_what_to_do() -> None:
+    with cloud_logging() as server:
+        server.status = 403
+        with pytest.raises(BackendUnavailable, match=r"roles/logging\.viewer") as refused:
+            list(CloudLogs("default", project="team", options=server.options).read(JOB))
+    assert "does not have permission" in refused.value.found
+
+
+class Growing:
+    """A log that gets a line with each look, and gives the last two again."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+
+    def read(self, job: str, *, since: datetime | None = None) -> Iterator[LogLine]:
+        self.looks += 1
+        for number in range(max(0, self.looks - 2), self.looks):
+            yield LogLine(f"2026-11-20T12:00:0{number}Z", "pod", "eval", f"{job} {number}")
+
+
+def test_followed_lines_come_once_each_and_end_with_the_job() -> None:
+    log = Growing()
+    lines = followed(log, "a", since=None, has_ended=lambda: log.looks >= 4, pause_seconds=0.0)
+    assert [line.text for line in lines] == [f"a {number}" for number in range(5)]
+
+
+def test_since_is_a_number_and_a_unit() -> None:
+    assert moment("3d", now=NOON) == datetime(2026, 11, 17, 12, tzinfo=UTC)
+    assert moment("90m", now=NOON) == datetime(2026, 11, 20, 10, 30, tzinfo=UTC)
+    with pytest.raises(BadInput, match="30m, 12h, 3d or 2w"):
+        moment("3 days ago", now=NOON)
