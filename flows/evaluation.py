@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from prefect import flow
 
 from flows.hooks import leave_nothing
-from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for
+from tasks.checkpoints.discovery import Checkpoint, discover_one, layouts_for, with_pinned_model
 from tasks.gates.conclude import conclude_by
 from tasks.gates.gate import Gate
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
-from tasks.running.announce import announce
+from tasks.running.announce import announce, check_sinks
 from tasks.running.cells import Cell, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
 from tasks.running.provisioning import as_served, provisioned
@@ -40,6 +40,7 @@ def evaluate_checkpoint(config: EvaluationConfig, gate: Gate | None = None) -> l
         AssayError: it is not there, not complete, or its cell has no succeeded record in the end.
         GateRefused: the gate says NO-GO.
     """
+    config = with_pinned_model(config)
     latest = config.discover_latest_checkpoint
     checkpoint = discover_one(config.model_path, latest=latest, **layouts_for([config]))
     return evaluate([config], [checkpoint], gate=gate)
@@ -57,6 +58,8 @@ def evaluate(
     configs = [as_served(config) for config in configs]
     with marked(configs), end_reported():
         cells = plan_cells(configs, checkpoints)
+        if any(config.sinks for config in configs):
+            check_sinks(cells)
         run_pending(configs, cells, wait=True)
         return conclude(cells) if gate is None else conclude_by(gate, cells)
 

@@ -6,7 +6,7 @@ from prefect import flow
 
 from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
-from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.checkpoints.discovery import discover, layouts_for, with_pinned_model
 from tasks.gates.gate import Gate
 from tasks.prefect_server.noted_errors import error_noted
 from tasks.records.record import Record
@@ -35,5 +35,6 @@ def evaluate_checkpoints(
         GateRefused: the gate says NO-GO.
     """
     with error_noted():
+        config = with_pinned_model(config)
         checkpoints = discover(config.model_path, selection, **layouts_for([config]))
         return evaluate([config], checkpoints, gate=gate)

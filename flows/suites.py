@@ -6,7 +6,7 @@ from prefect import flow
 
 from flows.evaluation import evaluate
 from flows.hooks import leave_nothing
-from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.checkpoints.discovery import discover, layouts_for, with_pinned_model
 from tasks.gates.gate import Gate
 from tasks.prefect_server.noted_errors import error_noted
 from tasks.records.record import Record
@@ -80,6 +80,7 @@ def evaluate_on_step(
 def _evaluate(
     suite: Suite, request: SuiteRequest, selection: CheckpointSelection, *, gate: Gate | None = None
 ) -> list[Record]:
+    request = with_pinned_model(request)
     evaluations = suite.evaluations_of(request)
     checkpoints = discover(request.model_path, selection, **layouts_for(evaluations))
     return evaluate(evaluations, checkpoints, gate=gate)

@@ -227,7 +227,7 @@ class AnswersCutOff(AssayError):
 
 
 class SinkFailed(AssayError):
-    """A sink did not take what was sent to it; the record stands all the same."""
+    """A sink cannot be reached when an evaluation begins; or did not take a record, which stands all the same."""
 
 
 class EvaluationIncomplete(AssayError):

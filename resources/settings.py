@@ -235,6 +235,11 @@ def data_prefix() -> str | None:
     return settings().prefix or os.environ.get("MARIN_PREFIX") or None
 
 
+def mlflow_tracking_uri() -> str | None:
+    """Returns the tracking server whose artifacts are read: MLflow's own `MLFLOW_TRACKING_URI`."""
+    return os.environ.get("MLFLOW_TRACKING_URI") or None
+
+
 def variable(name: str) -> str | None:
     """A variable of this process that its user passes on to a job by name."""
     return os.environ.get(name)

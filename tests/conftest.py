@@ -34,7 +34,11 @@ TOGETHER = {
         *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
         *("integration/test_truth.py", "integration/test_warm_lm_eval.py"),
     ),
-    "one MLflow": ("contract/test_sinks.py", "integration/test_mlflow_sink.py"),
+    "one MLflow": (
+        "contract/test_sinks.py",
+        "integration/test_mlflow_checkpoints.py",
+        "integration/test_mlflow_sink.py",
+    ),
 }
 """Files that share what is slow to start, and so run in one process."""
 IN_TURN = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -14,6 +15,7 @@ from flows.console.console import ERR, OUT, Json, print_json
 if TYPE_CHECKING:
     from tasks.records.record import FoundRecord, Record
     from tasks.running.requalification import Side
+    from tasks.spec.sinks import Sink
 
 _SIDE = "present (this Assay's pinned lists), a pinned list, a kept environment, or a folder of records"
 
@@ -33,6 +35,7 @@ def evaluate(
     from flows.console.running import run_series
     from flows.series import evaluate_checkpoints
     from resources.errors import BadInput
+    from tasks.checkpoints.discovery import with_pinned_model
     from tasks.spec.evaluation import CheckpointSelection
     from tasks.spec.loading import build_config
 
@@ -58,7 +61,7 @@ def evaluate(
         from flows.suites import evaluate_suite
         from tasks.spec.suites import load_suite
 
-        request, chosen = suite_request_from_options(options), load_suite(options.suite)
+        request, chosen = with_pinned_model(suite_request_from_options(options)), load_suite(options.suite)
         if sending.on_work_pool:
             from flows.console.on_work_pool import send_suite
 
@@ -67,8 +70,10 @@ def evaluate(
         first = chosen.evaluations_of(request)[0]
         place = {"evaluation_path": first.evaluation_path, "run_name": first.run_name}
         result = run_series(lambda: evaluate_suite(chosen, request, selection, judged_by), **place, console=ERR)
+        sinks = request.sinks
     else:
         wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
+        wanted = with_pinned_model(wanted)
         if sending.on_work_pool:
             from flows.console.on_work_pool import send_evaluation
 
@@ -76,16 +81,17 @@ def evaluate(
             return
         place = {"evaluation_path": wanted.evaluation_path, "run_name": wanted.run_name}
         result = run_series(lambda: evaluate_checkpoints(wanted, selection, judged_by), **place, console=ERR)
+        sinks = wanted.sinks
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
-    show_series(result, as_json=as_json)
+    show_series(result, as_json=as_json, sinks=sinks)
 
 
 def _tell(line: str) -> None:
     ERR.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
-def show_series(result: Any, *, as_json: bool) -> None:
-    """Prints what a series came to; raises its error afterwards, so that it decides the exit code."""
+def show_series(result: Any, *, as_json: bool, sinks: Sequence[Sink] = ()) -> None:
+    """Prints what a series came to, and where its sinks show that; raises its error at the end, for the exit code."""
     from tasks.records.builds import read_qualifications
     from tasks.reports.page import results_rows, results_table
     from tasks.spec.names import how_many
@@ -111,6 +117,9 @@ def show_series(result: Any, *, as_json: bool) -> None:
             OUT.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
         if result.report:
             OUT.print(f"Report: {result.report}", soft_wrap=True, highlight=False)
+        for sink in sinks:
+            if sink.shown_by is not None and any(sink.name in record.sinks for record in result.records):
+                OUT.print(f"To see it: {sink.shown_by}", soft_wrap=True, highlight=False, markup=False)
         if result.verdict is not None:
             show_verdict(result.verdict)
     if result.error is not None:

@@ -151,7 +151,8 @@ def _choice(
         regions=regions,
         states=states_of(regions),
         source=source_of(
-            (checkpoint.uri for checkpoint in checkpoints), region=region_of_data(first.model_path, regions)
+            (checkpoint.uri for checkpoint in checkpoints),
+            region=region_of_data(storage.behind_link(first.model_path), regions),
         ),
         max_egress_usd=Decimal(str(max_egress_usd)),
     )

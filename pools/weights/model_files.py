@@ -32,6 +32,7 @@ _LARGEST_HEADER_BYTES = 100_000_000  # the bound of the safetensors format itsel
 _LARGEST_SMALL_BYTES = 2**27  # the largest vocabularies have a quarter of it
 _READ_WHOLE = (".json", ".jinja", ".model", ".py", ".tiktoken", ".txt")
 """Endings of the names of what tokenizers and engines read beside the weights."""
+_RANGE_BYTES = 32 * 2**20
 _CANNOT_BE_READ = "cannot be read"
 _NEVER_SERVED = (
     # Weights in other formats, and adapters, which engines would take for the weights.
@@ -327,11 +328,19 @@ def _hash(*parts: bytes) -> str:
     return digest.hexdigest()
 
 
+def _hash_in_ranges(file: FileInfo) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(file.size.to_bytes(8, "little"))
+    for start in range(0, file.size, _RANGE_BYTES):
+        digest.update(storage.read_bytes(file.uri, start=start, end=min(start + _RANGE_BYTES, file.size)))
+    return digest.hexdigest()
+
+
 def _content_digest(file: FileInfo) -> bytes:
     if file.checksum:
         return file.checksum.encode()
-    if not storage.is_local(file.uri):  # a store without checksums, such as memory://
-        return _hash(storage.read_bytes(file.uri)).encode()
+    if not storage.is_local(file.uri):  # a store without checksums, such as memory:// or MLflow's
+        return _hash_in_ranges(file).encode()
     path = storage.local_path(file.uri).resolve()
     began, identity = time.time(), file_identity(path)
     memory = settings().cache_dir / "digests" / _hash(repr(identity).encode())

@@ -61,7 +61,7 @@ ISOLATED = (
 """For a harness that runs code which a model wrote, beside its own: nothing that opens anything."""
 NATIVE_HARNESS = (*HARNESS, *_STORES)
 """For a harness that loads the checkpoint itself, wherever that lies."""
-SERVICE = (*ENGINE, *_STORES, *_CLUSTERS, "UV_*", "PIP_*")
+SERVICE = (*ENGINE, *_STORES, *_CLUSTERS, "UV_*", "PIP_*", "MLFLOW_TRACKING_*")
 """For proxies and agents, our own code: they read and write stores, build environments and submit jobs."""
 SENDER = (*_ANY, *_HUB, *_STORES, "NETRC")
 """For the process that talks to a sink, which reads records from their store, beside the variables of that sink."""

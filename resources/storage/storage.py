@@ -1,4 +1,4 @@
-"""Files wherever they lie: a folder here, `memory://`, `gs://`, `s3://`, over fsspec.
+"""Files wherever they lie: a folder here, `memory://`, `gs://`, `s3://`, MLflow's artifacts, over fsspec.
 
 Writes are whole or not at all: on local disk through a temporary sibling and a rename, in object stores because
 an upload becomes visible only when it ends.
@@ -29,7 +29,9 @@ from resources.addresses import refuse_user_information
 from resources.errors import AssayError, BadInput, StorageError
 from resources.storage import listings
 from resources.storage.listings import FileInfo
+from resources.storage.mlflow_artifacts import PROTOCOL, in_mlflow, real_location
 
+fsspec.register_implementation(PROTOCOL, "resources.storage.mlflow_artifacts.MlflowArtifacts", clobber=True)
 _MEMORY_CREATE = threading.Lock()
 _READ_BYTES = 2**30  # a read of Linux returns no more than 2 GiB
 _ASIDE = re.compile(r"\..+\.[a-z0-9_]{8}\.partial")
@@ -39,7 +41,7 @@ _OBJECT_STORES = frozenset({"gs", "gcs", "s3", "s3a", "memory"})
 
 def is_local(uri: str) -> bool:
     """Returns True if a location is a path on this machine."""
-    return "://" not in uri or uri.startswith("file://")
+    return ("://" not in uri and not in_mlflow(uri)) or uri.startswith("file://")
 
 
 def has_whole_files(uri: str) -> bool:
@@ -63,7 +65,8 @@ def resolved(uri: str) -> str:
 
 
 def behind_link(uri: str) -> str:
-    """Returns what a location shows, if it is a link itself; links on the way to it are left as they are."""
+    """Returns what a location shows if it is itself a link, or MLflow's name of something (see `real_location`)."""
+    uri = real_location(uri) if in_mlflow(uri) else uri
     return resolved(uri) if is_local(uri) and local_path(uri).is_symlink() else uri
 
 
@@ -84,7 +87,7 @@ def parent(uri: str) -> str:
 
 def _open(uri: str) -> tuple[fsspec.AbstractFileSystem, str]:
     """The file system of a location, without its listing cache, and the path inside it."""
-    location = str(local_path(uri).absolute()) if is_local(uri) else uri
+    location = str(local_path(uri).absolute()) if is_local(uri) else real_location(uri) if in_mlflow(uri) else uri
     refuse_user_information(location, place="a location")
     try:
         filesystem, path = fsspec.core.url_to_fs(location)

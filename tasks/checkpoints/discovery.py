@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -18,10 +18,15 @@ from pools.weights.model_files import INDEX_NAME, ModelFolder, inspect_model_fol
 from pools.weights.native_files import Exports, inspect_native_folder, is_native
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
+from resources.storage.mlflow_artifacts import pinned
 from resources.storage.storage import FileInfo
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.names import how_many, name_of, step_of
+from tasks.spec.suites import SuiteRequest
+
+Request = TypeVar("Request", EvaluationConfig, SuiteRequest)
+"""An evaluation, or a request to a suite."""
 
 _MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer_config.json", "model.safetensors", INDEX_NAME)
 _INCOMPLETE_POLL_SECONDS = 1.0
@@ -240,6 +245,24 @@ def discover_one(
             remedy="name one of them, set discover_latest_checkpoint, or evaluate them all with evaluate_checkpoints",
         )
     return found[-1]
+
+
+def with_pinned_model(config: Request) -> Request:
+    """Returns a request in which a model of MLflow's registry has its version's number in place of an alias.
+
+    Raises:
+        BadInput: there is no such model or alias.
+        StorageError: MLflow's server does not answer.
+    """
+    path = pinned(config.model_path)
+    if path == config.model_path:
+        return config
+    changes: dict[str, Any] = {"model_path": path}
+    pool, former = config.pool_config, name_of(config.model_path)[0]
+    if pool is not None and pool.model.name == former:
+        model = pool.model.model_copy(update={"name": name_of(path)[0]})
+        changes["pool_config"] = pool.model_copy(update={"model": model})
+    return config.model_copy(update=changes)
 
 
 def layouts_for(configs: Sequence[EvaluationConfig]) -> dict[str, Any]:

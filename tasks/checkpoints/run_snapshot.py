@@ -35,6 +35,7 @@ from resources.errors import AssayError, BadInput, StorageError
 from resources.settings import settings
 from resources.storage import storage
 from resources.storage.listings import PAGE
+from resources.storage.mlflow_artifacts import in_mlflow, real_location
 from resources.storage.storage import FileInfo
 from resources.storage.tree_signature import list_tree
 from tasks.checkpoints.discovery import Kind, looks_like_checkpoint, native_folders, native_name, within
@@ -87,12 +88,15 @@ def listing_digest(folder: str, files: Iterable[FileInfo], *, reference: ModelFo
 def expand_runs(patterns: Sequence[str]) -> list[str]:
     """The folders behind locations and patterns such as `gs://bucket/runs/llama-*`, each once, in order.
 
+    Those that MLflow names are where their artifacts lie.
+
     Raises:
         BadInput: a pattern matches nothing, or two runs have one name.
     """
     found: dict[str, None] = {}
     for pattern in patterns:
-        matches = _folders(pattern) if _GLOB & set(pattern) else [pattern.rstrip("/")]
+        place = real_location(pattern) if in_mlflow(pattern) else pattern
+        matches = _folders(place) if _GLOB & set(place) else [place.rstrip("/")]
         if not matches:
             raise BadInput(expected=f"runs at {pattern}", found="none", remedy="correct the pattern, or wait for one")
         found.update(dict.fromkeys(matches))

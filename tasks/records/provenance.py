@@ -31,6 +31,15 @@ def git_state() -> tuple[str | None, bool | None]:
     return commit, (bool(changes) if changes is not None else None)
 
 
+def place_in_git(file: Path) -> tuple[str, str] | None:
+    """A file's path in its repository, and the commit there, ending in -dirty if the file differs; None outside."""
+    folder, commit = file.resolve().parent, _git(file.resolve().parent, "rev-parse", "HEAD")
+    name = _git(folder, "ls-files", "--full-name", "--error-unmatch", file.resolve().name)
+    if not name or not commit:
+        return None
+    return name, commit + ("-dirty" if _git(folder, "status", "--porcelain", "--", file.resolve().name) else "")
+
+
 def _git(folder: Path, *arguments: str) -> str | None:
     try:
         done = subprocess.run(

@@ -15,6 +15,7 @@ from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
 from resources.errors import BadInput, EvaluationIncomplete, EvaluationInterrupted
 from resources.storage import storage
+from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.evaluator import evaluator_of
@@ -186,6 +187,14 @@ def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]
     wanted = config.resource_config if config.native else pool.resource_config if pool else None
     if wanted is not None:
         current_client().check_resources(wanted)
+    behind = [found for found in checkpoints if config.native and is_behind_server(found.uri)]
+    if behind and (not current_client().is_local or behind[0].kind == "levanter"):
+        raise BadInput(
+            expected="a checkpoint in Hugging Face layout and jobs on this machine, or one in a store that "
+            f"{config.evaluator.title} reads itself",
+            found=f"{behind[0].uri}, which is read through MLflow's server",
+            remedy="download it first (mlflow artifacts download), or evaluate it with an evaluator that asks a pool",
+        )
     asked = pool.model.engine_kwargs.get("max_model_len") if pool else None
     if not isinstance(asked, int):
         return

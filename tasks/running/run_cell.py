@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pools.endpoint import LocalCheckpoint, RunningModel
 from pools.weights.checkpoint_copy import require_planned
 from pools.weights.model_files import digest_model_folder
 from pools.weights.native_files import inspect_again
+from pools.weights.staging import Staging
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
 from resources.errors import (
@@ -30,7 +31,9 @@ from resources.errors import (
     EvaluationInterrupted,
     RecordUnwritten,
 )
+from resources.settings import settings
 from resources.storage import storage
+from resources.storage.mlflow_artifacts import is_behind_server
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Progress
 from tasks.evaluators.harness import run_harness, verify_counts, verify_ends
@@ -179,10 +182,10 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
         if attempt.opened is not None:
             attempt.opened.check()
 
-    with context.native_lock if cell.config.native else nullcontext():
+    with context.native_lock if cell.config.native else nullcontext(), ExitStack() as held:
         context.interruption.raise_if_interrupted()
         if cell.config.native:
-            model, judge = _load_natively(attempt, context), None
+            model, judge = held.enter_context(_loaded_natively(attempt, context)), None
         else:
             model, judge = _open(attempt, serving, context)
         report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
@@ -250,17 +253,21 @@ def _job_name(cell: Cell, harness: Harness) -> str:
     return job_name(environment.name, cell.reference.name, *asked[:1], flow_run=flow_run.id)
 
 
-def _load_natively(attempt: Attempt, context: CellContext) -> EvaluatedModel:
-    """Returns the checkpoint itself, for an evaluator that loads it."""
+@contextmanager
+def _loaded_natively(attempt: Attempt, context: CellContext) -> Iterator[EvaluatedModel]:
+    """The checkpoint itself, for an evaluator that loads it; a copy of what only MLflow's server can read."""
     context.on_open()
     attempt.served = {"by": "the evaluator itself"}
     folder, tokenizer = attempt.cell.folder, attempt.cell.folder.reference
-    return LocalCheckpoint(
-        attempt.cell.reference.name,
-        storage.absolute(folder.uri),
-        folder.kind,
-        storage.absolute(tokenizer.uri) if tokenizer else None,
-    )
+    name, reference = attempt.cell.reference.name, storage.absolute(tokenizer.uri) if tokenizer else None
+    if not is_behind_server(folder.uri):
+        yield LocalCheckpoint(name, storage.absolute(folder.uri), folder.kind, reference)
+        return
+    with (
+        Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes) as staging,
+        staging.stage(folder.uri, attempt.cell.digests) as staged,
+    ):
+        yield LocalCheckpoint(name, str(staged.path), folder.kind, reference)
 
 
 def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tuple[RunningModel, RunningModel | None]:

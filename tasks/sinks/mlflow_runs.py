@@ -30,7 +30,7 @@ from tasks.sinks.announcement import (
     metric_values,
 )
 from tasks.sinks.credentials import secrets_of_blocks
-from tasks.sinks.mlflow_stores import check_reachable, client_uri, local_folder, tracking_place
+from tasks.sinks.mlflow_stores import check_reachable, client_uri, command_to_show, local_folder, tracking_place
 from tasks.sinks.mlflow_tags import datasets, run_tags, series_tags
 from tasks.spec.sinks import Access, SinkConfig
 
@@ -101,6 +101,11 @@ class MlflowSink(SinkConfig):
         folder = local_folder(self.tracking_uri)
         here = f"{Path.cwd()}{os.sep}"
         return folder.removeprefix(here) if folder is not None else None
+
+    @property
+    def shown_by(self) -> str:
+        """Command, or address, that shows MLflow's pages."""
+        return command_to_show(self.tracking_uri)
 
     def check(self) -> None:
         """Pass if the server answers, or the folder can be written."""

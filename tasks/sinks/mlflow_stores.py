@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 from importlib import metadata
 from pathlib import Path
 from shlex import quote
 
 import httpx
+import uv
 
 from resources.errors import SinkFailed
 from resources.storage import storage
@@ -47,14 +49,14 @@ def client_uri(place: str) -> str:
 
 
 def command_to_show(place: str) -> str:
-    """Return a command that shows a place in MLflow's pages; those of a server are at its address.
+    """Return a command that shows a place in MLflow's pages, or the address of a server, which has them itself.
 
     The pages are no part of the client that is installed here, so uv fetches them.
     """
     if local_folder(place) is None:
-        return f"open {place}"
-    version = metadata.version("mlflow-skinny")
-    return f"uvx mlflow@{version} ui --backend-store-uri {quote(client_uri(place))}"
+        return place
+    uvx = "uvx" if shutil.which("uvx") else f"{quote(uv.find_uv_bin())} tool run"
+    return f"{uvx} mlflow@{metadata.version('mlflow-skinny')} ui --backend-store-uri {quote(client_uri(place))}"
 
 
 def check_reachable(place: str, name: str) -> None:

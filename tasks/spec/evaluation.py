@@ -91,7 +91,7 @@ class EvaluationConfig(Config):
     evaluator: AnyEvaluator = Field(default={"name": DEFAULT_EVALUATOR}, validate_default=True)
     """The harness: its name, or its options with its name."""
     model_path: str
-    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs:// or s3://."""
+    """A checkpoint in Hugging Face layout, or a run that holds them as hf/step-N; local, gs://, s3://, or in MLflow."""
     evals: tuple[EvalTaskConfig, ...] = Field(min_length=1)
     """The benchmarks, evaluated together as one cell per checkpoint."""
     evaluation_path: str = "evaluations"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable
+from itertools import pairwise
 
 from resources.storage import storage
 
+_NUMBERED = re.compile(r"^models:/+([^/@]+)/(\d+)(?=/|$)")
+_REGISTERED = re.compile(r"^models:/+([^/@]+)[@/]([^/]+)")
+_OF_RUN = re.compile(r"^runs:/+([^/]+)/?")
+_RUN_ID = re.compile("[0-9a-f]{32}")
 _STEP = re.compile(r"(?:global_)?(?:step|checkpoint|iter)[-_]?([0-9]+)")
 
 
@@ -20,8 +25,10 @@ def step_of(component: str) -> int | None:
 def name_of(uri: str) -> tuple[str, str, int]:
     """Run, checkpoint name and step behind a location: `$RUN/hf/step-$N` is the checkpoint `$RUN-$N` of `$RUN`.
 
-    A folder without a step is a run of its own at step 0.
+    A folder without a step is a run of its own at step 0. What is an artifact of a run of MLflow's ends in the first
+    digits of its id, since there all are called `model`; `models:/llama/3` is the run `llama-v3`.
     """
+    uri = _OF_RUN.sub(r"/\1/artifacts/", _REGISTERED.sub(r"/\1-\2", _NUMBERED.sub(r"/\1-v\2", uri)))
     absolute = uri if uri.startswith("/") else storage.absolute(uri)
     local = absolute.split("://", 1)[1] if "://" in absolute else absolute
     parts = [part for part in local.split("/") if part not in ("", ".")]
@@ -31,6 +38,9 @@ def name_of(uri: str) -> tuple[str, str, int]:
     if parts and parts[-1] == "hf":
         parts = parts[:-1]
     run = _as_name(parts[-1]) if parts else "model"
+    ids = [part[:8] for part, folder in pairwise(parts) if folder == "artifacts" and _RUN_ID.fullmatch(part)]
+    if ids:
+        run = f"{run}-{ids[-1]}" if parts[-1] != "artifacts" else ids[-1]
     return run, (f"{run}-{step}" if step is not None else run), step or 0
 
 

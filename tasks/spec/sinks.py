@@ -71,6 +71,11 @@ class SinkConfig(Config):
     def name(self) -> str:
         """Its name in records."""
 
+    @property
+    def shown_by(self) -> str | None:
+        """Command, or address, that shows people what it has; None where its records say."""
+        return None
+
     def access(self) -> Access:
         """Return what `send` needs beside the configuration; called where Prefect's blocks can be loaded.
 

@@ -212,6 +212,16 @@ def test_evaluate_into_a_folder_that_cannot_be_written_is_refused(tmp_path: Path
 @pytest.mark.harness
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("prefect_api")
+def test_evaluate_with_a_tracking_server_that_does_not_answer_asks_no_model_anything(tmp_path: Path, run: Path):
+    given = ("--model", run, "--eval", "demo_facts", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
+    done = run_command("evaluate", *given, "--mlflow-uri", "http://127.0.0.1:9")
+    assert done.returncode == 2 and "http://127.0.0.1:9" in done.stderr and "tracking" in done.stderr
+    assert not list(tmp_path.rglob("record.json"))
+
+
+@pytest.mark.harness
+@pytest.mark.timeout(900)
+@pytest.mark.usefixtures("prefect_api")
 def test_evaluate_an_unknown_benchmark_names_the_likely_one_and_parses_as_json(tmp_path: Path, run: Path):
     given = ("--model", run, "--eval", "demo_fact", *SERVED_ELSEWHERE, "--output", tmp_path / "evaluations")
     assert_refused(run_command("evaluate", *given, "--json"), "demo_fact", "did you mean demo_facts")

@@ -13,6 +13,7 @@ import yaml
 from fakes.broken_servers import Way, broken_server
 from fakes.cells import make_cell
 from fakes.records import make_metric, make_record
+from resources.errors import BadInput, SinkFailed
 from tasks.records.details import BenchmarkDetails
 from tasks.sinks.announcement import SEVERAL_BUILDS, Announcement
 from tasks.sinks.mlflow_runs import MlflowSink
@@ -214,3 +215,30 @@ def test_server_that_does_not_work_is_reported_without_the_password(
         state = publish_record(record, str(cell), (down,))[down.name]
     assert state.status == "failed" and state.reason is not None
     assert about in state.reason and "open-sesame" not in state.reason
+
+
+@pytest.mark.parametrize("way", ["refusing", "500"])
+def test_server_that_cannot_be_reached_is_refused_before_an_evaluation_begins(way: Way):
+    with broken_server(way) as broken:
+        sink = MlflowSink(tracking_uri=broken, experiment="e")
+        with pytest.raises(SinkFailed) as failed:
+            sink.check()
+    assert broken in failed.value.expected and failed.value.exit_code == 2 and "assay publish" in failed.value.remedy
+
+
+def test_server_that_asks_for_a_password_counts_as_reached(mlflow_address: str):
+    MlflowSink(tracking_uri=mlflow_address, experiment="e").check()
+    with broken_server("401") as asking:
+        MlflowSink(tracking_uri=asking, experiment="e").check()
+
+
+def test_folder_that_cannot_take_runs_is_refused_before_an_evaluation_begins(tmp_path: Path):
+    in_the_way = tmp_path / "file"
+    in_the_way.touch()
+    with pytest.raises(BadInput, match=str(in_the_way)):
+        MlflowSink(tracking_uri=str(in_the_way), experiment="e").check()
+    former = tmp_path / "mlruns" / "0" / "meta.yaml"
+    former.parent.mkdir(parents=True)
+    former.touch()
+    with pytest.raises(SinkFailed, match="migrate-filestore"):
+        MlflowSink(tracking_uri=str(tmp_path / "mlruns"), experiment="e").check()

@@ -7,7 +7,10 @@ from typing import Any
 
 from flows.cli.options.groups import EvaluationOptions
 from resources.errors import BadInput
+from resources.storage import storage
+from tasks.records.provenance import place_in_git
 from tasks.sinks.backlog import sinks_in
+from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import (
     DEFAULT_EVALUATOR,
@@ -35,7 +38,23 @@ def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConf
             found=f"--config and {', '.join(given)}",
             remedy="write them into the file",
         )
-    return load_config(uri, EvaluationConfig)
+    found = load_config(uri, EvaluationConfig)
+    entries = getattr(found.evaluator, "run_specs_path", None)
+    tags = {
+        **_git_tags(uri, "config_path_git_repo", "config_git_sha"),
+        **_git_tags(entries, "helm_config_path_git_repo"),
+    }
+    sinks = (
+        sink.model_copy(update={"tags": {**tags, **sink.tags}}) if isinstance(sink, MlflowSink) else sink
+        for sink in found.sinks
+    )
+    return found.model_copy(update={"sinks": tuple(sinks)})
+
+
+def _git_tags(uri: str | None, *names: str) -> dict[str, str]:
+    """Returns the path of a file in its repository, and the commit, as tags."""
+    place = place_in_git(storage.local_path(uri)) if uri is not None and storage.is_local(uri) else None
+    return dict(zip(names, place, strict=False)) if place else {}
 
 
 def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
@@ -132,9 +151,26 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
         "base_url": options.base_url,
         "pool_name": options.pool,
         "apply_chat_template": True if options.chat and served else None,
-        "sinks": sinks_in(options.sinks, None) or (),
+        "sinks": (*(sinks_in(options.sinks, None) or ()), *_mlflow(options)),
         **{name: share for name in _SHARES if (share := getattr(options, name)) is not None},
     }
+
+
+def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:
+    """Returns the sink that --mlflow stands for, in an experiment named after the run."""
+    if not options.mlflow and options.mlflow_uri is None:
+        return []
+    assert options.model is not None
+    output, place = options.output or "evaluations", options.mlflow_uri
+    if place is None and not storage.is_local(output):
+        raise BadInput(
+            expected="--mlflow-uri beside --mlflow where the records lie in a store",
+            found=f"--output {output} and --mlflow",
+            remedy="name a tracking server, or a folder of this machine: --mlflow-uri mlruns",
+        )
+    beside = storage.join(storage.parent(storage.absolute(output)), "mlruns")
+    experiment = options.name or name_of(options.model)[0]
+    return [{"kind": "mlflow", "tracking_uri": place or beside, "experiment": experiment}]
 
 
 def _refuse_beside(option: str, others: list[str], why: str) -> None:

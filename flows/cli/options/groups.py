@@ -57,6 +57,12 @@ class EvaluationOptions(EngineOptions, AcceleratorOptions):
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None
     judge_annotator: Annotated[str | None, typer.Option(help="AlpacaEval's configuration of the judge.")] = None
     sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None
+    mlflow: Annotated[
+        bool, typer.Option("--mlflow", help="Show results in MLflow too: in mlruns beside the records.")
+    ] = False
+    mlflow_uri: Annotated[
+        str | None, typer.Option(help="Tracking server, sqlite:///FILE or folder for that.", metavar="URI")
+    ] = None
 
     def given(self, *names: str) -> list[str]:
         """Returns those of some options (all, if none are named) that were given, as they are written."""

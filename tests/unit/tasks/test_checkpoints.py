@@ -18,6 +18,8 @@ from tasks.checkpoints.run_snapshot import snapshot_run
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.names import name_of
 
+RUN_ID = "0123456789abcdef0123456789abcdef"
+
 
 class Clock:
     """A clock that moves only by sleeping, and does something meanwhile."""
@@ -52,6 +54,11 @@ def find(path: Path, **selection: object) -> list[Checkpoint]:
         ("/runs/llama/hf", "llama", "llama", 0),
         ("/runs/llama/./hf/.", "llama", "llama", 0),
         ("/models/my model!", "my-model-", "my-model-", 0),
+        (f"runs:/{RUN_ID}/checkpoints/hf/step-5", "checkpoints-01234567", "checkpoints-01234567-5", 5),
+        (f"mlflow-artifacts://host:1/2/{RUN_ID}/artifacts/model", "model-01234567", "model-01234567", 0),
+        (f"runs:/{RUN_ID}", "01234567", "01234567", 0),
+        ("models:/llama/3", "llama-v3", "llama-v3", 0),
+        ("models:/llama@champion/hf/step-5", "llama-champion", "llama-champion-5", 5),
     ],
 )
 def test_names_come_from_the_path(uri: str, run: str, name: str, step: int) -> None:

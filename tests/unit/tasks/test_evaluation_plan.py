@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
 from fakes.engine import FakeEngine
@@ -263,6 +264,42 @@ def test_options_beside_a_file_are_refused_not_ignored(tmp_path: Path) -> None:
     assert evaluation_from_file(str(file), EvaluationOptions()).model_path == "/runs/a"
     with pytest.raises(BadInput, match="--config and --eval, --limit"):
         evaluation_from_file(str(file), EvaluationOptions(evals=("x",), limit=3))
+
+
+def test_mlflow_beside_the_records_needs_no_more_than_a_word(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"model": "runs/llama", "evals": ("demo_facts",), "output": str(tmp_path / "evaluations")}
+    (sink,) = evaluation_from_options(EvaluationOptions(**asked, mlflow=True)).sinks
+    assert sink.name == f"mlflow:{tmp_path}/mlruns llama"
+    (there,) = evaluation_from_options(EvaluationOptions(**asked, mlflow_uri="http://10.0.0.15:5000", name="a")).sinks
+    assert there.name == "mlflow:http://10.0.0.15:5000 a" and there.shown_by == "http://10.0.0.15:5000"
+    with pytest.raises(BadInput, match="--mlflow-uri"):
+        evaluation_from_options(EvaluationOptions(**{**asked, "output": "gs://bucket/evaluations"}, mlflow=True))
+
+
+def test_mlflow_learns_where_in_git_a_configuration_lies(tmp_path: Path) -> None:
+    file = tmp_path / "configs" / "nightly.yaml"
+    file.parent.mkdir()
+    sink = {"kind": "mlflow", "tracking_uri": "http://10.0.0.15:5000", "experiment": "e", "tags": {"creator": "me"}}
+    content = {"model_path": "/runs/a", "evals": [{"name": "demo_facts"}], "sinks": [sink]}
+    file.write_text(yaml.safe_dump(content))
+
+    def tags() -> dict[str, str]:
+        return evaluation_from_file(str(file), EvaluationOptions()).model_dump()["sinks"][0]["tags"]
+
+    def git(*arguments: str) -> str:
+        name = ("-c", "user.name=me", "-c", "user.email=me@example.com")
+        done = subprocess.run(["git", *name, *arguments], cwd=tmp_path, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    assert tags() == {"creator": "me"}
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-qm", "a configuration")
+    commit = git("rev-parse", "HEAD")
+    known = {"creator": "me", "config_path_git_repo": "configs/nightly.yaml"}
+    assert tags() == {**known, "config_git_sha": commit}
+    file.write_text(yaml.safe_dump({**content, "max_eval_instances": 5}))
+    assert tags() == {**known, "config_git_sha": f"{commit}-dirty"}
 
 
 def test_options_become_a_configuration() -> None:

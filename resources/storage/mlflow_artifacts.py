@@ -1,0 +1,266 @@
+"""Artifacts of MLflow as files: where `runs:/…` and `models:/…` lie, and those that only its server can read.
+
+The tracking server is the one in `MLFLOW_TRACKING_URI`. Artifacts in a store that others read too are read there;
+those behind the server (`mlflow-artifacts:`) over its REST, by MLflow's own client, in ranges.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NoReturn
+from urllib.parse import quote, urlsplit
+
+from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
+
+from resources.errors import BadInput, StorageError
+from resources.settings import mlflow_tracking_uri, set_process_environment_defaults
+
+PROTOCOL = "mlflow-artifacts"
+_VARIABLE = "MLFLOW_TRACKING_URI"
+_PLACE = re.compile(rf"(runs|models|{PROTOCOL}):/")
+_NUMBERED = re.compile(r"models:/[^/@]+/\d+(/|$)")
+_ARTIFACTS = "/api/2.0/mlflow-artifacts/artifacts"
+_KEPT_STREAMS = 16
+_BLOCK_BYTES = 4 * 2**20
+_CLIENT = {
+    # Three tries over about 7 s; MLflow's own default is seven tries over minutes.
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_FACTOR": "1",
+    "MLFLOW_HTTP_REQUEST_BACKOFF_JITTER": "0.1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+
+
+def in_mlflow(uri: str) -> bool:
+    """Returns True if a location is named as MLflow names artifacts."""
+    return _PLACE.match(uri) is not None
+
+
+def is_behind_server(uri: str) -> bool:
+    """Returns True if only MLflow's server can read a location, and no library of others."""
+    return uri.startswith(f"{PROTOCOL}://")
+
+
+def pinned(uri: str) -> str:
+    """Returns a location with the number of a model's version in place of an alias, or of `latest`.
+
+    Raises:
+        BadInput: there is no such model, alias or version; or nothing says which server to ask.
+        StorageError: the server does not answer.
+    """
+    if not uri.startswith("models:/") or _NUMBERED.match(uri):
+        return uri
+    named, slash, rest = uri.removeprefix("models:/").strip("/").partition("/")
+    name, at, alias = named.partition("@")
+    if not at and (not slash or not rest.startswith("latest")):
+        return uri
+    with _asking(uri) as client:
+        if at:
+            version = client.get_model_version_by_alias(name, alias).version
+            return f"models:/{name}/{version}{slash}{rest}"
+        versions = [int(found.version) for found in client.search_model_versions(f"name='{name}'")]
+        if not versions:
+            _missing(uri, f"no version of {name}")
+        return f"models:/{name}/{max(versions)}{rest.removeprefix('latest')}"
+
+
+def real_location(uri: str) -> str:
+    """Returns where an artifact of MLflow lies: in a store, or as `mlflow-artifacts://server/path` behind the server.
+
+    Raises:
+        BadInput: there is no such run, model or version; or nothing says which server to ask.
+        StorageError: the server does not answer.
+    """
+    return _located(pinned(uri).rstrip("/"), mlflow_tracking_uri())
+
+
+@lru_cache(maxsize=1024)
+def _located(uri: str, _server_asked: str | None) -> str:
+    """Returns the same of what never moves: an artifact of a run, or a numbered version."""
+    kind, _, path = uri.partition(":/")
+    match kind:
+        case "runs":
+            run, _, rest = path.strip("/").partition("/")
+            with _asking(uri) as client:
+                found = client.get_run(run).info.artifact_uri
+        case "models":
+            name, _, rest = path.strip("/").partition("/")
+            with _asking(uri) as client:
+                if name.startswith("m-") and not rest.partition("/")[0].isdigit():
+                    found = client.get_logged_model(name).artifact_location
+                else:
+                    version, _, rest = rest.partition("/")
+                    if not version.isdigit():
+                        _missing(uri, "neither version nor alias", "write models:/NAME/VERSION or models:/NAME@ALIAS")
+                    found = client.get_model_version_download_uri(name, version)
+        case _ if path.startswith("/"):
+            return f"{PROTOCOL}:/{path}"
+        case _:
+            return f"{PROTOCOL}://{urlsplit(_server(uri)).netloc}/{path}"
+    found = "/".join(filter(None, [str(found).rstrip("/"), rest]))
+    return real_location(found) if in_mlflow(found) else found
+
+
+def _server(uri: str) -> str:
+    address = mlflow_tracking_uri()
+    if not address:
+        raise BadInput(
+            expected=f"the tracking server that has {uri} in {_VARIABLE}",
+            found="nothing there",
+            remedy=f"set it, such as {_VARIABLE}=http://10.0.0.15:5000",
+        )
+    return address
+
+
+@contextmanager
+def _asking(uri: str) -> Iterator[Any]:
+    """MLflow's client of the tracking server, whose errors become ours."""
+    address = _server(uri)
+    set_process_environment_defaults(_CLIENT)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    try:
+        yield MlflowClient(tracking_uri=address, registry_uri=address)
+    except MlflowException as error:
+        if error.error_code in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE", "NOT_FOUND"):
+            _missing(uri, error.message.splitlines()[0])
+        raise StorageError(
+            expected=f"the tracking server {address} to say where {uri} lies",
+            found=str(error).splitlines()[0],
+            remedy=f"check {_VARIABLE}, the variables with its user or token, and that it can be reached",
+        ) from error
+
+
+def _missing(uri: str, found: str, remedy: str = f"check the name, and {_VARIABLE}") -> NoReturn:
+    raise BadInput(expected=f"{uri} to be there", found=found, remedy=remedy) from None
+
+
+class MlflowArtifacts(AbstractFileSystem):
+    """Artifacts behind an MLflow server, as `mlflow-artifacts://server:port/path`, for reading."""
+
+    protocol = PROTOCOL
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._lock = threading.Lock()
+        self._streams: OrderedDict[tuple[str, int], Any] = OrderedDict()
+
+    def ls(self, path: str, detail: bool = True, **_: Any) -> list[Any]:
+        """Lists a folder; of a file, itself."""
+        path = str(self._strip_protocol(path))
+        found = self._listed(path) or [self.info(path)]
+        return found if detail else [info["name"] for info in found]
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        """Describes a file or folder, as the folder that it lies in lists it."""
+        path = str(self._strip_protocol(path))
+        folder, slash, _name = path.rpartition("/")
+        if not slash:
+            return {"name": path, "size": 0, "type": "directory"}
+        for info in self._listed(folder):
+            if info["name"] == path:
+                return info
+        raise FileNotFoundError(f"{PROTOCOL}://{path}")
+
+    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **_: Any) -> bytes:
+        """Reads a file, or its bytes from `start` up to `end`, holding no more than those."""
+        path, start = str(self._strip_protocol(path)), start or 0
+        if end is not None and end <= start:
+            return b""
+        stream = self._continued(path, start) or self._begun(path, start, end)
+        blocks, position = [], start
+        while end is None or position < end:
+            block = self._read(stream, _BLOCK_BYTES if end is None else min(_BLOCK_BYTES, end - position))
+            if not block:
+                break
+            blocks.append(block)
+            position += len(block)
+        if stream.status_code == 200 and position == end:
+            self._keep(path, position, stream)
+        else:
+            stream.close()
+        return b"".join(blocks)
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> AbstractBufferedFile:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if mode != "rb":
+            raise OSError(f"{PROTOCOL}://{path} can be read only")
+        return _ArtifactFile(self, path, size=self.info(path)["size"], **options)
+
+    def _listed(self, path: str) -> list[dict[str, Any]]:
+        _, _, folder = path.partition("/")
+        answer = self._asked(path, _ARTIFACTS, params={"path": folder} if folder else {})
+        return [
+            {
+                "name": f"{path}/{file['path']}",
+                "size": int(file.get("file_size") or 0),
+                "type": "directory" if file["is_dir"] else "file",
+            }
+            for file in answer.json().get("files", ())
+        ]
+
+    def _begun(self, path: str, start: int, end: int | None) -> Any:
+        """An answer whose next byte is that at `start`; of a server that knows no ranges, what comes before is read."""
+        headers = {"Accept-Encoding": "identity"}
+        if start or end is not None:
+            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        _, _, name = path.partition("/")
+        answer = self._asked(path, f"{_ARTIFACTS}/{quote(name)}", extra_headers=headers, stream=True)
+        skipped = 0 if answer.status_code == 206 else start
+        while skipped > 0 and (block := self._read(answer, min(_BLOCK_BYTES, skipped))):
+            skipped -= len(block)
+        return answer
+
+    @staticmethod
+    def _read(stream: Any, size: int) -> bytes:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return stream.raw.read(size)
+        except HTTPError as error:
+            stream.close()
+            raise OSError(f"the answer broke off: {error}") from error
+
+    def _asked(self, path: str, endpoint: str, **options: Any) -> Any:
+        set_process_environment_defaults(_CLIENT)
+        from mlflow.exceptions import MlflowException
+        from mlflow.utils.credentials import get_default_host_creds
+        from mlflow.utils.rest_utils import http_request
+
+        host, tracking = path.partition("/")[0], urlsplit(mlflow_tracking_uri() or "")
+        prefix = tracking.path.rstrip("/") if tracking.netloc == host else ""
+        credentials = get_default_host_creds(f"{tracking.scheme or 'http'}://{host}{prefix}")
+        try:
+            answer: Any = http_request(credentials, endpoint, "GET", raise_on_status=False, **options)
+        except MlflowException as error:
+            raise OSError(str(error).splitlines()[0]) from error
+        if answer.status_code in (200, 206):
+            return answer
+        with answer:
+            if answer.status_code == 404:
+                raise FileNotFoundError(f"{PROTOCOL}://{path}")
+            raise OSError(f"HTTP status {answer.status_code}: {answer.text[:200].strip()}")
+
+    def _continued(self, path: str, start: int) -> Any | None:
+        with self._lock:
+            return self._streams.pop((path, start), None)
+
+    def _keep(self, path: str, position: int, stream: Any) -> None:
+        """Keeps the answer of a server that knows no ranges for whoever reads on: else each range would cost all."""
+        with self._lock:
+            replaced = [self._streams.pop((path, position), None)]
+            self._streams[path, position] = stream
+            while len(self._streams) > _KEPT_STREAMS:
+                replaced.append(self._streams.popitem(last=False)[1])
+        for former in filter(None, replaced):
+            former.close()
+
+
+class _ArtifactFile(AbstractBufferedFile):
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        return self.fs.cat_file(self.path, start=start, end=end)
