@@ -16,9 +16,10 @@ from typing import Any
 import cloudpickle
 
 from resources.actors.actor_line import ActorLine, death_of
-from resources.actors.actor_wire import Frame, Kind, Raised
+from resources.actors.actor_wire import Frame, Kind
 from resources.errors import ActorMethodFailed, BadInput, JobTimeout
 from resources.jobs.jobs import Client, JobHandle
+from resources.jobs.results import Raised
 from resources.jobs.waiting import growing_pauses
 
 
@@ -58,8 +59,7 @@ class ActorFuture:
         if frame.kind is Kind.RESULT:
             return self._read(frame)
         if frame.kind is Kind.RAISED:
-            raised = Raised(*pickle.loads(frame.body))
-            raise self._exception(raised) from _RemoteTraceback(raised.traceback)
+            Raised(*pickle.loads(frame.body)).raise_here(self._failed)
         raise self._unreadable(frame.body.decode())
 
     def _read(self, frame: Frame) -> Any:
@@ -68,16 +68,10 @@ class ActorFuture:
         except Exception as error:  # whatever the objects' own pickling code raises
             raise self._unreadable(f"its result: {type(error).__name__}: {error}") from error
 
-    def _exception(self, raised: Raised) -> BaseException:
-        try:
-            error = pickle.loads(raised.pickled) if raised.pickled is not None else None
-        except Exception:  # noqa: BLE001 - as above; what is known of it follows
-            error = None
-        if isinstance(error, Exception):
-            return error
+    def _failed(self, found: str) -> ActorMethodFailed:
         return ActorMethodFailed(
             expected=f"{self._full_name} to return, or to raise what can be sent to another process",
-            found=f"{raised.type_name}: {raised.text}",
+            found=found,
             remedy="Read its traceback above.",
         )
 
@@ -87,17 +81,6 @@ class ActorFuture:
             found=found,
             remedy="Pass values, no open files, locks or connections; install their modules on both sides.",
         )
-
-
-class _RemoteTraceback(Exception):
-    """Shows, as the cause of a method's exception, where in the actor's process it was raised."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text)
-        self._text = text
-
-    def __str__(self) -> str:
-        return f'\n"""\n{self._text}"""'
 
 
 class ActorMethod:

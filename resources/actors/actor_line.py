@@ -16,10 +16,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 
-from resources.actors.actor_key import ACTOR_KEY_VARIABLE, actor_key
 from resources.actors.actor_wire import Frame, Kind, WrongKey, greet_actor, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, AssayError, BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
+from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
 from resources.jobs.waiting import growing_pauses
 
 _CONNECT_SECONDS = 5.0  # one attempt
@@ -136,7 +136,7 @@ class ActorLine:
         host, _, port = address.rpartition(":")
         connection = socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS)
         try:
-            greet_actor(connection, actor_key(), actor=self._job.job_id)
+            greet_actor(connection, user_key(), actor=self._job.job_id)
         except BaseException:
             connection.close()
             raise
@@ -207,7 +207,7 @@ class ActorLine:
         return BackendUnavailable(
             expected=f"actor {self._name} to answer at {address}",
             found=str(error) or type(error).__name__,
-            remedy=f"Give both sides the same {ACTOR_KEY_VARIABLE}, or hand the handle to a job."
+            remedy=f"Give both sides the same {USER_KEY_VARIABLE}, or hand the handle to a job."
             if isinstance(error, WrongKey)
             else "Call it from a host that can reach that address, such as from a job of the same backend.",
         )

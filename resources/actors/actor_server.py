@@ -14,7 +14,6 @@ import resource
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,10 +22,11 @@ from typing import Any
 
 import cloudpickle
 
-from resources.actors.actor_key import actor_key
-from resources.actors.actor_wire import Frame, Kind, Raised, greet_caller, receive, send
+from resources.actors.actor_wire import Frame, Kind, greet_caller, receive, send
+from resources.backends.programs.run_call import raised
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce
+from resources.jobs.user_key import user_key
 from resources.settings import job_id
 
 _BACKLOG = 512
@@ -71,7 +71,7 @@ class ActorServer:
 
     def __init__(self, actor: object, *, max_concurrency: int) -> None:
         self._actor = actor
-        self._key = actor_key()
+        self._key = user_key()
         self._job_id = job_id()
         descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._strangers = _Strangers(max(1, min(_MOST_STRANGERS, descriptors // _SHARE_OF_DESCRIPTORS)))
@@ -127,7 +127,7 @@ class ActorServer:
             if inspect.isawaitable(value):
                 value = asyncio.run_coroutine_threadsafe(_awaited(value), self._running_loop()).result()
         except BaseException as error:  # noqa: BLE001 - belongs to the caller, whatever it is
-            return Kind.RAISED, pickle.dumps(tuple(_raised(error)))
+            return Kind.RAISED, pickle.dumps(raised(error))
         try:
             return Kind.RESULT, cloudpickle.dumps(value)
         except Exception as error:  # noqa: BLE001 - as above
@@ -177,12 +177,3 @@ def _write(connection: socket.socket, outbox: SimpleQueue[Frame | None]) -> None
     with suppress(OSError):  # the caller is gone; its reader sees that too
         while (frame := outbox.get()) is not None:
             send(connection, frame)
-
-
-def _raised(error: BaseException) -> Raised:
-    try:
-        pickled = cloudpickle.dumps(error)
-    except Exception:  # noqa: BLE001 - whatever the objects' own pickling code raises; type and text go without it
-        pickled = None
-    shown = "".join(traceback.format_exception(error))
-    return Raised(pickled, type(error).__name__, str(error), shown)

@@ -33,7 +33,7 @@ class Kind(IntEnum):
     RESULT = 1
     """A pickle of what the method returned."""
     RAISED = 2
-    """A pickle of `Raised`'s fields."""
+    """A pickle of the fields of `resources.jobs.results.Raised`."""
     UNREADABLE = 3
     """UTF-8: why arguments could not be unpickled, or a result not pickled."""
 
@@ -45,16 +45,6 @@ class Frame(NamedTuple):
     kind: Kind
     method: str
     body: bytes | bytearray
-
-
-class Raised(NamedTuple):
-    """An exception of a method; travels as a plain tuple, so that its reader needs none of the exception's modules."""
-
-    pickled: bytes | None
-    """The exception; None where it could not be pickled."""
-    type_name: str
-    text: str
-    traceback: str
 
 
 class WrongKey(ConnectionError):

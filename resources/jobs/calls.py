@@ -6,6 +6,7 @@ import cloudpickle
 
 from resources.errors import BadInput
 from resources.jobs.jobs import Call
+from resources.jobs.results import new_seal
 
 
 def pickled(call: Call) -> bytes:
@@ -15,7 +16,7 @@ def pickled(call: Call) -> bytes:
         BadInput: the callable or one of its arguments cannot be pickled.
     """
     try:
-        return cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
+        return new_seal() + cloudpickle.dumps((call.function, call.args, dict(call.kwargs)))
     except Exception as error:  # whatever the objects' own pickling code raises
         raise BadInput(
             expected="a callable and arguments that can be pickled, since they are sent to another process",

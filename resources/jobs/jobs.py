@@ -61,7 +61,7 @@ class Command:
 
 @dataclass(frozen=True)
 class Call:
-    """A Python callable and its arguments; all three must be picklable. What it returns is dropped."""
+    """A Python callable and its arguments; all three must be picklable. `JobHandle.result` gives what it returns."""
 
     function: Callable[..., object]
     args: tuple[Any, ...] = ()
@@ -215,6 +215,10 @@ class JobDetails:
     """Number of attempts that were ended from outside."""
     submitted_at: float | None = None
     """Seconds since the epoch."""
+    replicas: int | None = None
+    """Processes that run side by side; None where a list of jobs does not say."""
+    returns: bool | None = None
+    """True if it calls a callable, so that it has a result; None where that is not known."""
 
 
 class JobHandle(Protocol):
@@ -239,6 +243,23 @@ class JobHandle(Protocol):
         Raises:
             JobTimeout: the job was still running by then; it goes on.
             JobFailed: the job failed or was stopped, unless `raise_on_failure` is False.
+        """
+        ...
+
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
+        """Returns what the job's callable returned in the last attempt; waits for that as `wait` does.
+
+        Each replica has a result of its own; of one with several hosts, it is the first host's. It has 512 KiB at most
+        once pickled, on every backend: return the path of what is larger. Any process of the same user can ask for it,
+        by `attach` too, until the backend forgets the job; on another machine it needs the user's `ASSAY_ACTOR_KEY`.
+        A job succeeds also if its result is not to be had.
+
+        Raises:
+            JobTimeout: the job was still running by then; it goes on.
+            Exception: whatever this replica's callable raised if the job failed, with its traceback as the cause.
+            JobFailed: the job failed otherwise, or was stopped, or that exception cannot be sent or read here.
+            BadInput: the job runs a command; there is no such replica; the result cannot be pickled, is too large, or
+                cannot be read here; it is signed by another user; or none was left, as after `sys.exit(0)`.
         """
         ...
 

@@ -93,7 +93,45 @@ def test_callable_that_raises_fails_with_its_traceback_in_the_error(client: Clie
     handle = client.submit(job(Entrypoint.from_callable(divide)))
     with pytest.raises(JobFailed, match="cannot divide the indivisible"):
         handle.wait(30)
+    with pytest.raises(ArithmeticError, match="cannot divide the indivisible") as caught:
+        client.attach(handle.job_id).result(0)
+    assert "in divide" in str(caught.value.__cause__)
     assert handle.wait(30, raise_on_failure=False) is JobStatus.FAILED
+
+
+def test_result_is_what_each_replica_returned_in_the_last_attempt_for_every_handle(
+    client: Client, tmp_path: Path
+) -> None:
+    def again(folder: Path) -> object:
+        replica = int(os.environ["ASSAY_REPLICA_INDEX"])
+        announce("here")
+        print("said by", replica)
+        if (folder / "second").exists():
+            return {"replica": replica, "large": b"x" * 500_000}
+        if replica == 0:
+            return "of the first attempt"
+        (folder / "second").touch()
+        raise OSError("once")
+
+    call = Entrypoint.from_callable(again, [tmp_path])
+    handle = client.submit(job(call, replicas=2, max_retries_failure=1))
+    assert handle.result(45) == {"replica": 0, "large": b"x" * 500_000}
+    assert client.attach(handle.job_id).result(replica=1)["replica"] == 1
+    assert handle.logs(1, replica=1) == "said by 1"
+    with pytest.raises(BadInput, match="from 0 to 1"):
+        handle.result(replica=2)
+
+
+def test_result_that_cannot_be_sent_fails_no_job_and_is_an_error_that_names_it(client: Client) -> None:
+    def unsendable() -> object:
+        return b"x" * 600_000 if os.environ["ASSAY_REPLICA_INDEX"] == "0" else threading.Lock()
+
+    handle = client.submit(job(Entrypoint.from_callable(unsendable), replicas=2))
+    assert handle.wait(30) is JobStatus.SUCCEEDED
+    with pytest.raises(BadInput, match=f"(?s){handle.job_id} .*512 KiB.*600,"):
+        handle.result()
+    with pytest.raises(BadInput, match=f"(?s){handle.job_id} .*type lock"):
+        handle.result(replica=1)
 
 
 def test_callable_that_cannot_be_pickled_is_refused_before_anything_runs(client: Client) -> None:
@@ -126,6 +164,8 @@ def test_running_job_is_waited_for_in_vain_and_read_and_ended_by_whoever_attache
     assert handle.logs(3) == "4998\n4999\n5000"
     assert len(handle.logs().splitlines()) <= 200
     assert attached.details().name == "job"
+    with pytest.raises(BadInput, match="runs a command"):
+        attached.result()
     attached.terminate()
     assert handle.status() is JobStatus.STOPPED
     assert client.attach(handle.job_id).status() is JobStatus.STOPPED
@@ -353,7 +393,11 @@ def test_job_sees_and_ends_others_and_its_children_end_with_it_unless_they_outli
     try:
         pids = [eventual_pid(tmp_path / f"{name}-pid") for name in ("mortal", "lasting")]
         eventually(lambda: [child.status() for child in (mortal, lasting)] == [JobStatus.RUNNING] * 2)
+        with pytest.raises(JobTimeout):
+            handle.result(0.1)
         handle.terminate()
+        with pytest.raises(JobFailed, match="stopped"):
+            handle.result()
         eventually(lambda: mortal.status().finished)
         eventually(lambda: not is_alive(pids[0]))
         assert lasting.status() is JobStatus.RUNNING

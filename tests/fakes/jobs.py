@@ -21,6 +21,7 @@ class FakeJob:
     announcement: str | None = None
     ends_as: JobStatus = JobStatus.SUCCEEDED
     terminated: int = 0
+    returned: Any = None
 
     def details(self) -> JobDetails:
         """See `JobHandle.details`."""
@@ -43,6 +44,11 @@ class FakeJob:
                 expected="it to succeed", found=f"it {self.current.status}\n{self.log}", remedy="see its log"
             )
         return self.current.status
+
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
+        """Returns `returned`, once the job has succeeded."""
+        self.wait(timeout)
+        return self.returned
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`."""

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 
 from resources.backends.iris.controller import Controller, Launch
-from resources.backends.iris.job import IrisJob, unknown_job
+from resources.backends.iris.job import CALLABLE, COMMAND, IrisJob, unknown_job
 from resources.backends.iris.lease import LeaseRenewer
 from resources.backends.iris.resources import Group, check_groups, placement
 from resources.backends.iris.states import job_status, name_of, reason
@@ -172,7 +172,7 @@ class IrisClient:
         project = workspace is not None and (workspace / "pyproject.toml").is_file()
         return Launch(
             job_id=job_id,
-            command=("bash", "-c", _COMMAND),
+            command=("bash", "-c", _COMMAND, CALLABLE if isinstance(request.entrypoint, Call) else COMMAND),
             files=files,
             placement=placed,
             resources=request.resources,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from connectrpc.code import Code
@@ -22,7 +23,7 @@ from iris.rpc.compression import IRIS_RPC_COMPRESSIONS
 from iris.rpc.controller_connect import ControllerServiceClientSync
 from iris.version import client_revision_date
 
-from resources.backends.iris.controller import Launch
+from resources.backends.iris.controller import RESULTS, Launch
 from resources.backends.iris.resources import Group
 from resources.backends.iris.states import Attempt, Seen, Task
 from resources.config import GpuConfig, TpuConfig
@@ -131,11 +132,12 @@ class IrisController:
     def job(self, job_id: str) -> Seen | None:
         """One job; None where the controller knows none of that name."""
         try:
-            return _seen(self._asked(lambda: self._calls.get_job_status(_C.GetJobStatusRequest(job_id=job_id))).job)
+            found = self._asked(lambda: self._calls.get_job_status(_C.GetJobStatusRequest(job_id=job_id)))
         except ConnectError as error:
             if error.code in {Code.NOT_FOUND, Code.INVALID_ARGUMENT}:
                 return None
             raise self._refused(error) from error
+        return replace(_seen(found.job), command=tuple(found.request.entrypoint.run_command.argv))
 
     def jobs(self, prefix: str) -> list[Seen]:
         """Up to 500 jobs whose ids begin so, the newest first."""
@@ -183,6 +185,14 @@ class IrisController:
         )
         entries = self.ask(lambda: self._logs.fetch_logs(request)).entries
         return [(entry.attempt_id, entry.data) for entry in entries]
+
+    def result(self, task_id: str, *, attempt: int) -> str | None:
+        """The result that a task has left in one attempt, in base64; None where there is none."""
+        request = logging_pb2.FetchLogsRequest(
+            source=f"{RESULTS}{task_id}:{attempt}", match_scope=logging_pb2.MATCH_SCOPE_EXACT, max_lines=1, tail=True
+        )
+        entries = self.ask(lambda: self._logs.fetch_logs(request)).entries
+        return entries[-1].data if entries else None
 
     def groups(self) -> list[Group]:
         """The kinds of machines that the cluster can start; empty where it starts none itself."""

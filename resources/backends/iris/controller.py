@@ -10,7 +10,7 @@ from resources.backends.iris.resources import Group, Placement
 from resources.backends.iris.states import Seen, Task
 from resources.config import ResourceConfig
 
-RECORDS = "assay"
+RECORDS, RESULTS = "assay", "/assay/results"
 LEASE, STOP = "lease", "stop"
 """Names that `resources/backends/programs/iris_records.py` knows too: it runs where it can import nothing of ours."""
 
@@ -76,6 +76,10 @@ class Controller(Protocol):
 
     def log_lines(self, task_id: str, max_lines: int) -> list[tuple[int, str]]:
         """The last lines of a task, each with the attempt that wrote it."""
+        ...
+
+    def result(self, task_id: str, *, attempt: int) -> str | None:
+        """The result that a task has left in one attempt, in base64; None where there is none."""
         ...
 
     def groups(self) -> list[Group]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import base64
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from resources.backends.iris.controller import RECORDS, STOP, Controller, tell
 from resources.backends.iris.states import MARK, UNSATISFIABLE, Task, counts, end_reason, job_status, name_of, reason
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.results import result_of
 from resources.jobs.waiting import logs_by_replica, wait_until_finished
 
+CALLABLE, COMMAND = "assay-callable", "assay-command"
+"""Last word of the command of its tasks: Iris tells whoever asks for a job no more of what it was given."""
 _AGAIN = f"{MARK}another attempt"
 _TAIL_BYTES = 1 << 20
 _LOG_END_SECONDS = 10.0  # a worker sends its lines when it has seen the end, which the controller may hear first
@@ -74,6 +79,8 @@ class IrisJob:
             failures=counted.failures,
             preemptions=counted.preemptions,
             submitted_at=seen.submitted_at,
+            replicas=max(len(tasks) // self._hosts, 1),
+            returns={CALLABLE: True, COMMAND: False}.get(seen.command[-1]) if seen.command else None,
         )
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
@@ -92,6 +99,10 @@ class IrisJob:
                     remedy="Ask for less or for another device, or add a scale group to the cluster's configuration.",
                 )
         return wait_until_finished(self, 0, raise_on_failure=raise_on_failure, where=self._where)
+
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
+        """See `JobHandle.result`; it lies in the controller's log, as long as that is kept."""
+        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`; lines of several hosts of one replica follow each other, a second after they came."""
@@ -140,6 +151,12 @@ class IrisJob:
     def _records(self) -> dict[str, dict[str, str]]:
         found = self._controller.records(f"{self._job_id}/{RECORDS}")
         return {key: record for key, record in found.items() if key.isdigit()}
+
+    def _left(self, replica: int) -> bytes | None:
+        """The result that a replica's process has left in the last attempt of its task."""
+        task = self._controller.tasks(self._job_id)[replica * self._hosts]
+        text = self._controller.result(task.task_id, attempt=task.attempt)
+        return base64.b64decode(text) if text else None
 
     def _stops_until(self, deadline: float, job_id: str) -> bool:
         while not (stopped := self._has_stopped(job_id)) and time.monotonic() < deadline:

@@ -90,6 +90,8 @@ class Seen:
     preemptions: int = 0
     hosts: int = 1
     """Tasks that one replica is made of."""
+    command: tuple[str, ...] = ()
+    """Program and arguments of its tasks; empty in lists."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from resources.backends.kubernetes.devices import Placement
-from resources.backends.kubernetes.endings import end_attempt
+from resources.backends.kubernetes.endings import end_attempt, keep_results
 from resources.backends.kubernetes.manifests import Owner, job_manifest, secret_manifest, service_manifest
 from resources.backends.kubernetes.names import attempt_name, selector
 from resources.backends.kubernetes.pods import GONE, PodState, attempt_outcome, states_by_index
@@ -149,6 +149,8 @@ class OwnedJob:
     def _conclude(self, outcome: PodState) -> None:
         """Counts an ending; what is left of the attempt goes first, unless all of it has ended by itself."""
         record = self._record
+        if record.returns and outcome.standing != "preempted":
+            keep_results(self._cluster, record)
         if not self._all_ended():
             end_attempt(self._cluster, record)
         if outcome.standing == "succeeded":

@@ -42,6 +42,8 @@ from resources.backends.kubernetes.records import (
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BackendUnavailable, BadInput
 from resources.jobs.jobs import (
+    Call,
+    Command,
     EnvironmentConfig,
     JobDetails,
     JobRequest,
@@ -138,10 +140,13 @@ class KubernetesClient:
                 grace_seconds=owner.grace_seconds,
                 lease_seconds=owner.lease_seconds,
                 outlives_parent=request.outlives_parent,
+                returns=isinstance(request.entrypoint, Call),
             )
             files = secret_content(request, environment, job_id=job_id, vms=where.vms, owner=owner)
             if request.outlives_parent:
-                handle = self._submit_with_keeper_pod(record, request, environment, image=image, owner=owner)
+                handle = self._submit_with_keeper_pod(
+                    record, request, environment, image=image, files=files, owner=owner
+                )
             else:
                 job = OwnedJob(
                     self._cluster,
@@ -234,10 +239,18 @@ class KubernetesClient:
         return self._handle(record, step=job.step)
 
     def _submit_with_keeper_pod(
-        self, record: Record, request: JobRequest, environment: EnvironmentConfig, *, image: str, owner: Owner
+        self,
+        record: Record,
+        request: JobRequest,
+        environment: EnvironmentConfig,
+        *,
+        image: str,
+        files: dict[str, bytes],
+        owner: Owner,
     ) -> KubernetesJob:
-        content = {"keeper.pickle": cloudpickle.dumps((request, environment, image, owner, self._bounds))}
-        files = bounded(content)
+        request = replace(request, entrypoint=Command("true"))  # what is to run is in the files, once
+        content = {"keeper.pickle": cloudpickle.dumps((request, environment, image, files, owner, self._bounds))}
+        kept = bounded(content)
         create_heartbeat(self._cluster, owner.name)
         create_record(self._cluster, record)
         name = keeper_pod_name(record.job_id)
@@ -245,7 +258,7 @@ class KubernetesClient:
         manifest = keeper_pod_manifest(job_id=record.job_id, name=name, image=image, python=python)
         try:
             job = self._cluster.create("jobs", manifest)
-            self._cluster.create("secrets", secret_manifest(files, job=job))
+            self._cluster.create("secrets", secret_manifest(kept, job=job))
             self._cluster.patch("jobs", name, {"spec": {"suspend": False}})
         except AssayError as error:
             with suppress(AssayError):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import threading
 import time
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from resources.backends.kubernetes.manifests import MAIN, config_map_manifest
-from resources.backends.kubernetes.names import attempt_name, labels, logs_name, selector
+from resources.backends.kubernetes.manifests import ANNOUNCER, MAIN, config_map_manifest
+from resources.backends.kubernetes.names import attempt_name, labels, logs_name, result_name, selector
 from resources.backends.kubernetes.pods import pod_index
 from resources.backends.kubernetes.records import Record
 from resources.errors import BackendUnavailable, JobTimeout
@@ -20,6 +23,7 @@ if TYPE_CHECKING:
 LONGEST_LOG_BYTES = 1 << 20
 _KEPT_LOGS_BYTES = 900_000  # of all pods of an attempt: a ConfigMap holds 1 MiB
 _KEPT_LINES = 2000
+_RESULT_LINES = 100  # 87 for the largest, and the last announcement
 _LAST_WORDS_SECONDS = 1.0
 _NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace is not there any more
 _SHOWN_ATTEMPTS = 10
@@ -57,6 +61,22 @@ def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> 
         cluster.create("configmaps", config_map_manifest(logs_name(record.job_id, record.attempts), tags, kept))
 
 
+def keep_results(cluster: Cluster, record: Record) -> None:
+    """Copies what the replicas of the present attempt have left for `JobHandle.result`, while their pods are there."""
+    for pod in cluster.list("pods", selector(job=record.job_id, attempt=record.attempts)):
+        replica, vm = divmod(pod_index(pod), record.vms)
+        if vm == 0 and (text := _result_in(cluster, pod["metadata"]["name"])):
+            tags = labels(record.job_id, "result", attempt=record.attempts)
+            name = result_name(record.job_id, record.attempts, replica)
+            cluster.create("configmaps", config_map_manifest(name, tags, {"result": text}))
+
+
+def result_of_replica(cluster: Cluster, record: Record, replica: int) -> bytes | None:
+    """The file that a replica has left in the last attempt; None where there is none."""
+    kept = cluster.get("configmaps", result_name(record.job_id, record.attempts, replica))
+    return base64.b64decode(kept["data"]["result"]) if kept is not None else None
+
+
 def log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str:
     """The last lines of one pod of each attempt, a megabyte at most, under headings from the second attempt on."""
     lines: list[str] = []
@@ -76,6 +96,20 @@ def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> 
         if pod_index(found) == pod:
             return found["metadata"]["name"]
     return None
+
+
+def _result_in(cluster: Cluster, pod: str) -> str | None:
+    """The result that a pod's other container has printed, in base64; it may have begun twice."""
+    lines = cluster.log(pod, ANNOUNCER, max_lines=_RESULT_LINES, max_bytes=LONGEST_LOG_BYTES) or ""
+    pieces: dict[int, bytes] = {}
+    expected = 0
+    for line in lines.splitlines():
+        with suppress(ValueError, TypeError, KeyError):  # announcements, or the traceback of a program that was killed
+            piece = json.loads(line)
+            pieces[piece["piece"]] = base64.b64decode(piece["result"])
+            expected = piece["pieces"]
+    whole = b"".join(pieces[index] for index in sorted(pieces))
+    return base64.b64encode(whole).decode() if pieces and len(pieces) == expected else None
 
 
 def _lines_of(cluster: Cluster, record: Record, *, attempt: int, pod: int, max_lines: int) -> list[str]:

@@ -6,15 +6,16 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from resources.backends.kubernetes.attempts import TERMINATED
-from resources.backends.kubernetes.endings import end_attempt, log_of, pod_name_of
+from resources.backends.kubernetes.endings import end_attempt, log_of, pod_name_of, result_of_replica
 from resources.backends.kubernetes.manifests import ANNOUNCER
 from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, selector
 from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.results import result_of
 from resources.jobs.waiting import check_replica, wait_until_finished
 
 if TYPE_CHECKING:
@@ -68,9 +69,22 @@ class KubernetesJob:
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
         """See `JobHandle.wait`."""
-        where = f"run `kubectl --namespace {self._cluster.namespace} describe jobs -l assay-evals/job={self.job_id}`"
         return wait_until_finished(
-            self, timeout, raise_on_failure=raise_on_failure, where=where, longest_pause_seconds=self._poll_seconds
+            self,
+            timeout,
+            raise_on_failure=raise_on_failure,
+            where=self._where,
+            longest_pause_seconds=self._poll_seconds,
+        )
+
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
+        """See `JobHandle.result`; its owner keeps it in a ConfigMap, so it is lost with a pod that goes at once."""
+        return result_of(
+            self,
+            timeout,
+            replica=replica,
+            read=lambda: result_of_replica(self._cluster, self._read(), replica),
+            where=self._where,
         )
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
@@ -93,7 +107,8 @@ class KubernetesJob:
         record = self._now()
         pod = pod_name_of(self._cluster, record, attempt=record.attempts, pod=replica * record.vms)
         text = pod and self._cluster.log(pod, ANNOUNCER, max_lines=1, max_bytes=_ANNOUNCEMENT_BYTES)
-        return json.loads(text) if text and text.strip() else None
+        line = json.loads(text) if text and text.strip() else None
+        return line if isinstance(line, str) else None  # and no piece of a result
 
     def terminate(self) -> None:
         """Ends the job with everything it started, and returns when nothing of it is left.
@@ -119,6 +134,10 @@ class KubernetesJob:
                     remedy=f"Delete it: kubectl delete jobs -l assay-evals/job={self.job_id}",
                 )
             time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
+
+    @property
+    def _where(self) -> str:
+        return f"run `kubectl --namespace {self._cluster.namespace} describe jobs -l assay-evals/job={self.job_id}`"
 
     def _keeper_pod_runs(self) -> bool:
         """Returns True if a keeper pod has started: one whose image is never found would not end its job either."""

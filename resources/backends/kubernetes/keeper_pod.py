@@ -17,7 +17,7 @@ import cloudpickle
 from resources.backends.kubernetes.attempts import Bounds, OwnedJob
 from resources.backends.kubernetes.cluster import Cluster, connect
 from resources.backends.kubernetes.devices import placement
-from resources.backends.kubernetes.manifests import Owner, secret_content
+from resources.backends.kubernetes.manifests import Owner
 from resources.backends.kubernetes.records import beat, read_record
 from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import EnvironmentConfig, JobRequest
@@ -33,6 +33,7 @@ def keep(
     request: JobRequest,
     environment: EnvironmentConfig,
     image: str,
+    files: dict[str, bytes],
     owner: Owner,
     bounds: Bounds,
 ) -> None:
@@ -45,7 +46,6 @@ def keep(
     if found is None:
         raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
     where = placement(request.resources, replicas=request.replica_count)
-    files = secret_content(request, environment, job_id=job_id, vms=where.vms, owner=owner)
     job = OwnedJob(
         cluster,
         found[0],
@@ -71,9 +71,11 @@ def main(arguments: list[str]) -> None:
     """Reads the request from its file, and keeps the job."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a pod ignores it otherwise
     job_id, path = arguments
-    request, environment, image, owner, bounds = cloudpickle.loads(Path(path).read_bytes())
+    request, environment, image, files, owner, bounds = cloudpickle.loads(Path(path).read_bytes())
     cluster = connect("", owner.jobs_url.rpartition("/")[2])
-    keep(cluster, job_id, request=request, environment=environment, image=image, owner=owner, bounds=bounds)
+    keep(
+        cluster, job_id, request=request, environment=environment, image=image, files=files, owner=owner, bounds=bounds
+    )
 
 
 if __name__ == "__main__":

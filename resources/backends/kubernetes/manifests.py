@@ -159,7 +159,7 @@ def job_manifest(
         "resources": {"requests": _ANNOUNCER_LIMITS, "limits": _ANNOUNCER_LIMITS},
         "volumeMounts": [
             {"name": "job", "mountPath": _JOB, "readOnly": True},
-            {"name": "run", "mountPath": _RUN, "readOnly": True},
+            {"name": "run", "mountPath": _RUN},  # it takes a result away once it has printed it
         ],
     }
     pod: dict[str, Any] = {

@@ -42,6 +42,11 @@ def logs_name(job_id: str, attempt: int) -> str:
     return f"{job_id}-{attempt}-logs"
 
 
+def result_name(job_id: str, attempt: int, replica: int) -> str:
+    """The ConfigMap with the result of one replica."""
+    return f"{job_id}-{attempt}-result-{replica}"
+
+
 def heartbeat_name(owner: str) -> str:
     """The ConfigMap that an owner rewrites as long as it lives."""
     return f"{owner}-heartbeat"

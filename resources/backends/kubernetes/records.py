@@ -47,6 +47,8 @@ class Record:
     grace_seconds: float
     lease_seconds: float
     outlives_parent: bool
+    returns: bool | None = None
+    """True if it calls a callable."""
     status: str = JobStatus.PENDING
     reason: str | None = None
     attempts: int = 0
@@ -76,6 +78,8 @@ class Record:
             failures=self.failures,
             preemptions=self.preemptions,
             submitted_at=self.submitted_at,
+            replicas=self.replicas,
+            returns=self.returns,
         )
 
 

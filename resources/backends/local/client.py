@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from resources.backends.local.job import LocalJob
+from resources.backends.local.job import CALL, LocalJob
 from resources.backends.processes import (
     PROGRAMS,
     argv_of,
@@ -109,12 +109,12 @@ class LocalClient:
             folder = self._jobs_dir / f"{request.name}-{secrets.token_hex(4)}"
             folder.mkdir(parents=True, mode=0o700)
             if payload is not None:
-                (folder / "call.pickle").write_bytes(payload)
+                (folder / CALL).write_bytes(payload)
             specification = {
                 "name": request.name,
                 "submitted_at": time.time(),
                 "argv": argv_of(
-                    request.entrypoint if isinstance(request.entrypoint, Command) else folder / "call.pickle",
+                    request.entrypoint if isinstance(request.entrypoint, Command) else folder / CALL,
                     python=python,
                     imports=[str(workspace), *import_folders()],
                 ),

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.results import result_of
 from resources.jobs.waiting import logs_by_replica, wait_until_finished
 from resources.storage.files import replace_json
 
+CALL = "call.pickle"
+"""The file with the callable of a job, in its folder."""
 _TAIL_BYTES = 1 << 20
 _SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine
 _TERMINATE_MARGIN_SECONDS = 40.0  # more than the supervisor itself waits for a process to die of SIGKILL
@@ -49,6 +52,8 @@ class LocalJob:
             failures=now["failures"],
             preemptions=now["preemptions"],
             submitted_at=self._specification["submitted_at"],
+            replicas=self._specification["replicas"],
+            returns=(self._folder / CALL).exists(),
         )
 
     def process_details(self) -> dict[str, Any]:
@@ -73,8 +78,19 @@ class LocalJob:
             self,
             timeout,
             raise_on_failure=raise_on_failure,
-            where=f"read {self._folder}/replica-*.log",
+            where=self._where,
             longest_pause_seconds=0.25,
+        )
+
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
+        """See `JobHandle.result`."""
+        path = self._folder / f"result-{replica}"
+        return result_of(
+            self,
+            timeout,
+            replica=replica,
+            read=lambda: path.read_bytes() if path.exists() else None,
+            where=self._where,
         )
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
@@ -117,6 +133,10 @@ class LocalJob:
             if details["supervisor_pid"] is not None or JobStatus(details["status"]).finished:
                 return
             time.sleep(0.005)
+
+    @property
+    def _where(self) -> str:
+        return f"read {self._folder}/replica-*.log"
 
     def _read(self) -> dict[str, Any]:
         return json.loads((self._folder / "status.json").read_text())

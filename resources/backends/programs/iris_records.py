@@ -7,6 +7,7 @@ the standard library only: it runs beside `iris_replica.py`.
 
 from __future__ import annotations
 
+import base64
 import json
 import threading
 import time
@@ -20,6 +21,9 @@ NAME = "assay"
 """Last part of the name of a job's records, below the job's own."""
 LEASE, STOP = "lease", "stop"
 WAITING, RUNNING, DONE, ENDING, STOPPED = "waiting", "running", "done", "ending", "stopped"
+RESULTS = "/assay/results"
+"""Start of the key below which the controller's log keeps the result of a task: no log of a job shows it."""
+_CONTROLLER, _LOG = "iris.cluster.ControllerService", "finelog.logging.LogService"
 _TIMEOUT_SECONDS = 10.0
 _FAST_SECONDS = 0.2
 _SUCCEEDED = "TASK_STATE_SUCCEEDED"
@@ -27,7 +31,7 @@ _LOST = {"TASK_STATE_WORKER_FAILED", "TASK_STATE_PREEMPTED", "TASK_STATE_COSCHED
 """States of a task that Iris starts no more, and that end no job while another task of it runs."""
 
 
-def call_controller(controller: str, method: str, /, **fields: Any) -> dict[str, Any]:
+def call_controller(controller: str, method: str, /, *, service: str = _CONTROLLER, **fields: Any) -> dict[str, Any]:
     """One call of Iris' controller, as JSON over HTTP.
 
     Raises:
@@ -36,7 +40,7 @@ def call_controller(controller: str, method: str, /, **fields: Any) -> dict[str,
     """
     base = controller if "://" in controller else f"http://{controller}"
     request = urllib.request.Request(
-        f"{base}/iris.cluster.ControllerService/{method}",
+        f"{base}/{service}/{method}",
         data=json.dumps(fields).encode(),
         headers={"Content-Type": "application/json"},
     )
@@ -46,6 +50,17 @@ def call_controller(controller: str, method: str, /, **fields: Any) -> dict[str,
             return json.load(answer)
     except HTTPException as error:  # an answer that broke off, which is no OSError
         raise ConnectionError(f"{type(error).__name__}: {error}") from error
+
+
+def hand_over(controller: str, task: str, *, attempt: int, result: bytes) -> None:
+    """Gives the controller's log the result of a task's attempt, for whoever has a handle on the job.
+
+    Raises:
+        OSError: it cannot be reached, or refuses.
+        ValueError: what it answers is no JSON.
+    """
+    entry = {"data": base64.b64encode(result).decode()}
+    call_controller(controller, "PushLogs", service=_LOG, key=f"{RESULTS}{task}:{attempt}", entries=[entry])
 
 
 class Records:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from endings import classify_exit
-from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller
+from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller, hand_over
 
 Outcome = Literal["succeeded", "failed", "preempted", "stopped", "rejoin"]
 
@@ -40,6 +40,7 @@ _LONGEST_LINE_BYTES = 1 << 16
 _PEERS_END_SECONDS = 15.0
 _UNASKED_SECONDS = 20.0  # who asks a job to end also ends its entry at the controller; after this time we do
 _SEEN_SECONDS = 10.0
+_RESULT_SECONDS = 60.0  # a controller that starts again is away for a few
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _BUILD_FAILED = 1
 
@@ -58,6 +59,7 @@ class Replica:
         self._workspace = Path(os.environ["IRIS_WORKDIR"]).absolute()
         self._run_folder = Path(tempfile.mkdtemp(prefix="assay-"))
         self._restarts = 0
+        self._result: bytes | None = None  # of the call, in the last run of it
         self._unfinished = b""
         self._terminated = False
         self._controller = os.environ["IRIS_CONTROLLER_ADDRESS"]
@@ -174,6 +176,8 @@ class Replica:
         code = status["replicas"][0].get("exit_code")
         code = ended if code is None else int(code)
         self._records.say(announcement=_read(folder / "announced-0"))
+        left = folder / "result-0"
+        self._result = left.read_bytes() if left.exists() else None
         shutil.rmtree(folder, ignore_errors=True)
         if status["status"] == "succeeded":
             return "succeeded", 0, ""
@@ -236,12 +240,25 @@ class Replica:
 
     def _end(self, code: int, reason: str) -> int:
         """Iris keeps the last line of the error output with the attempt; it also marks the end of the log."""
+        self._hand_over_result()
         self._write(f"{MARK}{reason}; restarted here: {self._restarts}\n".encode())
         shutil.rmtree(self._run_folder, ignore_errors=True)
         deadline = time.monotonic() + _SEEN_SECONDS
         while code and not self._seen_running() and time.monotonic() < deadline:
             time.sleep(_WAIT_SECONDS)
         return code
+
+    def _hand_over_result(self) -> None:
+        if self._result is None or self._index % self._job["hosts"]:
+            return
+        deadline = time.monotonic() + _RESULT_SECONDS
+        while True:
+            try:
+                return hand_over(self._controller, self._task, attempt=self._attempt, result=self._result)
+            except (OSError, ValueError) as error:
+                if time.monotonic() > deadline:
+                    return self._write(f"the result is lost, the controller did not take it: {error}\n".encode())
+                time.sleep(1.0)
 
     def _seen_running(self) -> bool:
         """Returns True if the controller has seen this attempt run.

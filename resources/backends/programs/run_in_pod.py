@@ -1,4 +1,4 @@
-"""First process of a pod: runs one replica, or prints what that replica announces.
+"""First process of a pod: runs one replica, or prints what that replica announces, and the result that it leaves.
 
     python3 -I -S run_in_pod.py run <job folder> <run folder> <heartbeat folder> <termination message>
     python3 -I -S run_in_pod.py announce <run folder>
@@ -10,6 +10,7 @@ not changed for `lease_seconds` by this pod's own clock, the owner is gone, and 
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import signal
@@ -26,6 +27,9 @@ _NOT_STARTED = 127  # what shells report for a command that cannot be executed
 _TERMINATED = 128 + signal.SIGTERM
 _LOOKS_PER_LEASE = 10
 _ANNOUNCEMENT_SECONDS = 0.2
+_POLL_SECONDS = 0.05
+_PRINTING_SECONDS = 60.0  # the other container may be starting anew
+_PRINTED_BYTES = 6 * 1024  # of a result in one line: container runtimes split lines of 16 KiB
 
 
 def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_folder: Path) -> dict[str, str]:
@@ -40,6 +44,7 @@ def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_f
         "ASSAY_REPLICA_INDEX": str(pod_index // specification["vms"]),
         "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
         "ASSAY_ANNOUNCEMENT": str(run_folder / "announcement"),
+        "ASSAY_RESULT": str(run_folder / "result"),
     }
     if first := specification["path_first"]:
         found["PATH"] = os.pathsep.join([first, found.get("PATH", os.defpath)])
@@ -82,11 +87,19 @@ def run(job_folder: Path, run_folder: Path, heartbeat_folder: Path, message: Pat
             process.returncode = code
             if code == 0 and (stopping.is_set() or orphaned.is_set()):
                 return _TERMINATED  # a program that cleans up and ends well when it is asked to end has not finished
+            _wait_until_printed(run_folder / "result", stopping, orphaned)
             return code if code >= 0 else 128 - code
 
 
+def _wait_until_printed(result: Path, *ended: threading.Event) -> None:
+    """Returns when the other container has printed the result: it ends with this one."""
+    deadline = time.monotonic() + _PRINTING_SECONDS
+    while result.exists() and time.monotonic() < deadline and not any(event.is_set() for event in ended):
+        time.sleep(_POLL_SECONDS)
+
+
 def announce(run_folder: Path) -> None:
-    """Prints the announcement as a line of JSON whenever it changes, until the pod ends."""
+    """Prints the announcement as a line of JSON whenever it changes, until the pod ends, and the result in pieces."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     printed: str | None = None
     while True:
@@ -95,7 +108,25 @@ def announce(run_folder: Path) -> None:
             if text != printed:
                 print(json.dumps(text), flush=True)
                 printed = text
+        with suppress(FileNotFoundError):
+            _print_result(run_folder / "result")
+            if printed is not None:  # the last line, as before
+                print(json.dumps(printed), flush=True)
         time.sleep(_ANNOUNCEMENT_SECONDS)
+
+
+def _print_result(path: Path) -> None:
+    """Prints a result, and removes its file, which says that it is printed.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    content = path.read_bytes()
+    pieces = [content[start : start + _PRINTED_BYTES] for start in range(0, len(content), _PRINTED_BYTES)]
+    for index, piece in enumerate(pieces):
+        line = {"result": base64.b64encode(piece).decode(), "piece": index, "pieces": len(pieces)}
+        print(json.dumps(line), flush=True)
+    path.unlink()
 
 
 class _Lease(NamedTuple):

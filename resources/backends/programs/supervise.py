@@ -122,9 +122,11 @@ class Supervisor:
             "ASSAY_REPLICA_INDEX": str(index),
             "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
             "ASSAY_ANNOUNCEMENT": str(self._folder / f"announced-{index}"),
+            "ASSAY_RESULT": str(self._folder / f"result-{index}"),
             **specification.get("variables", {}),  # which replica it is among those of other machines
         }
-        (self._folder / f"announced-{index}").unlink(missing_ok=True)  # what the last attempt said
+        for name in (f"announced-{index}", f"result-{index}"):  # what the last attempt said
+            (self._folder / name).unlink(missing_ok=True)
         with (self._folder / f"replica-{index}.log").open("ab", buffering=0) as log:
             if self._attempts > 1:
                 log.write(f"--- attempt {self._attempts} ---\n".encode())

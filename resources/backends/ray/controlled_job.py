@@ -85,6 +85,7 @@ class ControlledJob:
         self._logs: dict[tuple[int, int], LogTail] = defaultdict(LogTail)
         self.announced: dict[int, str] = {}
         """By replica, of the present attempt."""
+        self._results: dict[int, bytes] = {}
 
     @property
     def job_id(self) -> str:
@@ -107,9 +108,9 @@ class ControlledJob:
         return self._order.workspace.digest
 
     @property
-    def log_bytes(self) -> int:
-        """Returns the memory that its logs take."""
-        return sum(len(log) for log in self._logs.values())
+    def kept_bytes(self) -> int:
+        """Returns the memory that its logs and results take."""
+        return sum(map(len, self._logs.values())) + sum(map(len, self._results.values()))
 
     def details(self) -> JobDetails:
         """See `JobHandle.details`."""
@@ -122,7 +123,13 @@ class ControlledJob:
             failures=self._failures,
             preemptions=self._preemptions,
             submitted_at=self._order.submitted_at,
+            replicas=self._order.replicas,
+            returns=isinstance(self._order.entrypoint, bytes),
         )
+
+    def result(self, replica: int) -> bytes | None:
+        """Returns the file that a replica has left for `JobHandle.result` in the last attempt."""
+        return self._results.get(replica)
 
     def logs(self, max_lines: int, *, replica: int | None) -> str:
         """See `JobHandle.logs`; a replica of several hosts has a part for each of them."""
@@ -274,6 +281,11 @@ class ControlledJob:
         results = [end.result() if end.done() else ProcessEnd(outcome="preempted", reason="lost") for end in ends]
         for process, result in zip(ends.values(), results, strict=True):
             self.report(self._attempts, process, output=result.output, announcement=result.announcement, started=False)
+        self._results = {
+            replica: result.result
+            for (replica, host), result in zip(ends.values(), results, strict=True)
+            if host == 0 and result.result is not None
+        }
         return self._together(results)
 
     def _together(self, ends: list[ProcessEnd]) -> tuple[Outcome, str | None]:

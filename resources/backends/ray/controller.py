@@ -20,7 +20,7 @@ from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import JobAlreadyExists, JobDetails, JobStatus
 
 _KEPT_JOBS = 200
-_KEPT_LOG_BYTES = 64 << 20  # of finished jobs together
+_KEPT_BYTES = 64 << 20  # logs and results of finished jobs together
 _KEPT_PACKAGES = 4
 
 
@@ -50,6 +50,7 @@ class Controller:
                 self.jobs,
                 self.logs,
                 self.announced,
+                self.result,
                 self.stop,
                 self.stop_client,
                 self.finished,
@@ -124,6 +125,10 @@ class Controller:
         """See `JobHandle.announced`."""
         return self._job(job_id).announced.get(replica)
 
+    async def result(self, *, job_id: str, replica: int) -> bytes | None:
+        """The file that a replica has left for `JobHandle.result`; None where there is none."""
+        return self._job(job_id).result(replica)
+
     async def stop(self, *, job_id: str) -> float:
         """Begins to end a job; how many seconds that may take."""
         return self._job(job_id).stop("terminated")
@@ -173,11 +178,11 @@ class Controller:
     def _prune(self) -> None:
         """Forgets the oldest of the finished jobs, and packages that nobody needs any more."""
         finished = [job for job in self._jobs.values() if job.status.finished]
-        log_bytes = sum(job.log_bytes for job in finished)
+        kept_bytes = sum(job.kept_bytes for job in finished)
         for position, job in enumerate(finished):
-            if len(finished) - position <= _KEPT_JOBS and log_bytes <= _KEPT_LOG_BYTES:
+            if len(finished) - position <= _KEPT_JOBS and kept_bytes <= _KEPT_BYTES:
                 break
-            log_bytes -= job.log_bytes
+            kept_bytes -= job.kept_bytes
             del self._jobs[job.job_id]
         needed = {job.digest for job in self._jobs.values() if not job.status.finished}
         for digest in list(self._packages)[:-_KEPT_PACKAGES]:

@@ -8,6 +8,7 @@ from typing import Any
 from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.results import result_of
 from resources.jobs.waiting import wait_until_finished
 
 _LONG_POLL_SECONDS = 20.0
@@ -56,9 +57,11 @@ class RayJob:
                 pass
             break
         remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
-        return wait_until_finished(
-            self, remaining, raise_on_failure=raise_on_failure, where=f"read the logs of {self.job_id}"
-        )
+        return wait_until_finished(self, remaining, raise_on_failure=raise_on_failure, where=self._where)
+
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
+        """See `JobHandle.result`; the job's controller keeps it, and takes it along when it ends."""
+        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`; empty when the job's controller has ended."""
@@ -86,6 +89,16 @@ class RayJob:
             return
         self.wait(seconds, raise_on_failure=False)
 
+    @property
+    def _where(self) -> str:
+        return f"read the logs of {self.job_id}"
+
+    def _left(self, replica: int) -> bytes | None:
+        try:
+            return self._ask("result", replica=replica)
+        except ControllerGone:
+            return None
+
     def _ask(self, method: str, **arguments: Any) -> Any:
         return self._connection.ask(self._controller, method, job_id=self.job_id, **arguments)
 
@@ -100,6 +113,8 @@ class RayJob:
             failures=known.failures,
             preemptions=known.preemptions,
             submitted_at=known.submitted_at,
+            replicas=known.replicas,
+            returns=known.returns,
         )
 
 

@@ -77,5 +77,7 @@ class ProcessEnd:
     output: bytes = b""
     """The part of its output that was not reported yet."""
     announcement: str | None = None
+    result: bytes | None = None
+    """The file that the process has left for `JobHandle.result`."""
     refusal: AssayError | None = None
     """The reason that it could not be started, and never will be."""

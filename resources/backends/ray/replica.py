@@ -198,6 +198,7 @@ class _Run:
             reason=status.get("ended_by") or (None if code is None else f"exit code {code}"),
             output=self._new_output(),
             announcement=self._announcement(),
+            result=self._result(),
         )
 
     def close(self) -> None:
@@ -232,6 +233,11 @@ class _Run:
     def _announcement(self) -> str | None:
         with suppress(FileNotFoundError):
             return (self._folder / "announced-0").read_text()
+        return None
+
+    def _result(self) -> bytes | None:
+        with suppress(FileNotFoundError):
+            return (self._folder / "result-0").read_bytes()
         return None
 
     def _status(self) -> dict[str, Any]:

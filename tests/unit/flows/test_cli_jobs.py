@@ -180,6 +180,9 @@ class FlakyJob:
     def announced(self, replica: int = 0) -> str | None:
         return None
 
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> None:
+        return
+
     def terminate(self) -> None:
         return
 

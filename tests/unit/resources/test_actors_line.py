@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from resources.actors.actor_key import ACTOR_KEY_VARIABLE, actor_key
 from resources.actors.actor_line import ActorLine, Patience
 from resources.actors.actor_wire import Frame, Kind, greet_caller, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, BackendUnavailable, StorageError
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
 from resources.settings import settings
 
 IMPATIENT = Patience(unreachable_seconds=0.2, unexplained_seconds=0.5, silent_seconds=0.05)
@@ -52,6 +52,9 @@ class ScriptedJob:
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
         return self.now
 
+    def result(self, timeout: float | None = None, *, replica: int = 0) -> None:
+        return
+
     def terminate(self) -> None:
         self.now = JobStatus.STOPPED
 
@@ -74,7 +77,7 @@ def actor(job: ScriptedJob) -> Iterator[Callable[[Callable[[socket.socket, Frame
                     except OSError:
                         return
                     with connection:
-                        greet_caller(connection, actor_key(), actor=job.job_id)
+                        greet_caller(connection, user_key(), actor=job.job_id)
                         while (frame := receive(connection)) is not None:
                             if answer(connection, frame) is False:
                                 break
@@ -225,16 +228,16 @@ def test_key_is_kept_for_its_owner_alone_and_no_other_file_is_taken_for_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv(ACTOR_KEY_VARIABLE, raising=False)
+    monkeypatch.delenv(USER_KEY_VARIABLE, raising=False)
     settings.cache_clear()
-    key, file = actor_key(), tmp_path / "cache" / "actor.key"
-    assert len(key) >= 32 and actor_key() == key == file.read_bytes()
+    key, file = user_key(), tmp_path / "cache" / "actor.key"
+    assert len(key) >= 32 and user_key() == key == file.read_bytes()
     for mode in (0o640, 0o644, 0o602):
         file.chmod(mode)
         with pytest.raises(StorageError, match=f"mode {mode:o}"):
-            actor_key()
+            user_key()
     file.chmod(0o600)
     for content in (b"", key[:31]):
         file.write_bytes(content)
         with pytest.raises(StorageError, match=f"{len(content)} bytes"):
-            actor_key()
+            user_key()

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from resources.actors.actor_key import ACTOR_KEY_VARIABLE
 from resources.actors.actor_wire import Frame, Kind, greet_actor, receive, send
+from resources.jobs.user_key import USER_KEY_VARIABLE
 from resources.settings import process_environment
 
 KEY, JOB, DESCRIPTORS = "a key of actors", "job-1", 48
@@ -36,7 +36,7 @@ with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
 @pytest.fixture
 def address() -> Iterator[tuple[str, int]]:
     """Of an actor that may open few files."""
-    variables = process_environment({ACTOR_KEY_VARIABLE: KEY, "ASSAY_JOB_ID": JOB})
+    variables = process_environment({USER_KEY_VARIABLE: KEY, "ASSAY_JOB_ID": JOB})
     with subprocess.Popen([sys.executable, "-c", ACTOR], stdout=subprocess.PIPE, text=True, env=variables) as actor:
         assert actor.stdout is not None
         yield "127.0.0.1", int(actor.stdout.readline())

@@ -1,0 +1,141 @@
+"""Results of jobs: the value that a callable returned, or the exception that it raised, in another process.
+
+`resources/backends/programs/run_call.py` writes a result where the job ran, and its backend brings it here as bytes.
+They are signed with a key that went there with the call and follows from the user's: nothing is unpickled here that
+anybody else could have put in their place.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+import secrets
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+from resources.errors import AssayError, BadInput, JobFailed, StorageError
+from resources.jobs.jobs import JobHandle, JobStatus
+from resources.jobs.user_key import user_key
+from resources.jobs.waiting import check_replica
+
+_NONCE_BYTES, _PROOF_BYTES = 16, 32  # run_call.py knows both, too
+
+
+class Raised(NamedTuple):
+    """An exception of another process; travels as a plain tuple, so that its reader needs none of its modules."""
+
+    pickled: bytes | None
+    """The exception; None where it could not be pickled."""
+    type_name: str
+    text: str
+    traceback: str
+
+    def raise_here(self, unreadable: Callable[[str], AssayError]) -> NoReturn:
+        """Raises the exception with its traceback as the cause.
+
+        Args:
+            unreadable: makes the error to raise where the exception cannot be read here, from its type and text.
+        """
+        try:
+            error = pickle.loads(self.pickled) if self.pickled is not None else None
+        except Exception:  # noqa: BLE001 - whatever the objects' own pickling code raises; what is known of it follows
+            error = None
+        if not isinstance(error, Exception):
+            error = unreadable(f"{self.type_name}: {self.text}")
+        raise error from _RemoteTraceback(self.traceback)
+
+
+class _RemoteTraceback(Exception):
+    """Shows, as the cause of an exception, where in the other process it was raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._text = text
+
+    def __str__(self) -> str:
+        return f'\n"""\n{self._text}"""'
+
+
+def new_seal() -> bytes:
+    """Returns a nonce and the key that a call signs its result with; where there is no key of the user, nobody's."""
+    nonce = secrets.token_bytes(_NONCE_BYTES)
+    try:
+        return nonce + _key_of(nonce)
+    except StorageError:  # most callers want no result; who does is told then
+        return nonce + secrets.token_bytes(_PROOF_BYTES)
+
+
+def result_of(
+    job: JobHandle, timeout: float | None, *, replica: int, read: Callable[[], bytes | None], where: str
+) -> Any:
+    """Does what `JobHandle.result` says, for every backend.
+
+    Args:
+        job: whose callable's result is wanted.
+        timeout: seconds; for ever when None.
+        replica: whose.
+        read: gives what the replica's process has left in the last attempt; None where there is nothing.
+        where: what to do to learn more, a clause such as "read …/replica-*.log".
+    """
+    details = job.details()
+    if details.returns is False:
+        raise BadInput(
+            expected=f"a job that calls a Python callable, to ask {job.job_id} for its result",
+            found="it runs a command, which has none",
+            remedy="Submit an Entrypoint.from_callable, or have the command write a file.",
+        )
+    if details.replicas is not None:
+        check_replica(replica, details.replicas)
+    status = job.wait(timeout, raise_on_failure=False)
+    kind, content = _opened(None if status is JobStatus.STOPPED else read(), job.job_id, replica)
+    if kind == "raised":
+        Raised(*content).raise_here(
+            lambda found: JobFailed(
+                expected=f"the callable of {job.job_id} to return, or to raise what can be sent to another process",
+                found=found,
+                remedy="Read its traceback above.",
+            )
+        )
+    if status is not JobStatus.SUCCEEDED:
+        job.wait(0)  # says why it failed
+    if kind == "returned":
+        try:
+            return pickle.loads(content)
+        except Exception as error:  # whatever the objects' own pickling code raises
+            raise _unreadable(job.job_id, f"{type(error).__name__}: {error}") from error
+    if kind == "unreadable":
+        raise _unreadable(job.job_id, content)
+    raise BadInput(
+        expected=f"job {job.job_id} to have left a result",
+        found="it succeeded and left none: it exited before it returned, or its result was lost on the way or removed",
+        remedy=where[:1].upper() + where[1:],
+    )
+
+
+def _key_of(nonce: bytes) -> bytes:
+    return hmac.digest(user_key(), b"result\0" + nonce, "sha256")
+
+
+def _opened(left: bytes | None, job_id: str, replica: int) -> tuple[str, Any]:
+    if left is None:
+        return "nothing", None
+    nonce, proof = left[:_NONCE_BYTES], left[_NONCE_BYTES : _NONCE_BYTES + _PROOF_BYTES]
+    body = left[_NONCE_BYTES + _PROOF_BYTES :]
+    signed = f"{job_id}\0{replica}\0".encode() + body
+    if not hmac.compare_digest(proof, hmac.digest(_key_of(nonce), signed, "sha256")):
+        raise BadInput(
+            expected=f"a result of {job_id} signed with the key of the user who asks, since reading it can run code",
+            found="a signature of another key, or none",
+            remedy="Ask as the user, and with the cache's folder, that submitted it; or give this process its "
+            "ASSAY_ACTOR_KEY.",
+        )
+    return pickle.loads(body)
+
+
+def _unreadable(job_id: str, found: str) -> BadInput:
+    return BadInput(
+        expected=f"a result of {job_id} that can be pickled, unpickled here, and has 512 KiB at most",
+        found=found,
+        remedy="Return values, no open files, locks or connections; write what is large to a file or an object store "
+        "and return its path; install the modules of its types on both sides.",
+    )

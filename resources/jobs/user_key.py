@@ -1,0 +1,50 @@
+"""The secret by which processes of one user know each other's pickles: those of calls of actors, and of results."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from tempfile import NamedTemporaryFile
+
+from resources.errors import StorageError
+from resources.settings import settings, variable
+
+USER_KEY_VARIABLE = "ASSAY_ACTOR_KEY"
+_FEWEST_BYTES = 32
+
+
+def user_key() -> bytes:
+    """Returns `ASSAY_ACTOR_KEY`, which the processes of actors get, else a secret kept in the cache's folder.
+
+    Raises:
+        StorageError: the secret can neither be read nor made, is too short, or is open to others.
+    """
+    if key := variable(USER_KEY_VARIABLE):
+        return key.encode()
+    path = settings().cache_dir / "actor.key"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with NamedTemporaryFile(dir=path.parent, prefix="actor.key.") as fresh:  # others cannot read it
+                fresh.write(secrets.token_urlsafe(32).encode())
+                fresh.flush()
+                os.fsync(fresh.fileno())  # a power cut leaves no empty key
+                with suppress(FileExistsError):  # another process was first: its key holds
+                    os.link(fresh.name, path)
+        with path.open("rb") as file:
+            key, mode = file.read(), stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+    except OSError as error:
+        raise StorageError(
+            expected=f"the key of actors and results in {path}",
+            found=f"{type(error).__name__}: {error}",
+            remedy=f"Make the folder writable, or set {USER_KEY_VARIABLE} to a secret.",
+        ) from error
+    if len(key) < _FEWEST_BYTES or mode & 0o077:
+        raise StorageError(
+            expected=f"{_FEWEST_BYTES} bytes or more in {path}, for its owner alone (mode 600)",
+            found=f"{len(key)} bytes, mode {mode:o}",
+            remedy=f"Delete the file and start running actors again, or set {USER_KEY_VARIABLE} to a secret.",
+        )
+    return key
