@@ -4,7 +4,7 @@ LISTS := resources/environments/requirements
 # Where it is set, every process of the tests compiles our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo demo-train test tests test-fast check lint types faults zoo chaos truth benchmarks bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
+.PHONY: demo demo-train test tests test-fast check lint types faults zoo chaos chaos-generate truth benchmarks bench lists clean $(wildcard tasks/evaluators/*/requirements/*.in)
 
 demo: .venv/.complete
 	.venv/bin/assay demo
@@ -43,6 +43,11 @@ faults: .venv/.development
 chaos: .venv/.development
 	PYTHONPATH=tests .venv/bin/python -m faults.chaos $(if $(KILLS),--kills $(KILLS)) $(if $(SEED),--seed $(SEED)) \
 		$(if $(ROLE),--role "$(ROLE)")
+
+# Each process of a generation killed at random moments: make chaos-generate KILLS=20 PROMPTS=5000 SEED=7
+chaos-generate: .venv/.development
+	PYTHONPATH=tests .venv/bin/python -m faults.chaos.generation $(if $(KILLS),--kills $(KILLS)) \
+		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(SEED),--seed $(SEED))
 
 # Every lie that an endpoint can tell, told to real evaluations at 1 % and at 10 % of their answers: make truth HARNESS=helm
 truth: .venv/.development

@@ -21,6 +21,7 @@ import os
 import secrets
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
@@ -144,6 +145,8 @@ class FakeEngine:
     """The last bodies of completion requests, as they arrived."""
     targets: deque[str] = field(default_factory=lambda: deque(maxlen=1000))
     """The last paths, with their queries, of completion requests."""
+    asked_file: Path | None = None
+    """Gets a line for each completion request: the time in nanoseconds, and its body."""
     _wholes: int = 0
     _weights_name: str = "default"
     _runner: web.AppRunner | None = None
@@ -239,6 +242,9 @@ class FakeEngine:
         body = await request.read()
         self.bodies.append(body)
         self.targets.append(request.path_qs)
+        if self.asked_file is not None:
+            with self.asked_file.open("ab", buffering=0) as asked:  # one write: several engines share the file
+                asked.write(f"{time.time_ns()} ".encode() + body.replace(b"\n", b" ") + b"\n")
         await self._running.wait()
         if self.faults.take("hang"):
             await asyncio.Event().wait()
@@ -524,6 +530,7 @@ def main() -> None:
     parser.add_argument("--label", default="w0", help="label of the weights where there is no --weights")
     parser.add_argument("--weights", type=Path, help="folder with model.safetensors")
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--asked-file", type=Path, help="gets a line for each completion request")
     parser.add_argument("--faults", type=json.loads, default={}, help="JSON object of faults to begin with")
     given = parser.parse_args()
     engine = FakeEngine(
@@ -534,6 +541,7 @@ def main() -> None:
         host=given.host,
         port=given.port,
         max_model_len=given.max_model_len,
+        asked_file=given.asked_file,
         faults=Faults(**given.faults),
     )
     asyncio.run(_serve(engine, given.address_file))

@@ -21,13 +21,14 @@ class FakeLauncher:
     """Launches `fakes/engine.py` on a checkpoint's weights; its launches are noted in `folder`, by whoever launches.
 
     `faults` go to every engine from its start; `scripts` replace the engines of some launches, counted from 0, by
-    Python code.
+    Python code; with `notes_requests` every engine writes what it is asked into `asked.txt`.
     """
 
     folder: Path
     faults: dict[str, Any] = field(default_factory=dict)
     scripts: dict[int, str] = field(default_factory=dict)
     identity: str = "fake-engine"
+    notes_requests: bool = False
 
     @property
     def launches(self) -> list[str]:
@@ -46,6 +47,7 @@ class FakeLauncher:
             return Launch(sys.executable, ("-c", self.scripts[number], str(port)), {})
         arguments = [str(_ENGINE), "--port", str(port), "--weights", str(checkpoint.folder)]
         arguments += ["--address-file", str(self.folder / f"engine-{port}.json"), "--faults", json.dumps(self.faults)]
+        arguments += ["--asked-file", str(self.folder / "asked.txt")] if self.notes_requests else []
         return Launch(sys.executable, tuple(arguments), {})
 
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:

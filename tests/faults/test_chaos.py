@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fakes.records import make_metric, make_record
 from faults.chaos.evaluation import IN_FLIGHT, SAMPLED
+from faults.chaos.generation import Job, Kills
+from faults.chaos.generation import differences as differences_of
 from faults.chaos.outcome import Answered, Outcome, asked_too_often, differences, not_replayed
 from faults.chaos.roles import ROLES, Process, Tree
+from tasks.generation.answers import AnswerRow
+from tasks.generation.output import Output
 from tasks.records.samples import Sample
 
 TREE = Tree(
@@ -90,3 +97,63 @@ def test_sampled_answer_that_was_there_at_the_kill_must_be_there_in_the_end_as_o
 def test_engines_may_be_asked_again_for_what_was_in_flight():
     assert not asked_too_often(100 + IN_FLIGHT, 100, starts=1)
     assert asked_too_often(101 + IN_FLIGHT, 100, starts=1)
+
+
+def written(folder: Path, rows: Iterable[tuple[int, int, str]], *, asked: Iterable[tuple[int, str]]) -> Job:
+    """A generation of two prompts with two samples each, in a shard of each, as far as `rows` go."""
+    job = Job(folder, prompts=2, per_shard=1)
+    output = Output(str(job.output), "parquet")
+    for shard in (0, 1):
+        answers = [
+            AnswerRow(
+                **{"prompt_index": index, "prompt_id": str(index), "sample": sample, "prompt": f"prompt {index}"},
+                **{"text": text, "tool_calls": None, "finish_reason": "stop", "prompt_tokens": 1},
+                **{"completion_tokens": 1, "seed": None, "checkpoint": "run-1", "checkpoint_digest": "d"},
+                **{"pool": "p", "parameters": "h", "columns": None, "error": None},
+            )
+            for index, sample, text in rows
+            if index == shard
+        ]
+        output.write(shard, answers)
+    output.conclude({}, shards=2)
+    at = time.time_ns()
+    lines = (f'{at + late * 10**9} {{"prompt": "{prompt}"}}\n' for late, prompt in asked)
+    job.asked_file.write_text("".join(lines))
+    return job
+
+
+WHOLE = [(0, 0, "a"), (0, 1, "b"), (1, 0, "c"), (1, 1, "d")]
+BEFORE, AFTER = -60, 60
+
+
+def found_in(job: Job) -> list[str]:
+    kills = Kills()
+    kills.look_at(job.parts())
+    return differences_of(job, kills)
+
+
+def test_generation_with_every_sample_once_and_nothing_asked_again_is_right(tmp_path: Path):
+    assert found_in(written(tmp_path, WHOLE, asked=[(BEFORE, "prompt 0"), (AFTER, "another")])) == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "asked", "sentence"),
+    [
+        (WHOLE[:3], [], "1 answers are missing"),
+        ([*WHOLE, WHOLE[0]], [], "1 are there too often"),
+        ([*WHOLE[:3], (1, 1, "c")], [], "the same sample twice"),
+        (WHOLE, [(AFTER, "prompt 1")], "1 requests for part-00001.parquet came after"),
+    ],
+)
+def test_generation_with_a_hole_a_double_or_a_question_asked_again_differs(
+    rows: list[tuple[int, int, str]], asked: list[tuple[int, str]], sentence: str, tmp_path: Path
+):
+    assert any(sentence in found for found in found_in(written(tmp_path, rows, asked=asked)))
+
+
+def test_file_of_a_generation_that_became_another_one_is_seen(tmp_path: Path):
+    job, kills = written(tmp_path, WHOLE, asked=[]), Kills()
+    kills.look_at(job.parts())
+    job.parts()[0].write_bytes(b"other")
+    kills.look_at(job.parts(), again=True)
+    assert kills.wrong == ["part-00000.parquet is another file than when it was first seen"]
