@@ -1,0 +1,88 @@
+"""Reading through an MLflow server whose artifacts lie elsewhere: it sends whole files only, whatever is asked."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from resources.errors import BadInput
+from resources.storage import storage
+from resources.storage.file_copy import copy_file
+from resources.storage.mlflow_artifacts import pinned, real_location
+
+CONTENT = bytes(range(256)) * 400
+ARTIFACTS = "/api/2.0/mlflow-artifacts/artifacts"
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Paths of the files that a server was asked for; it is the tracking server, and has `1/run/artifacts/weights`."""
+    asked: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            place = urlsplit(self.path)
+            if place.path == ARTIFACTS:
+                [folder] = parse_qs(place.query)["path"]
+                listed = folder == "1/run/artifacts"
+                files = [{"path": "weights", "is_dir": False, "file_size": str(len(CONTENT))}] if listed else []
+                body = json.dumps({"files": files}).encode()
+            else:
+                asked.append(place.path.removeprefix(f"{ARTIFACTS}/"))
+                body = CONTENT
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://127.0.0.1:{server.server_port}")
+    yield asked
+    server.shutdown()
+    server.server_close()
+
+
+def test_file_in_ranges_is_sent_once_by_a_server_that_knows_no_ranges(sent: list[str], tmp_path: Path):
+    [source] = storage.list_files("mlflow-artifacts:/1/run/artifacts")
+    assert (storage.basename(source.uri), source.size) == ("weights", len(CONTENT))
+    told: list[int] = []
+    copy_file(
+        source,
+        tmp_path / "weights",
+        sidecar=tmp_path / "sidecar",
+        range_bytes=1000,
+        stopped=lambda: False,
+        on_bytes=told.append,
+    )
+    assert (tmp_path / "weights").read_bytes() == CONTENT and len(told) > 100
+    assert sent == ["1/run/artifacts/weights"]
+
+
+def test_range_is_the_same_bytes_where_the_server_knows_no_ranges(sent: list[str]):
+    uri = "mlflow-artifacts:/1/run/artifacts/weights"
+    assert storage.read_bytes(uri, start=70_000, end=70_010) == CONTENT[70_000:70_010]
+    assert storage.read_bytes(uri, start=5, end=9) == CONTENT[5:9]
+    assert storage.read_bytes(uri, start=len(CONTENT) - 2, end=len(CONTENT) + 5) == CONTENT[-2:]
+
+
+def test_place_behind_the_server_names_it_and_what_names_it_stays(sent: list[str]):
+    here = real_location("mlflow-artifacts:/1/run/artifacts")
+    assert here.startswith("mlflow-artifacts://127.0.0.1:") and here.endswith("/1/run/artifacts")
+    assert real_location("mlflow-artifacts://other:5000/1/x") == "mlflow-artifacts://other:5000/1/x"
+    assert pinned("models:/llama/3") == "models:/llama/3" and sent == []
+
+
+def test_place_behind_the_server_cannot_be_written(sent: list[str]):
+    with pytest.raises(BadInput, match="mlflow-artifacts"):
+        storage.check_writable(real_location("mlflow-artifacts:/1/evaluations"))
