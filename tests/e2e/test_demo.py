@@ -31,8 +31,15 @@ from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
+from resources.backends.local.client import LocalClient
 from resources.errors import ModelUnusable, SwapRefused
 from tasks.checkpoints.discovery import find_checkpoints
+from tasks.generation.answers import decoded
+from tasks.generation.asking import Origin
+from tasks.generation.config import GenerationConfig
+from tasks.generation.output import Output
+from tasks.generation.plan import plan_prompts
+from tasks.generation.supervision import Supervision
 from tasks.records.record import Record, read_records
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -253,6 +260,47 @@ def test_openai_client_gets_completions_chat_streams_and_token_prompts(pool: Inf
     assert tokens["count"] == len(tokens["tokens"]) > 0
     version = asked.get("/version", cast_to=httpx.Response).json()["version"]
     assert version == pool.session.engine_identity()["version"]
+
+
+def test_texts_are_written_in_bulk_with_a_schema_and_an_error_for_what_does_not_fit(
+    pool: InferencePool, tmp_path: Path
+) -> None:
+    lines = [{"prompt": "Spell a city." + "x" * (600 if number == 2 else 0)} for number in range(4)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    city = {"type": "object", "properties": {"a": {"enum": ["Rome", "Oslo"]}}, "required": ["a"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "city", "schema": {**city, "additionalProperties": False}}}
+    config = GenerationConfig.model_validate(
+        {
+            "model_path": "first",
+            "prompts": {"files": [str(tmp_path / "prompts.jsonl")]},
+            "sampling": {"samples": 2, "seed": 1, "temperature": 1, "max_tokens": 100, "response_format": wanted},
+            "output_path": str(tmp_path),
+            "prompts_per_shard": 2,
+            "max_errors": 2,
+        }
+    )
+    output = Output(str(tmp_path / "first"), "jsonl")
+    running, _ = pool.load("first")
+    Supervision(
+        config,
+        plan_prompts(config.prompts, prompts_per_shard=2),
+        origin=Origin("first", "digest", "tiny", "hash"),
+        output=output,
+        session=pool.session,
+        client=LocalClient(),
+        name=lambda kind: f"{kind}-of-a-test",
+        on_state=lambda state: None,
+        on_event=lambda line: None,
+    ).run(running)
+    rows = [row for number in (0, 1) for row in decoded(Path(output.part(number)).read_bytes(), "jsonl")]
+    assert [(row["prompt_index"], row["sample"], row["seed"]) for row in rows] == [
+        (prompt, sample, 1 + sample) for prompt in range(4) for sample in range(2)
+    ]
+    assert [row["error"] is None for row in rows] == [True] * 4 + [False] * 2 + [True] * 2
+    assert str(rows[4]["error"]).startswith("400: ") and "maximum context length" in str(rows[4]["error"])
+    # Blanks between the parts may use up the tokens of an answer; none that ended by itself breaks the schema.
+    ended = [json.loads(str(row["text"])) for row in rows if row["finish_reason"] == "stop"]
+    assert all(answer["a"] in ("Rome", "Oslo") for answer in ended)
 
 
 def test_generation_params_are_the_engines_defaults(pool: InferencePool) -> None:
