@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import math
+import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,7 @@ _RETRIES = 6
 """Tries after the first; the pauses between them double up to 8 s, so a proxy that is started again is waited for."""
 _PROMPTS_FAULT = (400, 413, 422)
 _CONNECT_SECONDS = 30.0
+_CONNECTIONS_OF_A_POOL = 16
 _SHOWN_CHARACTERS = 200
 
 
@@ -56,10 +60,30 @@ def client_of(running: RunningModel, *, in_flight: int) -> openai.AsyncOpenAI:
         max_retries=_RETRIES,
         timeout=openai.Timeout(running.request_timeout_seconds, connect=_CONNECT_SECONDS),
         http_client=DefaultAsyncHttpxClient(
-            limits=httpx2.Limits(max_connections=in_flight, max_keepalive_connections=in_flight),
-            trust_env=not running.direct,
+            transport=_InTurn(math.ceil(in_flight / _CONNECTIONS_OF_A_POOL)), trust_env=not running.direct
         ),
     )
+
+
+class _InTurn(httpx2.AsyncBaseTransport):
+    """Several pools of connections that take requests in turn; whoever asks limits how many are open at once.
+
+    Each request makes a pool look at all of its connections: with 256 of them in one pool it takes 4.5 ms of a
+    processor, with 8 pools 1.8 ms.
+    """
+
+    def __init__(self, pools: int) -> None:
+        context = ssl.create_default_context()
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._pools = [httpx2.AsyncHTTPTransport(verify=context, limits=limits) for _ in range(pools)]
+        self._turns = itertools.cycle(self._pools)
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        return await next(self._turns).handle_async_request(request)
+
+    async def aclose(self) -> None:
+        for pool in self._pools:
+            await pool.aclose()
 
 
 class Asker:
