@@ -45,7 +45,8 @@ def log_lines(
     began = moment(since, now=datetime.now(UTC)) if since is not None else None
     pods = PodLogs(cluster)
     try:
-        has_pods = pods.has(name)
+        # A job that has just been submitted has no pod yet; one that has ended may have lost them.
+        has_pods = pods.has(name) or not _has_ended(cluster, name)
     except BackendUnavailable as error:
         note(f"the cluster does not answer: {error.found}")
         has_pods = False

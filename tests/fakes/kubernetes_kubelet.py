@@ -37,6 +37,8 @@ class RunningPod:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._kill_at: float | None = None
         self.ended = False
+        self.began: dict[str, int] = {}
+        """Start of each container, in nanoseconds."""
         self._waiting = list(pod["spec"].get("initContainers", ()))
         for volume in pod["spec"].get("volumes", ()):
             (folder / "volumes" / volume["name"]).mkdir(parents=True, exist_ok=True)
@@ -142,6 +144,7 @@ class RunningPod:
 
         argv = [here(word) for word in [*(container.get("command") or self._entrypoint), *container.get("args", ())]]
         variables = {variable["name"]: here(variable.get("value", "")) for variable in container.get("env", ())}
+        self.began[container["name"]] = time.time_ns()
         with self.log_path(container["name"]).open("ab", buffering=0) as log:
             try:
                 self._processes[container["name"]] = subprocess.Popen(

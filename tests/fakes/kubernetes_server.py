@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import cache
 from http.server import ThreadingHTTPServer
 from pathlib import Path
@@ -209,9 +210,10 @@ class KubernetesServer:
         if running is None or not running.has_started(container):
             raise Refused(400, f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
         lines = running.log_path(container).read_bytes().splitlines(keepends=True)
-        if query.get("timestamps") == "true":  # of a line for its place in the log: it must stay the same
-            stamped = [f"{pod['metadata']['creationTimestamp'][:-1]}.{number:09d}Z " for number in range(len(lines))]
-            found = [stamp.encode() + line for stamp, line in zip(stamped, lines, strict=True)]
+        if query.get("timestamps") == "true":  # of a line from its place in the log: it must stay the same
+            moments = [divmod(running.began[container] + number, 10**9) for number in range(len(lines))]
+            stamps = [f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z " for seconds, rest in moments]
+            found = [stamp.encode() + line for stamp, line in zip(stamps, lines, strict=True)]
             return iter([line for line in found if line.decode(errors="replace") >= query.get("sinceTime", "")])
         tail = b"".join(lines[-int(query["tailLines"]) :] if "tailLines" in query else lines)
         tail = tail[: int(query["limitBytes"])] if "limitBytes" in query else tail
