@@ -212,7 +212,9 @@ class KubernetesServer:
         lines = running.log_path(container).read_bytes().splitlines(keepends=True)
         if query.get("timestamps") == "true":  # of a line from its place in the log: it must stay the same
             moments = [divmod(running.began[container] + number, 10**9) for number in range(len(lines))]
-            stamps = [f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z " for seconds, rest in moments]
+            stamps = [
+                f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z " for seconds, rest in moments
+            ]
             found = [stamp.encode() + line for stamp, line in zip(stamps, lines, strict=True)]
             return iter([line for line in found if line.decode(errors="replace") >= query.get("sinceTime", "")])
         tail = b"".join(lines[-int(query["tailLines"]) :] if "tailLines" in query else lines)
