@@ -33,8 +33,8 @@ class Image:
         return [arguments for name, arguments in self.instructions if name == instruction]
 
     def copies(self) -> list[tuple[list[str], str]]:
-        """Sources and destination of each COPY."""
-        return [(sources, target) for *sources, target in map(str.split, self.all("COPY"))]
+        """Sources and destination of each COPY but that of the code, which is the last."""
+        return [(sources, target) for *sources, target in map(str.split, self.all("COPY")) if sources != ["."]]
 
     def environments(self) -> dict[str, tuple[str, EnvironmentSpec]]:
         """Environments that are built into it, by name: the module they come from, and what they are."""
@@ -79,6 +79,7 @@ def test_dockerfiles_have_nothing_that_hadolint_warns_of(tmp_path: Path):
 def test_image_is_made_from_a_named_base_for_a_user_who_is_not_root_and_says_what_it_is(image: Image):
     assert image.all("FROM") == ["${BASE}"] and image.instructions[0][0] == "ARG"
     assert image.all("USER") == ["1000:1000"]
+    assert image.all("COPY")[-1] == ". source/" and not any(line.startswith(".") for line in image.all("COPY")[:-1])
     assert "--uid 1000 --home-dir /scratch" in image.all("RUN")[0]
     labels = " ".join(image.all("LABEL"))
     assert 'image.version="${VERSION}"' in labels and 'image.revision="${COMMIT}"' in labels
