@@ -417,3 +417,25 @@ def test_script_named_as_a_module_of_python_does_not_stand_in_for_it():
     code = "import statistics; print(statistics.median([1, 2, 9]))"
     done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+def test_generation_without_an_answer_to_each_prompt_is_no_result(script: Callable[[str], ModuleType], tmp_path: Path):
+    generate = script("generate")
+    asked = generate.Round.new(tmp_path, requests=3, in_flight=2)
+    generate.check_answers("ours", [2, 1], asked.plan)
+    with pytest.raises(SystemExit, match="2 answers to 3 prompts"):
+        generate.check_answers("ours", [2], asked.plan)
+
+
+async def test_generation_is_asked_alike_by_both_sides(script: Callable[[str], ModuleType], tmp_path: Path):
+    generate = script("generate")
+    asked = generate.Round.new(tmp_path, requests=3, in_flight=2)
+    async with FakeEngine(models=("tiny",)) as engine:
+        for side in (generate.by_client, generate.by_asker):
+            assert await side(asked, engine.port) > 0
+        bodies = [json.loads(body) for body in engine.bodies]
+
+    def canonical(part: list[dict[str, Any]]) -> list[str]:
+        return sorted(json.dumps(body, sort_keys=True) for body in part)
+
+    assert canonical(bodies[:3]) == canonical(bodies[3:])
