@@ -6,6 +6,7 @@ left, the configuration of the evaluation, and the harness's own configuration.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import re
@@ -133,9 +134,8 @@ def send(announcement: Announcement, sink: MlflowSink) -> str | None:
 
     with _explained(sink):
         folder = local_folder(sink.tracking_uri)
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        client = MlflowClient(tracking_uri=client_uri(sink.tracking_uri))
+        with _one_at_a_time(folder):
+            client = MlflowClient(tracking_uri=client_uri(sink.tracking_uri))
         experiment = _experiment(client, sink)
         parent = _parent(client, experiment, announcement, sink)
         if announcement.record is None:
@@ -152,6 +152,18 @@ def send(announcement: Announcement, sink: MlflowSink) -> str | None:
     if folder is not None:
         return str(shown.info.artifact_uri)
     return f"{sink.tracking_uri}/#/experiments/{experiment}/runs/{shown.info.run_id}"
+
+
+@contextmanager
+def _one_at_a_time(folder: str | None) -> Iterator[None]:
+    """Keeps others from making a store's database at the same time, which spoils it; a server sees to its own."""
+    if folder is None:
+        yield
+        return
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with Path(folder, ".making").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _experiment(client: MlflowClient, sink: MlflowSink) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -172,6 +173,20 @@ def test_store_of_this_machine_takes_records_and_their_artifacts_lie_in_it(form:
     assert state.where == f"{folder}/artifacts/{child.info.run_id}/artifacts"
     assert Path(str(state.where), "record.json").is_file()
     assert sink.tracking_uri in sink.name and f"{folder}/mlflow.db" in command_to_show(sink.tracking_uri)
+
+
+def test_series_that_begin_a_store_at_once_are_all_in_it(senders: Senders, tmp_path: Path):
+    sink = MlflowSink(tracking_uri=str(tmp_path / "mlruns"), experiment="e")
+
+    def publish(run: str) -> str | None:
+        record, cell = make_cell(tmp_path / "evaluations", run=run)
+        return publish_record(record, str(cell), (sink,), senders=senders)[sink.name].reason
+
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(publish, ("a", "b", "c"))) == [None, None, None]
+    client = client_of(sink.model_copy(update={"tracking_uri": f"sqlite:///{tmp_path}/mlruns/mlflow.db"}))
+    experiment = client.get_experiment_by_name("e")
+    assert experiment is not None and len(client.search_runs([experiment.experiment_id])) == 6
 
 
 def test_names_that_mlflow_refuses_are_rewritten_and_the_report_comes_without_harness_output(
