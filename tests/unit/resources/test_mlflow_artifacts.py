@@ -56,16 +56,16 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 def test_file_in_ranges_is_sent_once_by_a_server_that_knows_no_ranges(sent: list[str], tmp_path: Path):
     [source] = storage.list_files("mlflow-artifacts:/1/run/artifacts")
     assert (storage.basename(source.uri), source.size) == ("weights", len(CONTENT))
-    told: list[int] = []
+    arrived: list[int] = []
     copy_file(
         source,
         tmp_path / "weights",
         sidecar=tmp_path / "sidecar",
         range_bytes=1000,
         stopped=lambda: False,
-        on_bytes=told.append,
+        on_bytes=arrived.append,
     )
-    assert (tmp_path / "weights").read_bytes() == CONTENT and len(told) > 100
+    assert (tmp_path / "weights").read_bytes() == CONTENT and len(arrived) > 100
     assert sent == ["1/run/artifacts/weights"]
 
 
