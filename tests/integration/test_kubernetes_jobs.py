@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from resources.backends.kubernetes.attempts import Bounds
 from resources.backends.kubernetes.client import KubernetesClient
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources
-from resources.jobs.jobs import Command, JobHandle, JobRequest, JobStatus, create_environment
+from resources.jobs.jobs import Call, Command, JobHandle, JobRequest, JobStatus, create_environment
 
 pytestmark = pytest.mark.timeout(90)
 
@@ -269,14 +270,25 @@ def test_pods_end_with_the_process_that_submitted_them_however_it_ends(
 def test_keeper_pod_that_is_evicted_goes_on_in_its_next_pod_with_the_counts_it_had(
     client: KubernetesClient, server: KubernetesServer, tmp_path: Path
 ) -> None:
-    script = f"echo x >> {tmp_path}/tries; case $(wc -l < {tmp_path}/tries) in 1) exit 1;; 2) {FOR_EVER};; esac"
-    job = client.submit(request(script, outlives_parent=True, max_retries_failure=2))
+    def third_time(folder: Path) -> str:
+        number = len(list(folder.iterdir()))
+        (folder / str(number)).touch()
+        if number == 0:
+            raise OSError("once")
+        while number == 1:
+            time.sleep(1)
+        return "the third time"
+
+    call = Call(third_time, (tmp_path,))
+    job = client.submit(
+        JobRequest("job", call, resources=ResourceConfig(), outlives_parent=True, max_retries_failure=2)
+    )
     eventually(lambda: job.details().attempts == 2 and job.status() is JobStatus.RUNNING)
     [keeper_pod] = [pod for pod in server.pods(job.job_id) if pod["metadata"]["labels"]["assay-evals/part"] == "keeper"]
     server.evict(keeper_pod)
     [pod] = [pod for pod in server.pods(job.job_id) if pod["metadata"]["labels"].get("assay-evals/attempt") == "2"]
     server.run_out_of_memory(pod)
-    assert job.wait(40) is JobStatus.SUCCEEDED
+    assert job.result(40) == "the third time"
     assert (job.details().attempts, job.details().failures) == (3, 2)
 
 

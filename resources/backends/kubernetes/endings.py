@@ -65,10 +65,11 @@ def keep_results(cluster: Cluster, record: Record) -> None:
     """Copies what the replicas of the present attempt have left for `JobHandle.result`, while their pods are there."""
     for pod in cluster.list("pods", selector(job=record.job_id, attempt=record.attempts)):
         replica, vm = divmod(pod_index(pod), record.vms)
-        if vm == 0 and (text := _result_in(cluster, pod["metadata"]["name"])):
-            tags = labels(record.job_id, "result", attempt=record.attempts)
-            name = result_name(record.job_id, record.attempts, replica)
-            cluster.create("configmaps", config_map_manifest(name, tags, {"result": text}))
+        with suppress(BackendUnavailable):  # a job whose result is refused still ends
+            if vm == 0 and (text := _result_in(cluster, pod["metadata"]["name"])):
+                tags = labels(record.job_id, "result", attempt=record.attempts)
+                name = result_name(record.job_id, record.attempts, replica)
+                cluster.create("configmaps", config_map_manifest(name, tags, {"result": text}))
 
 
 def result_of_replica(cluster: Cluster, record: Record, replica: int) -> bytes | None:

@@ -24,6 +24,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
+from urllib.error import HTTPError
 
 from endings import classify_exit
 from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller, hand_over
@@ -256,7 +257,8 @@ class Replica:
             try:
                 return hand_over(self._controller, self._task, attempt=self._attempt, result=self._result)
             except (OSError, ValueError) as error:
-                if time.monotonic() > deadline:
+                refused = isinstance(error, HTTPError) and error.code < 500
+                if refused or time.monotonic() > deadline:
                     return self._write(f"the result is lost, the controller did not take it: {error}\n".encode())
                 time.sleep(1.0)
 
