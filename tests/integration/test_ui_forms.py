@@ -19,6 +19,7 @@ from fakes.polling import eventually
 from fakes.prefect_server import NO_SERVICES, start_prefect_server
 from fakes.processes import end, free_port
 from flows.evaluation import evaluate_checkpoint
+from flows.generation import generate_text
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
 from resources.config import TpuConfig
@@ -30,7 +31,7 @@ from tasks.spec.suites import built_in_suites
 
 pytestmark = [pytest.mark.chromium, pytest.mark.timeout(240)]
 
-FLOWS = (evaluate_checkpoint, evaluate_checkpoints, evaluate_suite)
+FLOWS = (evaluate_checkpoint, evaluate_checkpoints, evaluate_suite, generate_text)
 # A field is found by its label, inside the one it belongs to; a choice in a list by its text.
 FINDERS = """
 window.field = (...names) => names.reduce((root, name) => {
@@ -221,6 +222,24 @@ def test_evaluator_is_lm_eval_until_another_is_chosen(page: Page, prefect_ui: st
     [run] = eventually(lambda: runs_of(prefect_ui, deployed["evaluate-checkpoint"]))
     asked = evaluate_checkpoint.validate_parameters(run["parameters"])["config"]
     assert asked.evaluator == HelmOptions(request_retries=5)
+
+
+def test_generation_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
+    page: Page, prefect_ui: str, deployed: dict[str, str]
+):
+    form = opened(page, prefect_ui, deployed, "generate-text")
+    explains_every_field(form, "config", "worker_resources")
+    form.tab("config", "model_path", choose=form.tabs("config", "model_path")[0])  # the other is that there is none
+    form.type("config", "model_path", text="gs://bucket/runs/a")
+    form.add("config", "prompts", "files")
+    form.type("config", "prompts", "files", text="gs://bucket/prompts/*.jsonl")
+    form.type("config", "sampling", "samples", text="2")
+    form.type("config", "output_path", text="gs://bucket/generated")
+    form.submit()
+    [run] = eventually(lambda: runs_of(prefect_ui, deployed["generate-text"]))
+    asked = generate_text.validate_parameters(run["parameters"])["config"]
+    assert (asked.model_path, asked.output_path) == ("gs://bucket/runs/a", "gs://bucket/generated")
+    assert (asked.prompts.files, asked.sampling.samples) == (("gs://bucket/prompts/*.jsonl",), 2)
 
 
 def test_wrong_value_is_refused_in_words_and_nothing_is_started(page: Page, prefect_ui: str, deployed: dict[str, str]):
