@@ -211,12 +211,15 @@ def _check_device(device: Device, *, device_root: Path) -> None:
     match device:
         case CpuConfig():
             return
-        case TpuConfig(variant=variant):
-            raise UnsatisfiableResources(
-                expected="CPU or NVIDIA GPUs, which the local backend can give",
-                found=f"a TPU slice {variant}",
-                remedy="Submit to a backend with TPUs, or use ResourceConfig.with_cpu().",
-            )
+        case TpuConfig() as tpu:
+            devices = device_root / "dev"
+            chips = max(len(list(devices.glob("accel[0-9]*"))), len(list((devices / "vfio").glob("[0-9]*"))))
+            if tpu.slice.vms > 1 or chips < tpu.slice.chips:
+                raise UnsatisfiableResources(
+                    expected=f"the {tpu.slice.chips} chips of a TPU slice {tpu.variant} in one machine",
+                    found=f"{chips} TPU chips on this machine",
+                    remedy="Submit to a backend with TPUs, or use ResourceConfig.with_cpu().",
+                )
         case GpuConfig(count=count):
             driver = device_root / "proc/driver/nvidia/gpus"
             present = max(len(list(driver.glob("*"))), len(list((device_root / "dev").glob("nvidia[0-9]*"))))

@@ -258,6 +258,17 @@ def test_gpus_are_counted_before_a_job_is_accepted(tmp_path: Path) -> None:
         client.submit(too_many)
 
 
+def test_tpu_chips_are_counted_and_slices_of_several_machines_refused(tmp_path: Path) -> None:
+    (tmp_path / "dev" / "vfio").mkdir(parents=True)
+    for name in ("0", "1", "2", "3", "vfio"):
+        (tmp_path / "dev" / "vfio" / name).touch()
+    client = LocalClient(tmp_path / "jobs", device_root=tmp_path)
+    client.check_resources(ResourceConfig.with_tpu("v6e-4"))
+    for variant in ("v6e-8", "v6e-16"):
+        with pytest.raises(UnsatisfiableResources, match="4 TPU chips on this machine"):
+            client.check_resources(ResourceConfig.with_tpu(variant))
+
+
 def test_container_images_are_refused_with_what_to_do_instead(client: LocalClient) -> None:
     environment = create_environment(docker_image="image")
     with pytest.raises(UnsatisfiableResources, match="pip_packages"):
