@@ -362,7 +362,7 @@ def memory(numbers: Sequence[int]) -> list[Comparison]:
     checkpoint = Servable.from_uri("tiny-1", str(write_checkpoint(WORK / "step-1")))
     config = InferencePoolConfig.model_validate({"model": {"name": "tiny", "engine_kwargs": {"max_num_seqs": 256}}})
     sizes: list[dict[str, int]] = []
-    keep_up("bench", config, [checkpoint], idle_seconds=1e6, launcher=FakeLauncher(WORK, faults={"canned": True}))
+    keep_up("bench", config, [checkpoint], idle_seconds=1e6, launcher=FakeLauncher(WORK))
     try:
         for number in numbers:
             folder, found = WORK / f"memory-{number}", dict[str, int]()
