@@ -35,6 +35,7 @@ TOGETHER = {
         *("integration/test_truth.py", "integration/test_warm_lm_eval.py"),
     ),
     "one MLflow": (
+        "e2e/test_eval_job.py",
         "contract/test_sinks.py",
         "integration/test_mlflow_checkpoints.py",
         "integration/test_mlflow_sink.py",
