@@ -55,7 +55,7 @@ def prepare(read: EvalJob, *, local: bool, scratch: Path | None, note: Callable[
     state = read.git_state()
     otherwise = read.origin(state, job_name=read.name_here(state))
     origin = origin_in(variables_like("*"), otherwise=otherwise)
-    sink = sink_of(read.job, origin)
+    sink = sink_of(read.job, origin, files=read.files)
     sink.check()
     scratch = scratch or (settings().cache_dir / "eval-jobs" / origin.job_name if local else None)
     model_path = fetch_to(scratch, read.job, note=note)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from tasks.eval_jobs.job_file import HelmRun, JobFile
@@ -49,8 +50,8 @@ def origin_in(variables: Mapping[str, str], *, otherwise: Origin) -> Origin:
     )
 
 
-def sink_of(job: JobFile, origin: Origin) -> MlflowSink:
-    """Returns the sink that a job's results go to."""
+def sink_of(job: JobFile, origin: Origin, *, files: Iterable[Path] = ()) -> MlflowSink:
+    """Returns the sink that a job's results go to, with the files that asked for them."""
     tracking = job.tracking_config
     return MlflowSink(
         tracking_uri=job.mlflow_config.tracking_uri,
@@ -58,6 +59,7 @@ def sink_of(job: JobFile, origin: Origin) -> MlflowSink:
         run_name=tracking.run_name,
         description=tracking.description,
         tags={**flat_tags(tracking.tags), **job_tags(job, origin)},
+        files=tuple(str(file.absolute()) for file in files),
     )
 
 

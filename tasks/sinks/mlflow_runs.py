@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,8 @@ CELL_TAG = "assay.cell"
 _PARENT_TAG, _NOTE_TAG = "mlflow.parentRunId", "mlflow.note.content"
 _TAG_CHARACTERS = 5000
 _METRICS_AT_ONCE = 1000  # the most that a server takes
+_GIVEN = "given"
+"""Folder with the files that asked for the evaluation."""
 _HARNESS_CONFIGURATION = "work"
 """Folder in an attempt's with the files that the harness was given."""
 
@@ -70,6 +73,8 @@ class MlflowSink(SinkConfig):
     """Text that MLflow shows with each run."""
     tags: dict[str, str] = {}
     """Tags of each run; they win over Assay's own of the same names."""
+    files: tuple[str, ...] = ()
+    """Files of this machine that are kept with each record, such as those that asked for the evaluation."""
     harness_output: bool = True
     """Send the harness's own output too, which holds questions and answers."""
     username: str | None = None
@@ -245,6 +250,9 @@ def _add_record(client: MlflowClient, parent: Run, child: Run, announcement: Ann
         folder = Path(scratch)
         (folder / "eval_config.yaml").write_text(yaml.safe_dump(record.evaluation, sort_keys=False))
         (folder / RECORD_NAME).write_bytes(announcement.record_json())
+        for file in sink.files:
+            (folder / _GIVEN).mkdir(exist_ok=True)
+            shutil.copy(file, folder / _GIVEN)
         if sink.harness_output and storage.exists(announcement.attempt_uri):
             storage.copy_to_local(announcement.attempt_uri, folder / "harness_run_output")
             given = folder / "harness_run_output" / _HARNESS_CONFIGURATION

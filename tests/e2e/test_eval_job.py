@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -115,14 +116,15 @@ def story(mlflow_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iter
     write_prefect_database(home / "prefect.db")
     variables = {"ASSAY_CACHE_DIR": str(settings().cache_dir), "PREFECT_HOME": str(home)}
     # Sockets of the engine lie on the scratch volume, and their paths are 107 characters at most.
-    server = KubernetesServer(Path(tempfile.mkdtemp(prefix="k8s-")), entrypoint=(str(ASSAY),), variables=variables)
-    found = Story(file.parents[1], server.kubeconfig, home, run_id)
-    found.commit = push(found.repository)
-    try:
-        tell(found)
-        yield found
-    finally:
-        server.close()
+    with tempfile.TemporaryDirectory(prefix="k8s-") as cluster:
+        server = KubernetesServer(Path(cluster), entrypoint=(str(ASSAY),), variables=variables)
+        found = Story(file.parents[1], server.kubeconfig, home, run_id)
+        found.commit = push(found.repository)
+        try:
+            tell(found)
+            yield found
+        finally:
+            server.close()
 
 
 def tell(story: Story) -> None:
@@ -147,6 +149,15 @@ def listed(story: Story) -> dict[str, Any]:
     return json.loads(story.assay("list", "--json").stdout)[0]
 
 
+def runs_of(address: str) -> list[Any]:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(address)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    assert experiment is not None
+    return list(client.search_runs([experiment.experiment_id]))
+
+
 def test_job_is_checked_rendered_twice_alike_and_refused_until_it_is_committed(story: Story):
     assert story.seen["checked"].returncode == story.seen["rendered"].returncode == 0
     assert "simple_mcqa, synthetic_reasoning_natural; 3 questions each" in story.seen["checked"].stdout
@@ -164,6 +175,37 @@ def test_checked_in_manifests_run_the_job_and_its_log_is_followed_and_kept(story
     assert [line["text"] for line in lines] == story.seen["followed"].stdout.splitlines()
     assert {line["container"] for line in lines} == {"init", "eval"}
     assert story.seen["again"].returncode == 3 and "--again" in story.seen["again"].stderr
+
+
+def test_mlflow_has_the_tags_metrics_and_artifacts_of_the_job(story: Story, mlflow_address: str):
+    from mlflow import MlflowClient
+
+    [run] = [run for run in runs_of(mlflow_address) if "mlflow.parentRunId" in run.data.tags]
+    tags = {
+        "config_git_sha": story.commit,
+        "config_git_state": "clean",
+        "config_path_git_repo": "jobs/eval_config.yml",
+        "helm_config_path_git_repo": "jobs/run_specs.conf",
+        "image_build_assay_version": metadata.version("assay-evals"),
+        "model_run_id": story.run_id,
+        "model_artifact_path": "model",
+        "model_gs_uri": "None",
+        "accelerator": "None",
+        "cpu": "2",
+        "memory": "2Gi",
+        "image_tag": "1f3a2b",
+        "job_name": story.seen["name"],
+        "creator": "a test",
+        "data.sets": '["a", "b"]',
+    }
+    assert tags.items() <= run.data.tags.items()
+    assert run.data.tags["helm_args"].startswith("--max-eval-instances 3 --priority 2")
+    assert "simple_mcqa/exact_match" in run.data.metrics
+    client, job = MlflowClient(mlflow_address), story.repository / "jobs"
+    files = {entry.path for entry in client.list_artifacts(run.info.run_id)}
+    assert {"eval_config.yaml", "harness_config", "harness_run_output"} <= files
+    for name in ("eval_config.yml", "run_specs.conf"):
+        assert Path(client.download_artifacts(run.info.run_id, f"given/{name}")).read_text() == (job / name).read_text()
 
 
 def test_same_file_runs_on_this_machine_where_it_finds_what_the_container_recorded(story: Story):
