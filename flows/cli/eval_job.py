@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows.console.console import ERR, OUT, Json, print_json
-from resources.errors import BadInput
+from resources.errors import BackendUnavailable, BadInput
 
 eval_job_app = typer.Typer(help="Evaluations on GKE, each from one YAML file.", no_args_is_help=True)
 
@@ -126,11 +126,17 @@ def logs(
 ) -> None:
     """Show what a job wrote: from its pods while they are there, from Cloud Logging afterwards."""
     from flows.cli.options.jobs import cluster_of
-    from resources.backends.kubernetes.cloud_logging import CloudLogs
     from tasks.eval_jobs.job_logs import log_lines, write_lines
 
-    cluster = cluster_of(backend, namespace=namespace)
-    kept = CloudLogs(cluster.namespace, project=project)
+    try:
+        cluster = cluster_of(backend, namespace=namespace)
+    except BackendUnavailable:
+        if project is None:
+            raise
+        cluster = None  # Cloud Logging alone knows the job
+    from resources.backends.kubernetes.cloud_logging import CloudLogs
+
+    kept = CloudLogs(cluster.namespace if cluster else namespace or "default", project=project)
     lines = log_lines(cluster, name, since=since, follow=follow, note=_note, kept=kept)
     if output is not None:
         _note(f"Wrote {write_lines(lines, output):,} lines to {output}.")

@@ -20,7 +20,7 @@ _UNITS = {"m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
 
 
 def log_lines(
-    cluster: Cluster,
+    cluster: Cluster | None,
     name: str,
     *,
     since: str | None,
@@ -31,7 +31,7 @@ def log_lines(
     """Yields the lines of a job.
 
     Args:
-        cluster: the namespace of the job.
+        cluster: the namespace of the job; None where no cluster is known.
         name: the job.
         since: how far back, such as 3d.
         follow: go on until the job has ended.
@@ -43,23 +43,17 @@ def log_lines(
         BackendUnavailable: neither the cluster nor Cloud Logging answers.
     """
     began = moment(since, now=datetime.now(UTC)) if since is not None else None
-    pods = PodLogs(cluster)
-    try:
-        # A job that has just been submitted has no pod yet; one that has ended may have lost them.
-        has_pods = pods.has(name) or not _has_ended(cluster, name)
-    except BackendUnavailable as error:
-        note(f"the cluster does not answer: {error.found}")
-        has_pods = False
-    note(f"the log of {name} " + ("from its pods" if has_pods else "from Cloud Logging: it has no pods any more"))
-    logs: JobLogs = pods if has_pods else kept
-    if follow and has_pods:
-        yield from followed(logs, name, since=began, has_ended=lambda: _has_ended(cluster, name))
+    pods = _pods(cluster, name, note=note) if cluster is not None else None
+    note(f"the log of {name} from {'its pods' if pods else 'Cloud Logging: no pods of it are known'}")
+    if follow and cluster is not None and pods is not None:
+        yield from followed(pods, name, since=began, has_ended=lambda: _has_ended(cluster, name))
         return
+    logs: JobLogs = pods or kept
     none = True
     for line in logs.read(name, since=began):
         none = False
         yield line
-    if none and not has_pods:
+    if none and pods is None:
         raise BadInput(
             expected=f"lines of a job {name}" + (f" of the last {since}" if since else ""),
             found="none, neither in the cluster nor in Cloud Logging",
@@ -84,6 +78,17 @@ def moment(since: str, *, now: datetime) -> datetime:
     if match is None:
         raise BadInput(expected="--since 30m, 12h, 3d or 2w", found=since, remedy="write it in this way")
     return now - timedelta(**{_UNITS[match[2]]: int(match[1])})
+
+
+def _pods(cluster: Cluster, name: str, *, note: Callable[[str], None]) -> PodLogs | None:
+    """The logs of the job's pods; None if it has none any more, or the cluster does not answer."""
+    pods = PodLogs(cluster)
+    try:
+        # A job that has just been submitted has no pod yet; one that has ended may have lost them.
+        return pods if pods.has(name) or not _has_ended(cluster, name) else None
+    except BackendUnavailable as error:
+        note(f"the cluster does not answer: {error.found}")
+        return None
 
 
 def _has_ended(cluster: Cluster, name: str) -> bool:

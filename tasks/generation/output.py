@@ -67,7 +67,9 @@ class Output:
         """
         place = storage.join(self.folder, BEGUN)
         wanted = orjson.loads(orjson.dumps(identity))
-        if storage.create_bytes(place, orjson.dumps(wanted, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)):
+        content = orjson.dumps(wanted, option=orjson.OPT_INDENT_2 | orjson.OPT_SORT_KEYS)
+        # Looked for first: not every stand-in for a store keeps to conditions of writes.
+        if not storage.exists(place) and storage.create_bytes(place, content):
             return
         try:
             standing = orjson.loads(storage.read_bytes(place))

@@ -101,3 +101,5 @@ def test_lines_of_pods_that_are_gone_come_from_cloud_logging(cluster: Cluster) -
         assert "Cloud Logging" in notes[0]
         with pytest.raises(BadInput, match="eval-nobody"):
             list(log_lines(cluster, "eval-nobody", since=None, follow=False, note=notes.append, kept=logs))
+        without = log_lines(None, "eval-gone", since=None, follow=False, note=notes.append, kept=logs)
+        assert [line.text for line in without] == ["kept"]

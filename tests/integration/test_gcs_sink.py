@@ -1,4 +1,4 @@
-"""Records in an object store: gcsfs as it is, over HTTP to an emulator that also refuses."""
+"""Records and generated text in an object store: gcsfs as it is, over HTTP to an emulator that also refuses."""
 
 from __future__ import annotations
 
@@ -11,6 +11,13 @@ import pytest
 from fakes.broken_servers import broken_server
 from fakes.cells import make_cell
 from fakes.gcs import FakeGcs, fake_gcs
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.generation.answers import AnswerRow, decoded
+from tasks.generation.config import PromptsConfig
+from tasks.generation.output import Output
+from tasks.generation.plan import plan_prompts
+from tasks.generation.prompts import rows_of
 from tasks.records.record import Record
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record, publish_report
@@ -49,6 +56,32 @@ def test_record_tree_arrives_with_the_record_last(store: FakeGcs, tmp_path: Path
     }
     assert store.content("bucket", f"{place}/attempt-1/harness.log") == b"harness of step 100\n"
     assert Record.model_validate_json(store.content("bucket", f"{place}/record.json")) == record
+
+
+def answer_to(index: int, prompt: str) -> AnswerRow:
+    unset = dict.fromkeys(("tool_calls", "prompt_tokens", "completion_tokens", "seed", "columns", "error"))
+    texts = dict.fromkeys(("checkpoint", "checkpoint_digest", "pool", "parameters", "text", "finish_reason"), "same")
+    return AnswerRow(prompt_index=index, prompt_id=str(index), sample=0, prompt=prompt, **texts, **unset)
+
+
+def test_text_is_generated_from_a_bucket_into_a_bucket(store: FakeGcs):
+    for number in range(2):
+        lines = "".join(f'{{"prompt": "question {number} {row}"}}\n' for row in range(3))
+        storage.write_bytes(f"gs://bucket/prompts/part-{number}.jsonl", lines.encode())
+    config = PromptsConfig(files=("gs://bucket/prompts/*.jsonl",))
+    plan = plan_prompts(config, prompts_per_shard=2)
+    output = Output("gs://bucket/generated/run-a-100", "parquet")
+    output.begin({"prompts": plan.digest})
+    for shard in plan.shards:
+        answers = [answer_to(shard.first_prompt + place, row["prompt"]) for place, row in enumerate(rows_of(shard))]
+        output.write(shard.number, answers)
+    manifest = output.conclude({"prompts": plan.digest}, shards=len(plan.shards))
+    assert manifest["totals"]["rows"] == plan.prompts == 6
+    assert output.written() == [0, 1, 2, 3]
+    found = [row for shard in plan.shards for row in decoded(storage.read_bytes(output.part(shard.number)), "parquet")]
+    assert [row["prompt"] for row in found] == [f"question {number} {row}" for number in range(2) for row in range(3)]
+    with pytest.raises(BadInput, match="another output folder"):
+        output.begin({"prompts": "others"})
 
 
 def test_record_alone_arrives_where_the_harness_output_is_not_wanted(store: FakeGcs, tmp_path: Path):

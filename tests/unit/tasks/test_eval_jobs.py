@@ -194,9 +194,7 @@ def test_job_has_the_parts_that_evaluation_jobs_have_had(tmp_path: Path) -> None
     }
     assert {mount["mountPath"] for mount in main["volumeMounts"]} == {"/etc/configs", "/scratch"}
     variables = {variable["name"]: variable.get("value") for variable in main["env"]}
-    assert {"CONFIG_VERSION", "CONFIG_PATH_GIT_REPO", "HELM_CONFIG_PATH_GIT_REPO", "JOB_NAME"} <= set(variables) | {
-        "CONFIG_VERSION"
-    }
+    assert {"CONFIG_PATH_GIT_REPO", "HELM_CONFIG_PATH_GIT_REPO"} <= set(variables)
     assert variables["JOB_NAME"] == job["metadata"]["name"]
     configs, scratch = pod["volumes"]
     assert configs["configMap"]["name"] == config_map["metadata"]["name"] == f"{job['metadata']['name']}-configs"
