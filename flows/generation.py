@@ -17,6 +17,7 @@ from tasks.generation.generate import (
     generate_answers,
     plan_generation,
     pool_of,
+    require_same_prompts,
 )
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.noted_errors import error_noted
@@ -45,6 +46,7 @@ def generate_text(config: GenerationConfig) -> list[dict[str, Any]]:
     with error_noted(), end_reported(), marked_as(config.run_name, tags=[f"run={config.run_name}", "generation"]):
         planned = plan_generation(config)
         failures = _answer(planned)
+        require_same_prompts(planned)
         totals = conclude_generation(planned)
         if failures:
             raise failures[0]

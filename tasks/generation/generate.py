@@ -215,6 +215,22 @@ def generate_answers(planned: PlannedGeneration, target: Target, session: PoolSe
     report(CellDone(target.name, cell, cells, "succeeded", time.monotonic() - began))
 
 
+def require_same_prompts(planned: PlannedGeneration) -> None:
+    """Passes if the prompts are those that were planned: a source may have been replaced while they were asked.
+
+    Raises:
+        BadInput: they are others, or gone.
+        StorageError: a source cannot be read.
+    """
+    config = planned.config
+    if plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard).digest != planned.plan.digest:
+        raise BadInput(
+            expected="prompts that stay as they are while they are answered",
+            found=f"they changed after they were counted: {', '.join(config.prompts.files)}",
+            remedy=f"generate into another folder; in {config.output_path} answers may be to either",
+        )
+
+
 @task(task_run_name="manifests", cache_policy=NO_CACHE, persist_result=False, retries=3, retry_delay_seconds=[1, 5, 20])
 def conclude_generation(planned: PlannedGeneration) -> list[dict[str, Any]]:
     """Writes the manifest of each checkpoint that has all its answers, and a page with samples; returns their totals.

@@ -90,18 +90,18 @@ def unreadable(source: Source, place: str, found: str) -> BadInput:
     )
 
 
-def parsed_line(source: Source, line: bytes, number: int) -> Row:
-    """The object in a line of JSON, which is counted from 1.
+def parsed_line(source: Source, line: bytes, number: int, *, unit: str = "line") -> Row:
+    """The object in a line of JSON, which is counted from 1 among all lines, or among those that are not empty.
 
     Raises:
-        BadInput: it is none; names file and line.
+        BadInput: it is none; names file and place.
     """
     try:
         row = orjson.loads(line)
     except ValueError as error:
-        raise unreadable(source, f"line {number}", str(error)) from None
+        raise unreadable(source, f"{unit} {number}", str(error)) from None
     if not isinstance(row, dict):
-        raise unreadable(source, f"line {number}", f"{type(row).__name__}, not an object with columns")
+        raise unreadable(source, f"{unit} {number}", f"{type(row).__name__}, not an object with columns")
     return row
 
 
@@ -207,14 +207,13 @@ def _rows(shard: Shard) -> Iterator[Row]:
             yield from batch.to_pylist()
     elif shard.start is not None:
         content = storage.read_bytes(source.uri, start=shard.start, end=shard.end)
-        yield from _objects(source, content.split(b"\n"))
+        yield from _objects(shard, (line for line in content.split(b"\n") if line.strip()))
     else:
         with opened_lines(source) as lines:
             filled = (line for line in lines if line.strip())
-            yield from _objects(source, islice(filled, shard.first_row, None))
+            yield from _objects(shard, islice(filled, shard.first_row, None))
 
 
-def _objects(source: Source, lines: Iterable[bytes]) -> Iterator[Row]:
-    for line in lines:
-        if line.strip():
-            yield parsed_line(source, line, 0)
+def _objects(shard: Shard, lines: Iterable[bytes]) -> Iterator[Row]:
+    for number, line in enumerate(lines, start=shard.first_row + 1):
+        yield parsed_line(shard.source, line, number, unit="row")

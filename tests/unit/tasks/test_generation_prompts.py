@@ -15,7 +15,8 @@ import pytest
 
 from fakes.stores import FolderStore, folder_store
 from resources.errors import BadInput
-from tasks.generation.config import PromptsConfig
+from tasks.generation.config import GenerationConfig, PromptsConfig
+from tasks.generation.generate import PlannedGeneration, require_same_prompts
 from tasks.generation.plan import Plan, plan_prompts
 from tasks.generation.prompts import rows_of
 
@@ -163,6 +164,16 @@ def test_prompts_that_changed_since_they_were_counted_are_refused(tmp_path: Path
     pq.write_table(pa.Table.from_pylist(ROWS[:1]), place)
     with pytest.raises(BadInput, match="leave the prompts as they are"):
         read(plan)
+
+
+def test_prompts_that_were_replaced_by_as_many_others_are_noticed_at_the_end(tmp_path: Path) -> None:
+    prompts = PromptsConfig(files=(str(write_lines(tmp_path)),))
+    config = GenerationConfig(pool_name="warm", prompts=prompts, output_path=str(tmp_path / "out"))
+    planned = PlannedGeneration(config, plan_prompts(prompts, prompts_per_shard=config.prompts_per_shard), ())
+    require_same_prompts(planned)
+    (tmp_path / "prompts.jsonl").write_bytes(as_lines(list(reversed(ROWS))))
+    with pytest.raises(BadInput, match=r"changed after they were counted: .*prompts\.jsonl"):
+        require_same_prompts(planned)
 
 
 @pytest.mark.parametrize(
