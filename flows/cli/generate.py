@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -11,55 +11,14 @@ from flows.cli.options.groups import (
     AcceleratorOptions,
     EngineOptions,
     EvaluationOptions,
+    GenerationOutputOptions,
+    PromptOptions,
+    SamplingOptions,
     SelectionOptions,
     annotations_of,
     flattened,
 )
 from flows.console.console import ERR, OUT, Json, print_json
-
-Texts = tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class PromptOptions:
-    """Prompts, and how a row becomes one."""
-
-    prompts: Annotated[
-        Texts, typer.Option("--prompts", help="JSON lines, Parquet or a saved data set; wildcards; repeatable.")
-    ] = ()
-    column: Annotated[str | None, typer.Option(help="Column with the prompt; prompt, or messages in a chat.")] = None
-    template: Annotated[str | None, typer.Option(help="Jinja template over the columns, or @FILE with one.")] = None
-    system: Annotated[str | None, typer.Option(help="System message of each conversation.")] = None
-    id_column: Annotated[str | None, typer.Option(help="Column that names each prompt; its number else.")] = None
-    keep: Annotated[Texts, typer.Option("--keep", help="Column that is copied beside the answers; repeatable.")] = ()
-    limit: Annotated[int | None, typer.Option(help="The first so many prompts only.")] = None
-
-
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Sampling of the answers."""
-
-    samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1
-    seed: Annotated[int | None, typer.Option(help="Seed of the first sample; the k-th gets k more.")] = None
-    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256
-    temperature: Annotated[float | None, typer.Option(help="Randomness; the engine's own when left out.")] = None
-    top_p: Annotated[float | None, typer.Option(help="Share of the probability to choose from.")] = None
-    stop: Annotated[Texts, typer.Option("--stop", help="Text that ends an answer; repeatable.")] = ()
-    json_schema: Annotated[str | None, typer.Option(help="File with a JSON schema that answers follow.")] = None
-    tools: Annotated[str | None, typer.Option(help="File with a list of tools, as OpenAI's API has them.")] = None
-    extra: Annotated[Texts, typer.Option("--extra", help="Further field of requests, key=value; repeatable.")] = ()
-
-
-@dataclass(frozen=True)
-class OutputOptions:
-    """The place of the answers, and the work on them."""
-
-    output: Annotated[str | None, typer.Option(help="Folder for the answers; local, gs:// or s3://.")] = None
-    output_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet"
-    prompts_per_shard: Annotated[int, typer.Option(help="Prompts whose answers are one file.")] = 1000
-    max_errors: Annotated[str, typer.Option(help="Errors before it stops: a number, a share, or any.")] = "0.05"
-    workers: Annotated[int, typer.Option(help="Processes that ask the pool.")] = 1
-    in_flight: Annotated[int | None, typer.Option(help="Requests at once; as the pool has room when left out.")] = None
 
 
 @flattened
@@ -71,7 +30,7 @@ def generate(
     config: Annotated[str | None, typer.Option(help="YAML file with a GenerationConfig, in place of options.")] = None,
     asked: PromptOptions,
     sampling: SamplingOptions,
-    writing: OutputOptions,
+    writing: GenerationOutputOptions,
     selecting: SelectionOptions,
     engines: EngineOptions,
     accelerator: AcceleratorOptions,

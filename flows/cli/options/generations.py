@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from flows.cli.options.evaluations import key_and_value, pool_content
-from flows.cli.options.groups import EvaluationOptions, SelectionOptions
+from flows.cli.options.groups import (
+    EvaluationOptions,
+    GenerationOutputOptions,
+    PromptOptions,
+    SamplingOptions,
+    SelectionOptions,
+)
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.generation.config import GenerationConfig
 from tasks.spec.loading import build_config
-
-if TYPE_CHECKING:
-    from flows.cli.generate import OutputOptions, PromptOptions, SamplingOptions
 
 _POOL = ("replicas", "cpu", "gpu", "tpu", "engine")
 
@@ -23,7 +26,7 @@ def generation_from_options(
     served: EvaluationOptions,
     asked: PromptOptions,
     sampling: SamplingOptions,
-    writing: OutputOptions,
+    writing: GenerationOutputOptions,
     selecting: SelectionOptions,
 ) -> GenerationConfig:
     """The generation that some command-line options describe.

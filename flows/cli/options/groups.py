@@ -1,4 +1,4 @@
-"""Options that several commands share, as dataclasses, and how they become options of a command."""
+"""Groups of options, as dataclasses, and how they become options of a command."""
 
 from __future__ import annotations
 
@@ -89,6 +89,53 @@ class WorkPoolOptions:
         bool, typer.Option("--on-work-pool", help="At the work pool of the best region, not here; waits for it.")
     ] = False
     max_egress_usd: Annotated[float, typer.Option(help="Most that reading from another region may cost there.")] = 0.0
+
+
+@dataclass(frozen=True)
+class PromptOptions:
+    """Prompts, and how a row becomes one."""
+
+    prompts: Annotated[
+        tuple[str, ...],
+        typer.Option("--prompts", help="JSON lines, Parquet or a saved data set; wildcards; repeatable."),
+    ] = ()
+    column: Annotated[str | None, typer.Option(help="Column with the prompt; prompt, or messages in a chat.")] = None
+    template: Annotated[str | None, typer.Option(help="Jinja template over the columns, or @FILE with one.")] = None
+    system: Annotated[str | None, typer.Option(help="System message of each conversation.")] = None
+    id_column: Annotated[str | None, typer.Option(help="Column that names each prompt; its number else.")] = None
+    keep: Annotated[
+        tuple[str, ...], typer.Option("--keep", help="Column that is copied beside the answers; repeatable.")
+    ] = ()
+    limit: Annotated[int | None, typer.Option(help="The first so many prompts only.")] = None
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Sampling of the answers."""
+
+    samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1
+    seed: Annotated[int | None, typer.Option(help="Seed of the first sample; the k-th gets k more.")] = None
+    max_tokens: Annotated[int, typer.Option(help="Longest answer in tokens.")] = 256
+    temperature: Annotated[float | None, typer.Option(help="Randomness; the engine's own when left out.")] = None
+    top_p: Annotated[float | None, typer.Option(help="Share of the probability to choose from.")] = None
+    stop: Annotated[tuple[str, ...], typer.Option("--stop", help="Text that ends an answer; repeatable.")] = ()
+    json_schema: Annotated[str | None, typer.Option(help="File with a JSON schema that answers follow.")] = None
+    tools: Annotated[str | None, typer.Option(help="File with a list of tools, as OpenAI's API has them.")] = None
+    extra: Annotated[
+        tuple[str, ...], typer.Option("--extra", help="Further field of requests, key=value; repeatable.")
+    ] = ()
+
+
+@dataclass(frozen=True)
+class GenerationOutputOptions:
+    """The place of the answers, and the work on them."""
+
+    output: Annotated[str | None, typer.Option(help="Folder for the answers; local, gs:// or s3://.")] = None
+    output_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet"
+    prompts_per_shard: Annotated[int, typer.Option(help="Prompts whose answers are one file.")] = 1000
+    max_errors: Annotated[str, typer.Option(help="Errors before it stops: a number, a share, or any.")] = "0.05"
+    workers: Annotated[int, typer.Option(help="Processes that ask the pool.")] = 1
+    in_flight: Annotated[int | None, typer.Option(help="Requests at once; as the pool has room when left out.")] = None
 
 
 def annotations_of(kind: type) -> dict[str, Any]:

@@ -8,9 +8,14 @@ from typing import Any
 
 import pytest
 
-from flows.cli.generate import OutputOptions, PromptOptions, SamplingOptions
 from flows.cli.options.generations import generation_from_options
-from flows.cli.options.groups import EvaluationOptions, SelectionOptions
+from flows.cli.options.groups import (
+    EvaluationOptions,
+    GenerationOutputOptions,
+    PromptOptions,
+    SamplingOptions,
+    SelectionOptions,
+)
 from resources.errors import BadInput
 from tasks.generation.config import GenerationConfig
 
@@ -23,7 +28,7 @@ def generation(
         EvaluationOptions(**{"model": "runs/a", **(served or {})}),
         PromptOptions(**{"prompts": ("a.jsonl",), **prompts}),
         SamplingOptions(**(sampling or {})),
-        OutputOptions(**{"output": "out", **fields}),
+        GenerationOutputOptions(**{"output": "out", **fields}),
         SelectionOptions(),
     )
 
