@@ -22,6 +22,7 @@ from fakes.command import run_command
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
+from faults.scenarios.processes import state_of
 from flows.generation import generate_text
 from pools.config import InferencePoolConfig
 from pools.engine.launch import Servable
@@ -127,9 +128,11 @@ def test_every_sample_is_written_once_though_worker_queue_proxy_and_flow_are_kil
             eventually(lambda number=number: len(parts(output)) >= number, seconds=120)
             kill_a(job)
         eventually(lambda: len(parts(output)) >= 6, seconds=120)
+        working = pids_of("worker-0-run-1") + pids_of("worker-1-run-1")
     finally:
         flow.kill()
         flow.wait()
+    eventually(lambda: all(state_of(pid) in ("", "Z") for pid in working), seconds=60)  # they ask no more
     before, asked = parts(output), warm.asked()
     warm.slow_down(0.0)
 
