@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from resources.errors import BadInput
+from tasks.records.provenance import git_output
 
 CLEAN = "clean"
 
@@ -78,10 +78,4 @@ def require_clean(state: GitState, *, allow_dirty: bool) -> None:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=60, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.rstrip("\n")
+    return git_output(folder, *arguments, timeout_seconds=60)  # a large repository takes its time over its status

@@ -24,30 +24,30 @@ def git_state() -> tuple[str | None, bool | None]:
     Outside of one: the commit that the settings name, None where they name none; changes are not known.
     """
     here = Path(__file__).parent
-    if _git(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
+    if git_output(here, "ls-files", "--error-unmatch", Path(__file__).name) is None:
         return settings().commit or None, None  # perhaps installed inside a repository that is not ours
-    commit = _git(here, "rev-parse", "HEAD")
-    changes = _git(here, "status", "--porcelain")
+    commit = git_output(here, "rev-parse", "HEAD")
+    changes = git_output(here, "status", "--porcelain")
     return commit, (bool(changes) if changes is not None else None)
 
 
 def place_in_git(file: Path) -> tuple[str, str] | None:
     """A file's path in its repository, and the commit there, ending in -dirty if the file differs; None outside."""
-    folder, commit = file.resolve().parent, _git(file.resolve().parent, "rev-parse", "HEAD")
-    name = _git(folder, "ls-files", "--full-name", "--error-unmatch", file.resolve().name)
+    folder, commit = file.resolve().parent, git_output(file.resolve().parent, "rev-parse", "HEAD")
+    name = git_output(folder, "ls-files", "--full-name", "--error-unmatch", file.resolve().name)
     if not name or not commit:
         return None
-    return name, commit + ("-dirty" if _git(folder, "status", "--porcelain", "--", file.resolve().name) else "")
+    return name, commit + ("-dirty" if git_output(folder, "status", "--porcelain", "--", file.resolve().name) else "")
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def git_output(folder: Path, *arguments: str, timeout_seconds: float = 10) -> str | None:
+    """Output of a git command in a folder, without the line break at its end; None where it failed or took longer."""
+    command = ["git", "-C", str(folder), *arguments]
     try:
-        done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip()
+    return done.stdout.rstrip("\n")
 
 
 @cache
