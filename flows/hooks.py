@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from logging import Logger, LoggerAdapter
 from typing import Any
 
 from prefect import Flow
@@ -10,7 +11,7 @@ from prefect.logging.loggers import flow_run_logger
 
 from resources.backends.current import current_client
 from resources.errors import AssayError
-from tasks.policies.cancelled_runs import stop_claimed
+from tasks.policies.cancelled_runs import stop_unfinished
 from tasks.policies.cleanup import end_claims, end_jobs
 from tasks.policies.policy import Policy
 from tasks.prefect_server.flow_runs import end_task_runs
@@ -22,7 +23,8 @@ from tasks.spec.names import how_many
 def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None:
     """Ends the claims and jobs of a flow run at once, which would else end with their leases; its progress says so.
 
-    Its task runs, which would be shown as running for ever where its process was killed, are over too.
+    Its task runs, which would be shown as running for ever where its process was killed, are over too. Cells that a
+    policy's flow run had begun when a person cancelled it wait for `assay retry`.
 
     Its failure changes nothing but how long that takes, and is told in the log of the flow run.
     """
@@ -32,8 +34,8 @@ def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None
     try:
         if isinstance(parameters.get("policy"), str):
             parameters["policy"] = load_config(parameters["policy"], Policy)
-        if state.is_cancelled():
-            stop_claimed(parameters, flow_run_id=str(flow_run.id), name=flow_run.name)
+        if "policy" in parameters and _is_cancelled(flow_run, state):
+            _stop_cells(Policy.model_validate(parameters["policy"]), flow_run, log)
         claims = end_claims(parameters, flow_run=str(flow_run.id))
         jobs = end_jobs(current_client(), flow_run=str(flow_run.id))
     except AssayError as error:
@@ -42,3 +44,22 @@ def leave_nothing(flow: Flow[..., Any], flow_run: FlowRun, state: State) -> None
         left = f"{how_many(claims, 'claim')} and {how_many(jobs, 'job')}"
         log.info("After state %s: %s of this run were left, and ended.", state.name, left)
     end_task_runs(flow_run.id)
+
+
+def _is_cancelled(flow_run: FlowRun, state: State) -> bool:
+    """Returns whether a person said so.
+
+    A worker calls with a state Cancelling of its own making, also where it ends flow runs since it is to end itself:
+    then the server's state is another.
+    """
+    at_server = flow_run.state
+    return state.is_cancelled() or (at_server is not None and (at_server.is_cancelling() or at_server.is_cancelled()))
+
+
+def _stop_cells(policy: Policy, flow_run: FlowRun, log: Logger | LoggerAdapter[Any]) -> None:
+    try:
+        stopped = stop_unfinished(policy, flow_run_id=str(flow_run.id), name=flow_run.name)
+    except AssayError as error:
+        log.warning("Cells that this run had begun are begun again by the next one: %s", error)
+    else:
+        log.info("%s of this run, cancelled before their outcome, wait for assay retry.", how_many(stopped, "cell"))

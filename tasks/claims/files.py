@@ -53,6 +53,8 @@ class Claim(_Written):
     """One more than the claim that it succeeds."""
     holder: str
     """Name of its holder."""
+    flow_run: str | None = None
+    """Flow run at the Prefect server that it was made by: known when the file of its holder is gone too."""
     succeeds: str | None = None
     """Holder of the claim with the number before, which was found dead."""
     deaths: int = 0

@@ -200,13 +200,15 @@ class Claims:
                 self.renew()
 
     def _next(self, subject: Subject, standing: SeenClaim | None) -> Claim:
+        me = self._me
         if standing is None:
-            return Claim(subject=subject, number=1, holder=self._me.name, at=self._now())
+            return Claim(subject=subject, number=1, holder=me.name, flow_run=me.flow_run, at=self._now())
         before = standing.claim
         return Claim(
             subject=subject,
             number=before.number + 1,
-            holder=self._me.name,
+            holder=me.name,
+            flow_run=me.flow_run,
             succeeds=before.holder,
             deaths=0 if before.released or not standing.readable else before.deaths + 1,
             at=self._now(),

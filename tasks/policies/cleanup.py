@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from resources.errors import AssayError
 from resources.jobs.jobs import Client
 from tasks.checkpoints.run_snapshot import expand_runs
-from tasks.claims.files import SeenClaim, claims_folder, end_claim, read_claims
+from tasks.claims.files import claims_folder, end_claim, read_claims
 from tasks.policies.policy import Policy
 from tasks.spec.names import job_label, name_of
 from tasks.training.config import TrainAndEvaluateConfig
@@ -44,11 +44,6 @@ def claims_folders(parameters: Mapping[str, Any]) -> dict[str, str]:
     return folders
 
 
-def held_by(seen: SeenClaim, flow_run: str) -> bool:
-    """Returns whether a claim is a flow run's, and was not given up."""
-    return not seen.claim.released and seen.holder is not None and seen.holder.flow_run == flow_run
-
-
 def _run_of(request: Mapping[str, Any]) -> str:
     """Name of the run in an evaluation's or a suite's parameters, as `EvaluationConfig.run_name` has it."""
     model = (request.get("pool_config") or {}).get("model") or {}
@@ -65,7 +60,8 @@ def end_claims(parameters: Mapping[str, Any], *, flow_run: str) -> int:
     ended = 0
     with suppress(ValidationError):
         for folder in claims_folders(parameters).values():
-            ended += sum(end_claim(seen) for seen in read_claims(folder) if held_by(seen, flow_run))
+            held = [seen for seen in read_claims(folder) if seen.claim.flow_run == flow_run and not seen.claim.released]
+            ended += sum(map(end_claim, held))
     return ended
 
 

@@ -100,10 +100,13 @@ def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_o
         pass
 
 
-@pytest.mark.parametrize(("ending", "state"), [(None, "Cancelled"), (signal.SIGTERM, "Crashed")])
+@pytest.mark.parametrize(
+    ("ending", "state"), [(None, "Cancelled"), (signal.SIGSTOP, "Cancelled"), (signal.SIGTERM, "Crashed")]
+)
 def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
     deployed: Deployed, ending: signal.Signals | None, state: str
 ):
+    """A process that is suspended hears of no cancellation, and is killed: its worker does what it would have."""
     deployed.apply()
     deployed.engine.answers_take(4)
     if not (deployed.folder / "run/hf/step-3").exists():
@@ -115,11 +118,11 @@ def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
     [run] = deployed.field.runs("Running")
     assert [key.partition(".")[0] for key in deployed.live_claims()] == ["step-3"]
 
-    if ending is None:
+    if ending is not None:
+        os.kill(deployed.field.process_of(run["id"]), ending)
+    if state == "Cancelled":
         cancelling = {"type": "CANCELLING", "name": "Cancelling"}
         deployed.field.ask(f"/flow_runs/{run['id']}/set_state", {"state": cancelling})
-    else:
-        os.kill(deployed.field.process_of(run["id"]), ending)
 
     eventually(lambda: deployed.field.ask(f"/flow_runs/{run['id']}")["state"]["name"] == state, seconds=300)
     eventually(lambda: not deployed.live_claims(), seconds=120)
@@ -130,7 +133,7 @@ def test_flow_run_ended_in_mid_evaluation_leaves_nothing_and_its_state_is_true(
     eventually(lambda: not deployed.field.ask("/task_runs/filter", tasks), seconds=120)
     assert "run-3" not in deployed.succeeded()
     waiting = {cell.checkpoint.step: cell for cell in reconciled(deployed).others}
-    if ending is None:
+    if state == "Cancelled":
         assert waiting[3].state == "stopped" and "with the flow run reconcile" in str(waiting[3].reason)
         retry(load_policy(deployed.policy), reconciled(deployed), cells=None, failed=False)
     assert 3 in {cell.checkpoint.step for cell in reconciled(deployed).work}, "only a person stops cells"

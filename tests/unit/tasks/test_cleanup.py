@@ -15,9 +15,7 @@ from resources.errors import ClaimLost
 from resources.jobs.jobs import Command, JobHandle, JobRequest, create_environment
 from tasks.claims.files import Subject, claims_folder
 from tasks.claims.leases import Claims
-from tasks.policies.cancelled_runs import stop_claimed
 from tasks.policies.cleanup import end_claims, end_jobs
-from tasks.policies.overrides import read_overrides
 from tasks.spec.names import job_label
 
 RUN, OTHER = "0a1b2c3d-0000-4000-8000-000000000001", "9a1b2c3d-0000-4000-8000-000000000002"
@@ -81,28 +79,6 @@ def test_claims_of_a_flow_run_are_ended_and_those_of_others_hold(tmp_path: Path,
         alive.prove(others.key)
         assert end_claims(parameters, flow_run=RUN) == 0
         assert alive.acquire([mine]).ours == {mine.key}
-
-
-def test_cells_that_a_cancelled_flow_run_of_a_policy_still_had_wait_for_a_person(tmp_path: Path):
-    (tmp_path / "run").mkdir()
-    asked = {"name": "p", "runs": [str(tmp_path / "run")], "suites": ["key_evals"], "base_url": "http://x/v1"}
-    parameters = {"policy": {**asked, "evaluation_path": str(tmp_path / "out")}}
-    mine, others = (Subject(key=f"step-{n}.c", checkpoint=f"run-{n}", evaluation_hash="h") for n in (1, 2))
-    folder = claims_folder(str(tmp_path / "out"), "run")
-    with (
-        Claims(folder, flow_run=RUN, in_background=False) as killed,
-        Claims(folder, flow_run=OTHER, in_background=False) as alive,
-    ):
-        killed.acquire([mine])
-        alive.acquire([others])
-        assert stop_claimed(parameters, flow_run_id=RUN, name="reconcile p") == 1
-        assert end_claims(parameters, flow_run=RUN) == 1
-    overrides = read_overrides(str(tmp_path / "out" / "run"))
-    found = overrides.newest("run-1", "h", policy="p")
-    assert found is not None and (found.kind, found.by) == ("stop", "with the flow run reconcile p")
-    assert overrides.newest("run-2", "h", policy="p") is None
-    request = {"request": {"model_path": str(tmp_path / "run"), "evaluation_path": str(tmp_path / "out")}}
-    assert stop_claimed(request, flow_run_id=OTHER, name="evaluate run") == 0, "which is no policy's"
 
 
 def test_parameters_of_another_flow_leave_nothing_to_end(tmp_path: Path):

@@ -6,18 +6,27 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
+from uuid import UUID
 
 import pytest
 import yaml
+from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.objects import State as PrefectState
+from prefect.settings import PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
+from prefect.states import Cancelled, Cancelling, Crashed, Running
 from typer.testing import CliRunner
 
 from fakes.models import write_checkpoint, write_run, write_safetensors
 from fakes.records import make_record
+from flows import hooks
 from flows.cli.app import app
-from flows.reconcile import load_policy
+from flows.hooks import leave_nothing
+from flows.reconcile import load_policy, reconcile_policy
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.errors import RecordStatus
 from resources.storage import storage
@@ -32,7 +41,7 @@ from tasks.policies.cancelled_runs import stop_unfinished
 from tasks.policies.gate import judged_of
 from tasks.policies.overrides import Override, Overrides, write_override
 from tasks.policies.policy import Policy, WantedEvaluation
-from tasks.policies.reconciliation import Reconciliation, RunListing, State, reconcile
+from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing, State, reconcile
 from tasks.policies.snapshot import Estimates, take_snapshot
 from tasks.records.index import Evaluated, IndexedRecord, RunRecords, indexed_records, note_record
 from tasks.records.record import record_uri, write_record
@@ -358,15 +367,60 @@ def test_cancelled_policy_stands_still_until_retry_and_keeps_what_is_done(watche
     assert asked("gaps", watched)["missing"] == {"work": 1, "waiting": 1}
 
 
+def subject_of(cell: OpenCell) -> Subject:
+    checkpoint, evaluation = cell.checkpoint, cell.evaluation
+    return Subject(key=f"step-{checkpoint.step}.c", checkpoint=checkpoint.name, evaluation_hash=evaluation.hash)
+
+
 def test_cells_of_a_cancelled_flow_run_are_stopped_but_those_that_another_run_has(watched: Path):
     policy = load_policy(str(watched))
     cells = reconcile(take_snapshot(policy), policy, now=time.time()).work
-    others = cells[0]
-    subject = Subject(key="step-100.c", checkpoint=others.checkpoint.name, evaluation_hash=others.evaluation.hash)
     with Claims(str(watched.parent / "out" / "run" / "claims"), in_background=False) as claims:
-        assert claims.acquire([subject]).ours
-        stop_unfinished(policy, cells, flow_run_name="reconcile p")
+        assert claims.acquire([subject_of(cells[0])]).ours
+        assert stop_unfinished(policy, cells, flow_run_id=str(RUN), name="reconcile p") == 1
         assert asked("gaps", watched)["missing"] == {"claimed": 1, "stopped": 1, "waiting": 1}
+
+
+RUN = UUID("0a1b2c3d-0000-4000-8000-000000000001")
+
+
+@pytest.fixture
+def untold(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is said to a Prefect server, whose answers do not matter to cells."""
+    for says in ("note_ending", "end_task_runs"):
+        monkeypatch.setattr(hooks, says, lambda *_: None)
+    with temporary_settings({PREFECT_LOGGING_TO_API_ENABLED: False}):
+        yield
+
+
+@pytest.mark.usefixtures("untold")
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize(
+    ("told", "at_server", "missing"),
+    [
+        (Cancelling(), Cancelling(), {"stopped": 1, "work": 1}),  # by the worker, whose process was killed
+        (Cancelled(), Running(), {"stopped": 1, "work": 1}),  # in the process itself
+        (Cancelling(), Running(), {"work": 2}),  # by a worker that is to end
+        (Crashed(), Crashed(), {"work": 2}),
+    ],
+)
+def test_cells_that_a_cancelled_flow_run_had_begun_wait_for_a_person_however_its_process_ended(
+    watched: Path, told: PrefectState, at_server: PrefectState, missing: dict[str, int], held: bool
+):
+    policy = load_policy(str(watched))
+    [begun, _] = reconcile(take_snapshot(policy), policy, now=time.time()).work
+    run = FlowRun(id=RUN, name="reconcile p", flow_id=RUN, state=at_server, parameters={"policy": str(watched)})
+    with ExitStack() as claims:
+        mine = Claims(str(watched.parent / "out" / "run" / "claims"), flow_run=str(RUN), in_background=False)
+        assert claims.enter_context(mine).acquire([subject_of(begun)]).ours
+        if not held:
+            claims.close()  # given up, and the process killed before it could say more
+        leave_nothing(reconcile_policy, run, told)
+    assert asked("gaps", watched)["missing"] == {**missing, "waiting": 1}
+
+    asked("retry", watched)
+    leave_nothing(reconcile_policy, run, told)  # as where it is heard of twice
+    assert asked("gaps", watched)["missing"] == {"work": 2, "waiting": 1}, "what a person says later stands"
 
 
 def test_touched_checkpoint_is_told_from_a_changed_one_by_its_digest(watched: Path):
