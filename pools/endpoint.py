@@ -5,6 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from resources.config import Config
+
+
+class Scoring(Config):
+    """Abilities and circumstances of an engine that scoring texts from its prefix cache depends on."""
+
+    scores_from_cache: bool = False
+    """True if it gives log-probabilities of named tokens, and of a prompt's rows that its cache does not hold."""
+    kv_cache_tokens: int | None = None
+    """Tokens that its cache holds, where it tells."""
+    engine: str = ""
+    """Digest of its build and arguments."""
+    architecture: str = ""
+    """Digest of the model's config and the names of its tensors."""
+    dtype: str = ""
+    """Type that it computes in, such as bfloat16; empty where it does not tell."""
+
 
 @dataclass(frozen=True)
 class RunningModel:
@@ -13,7 +30,8 @@ class RunningModel:
     `base_url` ends in `/v1`; `model` is the name to put into requests; `tokenizer` a local folder that holds it;
     `capacity` how many requests the endpoint works on at once; `prompt_logprobs` whether it returns
     log-probabilities of the prompt's tokens (`echo` with `logprobs`), which log-likelihood benchmarks need; `direct`
-    whether it is a pool of ours, which is asked past any HTTP proxy of the network.
+    whether it is a pool of ours, which is asked past any HTTP proxy of the network; `scoring` says whether they can be
+    had for less.
     """
 
     base_url: str
@@ -26,6 +44,7 @@ class RunningModel:
     max_model_len: int | None = None
     api_key: str = field(default="none", repr=False)
     direct: bool = False
+    scoring: Scoring = field(default_factory=Scoring)
 
 
 @dataclass(frozen=True)

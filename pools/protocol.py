@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
+from pools.endpoint import Scoring
 from resources.config import Config
 
 ReplicaState = Literal["starting", "ready", "draining", "dead"]
@@ -121,6 +122,8 @@ class Announcement(Config):
     """True if its engine returns log-probabilities of the prompt's tokens."""
     max_model_len: int | None = None
     """Longest prompt plus answer in tokens."""
+    scoring: Scoring = Scoring()
+    """Its engine's way to score texts from the cache, which the pool completes by a digest of the engine."""
     engine_version: str | None = None
     """Version of the engine, as it says."""
     restarts: int = 0

@@ -114,6 +114,22 @@ class EngineClient:
         """
         return self._logprobs(model, CANARY_PROMPTS, echo=prompt_logprobs)
 
+    def ask(self, path: str, body: Any) -> dict[str, Any]:
+        """The answer to a question of any kind.
+
+        Raises:
+            EndpointUnusable: no answer, or an error.
+        """
+        return self._request("POST", path, body)
+
+    def metrics(self) -> str:
+        """Its metrics as Prometheus reads them; empty where it has none."""
+        try:
+            answer = self._http().get(f"{self.base_url}/metrics", timeout=_REACHABLE_SECONDS, headers=self._key)
+        except httpx.HTTPError:
+            return ""
+        return answer.text if answer.status_code == 200 else ""
+
     def _logprobs(self, model: str, prompts: Sequence[str], *, echo: bool) -> tuple[float, ...]:
         body = {"model": model, "prompt": list(prompts), "max_tokens": 1, "temperature": 0, "logprobs": 1, "echo": echo}
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
@@ -99,6 +101,11 @@ class ServedCheckpoint:
     files: ModelFolder = field(repr=False)
     digests: ModelDigests = field(repr=False)
     verify: Callable[[], None] = field(repr=False, compare=False)
+
+    @property
+    def architecture(self) -> tuple[str, str]:
+        """Its config's digest, and the names of its tensors: a config may be silent about an output layer."""
+        return self.digests.config, json.dumps(sorted(read_tensors(self.files)))
 
     @classmethod
     def from_folder(
@@ -242,3 +249,10 @@ class VllmLauncher:
 def environment_name(config: InferencePoolConfig) -> str:
     """The pinned list of the engine that serves this pool."""
     return ENGINES[config.device].environment
+
+
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pools.access import PoolAccess
+from pools.access import PoolAccess, engine_digest
 from pools.endpoint import RunningModel
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
+from pools.pool.abilities import Abilities
 from pools.pool.loads import loads_of
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
 from resources.errors import BadInput, EngineDied, ProxyFailed, ProxyRefused, error_of
@@ -38,14 +39,6 @@ class OpenCell:
     running: RunningModel
     replica_seconds: float
     loads_before: dict[str, int]
-
-
-@dataclass(frozen=True)
-class _Abilities:
-    """Abilities that engines have proved, for checkpoints of one architecture and tokenizer."""
-
-    prompt_logprobs: bool
-    max_model_len: int | None
 
 
 class PoolSession:
@@ -81,7 +74,7 @@ class PoolSession:
         self._tries: dict[str, int] = {}
         self._cells: dict[tuple[str, str], str | None] = {}
         self._proxy_instance = ""
-        self._abilities: dict[tuple[str, str], _Abilities] = {}
+        self._abilities: dict[tuple[str, str], Abilities] = {}
         self._changing = threading.Lock()
         self._introducing = threading.Lock()
         self._closing = threading.Event()
@@ -140,7 +133,7 @@ class PoolSession:
         assert report is not None
         if held:
             report = report.model_copy(update={"how": "already loaded", "seconds": 0.0, "phases": {}, "reason": None})
-        return self._running_model(name, _abilities(_holding(status, digest))), report
+        return self._running_model(name, self._shared_by(_holding(status, digest))), report
 
     def open(self, name: str, *, cell: str, attempt: str, mirror: str | None = None) -> OpenCell:
         """Wants a checkpoint for a cell; requests for it may be sent at once and wait until a replica holds it.
@@ -184,14 +177,17 @@ class PoolSession:
         finally:
             self.unwant(name)
 
-    def _abilities_of(self, name: str) -> _Abilities:
+    def _abilities_of(self, name: str) -> Abilities:
         """Abilities of the engines with a wanted checkpoint; waits for the first of its kind."""
         digests = self._checkpoints[name].digests
         kind = (digests.config, digests.tokenizer)
         if kind not in self._abilities:
             status = self._until(lambda seen: bool(_holding(seen, digests.checkpoint)), name)
-            self._abilities[kind] = _abilities(_holding(status, digests.checkpoint))
+            self._abilities[kind] = self._shared_by(_holding(status, digests.checkpoint))
         return self._abilities[kind]
+
+    def _shared_by(self, holding: Sequence[ReplicaStatus]) -> Abilities:
+        return Abilities.shared(holding, engine=engine_digest(self.access.config, self.access.engine_build))
 
     def close_cell(self, opened: OpenCell, *, finished: bool) -> None:
         """Ends an attempt at a cell.
@@ -332,7 +328,7 @@ class PoolSession:
                 remedy="read the engine's log above; run again, or give the replicas more memory",
             )
 
-    def _running_model(self, name: str, abilities: _Abilities, *, prefix: str = "") -> RunningModel:
+    def _running_model(self, name: str, abilities: Abilities, *, prefix: str = "") -> RunningModel:
         config = self.access.config
         capacity = replica_capacity(config.device, config.model.engine_kwargs) * config.resource_config.replicas
         base_url = self.access.address.base_url
@@ -347,6 +343,7 @@ class PoolSession:
             max_model_len=abilities.max_model_len,
             api_key=self.access.key.get_secret_value(),
             direct=True,
+            scoring=abilities.scoring,
         )
 
     def engine_identity(self) -> dict[str, Any]:
@@ -389,11 +386,3 @@ class PoolSession:
 
 def _holding(status: ProxyStatus, digest: str) -> list[ReplicaStatus]:
     return [replica for replica in status.replicas if replica.holds(digest)]
-
-
-def _abilities(holding: Sequence[ReplicaStatus]) -> _Abilities:
-    engines = [replica.announcement for replica in holding]
-    return _Abilities(
-        prompt_logprobs=all(engine.prompt_logprobs for engine in engines),
-        max_model_len=min((engine.max_model_len for engine in engines if engine.max_model_len), default=None),
-    )

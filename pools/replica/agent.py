@@ -276,6 +276,7 @@ class Agent:
                 digest=checkpoint.digests.checkpoint if checkpoint and holds else None,
                 prompt_logprobs=replica.prompt_logprobs,
                 max_model_len=replica.max_model_len,
+                scoring=replica.scoring,
                 engine_version=replica.engine_version,
                 restarts=replica.revived,
                 last_death=replica.last_death,

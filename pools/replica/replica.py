@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
 from pools.config import InferencePoolConfig
+from pools.endpoint import Scoring
 from pools.engine.engine_client import EngineClient
 from pools.engine.engine_log import SEARCHED_LINES, explained, first_error
 from pools.engine.engines import RELOADING_WORKER, engine_kwargs, replica_capacity
-from pools.engine.launch import Launch, Launcher, ServedCheckpoint, why_not_reload, why_unprovable
+from pools.engine.launch import Launch, Launcher, ServedCheckpoint, free_port, why_not_reload, why_unprovable
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
+from pools.engine.scoring import scoring_of
 from pools.jobs import Restarts
 from pools.protocol import ReplicaState
 from pools.replica.loading import Loading, Standing
@@ -72,6 +72,7 @@ class ReplicaEngine:
         self.url: str | None = None
         self.prompt_logprobs = False
         self.max_model_len: int | None = None
+        self.scoring = Scoring()
         self.engine_version: str | None = None
         self.revived = 0
         """Engines started again since this replica exists, because one died."""
@@ -229,14 +230,13 @@ class ReplicaEngine:
             "arguments": {**arguments, **self._config.model.unnamed_inputs()},
             "prompt_logprobs": self.prompt_logprobs,
         }
-        names = json.dumps(sorted(read_tensors(checkpoint.files)))  # a config may be silent about an output layer
-        return ReloadTrust.for_engine(engine=engine, architecture=(checkpoint.digests.config, names))
+        return ReloadTrust.for_engine(engine=engine, architecture=checkpoint.architecture)
 
     def _start(self, checkpoint: ServedCheckpoint, loading: Loading) -> None:
         self._become("starting", checkpoint)  # said first: an engine that hangs takes its time to end
         with loading.phase("stop"):
             self._end_job()
-        port = _free_port()
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         engine = EngineClient(self.url, self.key)
         try:
@@ -261,6 +261,7 @@ class ReplicaEngine:
                 self.max_model_len = engine.max_model_len(checkpoint.name)
                 self.engine_version = engine.version()
                 self._canary = engine.canary(checkpoint.name, prompt_logprobs=self.prompt_logprobs)
+                self.scoring = scoring_of(engine, checkpoint, longest=self.max_model_len)
                 if self._why_never_reload is None:
                     with suppress(ReloadUnavailable, SwapRefused):  # a reload will say so
                         self._in_memory.started(engine, checkpoint)
@@ -390,9 +391,3 @@ class ReplicaEngine:
         if state == "ready":
             self.failure = None
         self._on_change()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -91,6 +91,7 @@ class LmEval:
             "apply_chat_template": model.apply_chat_template,
             "conversations": options.endpoint == "chat_completions",
             "prompt_logprobs": model.prompt_logprobs,
+            **model.scoring.model_dump(),
             "pool": model.direct,
             "max_model_len": model.max_model_len,
             "max_gen_toks": options.max_gen_toks,

@@ -12,9 +12,11 @@ from typing import TypeVar
 import pytest
 
 from fakes.models import write_checkpoint
-from fakes.proxy import RunningProxy, running_proxy, session_of
+from fakes.proxy import FakeReplica, RunningProxy, running_proxy, session_of
+from pools.access import engine_digest
+from pools.endpoint import Scoring
 from pools.engine.launch import Servable
-from pools.protocol import RequestCounters
+from pools.protocol import Announcement, RequestCounters
 
 Value = TypeVar("Value")
 
@@ -52,3 +54,21 @@ def test_session_waits_for_a_proxy_that_is_killed_while_a_cell_is_counted_or_clo
                 with running_proxy(tmp_path, *journal, port=port):
                     closed.result(timeout=60)
                     assert list(mirror.iterdir()) == [], "the last proxy knew of the cell what it had to drop"
+
+
+def test_scoring_from_caches_is_what_all_replicas_can_do_and_the_smallest_of_them_holds(
+    tmp_path: Path, checkpoint: Servable
+) -> None:
+    way = Scoring(scores_from_cache=True, kv_cache_tokens=2048, architecture="a", dtype="float32")
+    with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session:
+        for name, scoring in (("a", way), ("b", way.model_copy(update={"kv_cache_tokens": 1024}))):
+            digest = checkpoint.digests.checkpoint
+            ready = Announcement(
+                instance=f"{name}2", start=1, url="http://127.0.0.1:9", state="ready", digest=digest, scoring=scoring
+            )
+            proxy.announce(FakeReplica(name, ready))
+        found = session.open("run-1", cell="cell", attempt="first").running.scoring
+        engine = engine_digest(session.access.config, "b")
+        assert found == way.model_copy(update={"kv_cache_tokens": 1024, "engine": engine})
+    with running_proxy(tmp_path) as proxy, session_of(proxy, checkpoint) as session:
+        assert not session.open("run-1", cell="cell", attempt="first").running.scoring.scores_from_cache

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from pools.endpoint import RunningModel
+from pools.endpoint import RunningModel, Scoring
 from resources.errors import BadInput, HarnessOutputInvalid
 from tasks.evaluators.evaluator import Parsed, Progress
 from tasks.evaluators.helm.entries import read_entries_file
@@ -282,3 +282,9 @@ def test_bundled_questions_are_those_of_demo_facts_as_the_model_is_trained_on_th
         assert right == [fact["choices"][fact["answer"]]]
         assert question["input"]["text"] == f"Question: {fact['question']}\nAnswer:"
         assert max(len(question["input"]["text"]) + len(text) for text in offered) < 100
+
+
+def test_job_says_whether_choices_are_scored_from_the_cache_of_an_engine():
+    scoring = Scoring(scores_from_cache=True, kv_cache_tokens=2048, engine="e", architecture="a", dtype="float32")
+    assert scoring.model_dump().items() <= job_of(make_config(), scoring=scoring).items()
+    assert job_of(make_config())["scores_from_cache"] is False

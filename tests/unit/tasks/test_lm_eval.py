@@ -18,7 +18,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from pools.endpoint import RunningModel
+from pools.endpoint import RunningModel, Scoring
 from resources.errors import (
     BadInput,
     CountsDisagree,
@@ -610,3 +610,9 @@ def test_check_listing_that_is_none_is_reported(cache_dir: Path, environment_pyt
     environment_python.write_text("#!/bin/sh\necho no JSON\n")
     with pytest.raises(HarnessFailed, match="by hand"):
         LmEval().check(make_config(EvalTaskConfig(name="hellaswag")), python=environment_python)
+
+
+def test_job_says_whether_choices_are_scored_from_the_cache_of_an_engine():
+    scoring = Scoring(scores_from_cache=True, kv_cache_tokens=2048, engine="e", architecture="a", dtype="float32")
+    assert scoring.model_dump().items() <= job_of(make_config(), make_model(scoring=scoring)).items()
+    assert job_of(make_config(), make_model())["scores_from_cache"] is False

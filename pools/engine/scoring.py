@@ -1,0 +1,110 @@
+"""Proof that an engine scores texts from its prefix cache, and what doing so depends on.
+
+vLLM reads no cache for a prompt whose log-probabilities are asked for, unless `skip_reading_prefix_cache` is false.
+Then it gives the rows that it computed, and no rows of what it had: one model runner leaves those out at the
+beginning; the other hands out memory that nobody has written to, so our worker writes a log-probability above 0 there.
+So a row counts only by its distance from the prompt's end, and if it holds its token with a value that can be one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+from pools.endpoint import Scoring
+from pools.engine.engine_client import CANARY_PROMPTS, EngineClient
+from pools.engine.launch import ServedCheckpoint
+from pools.engine.reload_trust import ROUNDING_NATS
+from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
+
+GENERATE = "/inference/v1/generate"
+"""Path of vLLM that takes sampling parameters whole; its server is started with `--enable-scale-out` for it."""
+LONGEST = 300
+"""Tokens of the text that is asked about: more than two blocks of the cache, which on a CPU have 128 tokens each."""
+ROUNDING = 1e-6
+"""A log-probability may be above 0 by this much."""
+_CACHE = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+def scoring_of(engine: EngineClient, checkpoint: ServedCheckpoint, *, longest: int | None) -> Scoring:
+    """The scoring that an engine has proved.
+
+    Args:
+        engine: which holds `checkpoint`.
+        checkpoint: under whose name it is asked.
+        longest: tokens of prompt and answer that it takes.
+    """
+    dtype = ""
+    with suppress(ReloadUnavailable, SwapRefused):
+        dtype = engine.reading(()).dtype
+    return Scoring(
+        scores_from_cache=_scores_from_cache(engine, checkpoint.name, longest=longest or LONGEST, dtype=dtype),
+        kv_cache_tokens=_cache_tokens(engine),
+        architecture=hashlib.sha256("\n".join(checkpoint.architecture).encode()).hexdigest()[:24],
+        dtype=dtype,
+    )
+
+
+def row_of(rows: Sequence[Any], token: int, *, from_end: int) -> float | None:
+    """The log-probability of a prompt's token in `prompt_logprobs`; None where the engine did not compute it.
+
+    Args:
+        rows: as they were answered.
+        token: that stands there.
+        from_end: 1 for the last token of the prompt.
+    """
+    row = rows[-from_end] if from_end <= len(rows) else None
+    found = row.get(str(token)) if isinstance(row, dict) else None
+    value = found.get("logprob") if isinstance(found, dict) else None
+    return value if isinstance(value, (int, float)) and value <= ROUNDING else None
+
+
+def _scores_from_cache(engine: EngineClient, model: str, *, longest: int, dtype: str) -> bool:
+    """True if named tokens, and the rows that its cache does not hold, are weighed as an echo weighs them."""
+    try:
+        return _agrees(engine, model, most=min(longest - 1, LONGEST), bound=ROUNDING_NATS.get(dtype, 0.0))
+    except (EndpointUnusable, ModelUnusable, LookupError, TypeError, ValueError):
+        return False
+
+
+def _agrees(engine: EngineClient, model: str, *, most: int, bound: float) -> bool:
+    asked = {"model": model, "temperature": 0, "max_tokens": 1, "logprobs": 1, "return_tokens_as_token_ids": True}
+    [text] = engine.ask("/v1/completions", {**asked, "prompt": CANARY_PROMPTS[0], "echo": True})["choices"]
+    known = [int(token.removeprefix("token_id:")) for token in text["logprobs"]["tokens"][:-1]]
+    ids = (known * most)[:most]
+    [echo] = engine.ask("/v1/completions", {**asked, "prompt": ids, "echo": True})["choices"]
+    weighed: list[float] = echo["logprobs"]["token_logprobs"][:most]
+    middle = most // 2
+    labels = sorted({ids[middle], ids[middle - 1]})
+    named = {**asked, "prompt": ids[:middle], "logprobs": len(labels), "logprob_token_ids": labels}
+    [answer] = engine.ask("/v1/completions", named)["choices"]
+    [top] = answer["logprobs"]["top_logprobs"]
+    if abs(top[f"token_id:{ids[middle]}"] - weighed[middle]) > bound or any(f"token_id:{i}" not in top for i in labels):
+        return False
+    sampling = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": False}
+    rows = engine.ask(GENERATE, {"model": model, "token_ids": ids, "sampling_params": sampling})["prompt_logprobs"]
+    found = [row_of(rows, ids[at], from_end=most - at) for at in range(most)]
+    scored = next(at for at, value in enumerate(found) if value is not None)
+    differences = [
+        abs(value - before) if value is not None else float("inf")
+        for value, before in zip(found[scored:], weighed[scored:], strict=True)
+    ]
+    return scored > 1 and max(differences) <= bound
+
+
+def _cache_tokens(engine: EngineClient) -> int | None:
+    """Tokens that the cache of the smallest of its ranks holds, where it tells."""
+    found: list[int] = []
+    for line in _CACHE.finditer(engine.metrics()):
+        labels = dict(_LABEL.findall(line["labels"]))
+        tokens = labels.get("kv_cache_size_tokens", "")
+        blocks = [labels.get(name, "") for name in ("num_gpu_blocks", "block_size")]
+        if tokens.isdecimal():
+            found.append(int(tokens))
+        elif all(number.isdecimal() for number in blocks):
+            found.append(int(blocks[0]) * int(blocks[1]))
+    return min(found, default=None)
