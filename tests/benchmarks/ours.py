@@ -51,9 +51,9 @@ class Cache:
         shutil.rmtree(self.folder / "journal", ignore_errors=True)
 
 
-def engine_options() -> list[str]:
-    """`ENGINE_KWARGS` as options of the command."""
-    return [part for key, value in ENGINE_KWARGS.items() for part in ("--engine", f"{key}={value}")]
+def engine_options(engine: Mapping[str, Any] = ENGINE_KWARGS) -> list[str]:
+    """Engine arguments as options of the command."""
+    return [part for key, value in engine.items() for part in ("--engine", f"{key}={value}")]
 
 
 def assay(cache: Cache, *arguments: str | Path, log: Path) -> float:
@@ -70,9 +70,11 @@ class PoolThatIsUp:
 
 
 @contextmanager
-def kept_pool(cache: Cache, run: Path, *, log: Path) -> Iterator[PoolThatIsUp]:
+def kept_pool(
+    cache: Cache, run: Path, *, log: Path, engine: Mapping[str, Any] = ENGINE_KWARGS
+) -> Iterator[PoolThatIsUp]:
     """A pool that is kept up for the block, for the checkpoints of a run; its engine starts at the first request."""
-    up = ("pool", "up", "--model", run, "--name", POOL_NAME, *engine_options())
+    up = ("pool", "up", "--model", run, "--name", POOL_NAME, *engine_options(engine))
     try:
         seconds = assay(cache, *up, log=log)
         file = cache.folder / "pools" / f"{POOL_NAME}.json"

@@ -311,6 +311,33 @@ def test_swap_between_checkpoints_that_answer_the_same_is_no_result(script: Call
         swap.check({step: swap.Answer("ab", (-1.0,)) for step in (1, 2)}, {})
 
 
+def test_choices_are_as_long_as_they_say_and_no_two_seeds_share_a_question(
+    script: Callable[[str], ModuleType], tmp_path: Path
+):
+    choices = script("choices")
+    folders = [
+        choices.write_benchmarks(tmp_path / f"{seed}", questions={"one_token": 3, "long": 5}, shots=2, seed=seed)
+        for seed in (1, 2)
+    ]
+    for kind, number in (("one_token", 3), ("long", 5)):
+        first, second = ([json.loads(line) for line in (f / f"{kind}.test.jsonl").open()] for f in folders)
+        assert len(first) == len(second) == number
+        assert not {row["question"] for row in first} & {row["question"] for row in second}
+        lengths = {len(choice.split()) for row in (*first, *second) for choice in row["choices"]}
+        assert lengths == {1} if kind == "one_token" else lengths <= set(range(8, 21)) and len(lengths) > 1
+    assert json.loads((folders[0] / "long.yaml").read_text())["num_fewshot"] == 2
+
+
+def test_loglikelihood_with_another_score_than_theirs_is_no_result(script: Callable[[str], ModuleType]):
+    module = script("loglikelihood")
+    ours = module.Asking(1.0, 2.0, {0: [-1.0, -2.0]}, {0: (1.0, 1.0)})
+    near = module.Asking(1.0, 2.0, {0: [-1.0, -2.25]}, {0: (1.0, 1.0)})
+    assert module.largest_difference(ours, near, "theirs") == 0.25
+    for scores in ({0: (1.0, 0.0)}, {}):
+        with pytest.raises(SystemExit, match="score questions differently"):
+            module.largest_difference(ours, module.Asking(1.0, 2.0, ours.answers, scores), "theirs")
+
+
 def test_resume_job_asks_each_greedy_request_once_and_each_sampled_one_so_often(script: Callable[[str], ModuleType]):
     resume = script("resume")
     asked = [(body["prompt"], body["temperature"]) for body in resume.bodies(64)]

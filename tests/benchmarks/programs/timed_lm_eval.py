@@ -1,0 +1,55 @@
+"""Runs lm-eval, and writes the wall seconds that its model takes to answer. Executed by an environment's interpreter.
+
+    python timed_lm_eval.py <file for the seconds> <folder with lm-eval's packages> lm_eval <arguments of its command>
+    python timed_lm_eval.py <file for the seconds> <folder with lm-eval's packages> <program> <arguments of that>
+
+The second form is for a program that drives lm-eval, as Assay's does. The seconds are those inside the model's
+`loglikelihood`: tokenizing, asking and reading answers, without imports, building prompts, and scoring.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+def time_asking(file: Path) -> None:
+    """Lets each model that lm-eval evaluates write the seconds of its calls."""
+    import lm_eval.evaluator as evaluator
+
+    evaluate = evaluator.evaluate
+
+    def timed(lm: Any, *arguments: Any, **options: Any) -> Any:
+        ask = lm.loglikelihood
+
+        def asked(requests: list[Any], *more: Any, **others: Any) -> Any:
+            began = time.monotonic()
+            answers = ask(requests, *more, **others)
+            file.write_text(json.dumps({"seconds": time.monotonic() - began, "choices": len(requests)}))
+            return answers
+
+        lm.loglikelihood = asked
+        return evaluate(lm, *arguments, **options)
+
+    evaluator.evaluate = timed
+
+
+def main(file: str, packages: str, program: str, *arguments: str) -> None:
+    """Runs the program, or lm-eval's command."""
+    sys.path.append(packages)  # behind the environment's own, which may be an engine's
+    time_asking(Path(file))
+    sys.argv = [program, *arguments]
+    if program == "lm_eval":
+        from lm_eval.__main__ import cli_evaluate
+
+        cli_evaluate()
+    else:
+        runpy.run_path(program, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
