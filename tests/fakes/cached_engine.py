@@ -1,0 +1,90 @@
+"""A model behind a prefix cache that answers as vLLM does: rows of what it finds in the cache are missing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+VOCABULARY = 400
+
+
+class CachedEngine:
+    """Weighs each token by all tokens before it; `ask` answers requests of both kinds.
+
+    `wrong` changes what is weighed behind cached tokens, by that many nats; `tells` is false for a server that does not
+    say how much it found in its cache.
+    """
+
+    def __init__(self, *, block: int = 16, wrong: float = 0.0, tells: bool = True, refuses: int | None = None) -> None:
+        self.block = block
+        self.wrong = wrong
+        self.tells = tells
+        self.refuses = refuses
+        self.cached: set[tuple[int, ...]] = set()
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.computed = 0
+        self.echoed: list[tuple[int, ...]] = []
+        self.at_once = self.most_at_once = 0
+
+    async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
+        """The answer, as `read` reads it."""
+        self.asked.append((path, body))
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        await asyncio.sleep(0)
+        self.at_once -= 1
+        answer = self._labels(body) if path.endswith("completions") else self._rows(body)
+        return read(answer)
+
+    def rows(self, tokens: Sequence[int], start: int) -> list[tuple[float, float]]:
+        """The rows that an echo has from `start` on."""
+        tokens = tuple(tokens)
+        return [(value_of(tokens[:at], tokens[at]), likeliest(tokens[:at])[1]) for at in range(start, len(tokens))]
+
+    def read(self, tokens: Sequence[int], *, from_cache: bool = True) -> int:
+        """Computes a prompt, which leaves its whole blocks in the cache; returns how much was found there."""
+        tokens = tuple(tokens)
+        ends = range(self.block, len(tokens) + 1, self.block)
+        found = 0
+        for end in ends if from_cache else ():
+            if end >= len(tokens) or tokens[:end] not in self.cached:
+                break
+            found = end
+        self.cached.update(tokens[:end] for end in ends)
+        self.computed += len(tokens) - found
+        return found
+
+    def _labels(self, body: dict[str, Any]) -> dict[str, Any]:
+        prompt = tuple(body["prompt"])
+        cached = self.read(prompt)
+        token, value = likeliest(prompt)
+        top = {label: value_of(prompt, label) - self.wrong for label in body["logprob_token_ids"]}
+        named = {f"token_id:{key}": number for key, number in {token: value, **top}.items()}
+        return {"choices": [{"index": 0, "logprobs": {"top_logprobs": [named]}}], **self._usage(cached)}
+
+    def _rows(self, body: dict[str, Any]) -> dict[str, Any]:
+        tokens = tuple(body["token_ids"])
+        assert body["sampling_params"]["skip_reading_prefix_cache"] is False
+        cached = self.read(tokens)
+        rows: list[dict[str, Any] | None] = [None]
+        for at in range(cached + 1, len(tokens)):
+            best, value = likeliest(tokens[:at])
+            row = {str(tokens[at]): {"logprob": value_of(tokens[:at], tokens[at]) - self.wrong, "rank": 7}}
+            rows.append({**row, str(best): {"logprob": value, "rank": 1}})
+        return {"prompt_logprobs": rows, **self._usage(cached)}
+
+    def _usage(self, cached: int) -> dict[str, Any]:
+        return {"usage": {"prompt_tokens_details": {"cached_tokens": cached} if self.tells else None}}
+
+
+def value_of(context: tuple[int, ...], token: int) -> float:
+    """The log-probability of a token in a place; that of the likeliest token where it is that one."""
+    best, value = likeliest(context)
+    return value if token == best else value - 0.1 - hash((context, token)) % 1009 / 300
+
+
+def likeliest(context: tuple[int, ...]) -> tuple[int, float]:
+    """The likeliest token behind a context, and its log-probability; hashes of numbers are the same in every run."""
+    number = hash(context)
+    return number % VOCABULARY, -(number % 1013 + 1) / 300
