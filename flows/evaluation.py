@@ -15,9 +15,9 @@ from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce, check_sinks
-from tasks.running.cells import Cell, conclude, plan_cells
+from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
-from tasks.running.provisioning import as_served, provisioned
+from tasks.running.provisioning import provisioned
 from tasks.running.scheduler import schedule_cells, stage_tokenizers
 from tasks.spec.evaluation import EvaluationConfig
 

@@ -14,9 +14,8 @@ from tasks.checkpoints.discovery import discover_one, layouts_for
 from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record
-from tasks.running.cells import conclude, plan_cells
+from tasks.running.cells import as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells
-from tasks.running.provisioning import as_served
 from tasks.spec.evaluation import EvaluationConfig
 
 

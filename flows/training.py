@@ -21,9 +21,9 @@ from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.running.announce import announce
-from tasks.running.cells import Cell, conclude, plan_cells
+from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells
-from tasks.running.provisioning import as_served, prepare_environments, provisioned, served_alike
+from tasks.running.provisioning import prepare_environments, provisioned, served_alike
 from tasks.running.scheduler import schedule_cells
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.training.arrivals import ArrivingCells, ArrivingCheckpoints

@@ -32,8 +32,8 @@ def evaluate(
 ) -> None:
     """Evaluate the checkpoints of a run that have no succeeded record yet."""
     from flows.cli.options.evaluations import evaluation_from_file, evaluation_from_options, suite_request_from_options
+    from flows.console.finished import records_if_finished
     from flows.console.running import run_series
-    from flows.series import evaluate_checkpoints
     from resources.errors import BadInput
     from tasks.checkpoints.discovery import with_pinned_model
     from tasks.spec.evaluation import CheckpointSelection
@@ -58,7 +58,6 @@ def evaluate(
             remedy="leave --summary out; the verdict is an artifact of the flow run, and `assay gate` judges again",
         )
     if options.suite is not None and config is None:
-        from flows.suites import evaluate_suite
         from tasks.spec.suites import load_suite
 
         request, chosen = with_pinned_model(suite_request_from_options(options)), load_suite(options.suite)
@@ -67,10 +66,12 @@ def evaluate(
 
             show_series(send_suite(chosen, request, selection=selection, **there), as_json=as_json)
             return
-        first = chosen.evaluations_of(request)[0]
-        place = {"evaluation_path": first.evaluation_path, "run_name": first.run_name}
-        result = run_series(lambda: evaluate_suite(chosen, request, selection, judged_by), **place, console=ERR)
-        sinks = request.sinks
+        configs, sinks = chosen.evaluations_of(request), request.sinks
+
+        def run() -> list[Record]:
+            from flows.suites import evaluate_suite
+
+            return evaluate_suite(chosen, request, selection, judged_by)
     else:
         wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
         wanted = with_pinned_model(wanted)
@@ -79,9 +80,17 @@ def evaluate(
 
             show_series(send_evaluation(wanted, selection, **there), as_json=as_json)
             return
-        place = {"evaluation_path": wanted.evaluation_path, "run_name": wanted.run_name}
-        result = run_series(lambda: evaluate_checkpoints(wanted, selection, judged_by), **place, console=ERR)
-        sinks = wanted.sinks
+        configs, sinks = [wanted], wanted.sinks
+
+        def run() -> list[Record]:
+            from flows.series import evaluate_checkpoints
+
+            return evaluate_checkpoints(wanted, selection, judged_by)
+
+    place = {"evaluation_path": configs[0].evaluation_path, "run_name": configs[0].run_name}
+    result = run_series(
+        run, **place, console=ERR, finished=lambda: records_if_finished(configs, selection, gate=judged_by)
+    )
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, as_json=as_json, sinks=sinks)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
 
 from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
 from tasks.gates.verdict import Verdict
-from tasks.prefect_server.client import prefect_errors_in_words
-from tasks.prefect_server.embedded import let_embedded_server_end_with_us
 from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
@@ -20,6 +18,8 @@ from tasks.reports.artifacts import report_uri
 
 if TYPE_CHECKING:
     from tasks.generation.config import GenerationConfig
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,12 @@ class SeriesResult:
 
 
 def run_series(
-    evaluate: Callable[[], list[Record]], *, evaluation_path: str, run_name: str, console: Console
+    evaluate: Callable[[], list[Record]],
+    *,
+    evaluation_path: str,
+    run_name: str,
+    console: Console,
+    finished: Callable[[], list[Record] | None] = lambda: None,
 ) -> SeriesResult:
     """Runs a flow here and now, with live progress on `console`.
 
@@ -45,11 +50,11 @@ def run_series(
         evaluation_path: where its records go.
         run_name: of the run whose checkpoints it evaluates.
         console: where progress is shown.
+        finished: returns the records if there is nothing to do; the flow is not run then.
 
     Raises:
         BadInput: the request cannot be right; nothing was evaluated.
     """
-    let_embedded_server_end_with_us()
     began = now()
     evaluated: set[int] = set()
     error: AssayError | None = None
@@ -67,8 +72,8 @@ def run_series(
 
         with listening(take):
             try:
-                with prefect_errors_in_words():
-                    records = evaluate()
+                found = finished()
+                records = _run_flow(evaluate) if found is None else found
             except AssayError as raised:
                 if isinstance(raised, BadInput):
                     raise
@@ -83,8 +88,20 @@ def run_series(
 
 def run_generation(config: GenerationConfig, *, console: Console) -> list[dict[str, Any]]:
     """Runs a generation here and now, with live progress on `console`; returns its totals by checkpoint."""
+    with live_view(console) as show, listening(show):
+        return _run_flow(lambda: _generate(config))
+
+
+def _generate(config: GenerationConfig) -> list[dict[str, Any]]:
     from flows.generation import generate_text
 
+    return generate_text(config)
+
+
+def _run_flow(flow: Callable[[], Result]) -> Result:
+    from tasks.prefect_server.client import prefect_errors_in_words
+    from tasks.prefect_server.embedded import let_embedded_server_end_with_us
+
     let_embedded_server_end_with_us()
-    with live_view(console) as show, listening(show), prefect_errors_in_words():
-        return generate_text(config)
+    with prefect_errors_in_words():
+        return flow()

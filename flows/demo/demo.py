@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
+from flows.console.finished import records_if_finished
 from flows.console.live import live_view
 from flows.console.running import SeriesResult, run_series
-from flows.suites import evaluate_suite
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -20,8 +20,9 @@ from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environme
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import Event
-from tasks.records.record import read_records
+from tasks.records.record import Record, read_records
 from tasks.reports.page import write_report
+from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.suites import SuiteRequest, built_in_suite
 
 SUITE = "demo"
@@ -106,8 +107,16 @@ def demo_request(folder: Path) -> SuiteRequest:
 def run_demo(folder: Path, *, console: Console) -> SeriesResult:
     """Evaluates the demo's checkpoints that lack a record, by every harness of its suite, and writes `report.html`."""
     request = demo_request(folder)
+
+    def run() -> list[Record]:
+        from flows.suites import evaluate_suite
+
+        return evaluate_suite(SUITE, request)
+
+    configs = built_in_suite(SUITE).evaluations_of(request)
     result = run_series(
-        lambda: evaluate_suite(SUITE, request),
+        run,
+        finished=lambda: records_if_finished(configs, CheckpointSelection()),
         evaluation_path=request.evaluation_path,
         run_name=RUN_NAME,
         console=console,

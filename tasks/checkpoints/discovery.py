@@ -11,15 +11,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-
 from pools.weights.model_files import INDEX_NAME, ModelFolder, inspect_model_folder
 from pools.weights.native_files import Exports, inspect_native_folder, is_native
 from resources.errors import BadInput, NoCheckpoints
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import pinned
 from resources.storage.storage import FileInfo
+from tasks.prefect_server.lazy import step
 from tasks.prefect_server.progress import report_event
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.names import how_many, name_of, step_of
@@ -197,7 +195,7 @@ def _huggingface(folder: str, files: Sequence[FileInfo]) -> Checkpoint:
     return Checkpoint(folder, run, name, step, held.modified, problems=held.problems, folder=held)
 
 
-@task(task_run_name="look at {path}", cache_policy=NO_CACHE, persist_result=False)
+@step(task_run_name="look at {path}")
 def discover(
     path: str,
     selection: CheckpointSelection,
@@ -227,7 +225,7 @@ def discover(
     return select(complete_among(found, path, on_left_out=report_event), selection)
 
 
-@task(task_run_name="look at {path}", cache_policy=NO_CACHE, persist_result=False)
+@step(task_run_name="look at {path}")
 def discover_one(
     path: str, *, latest: bool, kinds: Collection[Kind] = SERVED, reference: str | None = None
 ) -> Checkpoint:

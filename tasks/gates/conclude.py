@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from prefect import task
-from prefect.artifacts import create_markdown_artifact
-from prefect.cache_policies import NO_CACHE
-
 from resources.errors import EvaluationIncomplete
 from tasks.gates.gate import Gate
 from tasks.gates.verdict import JudgedCheckpoint, Verdict, judge
 from tasks.gates.views import verdict_markdown
-from tasks.prefect_server.client import show
+from tasks.prefect_server.lazy import in_flow_run, step
 from tasks.prefect_server.progress import Judged, report, report_event
 from tasks.records.record import Record
 from tasks.running.cells import Cell, conclude, standing_record
@@ -50,7 +46,7 @@ def judge_cells(gate: Gate, cells: Sequence[Cell]) -> Verdict:
     return judge_checkpoints(gate, checkpoints, run=run, evaluation_path=evaluation_path)
 
 
-@task(task_run_name="gate {gate.name} on {run}", cache_policy=NO_CACHE, persist_result=False)
+@step(task_run_name="gate {gate.name} on {run}")
 def judge_checkpoints(
     gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, run: str, evaluation_path: str
 ) -> Verdict:
@@ -61,9 +57,18 @@ def judge_checkpoints(
     """
     verdict = judge(gate, checkpoints, evaluation_path=evaluation_path)
     report_event(f"gate {verdict.gate} on {run}: {verdict.word}")
+    if in_flow_run():
+        _show(verdict, gate, run=run)
+    return verdict
+
+
+def _show(verdict: Verdict, gate: Gate, *, run: str) -> None:
+    from prefect.artifacts import create_markdown_artifact
+
+    from tasks.prefect_server.client import show
+
     labels = {"key": f"{artifact_key(run)}-gate", "description": f"Gate {gate.name} on {run}"}
     show("the verdict", lambda: create_markdown_artifact(verdict_markdown(verdict), **labels))
-    return verdict
 
 
 def _judged(name: str, cells: Sequence[Cell]) -> JudgedCheckpoint:

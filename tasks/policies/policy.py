@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from pools.config import InferencePoolConfig, check_name
 from resources.config import Config, ResourceConfig
 from tasks.checkpoints.rules import CheckpointRule
-from tasks.running.provisioning import as_served
+from tasks.running.cells import as_served
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import Judge

@@ -8,8 +8,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prefect.exceptions import MissingContextError
-from prefect.logging import get_run_logger
+from tasks.prefect_server.lazy import run_logger
 
 if TYPE_CHECKING:
     from tasks.gates.verdict import Verdict
@@ -106,7 +105,5 @@ def report(update: Update) -> None:
 def report_event(text: str) -> None:
     """Tells the listener, and writes it to the log of the Prefect run we are in."""
     report(Event(text))
-    try:
-        get_run_logger().info(text)
-    except MissingContextError:
-        return  # called outside a run: there is no log to write to
+    if (log := run_logger()) is not None:
+        log.info(text)

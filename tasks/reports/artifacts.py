@@ -6,12 +6,8 @@ import base64
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from prefect import task
-from prefect.artifacts import create_image_artifact, create_link_artifact, create_table_artifact
-from prefect.cache_policies import NO_CACHE
-
 from resources.storage import storage
-from tasks.prefect_server.client import show
+from tasks.prefect_server.lazy import in_flow_run, step
 from tasks.prefect_server.progress import report_event
 from tasks.records.builds import read_qualifications
 from tasks.records.current import current_records
@@ -31,13 +27,7 @@ def report_uri(evaluation_path: str, run_name: str) -> str:
     return storage.join(evaluation_path, run_name, REPORT_NAME)
 
 
-@task(
-    task_run_name="report on {config.run_name}",
-    retries=3,
-    retry_delay_seconds=[1, 5, 20],
-    cache_policy=NO_CACHE,
-    persist_result=False,
-)
+@step(task_run_name="report on {config.run_name}", retries=3, retry_delay_seconds=[1, 5, 20])
 def publish_report(config: EvaluationConfig) -> str:
     """Writes the report over all records of a run, with the table, plot and link artifacts beside it.
 
@@ -50,13 +40,18 @@ def publish_report(config: EvaluationConfig) -> str:
     report_event(f"writing {uri}")
     records = [record for record in read_records(config.evaluation_path) if record.checkpoint.run == run]
     write_report(records, uri, title=run, records_at=config.evaluation_path)
-    folder = storage.join(config.evaluation_path, run)
-    show("the report", lambda: publish_artifacts(current_records(records), uri, title=run, records_at=folder))
+    if in_flow_run():
+        from tasks.prefect_server.client import show
+
+        folder = storage.join(config.evaluation_path, run)
+        show("the report", lambda: publish_artifacts(current_records(records), uri, title=run, records_at=folder))
     return uri
 
 
 def publish_artifacts(records: Sequence[Record], page: str, *, title: str, records_at: str) -> None:
     """Publishes results as a table and a plot in the Prefect UI, with links to the page and to the records."""
+    from prefect.artifacts import create_image_artifact, create_link_artifact, create_table_artifact
+
     key = artifact_key(title)
     rows = [
         {

@@ -17,6 +17,7 @@ from resources.storage import storage
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.record import Record
 from tasks.records.seals import integrity
+from tasks.reports.freshness import fingerprint, is_fresh, marked
 from tasks.reports.notes import CHANGED, mark, notes, remarks_on
 from tasks.reports.parts import asked_in_several_ways, evaluator_parts, remarks, same, sink_parts
 from tasks.reports.table import NOTHING, ColumnResult, Results, change_of, margin, measured, questions
@@ -228,10 +229,14 @@ def render_report(
 def write_report(records: Sequence[Record], uri: str, *, title: str, records_at: str | None = None) -> str:
     """Writes the page to a path or object store, and returns where; `records_at` is the folder of the records.
 
+    A page that is there already, and would be the same, is left as it is.
+
     Raises:
         StorageError: the place is not writable, or full.
     """
     qualifications = read_qualifications(records_at) if records_at is not None else ()
-    page = render_report(records, title=title, records_at=records_at, page=uri, qualifications=qualifications)
-    storage.write_bytes(uri, page.encode())
+    made_from = fingerprint(records, title=title, records_at=records_at, page=uri, qualifications=qualifications)
+    if not is_fresh(uri, made_from):
+        page = render_report(records, title=title, records_at=records_at, page=uri, qualifications=qualifications)
+        storage.write_bytes(uri, marked(page, made_from))
     return uri

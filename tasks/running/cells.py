@@ -6,10 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from prefect import task
-from prefect.cache_policies import NO_CACHE
-from prefect.runtime import deployment
-
+from pools.engine.engines import with_engine_variables
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ensure_environment
@@ -19,6 +16,7 @@ from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.checkpoints.discovery import Checkpoint
 from tasks.checkpoints.run_snapshot import listing_digest
 from tasks.evaluators.evaluator import evaluator_of
+from tasks.prefect_server.lazy import deployment_id, step
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import CheckpointReference, FoundRecord, Record, find_records, read_record, record_to_replace
 from tasks.records.samples import encodable
@@ -64,7 +62,24 @@ class Cell:
         return f"{self.reference.name} · {self.config.evaluator.title}"
 
 
-@task(task_run_name="plan", cache_policy=NO_CACHE, persist_result=False)
+def as_served(config: EvaluationConfig) -> EvaluationConfig:
+    """The evaluation with all that says how it is served: a kept pool's configuration, or its own with variables.
+
+    Raises:
+        BadInput: there is no such pool.
+    """
+    if config.pool_name is None and config.pool_config is not None:
+        return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
+    if config.pool_name is None or config.native:
+        return config
+    from pools.pool.kept import require  # with all that starts pools
+
+    served = require(config.pool_name).access.config
+    pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
+    return config.model_copy(update={"pool_config": pool_config, "model_name": config.named})
+
+
+@step(task_run_name="plan")
 def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
     """A cell for each checkpoint and evaluation, checkpoint by checkpoint, with its record where one stands.
 
@@ -161,7 +176,7 @@ def _check_request(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]) 
             raise BadInput(
                 expected="paths in UTF-8, as records are", found=ascii(path), remedy="give the folder another name"
             )
-    if deployment.id:
+    if deployment_id():
         check_deployed_paths(paths)
 
 

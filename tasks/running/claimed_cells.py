@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 
-from prefect.runtime import flow_run
-
 from resources.storage import storage
 from tasks.claims.files import SeenClaim, Subject, claims_folder, end_claim, read_claims
 from tasks.claims.leases import LEASE_SECONDS, Claims
+from tasks.prefect_server.lazy import flow_run_id
 from tasks.prefect_server.progress import report_event
 from tasks.records.record import JOURNAL_FOLDER, end_scope, now, read_record
 from tasks.running.cells import Cell
@@ -47,7 +46,7 @@ class ClaimedCells:
         if folder is None and cells:
             folder = claims_folder(cells[0].config.evaluation_path, cells[0].reference.run)
         if folder is not None:
-            self._claims = Claims(folder, flow_run=flow_run.id, lease_seconds=lease_seconds)
+            self._claims = Claims(folder, flow_run=flow_run_id(), lease_seconds=lease_seconds)
 
     def __enter__(self) -> ClaimedCells:
         if self._claims is not None:

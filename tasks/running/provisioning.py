@@ -13,7 +13,6 @@ from prefect.runtime import flow_run
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
-from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Servable, environment_name
 from pools.pool.inference import InferencePool
 from pools.pool.kept import require
@@ -28,21 +27,6 @@ from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, En
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions
 from tasks.spec.names import pool_label
-
-
-def as_served(config: EvaluationConfig) -> EvaluationConfig:
-    """The evaluation with all that says how it is served: a kept pool's configuration, or its own with variables.
-
-    Raises:
-        BadInput: there is no such pool.
-    """
-    if config.pool_name is None and config.pool_config is not None:
-        return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
-    if config.pool_name is None or config.native:
-        return config
-    served = require(config.pool_name).access.config
-    pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
-    return config.model_copy(update={"pool_config": pool_config, "model_name": config.named})
 
 
 @contextmanager

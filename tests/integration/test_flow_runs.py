@@ -38,8 +38,7 @@ from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.gates.gate import Gate
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL, base_job_template
 from tasks.records.record import write_record
-from tasks.running.cells import plan_cells
-from tasks.running.provisioning import as_served
+from tasks.running.cells import as_served, plan_cells
 from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
 from tasks.spec.suites import SuiteRequest, load_suite
 

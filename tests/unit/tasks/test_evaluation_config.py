@@ -15,7 +15,7 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput
 from tasks.evaluators.helm.options import HelmOptions
 from tasks.evaluators.lm_eval.options import LmEvalOptions
-from tasks.running.provisioning import as_served
+from tasks.running.cells import as_served
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig, digest_of
 from tasks.spec.loading import load_config

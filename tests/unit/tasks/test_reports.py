@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -17,10 +18,10 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
-from fakes.records import FIRST, REASONS, make_metric, make_record, of_every_evaluator, publish
+from fakes.records import FIRST, REASONS, make_metric, make_qualification, make_record, of_every_evaluator, publish
 from resources.errors import RecordStatus, StorageError
 from resources.storage import storage
-from tasks.records.builds import Qualification, QualifiedBenchmark, build_of
+from tasks.records.builds import Qualification, QualifiedBenchmark, build_of, write_qualification
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Record
 from tasks.reports import plots
@@ -475,7 +476,33 @@ def test_write_report_writes_the_page_and_says_where(tmp_path: Path) -> None:
     uri = str(tmp_path / "deeper" / "report.html")
 
     assert write_report([point(100)], uri, title="t") == uri
-    assert storage.read_bytes(uri).decode() == render_report([point(100)], title="t")
+    page = storage.read_bytes(uri).decode()
+    assert page.startswith(render_report([point(100)], title="t"))
+    assert write_report([point(100)], str(tmp_path / "twin.html"), title="t")
+    assert (tmp_path / "twin.html").read_text() == page
+
+
+def test_report_is_left_alone_only_while_it_is_what_its_records_make(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+
+    def written(*records: Record, title: str = "t", records_at: str | None = None) -> bool:
+        os.utime(page, (0, 0)) if page.exists() else None
+        write_report(records, str(page), title=title, records_at=records_at)
+        return page.stat().st_mtime > 0
+
+    first, changed = make_record(step=100), make_record(step=100, status="withheld")
+    assert written(first) and not written(first)
+    assert written(changed), "a record has changed"
+    assert written(first) and written(first, title="another")
+    whole = page.read_bytes()
+    for damaged in (whole[:-300], whole.replace(b"another", b"somebody", 1), whole + b" ", b""):
+        page.write_bytes(damaged)
+        assert written(first, title="another"), "it is not what was written"
+        assert page.read_bytes() == whole
+    qualified = write_qualification(
+        str(tmp_path / "evaluations"), make_qualification(build_of(first), build_of(changed))
+    )
+    assert qualified and written(first, title="another", records_at=str(tmp_path / "evaluations"))
 
 
 def test_write_report_to_a_place_that_is_no_folder_says_what_to_do(tmp_path: Path) -> None:

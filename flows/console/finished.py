@@ -1,0 +1,53 @@
+"""Requests that leave nothing to do, concluded at once: without Prefect, which takes seconds to import and to start."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from resources.errors import StorageError
+from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.gates.conclude import conclude_by
+from tasks.gates.gate import Gate
+from tasks.prefect_server.lazy import server_named
+from tasks.prefect_server.progress import Update, listening, report
+from tasks.records.record import Record
+from tasks.reports.artifacts import publish_report
+from tasks.running.cells import Cell, as_served, conclude, plan_cells, standing_record
+from tasks.running.claimed_cells import put_away
+from tasks.sinks.publishing import missing_sinks
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+
+
+def records_if_finished(
+    configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, gate: Gate | None = None
+) -> list[Record] | None:
+    """Returns the records that stand for what is wanted, if every cell has one, and every sink has those.
+
+    It leaves what a flow run would leave then: the report, and the gate's verdict. Nothing is done, and None returned,
+    where something is left to do, or where Prefect knows of a server, which is to see the flow run.
+
+    Raises:
+        AssayError: the request cannot be right.
+        GateRefused: the gate says NO-GO.
+    """
+    if server_named():
+        return None
+    updates: list[Update] = []
+    with listening(updates.append):  # a flow run that follows says the same
+        checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
+        cells = plan_cells([as_served(config) for config in configs], checkpoints)
+    if not all(cell.done and _is_announced(cell) for cell in cells):
+        return None
+    for update in updates:
+        report(update)
+    try:
+        put_away(cells)
+        publish_report(configs[0])
+    except StorageError:
+        return None  # a flow run tries again
+    return conclude(cells) if gate is None else conclude_by(gate, cells)
+
+
+def _is_announced(cell: Cell) -> bool:
+    found = standing_record(cell) if cell.config.sinks else None
+    return found is None or not missing_sinks(found.record, cell.config.sinks)

@@ -1,0 +1,152 @@
+"""A request that leaves nothing to do: what it shows and leaves, without Prefect, and when it is left to a flow run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fakes.models import write_run
+from fakes.records import make_record
+from flows.console.console import ERR
+from flows.console.finished import records_if_finished
+from flows.console.running import run_series
+from resources.errors import GateRefused
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.gates.gate import Gate
+from tasks.prefect_server.progress import Event, Judged, Update, listening
+from tasks.records.record import record_uri, write_record
+from tasks.running.cells import Cell, plan_cells
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+
+ALL = CheckpointSelection()
+NAMED = "from tasks.prefect_server.lazy import server_named; print(server_named())"
+AT = "http://127.0.0.1:9/api"
+
+
+def without_prefect(**variables: str) -> dict[str, str]:
+    """The variables of this process less Prefect's, and others."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")} | variables
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> EvaluationConfig:
+    """An evaluation of two checkpoints."""
+    return EvaluationConfig.model_validate(
+        {
+            "model_path": str(write_run(tmp_path / "run-a", [100, 200])),
+            "evaluation_path": str(tmp_path / "out"),
+            "evals": [{"name": "demo_facts"}],
+            "base_url": "http://127.0.0.1:9/v1",
+        }
+    )
+
+
+def planned(config: EvaluationConfig) -> list[Cell]:
+    return plan_cells.fn([config], find_checkpoints(config.model_path))
+
+
+@pytest.fixture
+def recorded(config: EvaluationConfig) -> list[Cell]:
+    """Its cells, all of which have a succeeded record."""
+    cells = planned(config)
+    for cell in cells:
+        write_record(cell.uri, make_record(checkpoint=cell.reference))
+    return cells
+
+
+def test_evaluate_with_nothing_to_do_shows_all_and_leaves_the_report_without_prefect(
+    config: EvaluationConfig, recorded: list[Cell], tmp_path: Path
+) -> None:
+    arguments = ["--model", config.model_path, "--output", config.evaluation_path, "--eval", "demo_facts"]
+    arguments += ["--base-url", "http://127.0.0.1:9/v1"]
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "flows.cli.app", "evaluate", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=without_prefect(PREFECT_HOME=str(tmp_path / "prefect"), PYTHONPATH=os.pathsep.join(sys.path)),
+    )
+    assert done.returncode == 0, done.stderr
+    assert "2 cells wanted, 2 recorded already, 0 to evaluate" in done.stderr
+    assert "Results of run-a" in done.stdout and "Nothing to evaluate: 2 cells recorded already." in done.stdout
+    assert (tmp_path / "out" / "run-a" / "report.html").is_file()
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "flows.console.finished" in imported and "prefect" not in imported
+    assert not (tmp_path / "prefect").exists()
+
+
+def test_what_is_finished_needs_no_flow_run_and_a_cell_without_a_success_does(
+    config: EvaluationConfig, recorded: list[Cell]
+) -> None:
+    result = run_series(
+        lambda: pytest.fail("there is nothing to do"),
+        evaluation_path=config.evaluation_path,
+        run_name="run-a",
+        console=ERR,
+        finished=lambda: records_if_finished([config], ALL),
+    )
+    assert (len(result.records), result.evaluated, result.already_recorded, result.error) == (2, 0, 2, None)
+    Path(record_uri(recorded[0].uri)).unlink()
+    assert records_if_finished([config], ALL) is None
+    write_record(recorded[0].uri, make_record(checkpoint=recorded[0].reference, status="infra_failed"))
+    assert records_if_finished([config], ALL) is None
+    latest = CheckpointSelection(which="latest")
+    assert [record.checkpoint.step for record in records_if_finished([config], latest) or ()] == [200]
+
+
+def test_records_that_a_sink_lacks_are_left_to_a_flow_run(config: EvaluationConfig, recorded: list[Cell]) -> None:
+    sinks = [{"kind": "object_store", "url": f"{config.evaluation_path}-copies"}]
+    assert records_if_finished([EvaluationConfig.model_validate({**config.model_dump(), "sinks": sinks})], ALL) is None
+
+
+def test_report_that_cannot_be_written_is_left_to_a_flow_run_which_tries_again(
+    config: EvaluationConfig, recorded: list[Cell]
+) -> None:
+    (Path(config.evaluation_path) / "run-a" / "report.html").mkdir()
+    assert records_if_finished([config], ALL) is None
+
+
+def test_gate_is_judged_without_a_flow_run(config: EvaluationConfig, recorded: list[Cell]) -> None:
+    def gate(least: float) -> Gate:
+        rule = {"benchmark": "demo_facts", "metric": "acc", "at_least": least}
+        return Gate.model_validate({"name": "release", "rules": [rule]})
+
+    heard: list[Update] = []
+    with listening(heard.append):
+        assert len(records_if_finished([config], ALL, gate=gate(0.0)) or ()) == 2
+        with pytest.raises(GateRefused):
+            records_if_finished([config], ALL, gate=gate(1.0))
+    assert [update.verdict.go for update in heard if isinstance(update, Judged)] == [True, False]
+    assert any(isinstance(update, Event) and "2 recorded already" in update.text for update in heard)
+
+
+@pytest.mark.parametrize(
+    ("place", "text"),
+    [
+        pytest.param("variable", AT, id="variable"),
+        pytest.param(
+            "prefect/profiles.toml", f'active = "mine"\n[profiles.mine]\nPREFECT_API_URL = "{AT}"', id="profile"
+        ),
+        pytest.param("pyproject.toml", f'[tool.prefect.api]\nurl = "{AT}"', id="project"),
+        pytest.param("prefect/profiles.toml", f'[profiles.other]\nPREFECT_API_URL = "{AT}"', id="another profile"),
+        pytest.param("pyproject.toml", '[project]\ndependencies = ["prefect"]', id="no server"),
+    ],
+)
+def test_server_is_named_where_prefect_finds_one(place: str, text: str, tmp_path: Path) -> None:
+    variables = {"PREFECT_API_URL": text} if place == "variable" else {}
+    if not variables:
+        file = tmp_path / place
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    environment = without_prefect(
+        PREFECT_HOME=str(tmp_path / "prefect"), PYTHONPATH=os.pathsep.join(sys.path), **variables
+    )
+    asked = subprocess.run(
+        [sys.executable, "-c", NAMED], capture_output=True, text=True, check=True, cwd=tmp_path, env=environment
+    )
+    expected = place == "variable" or "mine" in text or "tool.prefect" in text
+    assert asked.stdout.strip() == str(expected)
