@@ -168,7 +168,7 @@ def _prefect_server() -> Iterator[str]:
     from fakes.prefect_server import FEW_SERVICES, NO_UI, start_prefect_server
     from fakes.processes import end, free_port
     from fakes.warm_servers import KeptServers
-    from tasks.running import scheduler
+    from tasks.running import warm
 
     servers, port = KeptServers(), free_port()
     address = f"http://127.0.0.1:{port}/api"
@@ -176,7 +176,7 @@ def _prefect_server() -> Iterator[str]:
         server = start_prefect_server(Path(home), port, variables={**FEW_SERVICES, **NO_UI})
         try:
             with temporary_settings({PREFECT_API_URL: address}):
-                patch.setattr(scheduler, "warmed", servers.warmed)
+                patch.setattr(warm, "warmed", servers.warmed)
                 patch.setattr("prefect.context.GLOBAL_SETTINGS_CONTEXT", get_settings_context())  # of other threads
                 yield address
                 for worker in (APILogWorker, EventsWorker):

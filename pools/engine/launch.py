@@ -36,7 +36,7 @@ from resources.jobs import inheritance
 from resources.jobs.jobs import Client
 from resources.settings import settings
 from resources.storage import storage
-from resources.warm.fork_server import ForkServer
+from resources.warm.fork_server import ForkServer, WarmProgram
 
 _ANY_NAME = {"VLLM_SKIP_MODEL_NAME_VALIDATION": "1"}
 """One engine answers for checkpoint after checkpoint; which names mean which weights is the proxy's to say."""
@@ -174,7 +174,7 @@ class Launch:
 
 
 class Launcher(Protocol):
-    """Knows how to start a server for a checkpoint."""
+    """Knows how to start a server for a checkpoint; can be sent to the process that does it."""
 
     @property
     def identity(self) -> str:
@@ -196,8 +196,8 @@ class VllmLauncher:
 
     config: InferencePoolConfig
     environment: Environment
-    server: ForkServer | None = None
-    """Keeps the engine imported and starts it in a fork; it starts cold when None."""
+    server: WarmProgram | None = None
+    """The engine, imported: it is started in a fork of that; it starts cold when None."""
 
     @property
     def identity(self) -> str:
@@ -225,7 +225,7 @@ class VllmLauncher:
     def warmed(self, client: Client) -> Iterator[Launcher]:
         """See `Launcher.warmed`."""
         program = ENGINES[self.config.device].program
-        if program is None:
+        if program is None or self.server is not None:
             yield self
             return
         python = self.environment.python
@@ -233,7 +233,7 @@ class VllmLauncher:
         with ForkServer(
             program, python=python, client=client, variables=variables, inherited=inheritance.ENGINE
         ) as server:
-            yield replace(self, server=server)
+            yield replace(self, server=server.warm)
 
     def _variables(self) -> dict[str, str]:
         variables = engine_variables(

@@ -94,8 +94,10 @@ class InferencePool:
     def _start(self, ending: ExitStack) -> None:
         """Starts everything, in this order; `ending` ends it in the reverse one."""
         check_network(self.config, is_local=self._client.is_local)
-        own = None if self._launcher is not None else ENVIRONMENTS[environment_name(self.config)]
+        own = None if self._is_foreign else ENVIRONMENTS[environment_name(self.config)]
         build = self._build_engine()
+        if self._launcher is not None and self._client.is_local:  # imported once, for every replica of this machine
+            self._launcher = ending.enter_context(self._launcher.warmed(self._client))
         agents = AgentJobs(
             self._submit_agent,
             lease_seconds=self.config.lease_seconds,
@@ -130,6 +132,10 @@ class InferencePool:
         with ThreadPoolExecutor(2) as threads:
             threads.submit(agents.stop)
             threads.submit(self._proxy_process.stop)
+
+    @property
+    def _is_foreign(self) -> bool:
+        return not isinstance(self._launcher, VllmLauncher | None)
 
     def _build_engine(self) -> str:
         """Names the build of the engine; where agents run on this machine it is built now, else by each of them."""

@@ -12,6 +12,7 @@ import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,6 +23,20 @@ from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_e
 
 _PROGRAMS = Path(__file__).parent / "programs"
 _RESTARTS = 3
+
+
+@dataclass(frozen=True)
+class WarmProgram:
+    """A program that a server listening at `socket` keeps imported, as any process of the machine can run it."""
+
+    python: Path
+    program: Path
+    socket: Path
+
+    def command(self, *arguments: str) -> Command:
+        """A command that runs it with these arguments; it runs it cold where the server is not there."""
+        stub = ("-I", "-S", "-u", str(_PROGRAMS / "run_forked.py"), str(self.socket), str(self.program))
+        return Command(str(self.python), (*stub, *arguments))
 
 
 class ForkServer(AbstractContextManager["ForkServer"]):
@@ -94,10 +109,13 @@ class ForkServer(AbstractContextManager["ForkServer"]):
         )
 
     def command(self, *arguments: str) -> Command:
-        """A command that runs the program with these arguments; it runs it cold where the server is not there."""
-        socket = str(self._socket) if self._socket else os.devnull
-        stub = ("-I", "-S", "-u", str(_PROGRAMS / "run_forked.py"), socket, str(self._program))
-        return Command(str(self._python), (*stub, *arguments))
+        """A command that runs the program with these arguments; see `WarmProgram.command`."""
+        return self.warm.command(*arguments)
+
+    @property
+    def warm(self) -> WarmProgram:
+        """The program, for processes that do not end the server."""
+        return WarmProgram(self._python, self._program, self._socket or Path(os.devnull))
 
     def logs(self) -> str:
         """Returns the server's log so far."""

@@ -13,7 +13,7 @@ from prefect.runtime import flow_run
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
-from pools.engine.launch import Servable, environment_name
+from pools.engine.launch import Launcher, Servable, environment_name
 from pools.pool.inference import InferencePool
 from pools.pool.kept import require
 from pools.pool.session import PoolSession
@@ -24,6 +24,7 @@ from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
 from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
+from tasks.running.warm import warm_programs
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions
 from tasks.spec.names import pool_label
@@ -56,8 +57,9 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
         by_name = {checkpoint.name: checkpoint for checkpoint in checkpoints}
         yield EndpointServing(config.base_url, by_name, served_name=config.served_model_name)
         return
-    with accelerators_reserved(config.pool_config.resource_config):
-        pool = start_pool(config.pool_config, checkpoints)
+    with accelerators_reserved(config.pool_config.resource_config), warm_programs(on_progress=report_event) as warm:
+        warm.prepare(configs)
+        pool = start_pool(config.pool_config, checkpoints, warm.launcher(config.pool_config))
         try:
             yield PoolServing(pool.session)
         finally:
@@ -140,8 +142,10 @@ def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
 
 
 @task(task_run_name="start the pool of {config.model.name}", cache_policy=NO_CACHE, persist_result=False)
-def start_pool(config: InferencePoolConfig, checkpoints: Sequence[Servable]) -> InferencePool:
+def start_pool(
+    config: InferencePoolConfig, checkpoints: Sequence[Servable], launcher: Launcher | None = None
+) -> InferencePool:
     """Starts a pool. Not retried: an engine that does not start says why, and would say it again."""
     label = pool_label(config.model.name, flow_run.id)
-    pool = InferencePool(config, checkpoints, on_event=report_event, label=label)
+    pool = InferencePool(config, checkpoints, launcher=launcher, on_event=report_event, label=label)
     return pool.__enter__()

@@ -34,8 +34,7 @@ from resources.errors import (
 from resources.settings import settings
 from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
-from resources.warm.fork_server import ForkServer
-from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, Progress
+from tasks.evaluators.evaluator import EvaluatedModel, Progress
 from tasks.evaluators.harness import run_harness, verify_counts, verify_ends
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
 from tasks.records.index import note_record
@@ -53,18 +52,11 @@ from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import Serving, same_model
+from tasks.running.warm import Harness
 from tasks.sinks.publishing import publish_record
 from tasks.spec.benchmarks import benchmarks_uri, evaluation_hash
+from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.names import job_name, suites_in
-
-
-@dataclass(frozen=True, eq=False)
-class Harness:
-    """An evaluator, the interpreter of its environment, and what keeps it imported."""
-
-    evaluator: Evaluator
-    python: Path
-    server: ForkServer | None
 
 
 class Interruption:
@@ -93,7 +85,7 @@ class CellContext:
 
     position: int
     cells: int
-    harness_of: Callable[[Cell], Harness]
+    harness_of: Callable[[EvaluationConfig], Harness]
     native_lock: threading.Lock
     """Held by the one cell whose evaluator loads a checkpoint itself."""
     on_open: Callable[[], None] = lambda: None
@@ -169,7 +161,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
     """Opens the checkpoint and has the harness ask its questions; its results are in `attempt.parsed`."""
     cell = attempt.cell
     place = (context.position, context.cells)
-    harness = context.harness_of(cell)
+    harness = context.harness_of(cell.config)
 
     def on_progress(progress: Progress) -> None:
         counts = attempt.opened.counts() if attempt.opened else {}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager
 from contextvars import copy_context
 from threading import Event, Lock
 
@@ -13,17 +11,13 @@ from prefect import task
 from prefect.cache_policies import NO_CACHE
 
 from pools.engine.launch import Servable
-from resources.backends.current import current_client
-from resources.backends.local.client import local_client
-from resources.environments.environments import ensure_environment
 from resources.errors import AssayError, RecordUnwritten
-from tasks.evaluators.evaluator import evaluator_of
-from tasks.evaluators.harness import warmed
 from tasks.prefect_server.progress import report_event
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
-from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
+from tasks.running.run_cell import CellContext, Interruption, run_cell
 from tasks.running.serving import Serving
+from tasks.running.warm import warm_programs
 from tasks.spec.evaluation import EvaluationConfig
 
 _INTERRUPTED_SECONDS = 30.0
@@ -51,49 +45,6 @@ def stage_tokenizer(cell: Cell) -> Servable:
     The weights are copied by the replicas, each before it needs them. Retried, since copying fails now and then.
     """
     return Servable.from_folder(cell.reference.name, cell.folder, cell.digests)
-
-
-class Harnesses:
-    """The evaluators of some cells: interpreters, and what keeps those imported that can be."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self._prepared: dict[tuple[str, str], Harness] = {}
-        self._preparing = threading.Lock()
-
-    def prepare(self, configs: Sequence[EvaluationConfig]) -> None:
-        """Makes ready what some evaluations of one evaluator need; takes no time but to build an environment."""
-        evaluator = evaluator_of(configs[0])
-        spec = evaluator.environment(configs[0])
-        environment = ensure_environment(spec, on_progress=report_event)
-        server = None
-        if current_client().is_local or not configs[0].native:  # a fork server is of use on its own machine
-            server = self._stack.enter_context(
-                warmed(evaluator, configs, python=environment.python, client=local_client())
-            )
-        self._prepared[configs[0].evaluator.name, spec.name] = Harness(evaluator, environment.python, server)
-
-    def of(self, cell: Cell) -> Harness:
-        """The one for a cell; made ready now if it was not expected to be needed."""
-        with self._preparing:
-            key = _kind(cell.config)
-            if key not in self._prepared:
-                self.prepare([cell.config])
-            return self._prepared[key]
-
-
-@contextmanager
-def _harnesses(configs: Sequence[EvaluationConfig]) -> Iterator[Harnesses]:
-    with ExitStack() as stack:
-        harnesses = Harnesses(stack)
-        for kind in dict.fromkeys(map(_kind, configs)):
-            harnesses.prepare([config for config in configs if _kind(config) == kind])
-        yield harnesses
-
-
-def _kind(config: EvaluationConfig) -> tuple[str, str]:
-    """Evaluator and environment: evaluations that have both in common share a harness."""
-    return config.evaluator.name, evaluator_of(config).environment(config).name
 
 
 def schedule_cells(
@@ -125,14 +76,15 @@ def schedule_cells(
     native_thread = ThreadPoolExecutor(1, thread_name_prefix="native-cell")
     native_lock, interruption = Lock(), Interruption()
     running: list[Future[Exception | None]] = []
-    with _harnesses(configs) as harnesses:
+    with warm_programs(on_progress=report_event) as warm:
+        warm.prepare(configs)
         try:
             for position, cell in enumerate(cells if arriving is None else arriving, start=1):
                 asked = Event()
                 context = CellContext(
                     position,
                     len(cells),
-                    harnesses.of,
+                    warm.harness_of,
                     native_lock,
                     on_open=asked.set,
                     interruption=interruption,

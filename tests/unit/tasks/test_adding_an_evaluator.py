@@ -23,8 +23,9 @@ from tasks.evaluators.evaluator import evaluator_of, harness_environments
 from tasks.records.record import CheckpointReference, read_record
 from tasks.records.samples import read_samples
 from tasks.running.cells import Cell
-from tasks.running.run_cell import CellContext, Harness, run_cell
+from tasks.running.run_cell import CellContext, run_cell
 from tasks.running.serving import EndpointServing
+from tasks.running.warm import Harness
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import EVALUATORS, evaluator_title, short_evaluator_names

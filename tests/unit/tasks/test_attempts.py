@@ -53,8 +53,9 @@ from tasks.records.record import (
 from tasks.records.samples import Sample
 from tasks.running.announce import announce
 from tasks.running.cells import Cell, standing_record
-from tasks.running.run_cell import CellContext, Harness, Interruption, run_cell
+from tasks.running.run_cell import CellContext, Interruption, run_cell
 from tasks.running.serving import EndpointServing, PoolServing
+from tasks.running.warm import Harness
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
 
@@ -338,7 +339,7 @@ def test_failure_in_words_that_no_file_can_hold_is_recorded(tmp_path: Path):
 
 
 def test_attempt_is_recorded_though_opening_it_breaks(tmp_path: Path):
-    def no_harness(_: Cell) -> Harness:
+    def no_harness(_: EvaluationConfig) -> Harness:
         raise KeyError("unknown")
 
     cell = make_cell(tmp_path)

