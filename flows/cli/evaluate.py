@@ -89,7 +89,11 @@ def evaluate(
 
     place = {"evaluation_path": configs[0].evaluation_path, "run_name": configs[0].run_name}
     result = run_series(
-        run, **place, console=ERR, finished=lambda: records_if_finished(configs, selection, gate=judged_by)
+        run,
+        **place,
+        console=ERR,
+        finished=lambda: records_if_finished(configs, selection, gate=judged_by),
+        configs=configs,
     )
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, as_json=as_json, sinks=sinks)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -15,6 +15,8 @@ from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
 from tasks.reports.artifacts import report_uri
+from tasks.running.warm import begun_early
+from tasks.spec.evaluation import EvaluationConfig
 
 if TYPE_CHECKING:
     from tasks.generation.config import GenerationConfig
@@ -42,6 +44,7 @@ def run_series(
     run_name: str,
     console: Console,
     finished: Callable[[], list[Record] | None] = lambda: None,
+    configs: Sequence[EvaluationConfig] = (),
 ) -> SeriesResult:
     """Runs a flow here and now, with live progress on `console`.
 
@@ -51,6 +54,7 @@ def run_series(
         run_name: of the run whose checkpoints it evaluates.
         console: where progress is shown.
         finished: returns the records if there is nothing to do; the flow is not run then.
+        configs: what is evaluated; what that needs is imported while Prefect is, and while its server starts.
 
     Raises:
         BadInput: the request cannot be right; nothing was evaluated.
@@ -72,8 +76,10 @@ def run_series(
 
         with listening(take):
             try:
-                found = finished()
-                records = _run_flow(evaluate) if found is None else found
+                if (found := finished()) is None:
+                    with begun_early(configs):
+                        found = _run_flow(evaluate)
+                records = found
             except AssayError as raised:
                 if isinstance(raised, BadInput):
                     raise

@@ -117,6 +117,7 @@ def run_demo(folder: Path, *, console: Console) -> SeriesResult:
     result = run_series(
         run,
         finished=lambda: records_if_finished(configs, CheckpointSelection()),
+        configs=configs,
         evaluation_path=request.evaluation_path,
         run_name=RUN_NAME,
         console=console,
