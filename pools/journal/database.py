@@ -16,10 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from pools.journal import schema
+from pools.journal.key_filter import KeyFilter
 
 BUSY_SECONDS = 2.0
 """Longest wait of a group for somebody else's transaction, before it is given up."""
 _BUSY_RETRY_SECONDS = 0.001
+_SLICE_PAUSE_SECONDS = 0.005
+"""Between two slices of keys, each of which takes a millisecond."""
 
 
 @dataclass(slots=True)
@@ -68,6 +71,8 @@ class Database:
         self._clock = clock
         self._committed = committed
         self._connection: sqlite3.Connection | None = None
+        self._filter: KeyFilter | None = None
+        self._has_looked = False
         self._inode = 0
         self._resume_at = 0.0
         self._failing = False
@@ -79,6 +84,27 @@ class Database:
     def open(self) -> None:
         """Opens the file, waiting a little for other processes that do the same."""
         self._connect(wait_seconds=BUSY_SECONDS)
+
+    def may_hold(self, key: bytes) -> bool:
+        """False if the file has no row with this key, or cannot be read; others' rows are looked for once a turn."""
+        if self._connection is None and not self._reconnected():
+            return False
+        known = self._filter
+        assert known is not None
+        if self._has_looked or not known.is_complete:
+            return known.may_hold(key)
+        try:
+            known.look_for_news()
+        except schema.ERRORS as error:
+            self.counters.errors += 1
+            self.report(error)
+            return False
+        self._has_looked = True
+        asyncio.get_running_loop().call_soon(self._look_again)
+        return known.may_hold(key)
+
+    def _look_again(self) -> None:
+        self._has_looked = False
 
     def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The first row of a query, None also where it cannot be read."""
@@ -139,19 +165,23 @@ class Database:
         if connection is None:
             self._give_up()
             return
-        kept = size = 0
+        kept: list[tuple[int, bytes]] = []
+        size = 0
         try:
             connection.execute("BEGIN IMMEDIATE")
             for sql, parameters in self._group:
-                changed = connection.execute(sql, parameters).rowcount
-                if sql is schema.INSERT_ROW and changed:
-                    kept += 1
+                done = connection.execute(sql, parameters)
+                if sql is schema.INSERT_ROW and done.rowcount:
+                    kept.append((done.lastrowid or 0, parameters[0]))
                     size += len(parameters[-2]) + len(parameters[-1] or b"")
             connection.execute("COMMIT")
         except schema.ERRORS as error:
             self._flush_failed(connection, error)
             return
-        self.counters.kept += kept
+        assert self._filter is not None
+        for number, key in kept:
+            self._filter.committed(number, key)
+        self.counters.kept += len(kept)
         self._failing = False
         self._settle(committed=True)
         if size:
@@ -206,8 +236,10 @@ class Database:
                 self._connection = schema.connect(self._path, wait_seconds=wait_seconds)
                 self._connection.execute("PRAGMA busy_timeout = 0")
                 self.counters.total_bytes = schema.live_bytes(self._connection)
+                self._filter = KeyFilter(self._connection)
                 self._inode = self._inode_in_place()
                 self._resume_at = 0.0
+                self._read_keys(self._filter)
                 return
             except schema.ERRORS as error:
                 self._disconnect()
@@ -216,11 +248,22 @@ class Database:
                     self._tell(error)
                     return
 
+    def _read_keys(self, known: KeyFilter) -> None:
+        """Reads the keys of a file that was opened, in pauses of the loop."""
+        if known is not self._filter or known.is_complete:
+            return
+        try:
+            known.read_slice()
+        except schema.ERRORS as error:
+            self.report(error)
+            return
+        asyncio.get_running_loop().call_later(_SLICE_PAUSE_SECONDS, self._read_keys, known)
+
     def _disconnect(self) -> None:
         if self._connection is not None:
             with suppress(sqlite3.Error):
                 self._connection.close()
-            self._connection = None
+            self._connection = self._filter = None
 
     def _inode_in_place(self) -> int:
         try:

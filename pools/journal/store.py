@@ -177,16 +177,18 @@ class Journal:
         attempt = self._background.attempt(cell) if cell is not None else None
         occurrence = 0
         stored = None
-        if question.deterministic:
+        known = self._database.may_hold(question.key)
+        if question.deterministic and known:
             stored = self._stored(question, _SELECT_DETERMINISTIC, (question.key,))
             if stored is None and attempt is not None:
                 place = (question.key, attempt.scope.cell)
                 stored = self._stored(question, _SELECT_IMPORTED, place, cell=attempt.scope.cell)
-        elif attempt is not None:
+        elif attempt is not None and not question.deterministic:
             occurrence = attempt.take(question.key)
             scope = attempt.scope
             place = (question.key, scope.cell, occurrence)
-            stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
+            if known:
+                stored = self._stored(question, _SELECT_SAMPLED, place, cell=scope.cell, occurrence=occurrence)
         return Claim(question, self._database, attempt=attempt, occurrence=occurrence, stored=stored)
 
     async def keep(self, claim: Claim, content_type: str, body: bytes, *, facts: AnswerFacts) -> None:

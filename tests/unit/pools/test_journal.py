@@ -30,6 +30,8 @@ from fakes.journal import (
 from pools.journal import background
 from pools.journal.answers import AnswerFacts
 from pools.journal.cells import CellScope
+from pools.journal.key_filter import KeyFilter
+from pools.journal.schema import connect
 
 
 @pytest.fixture
@@ -344,3 +346,36 @@ async def test_close_twice_is_safe_and_answers_after_it_are_not_kept(path: Path)
         await answer(journal, asked("a"), b"1")
     assert not path.with_name(f"{path.name}-wal").exists()
     assert rows(path, "SELECT count(*) FROM answers") == [(0,)]
+
+
+async def test_key_filter_knows_every_key_of_a_file_in_slices_and_those_that_others_add(path: Path) -> None:
+    async with opened(path) as (journal, _):
+        await journal.open_cell(FIRST, mirror=None)
+        old = [asked(f"{number}") for number in range(2100)]
+        draws = [sampled(f"{number}") for number in range(1500)]
+        await asyncio.gather(*(answer(journal, question, b"1") for question in old))
+        await asyncio.gather(*(answer(journal, question, b"1", cell=FIRST) for question in draws))
+    with closing(connect(path, wait_seconds=1)) as connection:
+        known, slices = KeyFilter(connection), 0
+        while not known.is_complete:
+            assert known.may_hold(b"?" * 32)  # it cannot be said yet
+            known.read_slice()
+            slices += 1
+        assert slices == 6  # 3 of one kind of row, 1 for those there are none of, 2 of the third
+        known.look_for_news()
+        assert all(known.may_hold(question.key) for question in (*old, *draws))
+        new = [asked(f"new {number}") for number in range(1000)]
+        assert sum(known.may_hold(question.key) for question in new) < 5
+        async with opened(path) as (journal, _):
+            for question in new:
+                await answer(journal, question, b"1")
+            known.look_for_news()
+            assert all(known.may_hold(question.key) for question in new)
+
+
+async def test_claim_sees_what_another_process_has_kept_before_this_turn_of_the_loop(path: Path) -> None:
+    async with opened(path) as (journal, _), opened(path) as (other, _):
+        for number in range(20):
+            assert replayed(journal, asked(f"{number}")) is None
+            await answer(other, asked(f"{number}"), b"theirs")
+            assert replayed(journal, asked(f"{number}")) == b"theirs"
