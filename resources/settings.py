@@ -205,6 +205,16 @@ def set_process_environment_defaults(defaults: dict[str, str]) -> None:
         os.environ.setdefault(name, value)
 
 
+@contextmanager
+def variable_set(name: str, value: str) -> Iterator[None]:
+    """Sets a variable that nobody has set for this process while the block lasts."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
 def set_tracking_server(uri: str) -> None:
     """Makes a tracking server the one whose artifacts this process reads, whatever its variables say."""
     os.environ["MLFLOW_TRACKING_URI"] = uri

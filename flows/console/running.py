@@ -11,6 +11,8 @@ from rich.console import Console
 from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
 from tasks.gates.verdict import Verdict
+from tasks.prefect_server.embedded import embedded_server
+from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import CellDone, Judged, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
@@ -105,9 +107,12 @@ def _generate(config: GenerationConfig) -> list[dict[str, Any]]:
 
 
 def _run_flow(flow: Callable[[], Result]) -> Result:
+    """Runs a flow, on a Prefect server of this process where none is named; that starts while Prefect is imported."""
+    server = None if server_named() else embedded_server()
+    import flows.evaluation  # noqa: F401 with all that flows need
     from tasks.prefect_server.client import prefect_errors_in_words
-    from tasks.prefect_server.embedded import let_embedded_server_end_with_us
 
-    let_embedded_server_end_with_us()
+    if server is not None:
+        server.use()
     with prefect_errors_in_words():
         return flow()

@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 
 from prefect.exceptions import PrefectException
-from prefect.settings import PREFECT_API_URL
 from prefect.states import Cancelling
 
 from resources.errors import AssayError, BadInput
@@ -17,7 +16,7 @@ from tasks.policies.overrides import write_override
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import OpenCell, Reconciliation, RunListing
 from tasks.policies.snapshot import run_folder
-from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.client import prefect_client, server_address
 from tasks.prefect_server.progress import report_event
 
 CANCELLED_BY_COMMAND = "assay cancel"
@@ -111,7 +110,7 @@ def cancel(
 def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
     """Tells the Prefect server; a run ends without that too, when it notices that its claims are gone."""
     cancelled: list[str] = []
-    if not ids or PREFECT_API_URL.value() is None:
+    if not ids or server_address() is None:
         return cancelled
     for flow_run_id in ids:
         try:
@@ -127,7 +126,7 @@ def _cancel_flow_runs(ids: Sequence[str]) -> list[str]:
 def _cancel_dispatches(policy: Policy, *, besides: Collection[str]) -> list[str]:
     """Tells flow runs at work pools to end; the server makes Cancelled of it where they have not begun."""
     cancelled: list[str] = []
-    if policy.dispatch == "here" or PREFECT_API_URL.value() is None:
+    if policy.dispatch == "here" or server_address() is None:
         return cancelled
     try:
         with prefect_client() as client:

@@ -15,7 +15,6 @@ from uuid import UUID
 from prefect.client.schemas.objects import StateType
 from prefect.exceptions import ObjectNotFound
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL
 
 from resources.errors import AssayError
 from tasks.policies.actions import CANCELLED_BY_COMMAND
@@ -23,7 +22,7 @@ from tasks.policies.overrides import write_override
 from tasks.policies.policy import Policy
 from tasks.policies.reconciliation import OpenCell, RunListing, reconcile
 from tasks.policies.snapshot import run_folder, take_snapshot
-from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.client import prefect_client, server_address
 from tasks.prefect_server.progress import report_event
 from tasks.spec.names import how_many
 
@@ -86,7 +85,7 @@ def _key(cell: OpenCell) -> tuple[str, str, str]:
 
 def _is_being_cancelled(flow_run_id: str) -> bool:
     """Returns whether somebody said so, by other means than `assay cancel`, which leaves overrides itself."""
-    if PREFECT_API_URL.value() is None:
+    if server_address() is None:
         return False
     with suppress(AssayError, ObjectNotFound), prefect_client() as client:
         state = client.read_flow_run(UUID(flow_run_id)).state

@@ -13,6 +13,7 @@ from prefect.settings import PREFECT_API_URL
 
 from resources.addresses import refuse_user_information
 from resources.errors import AssayError, BadInput, PrefectUnavailable
+from tasks.prefect_server.embedded import embedded_address
 from tasks.prefect_server.progress import report_event
 
 _AWAY_SECONDS = 300.0
@@ -30,6 +31,8 @@ def server_address() -> str | None:
         BadInput: there is user information in it, which Prefect has PREFECT_API_AUTH_STRING for.
     """
     address = PREFECT_API_URL.value()
+    if address is not None and address == embedded_address():
+        return None
     refuse_user_information(address, place="PREFECT_API_URL")
     return address
 

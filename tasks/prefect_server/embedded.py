@@ -1,87 +1,122 @@
-"""The server that Prefect starts for a process which was pointed at none: started again if it dies; its end is ours."""
+"""The Prefect server of a process that was pointed at none: started ahead, again if it dies, and ended with it.
+
+Prefect would start one by itself, but imports the whole server to do so, two seconds of a processor, and only once it
+asks for something. Its own also outlives a process that was killed.
+"""
 
 from __future__ import annotations
 
+import atexit
+import socket
 import subprocess
 import sys
 import threading
 import time
 from contextvars import copy_context
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import httpx
-from prefect.settings import PREFECT_API_URL, get_current_settings
 
-from resources.settings import process_environment
+from resources.errors import PrefectUnavailable
+from resources.settings import process_environment, variable_set
 from tasks.prefect_server.progress import report_event
 
 _PROGRAM = Path(__file__).parent / "programs" / "run_with_parent.py"
 _MODE = {"PREFECT_UI_ENABLED": "0", "PREFECT__SERVER_EPHEMERAL": "1", "PREFECT__SERVER_FINAL": "1"}
 _MOST_DEATHS = 3
 """Deaths of one server that are followed by a start. Its database stays, and clients ask again for a minute."""
-_ADDRESS_IN_USE = 3
-"""Exit code after which Prefect takes another port."""
-_STARTS_WITHIN_SECONDS = 60.0
-_POLL_SECONDS = 0.2
+_STARTS_WITHIN_SECONDS = 180.0
+"""22 s at its very first start on two cores."""
+_ENDS_WITHIN_SECONDS = 5.0
+_POLL_SECONDS = 0.05
 
 
-def let_embedded_server_end_with_us() -> None:
-    """Has the server that Prefect may start for this process end with it, and not before.
+@cache
+def embedded_server() -> EmbeddedServer:
+    """The server of this process; the first call starts it, without waiting for it."""
+    return EmbeddedServer()
 
-    Prefect's own outlives a process that was killed; if it dies itself, each of its clients waits minutes for it, in
-    turn.
-    """
-    if PREFECT_API_URL.value():
-        return
-    import prefect
-    from prefect.server.api.server import SubprocessASGIServer  # it takes seconds, and is needed now
 
-    class _EndsWithUs(SubprocessASGIServer):
-        def start(self, timeout: int | None = None) -> None:
-            """Returns once it answers; clients that are made while it is started again wait as well."""
-            if self.running:
-                self._answers.wait(_STARTS_WITHIN_SECONDS)
-                return
-            self._answers, self._deaths = threading.Event(), 0
-            super().start(timeout)
-            self._answers.set()
+def embedded_address() -> str | None:
+    """Returns the address of the server of this process, if it has started one."""
+    return embedded_server().address if embedded_server.cache_info().currsize else None
 
-        def stop(self) -> None:
-            self.running = False  # first: this death is not followed by a start
-            super().stop()
 
-        def _watch(self, process: subprocess.Popen[Any]) -> None:
-            code = process.wait()
-            self._deaths += 1
-            if not self.running or code == _ADDRESS_IN_USE or self._deaths > _MOST_DEATHS:
-                return
-            self._answers.clear()
+class EmbeddedServer:
+    """A Prefect server for this process alone, and what keeps it up."""
+
+    def __init__(self) -> None:
+        self.address = ""
+        self._deaths, self._ending, self._used = 0, False, False
+        self._start()
+        # Registered before Prefect is imported, so called after what Prefect still has to say at the end.
+        atexit.register(self._end)
+
+    def use(self) -> None:
+        """Waits until it answers, and makes it the one that Prefect asks in this process.
+
+        Raises:
+            PrefectUnavailable: it does not start.
+        """
+        deadline = time.monotonic() + _STARTS_WITHIN_SECONDS
+        while not self._answers():
+            if self._deaths > _MOST_DEATHS or time.monotonic() >= deadline:
+                raise PrefectUnavailable(
+                    expected=f"Prefect's embedded server to answer within {_STARTS_WITHIN_SECONDS:g} s",
+                    found="it does not" if self._deaths <= _MOST_DEATHS else "it died again and again",
+                    remedy="run the command again; prefect server start shows what is wrong",
+                )
+            time.sleep(_POLL_SECONDS)
+        if not self._used:
+            from prefect.context import refresh_global_settings_context
+
+            with variable_set("PREFECT_API_URL", self.address):  # jobs of ours do not inherit it
+                refresh_global_settings_context()
+            self._used = True
+
+    def _start(self) -> None:
+        if not self._used:  # Prefect was told of no port yet
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            self.address = f"http://127.0.0.1:{port}/api"
+        spec = find_spec("prefect")
+        assert spec is not None and spec.origin is not None, "Prefect is installed with Assay"
+        command = ["uvicorn", "--app-dir", str(Path(spec.origin).parent), "--factory"]
+        command += ["prefect.server.api.server:create_app", "--host", "127.0.0.1", "--port", _port_of(self.address)]
+        self._process: subprocess.Popen[Any] = subprocess.Popen(
+            [sys.executable, str(_PROGRAM), *command, "--log-level", "error", "--lifespan", "on"],
+            env=process_environment(_MODE),
+            stdin=subprocess.PIPE,  # never written to: it closes with us
+            start_new_session=True,  # Ctrl-C ends us, and what we then report still finds it
+        )
+        listener = copy_context()
+        threading.Thread(target=listener.run, args=(self._watch, self._process), daemon=True).start()
+
+    def _watch(self, process: subprocess.Popen[Any]) -> None:
+        code = process.wait()
+        self._deaths += 1
+        if not self._ending and self._deaths <= _MOST_DEATHS:
             report_event(f"Prefect's embedded server died (exit code {code}): starting it again")
-            self.server_process = process = self._run_uvicorn_command()
-            while process.poll() is None and not self._is_healthy():
-                time.sleep(_POLL_SECONDS)
-            self._answers.set()
+            self._start()
 
-        def _is_healthy(self) -> bool:
-            try:
-                return httpx.get(f"{self.api_url}/health", trust_env=False).is_success
-            except httpx.HTTPError:
-                return False
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.address}/health", trust_env=False).is_success
+        except httpx.HTTPError:
+            return False
 
-        def _run_uvicorn_command(self) -> subprocess.Popen[Any]:
-            folder = str(prefect.__module_path__.parent)
-            command = ["uvicorn", "--app-dir", folder, "--factory", "prefect.server.api.server:create_app"]
-            command += ["--host", "127.0.0.1", "--port", str(self.port), "--log-level", "error", "--lifespan", "on"]
-            chosen = get_current_settings().to_environment_variables(exclude_unset=True)
-            process = subprocess.Popen(
-                [sys.executable, str(_PROGRAM), *command],
-                env=process_environment({**_MODE, **chosen}),
-                stdin=subprocess.PIPE,  # never written to: it closes with us
-                start_new_session=True,  # Ctrl-C ends us, and what we then report still finds it
-            )
-            listener = copy_context()
-            threading.Thread(target=listener.run, args=(self._watch, process), daemon=True).start()
-            return process
+    def _end(self) -> None:
+        self._ending = True  # first: this death is not followed by a start
+        self._process.terminate()
+        try:
+            self._process.wait(_ENDS_WITHIN_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
 
-    _EndsWithUs()  # the only instance from now on: Prefect keeps them by port
+
+def _port_of(address: str) -> str:
+    return str(httpx.URL(address).port)

@@ -119,7 +119,7 @@ def test_prefect_server_of_an_evaluation_is_started_again_if_it_dies_and_ends_wi
     tmp_path: Path, run: Path
 ):
     command = [str(Path(sys.executable).with_name("assay")), "evaluate", "--model", str(run), "--eval", "demo_facts"]
-    own = {"PREFECT_HOME": str(tmp_path / "prefect"), "ASSAY_CACHE_DIR": str(tmp_path / "cache")}
+    own = {"PREFECT_HOME": str(tmp_path / "prefect")}
     variables = {name: value for name, value in process_environment(own).items() if name != "PREFECT_API_URL"}
     with subprocess.Popen(
         [*command, *SERVED_ELSEWHERE], env=variables, cwd=tmp_path, stdout=PIPE, stderr=PIPE
