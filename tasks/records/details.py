@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -56,6 +57,19 @@ def together(parts: Sequence[BenchmarkDetails]) -> BenchmarkDetails | None:
     )
 
 
+class LogLikelihood(Part):
+    """The way the choices of an evaluation were weighed."""
+
+    way: Literal["prefix cache", "echo"]
+    """By way of the engine's prefix cache, or each choice whole."""
+    audited: int = 0
+    """Contexts that were asked both ways."""
+    largest_difference: float | None = None
+    """Largest difference between the two ways in the log-probability of a token, in nats."""
+    reason: str | None = None
+    """The reason for echoes; empty for the prefix cache."""
+
+
 class Asking(Part):
     """The way questions were put, as far as the configuration does not say."""
 
@@ -65,5 +79,7 @@ class Asking(Part):
     """Rule by which prompts begin with a token that says so, and whether they do."""
     chat_template: str | None = None
     """Digest of the template that conversations were put into; empty where none was used."""
+    loglikelihood: LogLikelihood | None = None
+    """The way choices were weighed; empty where there were none, or nobody says."""
     notes: tuple[str, ...] = ()
     """Facts that a reader of every score has to know, such as a template that disagrees with the tokenizer."""

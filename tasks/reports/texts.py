@@ -104,6 +104,7 @@ def asked_so(record: Record) -> dict[str, Any]:
     facts = {
         "seeds": asking.seeds,
         "first token": asking.bos,
+        "choices": asking.loglikelihood and asking.loglikelihood.model_dump(exclude_none=True),
         "chat template": asking.chat_template and asking.chat_template[:12],
         "data": {name: found.data[:12] for name, found in details if found.data},
         "prompts": {name: found.prompts[:12] for name, found in details if found.prompts},

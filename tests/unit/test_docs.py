@@ -57,7 +57,7 @@ from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
 from tasks.generation.config import GenerationConfig, PromptsConfig, SamplingConfig
 from tasks.policies.policy import Policy, PolicySuite, RetryBudget
-from tasks.records.details import Asking, BenchmarkDetails
+from tasks.records.details import Asking, BenchmarkDetails, LogLikelihood
 from tasks.records.record import CheckpointReference, Counts, Metric, Record, SinkState
 from tasks.records.samples import Sample
 from tasks.records.seals import Digests
@@ -111,10 +111,12 @@ MODELS: tuple[type[BaseModel], ...] = (
     *(Regions, Region, RayCluster, Prices, Price, EgressPrice),
     *(WeightsAndBiasesSink, MlflowSink, ObjectStoreSink, HuggingFaceSink),
     *(InferencePoolConfig, ModelConfig, ResourceConfig, CpuConfig, GpuConfig, TpuConfig),
-    *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, Digests, SinkState, Sample),
+    *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, LogLikelihood, Digests, SinkState, Sample),
 )
 # Nobody has to fill these in.
-WRITTEN_BY_US = (Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, Digests, SinkState, Sample)
+WRITTEN_BY_US = (
+    *(Record, CheckpointReference, Metric, Counts, BenchmarkDetails, Asking, LogLikelihood, Digests, SinkState, Sample),
+)
 HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # what one leaves unset, the one before it says
 SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}

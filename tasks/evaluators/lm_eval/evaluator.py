@@ -12,6 +12,7 @@ from pathlib import Path
 from pools.endpoint import RunningModel
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput, UnknownBenchmark
+from resources.settings import settings
 from resources.storage import storage
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.isolation import ModelCode
@@ -92,6 +93,7 @@ class LmEval:
             "conversations": options.endpoint == "chat_completions",
             "prompt_logprobs": model.prompt_logprobs,
             **model.scoring.model_dump(),
+            "trust_folder": str(settings().cache_dir / "loglikelihood"),
             "pool": model.direct,
             "max_model_len": model.max_model_len,
             "max_gen_toks": options.max_gen_toks,

@@ -26,13 +26,18 @@ def answer(*, ids: bool = True, prompts: list[list[int]] = PROMPTS) -> dict[str,
     return {"choices": [made.choice for made in completions_of("w0", prompts_of(prompts), fields, chat=False)]}
 
 
+def weigh_rows(*given: Any, **options: Any) -> tuple[float, bool]:
+    rows = PROGRAM["weighed_rows"](*given, **options)
+    return sum(value for value, _ in rows), all(value == best for value, best in rows)
+
+
 def weigh(content: Any, *, prompts: list[list[int]] = PROMPTS) -> list[tuple[float, bool]]:
     def read(tokens: list[int]) -> list[str]:
         return [bytes(tokens).decode()]
 
     choices = PROGRAM["choices_of"](content, len(prompts))
     return [
-        PROGRAM["weight_of"](choice, asked, START, sent=len(asked), read=read)
+        weigh_rows(choice, asked, START, sent=len(asked), read=read)
         for choice, asked in zip(choices, prompts, strict=True)
     ]
 
@@ -145,11 +150,11 @@ def test_token_that_was_generated_by_order_is_weighed_like_one_of_the_prompt():
     fields |= {"prompt": shorter, "allowed_token_ids": PROMPTS[0][-1:]}
     [made] = completions_of("w0", prompts_of(shorter), fields, chat=False)
     asked = PROMPTS[0]
-    forced = PROGRAM["weight_of"](made.choice, asked, START, sent=len(asked) - 1, read=lambda tokens: [])
+    forced = weigh_rows(made.choice, asked, START, sent=len(asked) - 1, read=lambda tokens: [])
     assert [forced] == weigh(whole, prompts=PROMPTS[:1])
     unnamed = {**made.choice, "logprobs": {**made.choice["logprobs"], "tokens": ["a"] * len(asked)}}
     with pytest.raises(MALFORMED, match="generated"):
-        PROGRAM["weight_of"](unnamed, asked, START, sent=len(asked) - 1, read=lambda tokens: [])
+        weigh_rows(unnamed, asked, START, sent=len(asked) - 1, read=lambda tokens: [])
 
 
 def written(choice: dict[str, Any], *, prompt: str = "", stops: tuple[str, ...] = ()) -> Any:

@@ -64,8 +64,10 @@ def check_end(choice: Choice) -> None:
         raise MalformedAnswerError(f"a finish_reason {str(end)[:40]!r}")
 
 
-def weight_of(choice: Choice, asked: Sequence[int], start: int, *, sent: int, read: Reader) -> tuple[float, bool]:
-    """Log-probability of `asked[start:]`, and whether each of these tokens is the likeliest.
+def weighed_rows(
+    choice: Choice, asked: Sequence[int], start: int, *, sent: int, read: Reader
+) -> list[tuple[float, float]]:
+    """Log-probability of each token of `asked[start:]`, with that of the likeliest token in its place.
 
     Args:
         choice: an echo of a prompt with one generated token.
@@ -94,7 +96,7 @@ def weight_of(choice: Choice, asked: Sequence[int], start: int, *, sent: int, re
     likeliest = [max(top.values()) if isinstance(top, dict) and top else None for _, top in scored]
     if None in likeliest:
         raise MalformedAnswerError("a token without the likeliest one")
-    return sum(value for value, _ in scored), likeliest == [value for value, _ in scored]
+    return [(value, best) for (value, _), best in zip(scored, likeliest, strict=True) if best is not None]
 
 
 def _check_tokens(choice: Choice, tokens: list[str], asked: Sequence[int], *, sent: int, read: Reader) -> None:

@@ -1,31 +1,33 @@
-"""The model that `run_lm_eval.py` asks: its tokenizer, its endpoint, and lm-eval's clients, mended."""
+"""The model that `run_lm_eval.py` asks: its endpoint, and lm-eval's clients, mended."""
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import hashlib
 import json
 import logging
-from asyncio import Semaphore
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
-from aiohttp import ClientError, ClientResponseError, ClientSession
+from aiohttp import ClientError, ClientResponseError, ClientSession, ClientTimeout, TCPConnector
+from choice_scoring import Choice, NotTakenError, Outcome, Row, Scorer, Trust, UnreadableAnswerError, weight_of
 from lm_eval import utils
 from lm_eval.api.instance import Instance
+from lm_eval.models import api_models
 from lm_eval.models.api_models import LMEVAL_MODEL_NONE_ANSWER_PLACEHOLDER as NO_ANSWER
 from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
-from lm_eval.models.utils import resolve_max_length
-from lm_eval_answers import MalformedAnswerError, choices_of, weight_of, written
-from lm_eval_refusal import refuse
+from lm_eval_answers import MalformedAnswerError, choices_of, weighed_rows, written
+from tenacity import retry, retry_if_not_exception_type, stop_after_attempt, wait_exponential
 
-DEFAULT_GENERATED = 256
 MOST_STOPS = 4  # what every endpoint takes
 REQUESTS_FAULT = (400, 413, 422)
 """Statuses by which an endpoint refuses what it was asked; with any other one it fails."""
+NOT_TAKEN = (*REQUESTS_FAULT, 403, 404, 405, 501)
+"""Statuses by which it refuses a way of asking."""
 MOST_SHOWN = 300
 NO_SEED = "none: each answer at a temperature is drawn anew"
 _log = logging.getLogger("lm_eval.models.api_models")
@@ -33,68 +35,6 @@ _log = logging.getLogger("lm_eval.models.api_models")
 
 class EndpointFaultError(Exception):
     """A request that an endpoint did not answer, whole, in all tries."""
-
-
-def load_tokenizer(job: dict[str, Any], output: Path) -> Any:
-    """The tokenizer of the checkpoint; refuses one that is missing, damaged, or has no template where one is needed."""
-    from transformers import AutoTokenizer
-
-    folder = job["model_args"]["tokenizer"]
-    try:
-        if not Path(folder).is_dir():  # else its name would be looked for on the hub
-            raise FileNotFoundError(f"no folder {folder}")
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        tokenizer("a")
-    except Exception as error:  # noqa: BLE001 - what damaged files lead to has no common type
-        _log.error("the tokenizer cannot be loaded", exc_info=error)
-        refuse(
-            output,
-            kind="BadInput",
-            expected=f"a tokenizer that loads in {folder}",
-            found=f"{type(error).__name__}: {error}"[:1000],
-            remedy="Put the tokenizer's files of the training run into the checkpoint, whole",
-        )
-    if job["apply_chat_template"] and not job["conversations"] and not tokenizer.chat_template:
-        refuse(
-            output,
-            kind="BadInput",
-            expected="a tokenizer with a chat template, since apply_chat_template is set",
-            found=f"none in {folder}",
-            remedy="Add one to the checkpoint, or set apply_chat_template to false",
-        )
-    return tokenizer
-
-
-def complete_model_args(job: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """Adds what depends on the tokenizer and on how much the model holds.
-
-    `max_length` is what `--model hf` calls so: tokens that the model reads at once. An engine of ours holds one more,
-    which it generates.
-    """
-    held = job["max_model_len"] or context_of(Path(job["model_args"]["tokenizer"]), tokenizer)
-    max_length = held - 1 if job["pool"] else held
-    given = job["model_args"]
-    if job["conversations"]:
-        given = {key: value for key, value in given.items() if not key.startswith("token")}
-    max_gen_toks = min(job["max_gen_toks"] or DEFAULT_GENERATED, max_length // 2)
-    return {**given, "max_length": max_length, "max_gen_toks": max_gen_toks}
-
-
-def context_of(checkpoint: Path, tokenizer: Any) -> int:
-    """Tokens the model holds, by its own configuration; lm-eval's default where there is none."""
-    try:
-        described = json.loads((checkpoint / "config.json").read_text())
-        return resolve_max_length(PretrainedShape(described), tokenizer)
-    except (OSError, ValueError, AttributeError, TypeError):
-        return resolve_max_length(None, tokenizer)
-
-
-class PretrainedShape:
-    """The numbers in a config.json, as lm-eval looks for a context length among them."""
-
-    def __init__(self, described: dict[str, Any]) -> None:
-        below = described.get("text_config")
-        self.__dict__.update({**described, "text_config": PretrainedShape(below) if below else None})
 
 
 class Checked(LocalCompletionsAPI):
@@ -116,19 +56,13 @@ class Checked(LocalCompletionsAPI):
         Raises:
             EndpointFaultError: the endpoint failed every time.
         """
-        try:
+        with endpoint_faults():
             return await super().get_batched_requests(requests, cache_keys, **options)
-        except ClientResponseError as error:
-            if error.status in REQUESTS_FAULT:
-                raise
-            raise EndpointFaultError(f"status {error.status}") from error
-        except (ClientError, MalformedAnswerError, OSError) as error:  # a time-out is an OSError
-            raise EndpointFaultError(f"{type(error).__name__}: {error}"[:MOST_SHOWN]) from error
 
     async def amodel_call(
         self,
         session: ClientSession,
-        sem: Semaphore,
+        sem: asyncio.Semaphore,
         messages: list[Any],
         *,
         generate: bool = True,
@@ -149,8 +83,10 @@ class Checked(LocalCompletionsAPI):
             for choice, prompt in zip(choices_of(answer, len(messages)), prompts, strict=True)
         ]
 
-    async def _post(self, session: ClientSession, sem: Semaphore, payload: dict[str, Any]) -> Any:
-        async with sem, session.post(self.base_url, json=payload, headers=self.header) as response:
+    async def _post(
+        self, session: ClientSession, sem: asyncio.Semaphore, payload: dict[str, Any], *, url: str | None = None
+    ) -> Any:
+        async with sem, session.post(url or self.base_url, json=payload, headers=self.header) as response:
             if not response.ok:
                 found = (await response.text())[:MOST_SHOWN]
                 _log.warning("Request failed with status %d, and is tried again: %s", response.status, found)
@@ -190,11 +126,15 @@ class Checked(LocalCompletionsAPI):
 class Completions(Checked):
     """Token ids to /completions, as `--model hf` makes them, in its windows.
 
-    Whole texts are weighed side by side; lm-eval's own client takes one at a time.
+    Whole texts are weighed side by side; lm-eval's own client takes one at a time. Choices are weighed by way of the
+    engine's prefix cache where `scoring` says that it can, and else by echoes.
     """
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, scoring: dict[str, Any], **options: Any) -> None:
         super().__init__(**options)
+        self.scoring = scoring
+        self.outcome: Outcome | None = None
+        """The way in which choices were weighed, once they were."""
         self.add_bos_token = None  # the tokenizer's own rule
         self.token_ids = self.pool
         """True if the endpoint names tokens by their ids."""
@@ -232,17 +172,22 @@ class Completions(Checked):
     async def amodel_call(
         self,
         session: ClientSession,
-        sem: Semaphore,
+        sem: asyncio.Semaphore,
         messages: list[Any],
         *,
         generate: bool = True,
         ctxlens: list[int] | None = None,
         **options: Any,
     ) -> list[Any]:
-        """See `Checked.amodel_call`. A window with a token more than fits into a prompt has a request of its own."""
+        """See `Checked.amodel_call`."""
         if generate:
             return await super().amodel_call(session, sem, messages, **options)
-        starts = ctxlens or []
+        return [weight_of(rows) for rows in await self._echoed(session, sem, messages, ctxlens or [])]
+
+    async def _echoed(
+        self, session: ClientSession, sem: asyncio.Semaphore, messages: list[Any], starts: list[int]
+    ) -> list[list[Row]]:
+        """Rows of windows; one with a token more than fits into a prompt has a request of its own."""
         found: list[Any] = [None] * len(messages)
         fitting = [place for place, window in enumerate(messages) if len(window) <= self.longest_prompt]
         forced = [[place] for place in range(len(messages)) if place not in fitting]
@@ -257,18 +202,77 @@ class Completions(Checked):
             answer = await self._post(session, sem, payload)
             for place, choice in zip(places, choices_of(answer, len(places)), strict=True):
                 sent = min(len(messages[place]), self.longest_prompt)
-                found[place] = weight_of(choice, messages[place], starts[place], sent=sent, read=self._read)
+                found[place] = weighed_rows(choice, messages[place], starts[place], sent=sent, read=self._read)
         return found
 
     def _read(self, tokens: list[int]) -> Sequence[str]:
         return [self.tokenizer.decode(tokens, skip_special_tokens=skip) for skip in (False, True)]
+
+    def _loglikelihood_tokens(self, requests: Any, **options: Any) -> list[tuple[float, bool]]:
+        """Weights of choices, by way of the engine's prefix cache where that gives the numbers of an echo."""
+        self.outcome = self.outcome or Outcome()
+        if not self.scoring["scores_from_cache"]:
+            self.outcome.reason = "the engine does not score from its prefix cache"
+        elif requests and (rows := asyncio.run(self._from_cache(requests))) is not None:
+            return [weight_of(row) for row in rows]
+        if self.outcome.reason:
+            _log.warning("Choices are weighed by echoes: %s", self.outcome.reason)
+        return super()._loglikelihood_tokens(requests, **options)
+
+    async def _from_cache(self, requests: Sequence[Any]) -> list[Sequence[Row]] | None:
+        """Rows of choices; None where they have to be echoed, for the reason in `outcome`."""
+        assert self.outcome is not None
+        windows, starts, _ = self.batch_loglikelihood_requests([list(requests)])
+        if min(starts) < 1:
+            self.outcome.reason = "a choice has nothing in front of it"
+            return None
+        places = zip(windows, starts, strict=True)
+        choices = [Choice(tuple(window[:start]), tuple(window[start:])) for window, start in places]
+        sem = asyncio.Semaphore(self._concurrent)
+        again: Callable[..., Any] = retry(
+            stop=stop_after_attempt(self.max_retries),
+            wait=wait_exponential(multiplier=0.5, min=1, max=10),
+            retry=retry_if_not_exception_type(NotTakenError),
+            reraise=True,
+        )
+        bar = api_models.tqdm_asyncio(total=len(choices), unit_scale=1)
+        connector = TCPConnector(limit=self._concurrent, ssl=self.verify_certificate)
+        async with ClientSession(connector=connector, timeout=ClientTimeout(total=self.timeout)) as session:
+
+            async def ask(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
+                try:
+                    url = self.base_url.removesuffix("/v1/completions") + path
+                    return read(await self._post(session, sem, body, url=url))
+                except ClientResponseError as error:
+                    if error.status not in NOT_TAKEN:
+                        raise
+                    raise NotTakenError(f"status {error.status} for {path}") from error
+
+            async def echo(choice: Choice) -> Sequence[Row]:
+                window = [*choice.context, *choice.continuation]
+                [rows] = await again(self._echoed)(session, sem, [window], [len(choice.context)])
+                return rows
+
+            scorer = Scorer(
+                model=self.model,
+                ask=again(ask),
+                echo=echo,
+                most_requests=self._concurrent,
+                kv_cache_tokens=self.scoring["kv_cache_tokens"],
+                trust=Trust.of(self.scoring),
+                longest_prompt=self.longest_prompt,
+                on_weighed=bar.update,
+                outcome=self.outcome,
+            )
+            with endpoint_faults(), bar:
+                return await scorer.weigh(choices)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood of each whole text, in the windows that `--model hf` cuts it into."""
         windows = [self._windows(request.args[0]) for request in requests]
         flat = [(None, *window) for text in windows for window in text]
         self.more_requests = len(flat) - len(requests)
-        weighed = iter(self._loglikelihood_tokens(flat, disable_tqdm=True) if flat else [])
+        weighed = iter(super()._loglikelihood_tokens(flat, disable_tqdm=True) if flat else [])
         return [sum(next(weighed)[0] for _ in text) for text in windows]
 
     def _windows(self, text: str) -> list[tuple[list[int], list[int]]]:
@@ -283,6 +287,23 @@ class Completions(Checked):
 
 class Conversations(Checked, LocalChatCompletion):
     """Messages to /chat/completions, with every stop string honoured, and no answer taken for an empty one."""
+
+
+@contextmanager
+def endpoint_faults() -> Iterator[None]:
+    """Tells failures of the endpoint, after all tries, from requests that it refuses.
+
+    Raises:
+        EndpointFaultError: the endpoint failed every time.
+    """
+    try:
+        yield
+    except ClientResponseError as error:
+        if error.status in REQUESTS_FAULT:
+            raise
+        raise EndpointFaultError(f"status {error.status}") from error
+    except (ClientError, MalformedAnswerError, UnreadableAnswerError, OSError) as error:  # a time-out is an OSError
+        raise EndpointFaultError(f"{type(error).__name__}: {error}"[:MOST_SHOWN]) from error
 
 
 def bos_of(tokenizer: Any) -> str | None:

@@ -313,11 +313,12 @@ def label_progress(tasks: dict[str, list[Task]], model: Any, prompts_per_request
         def __init__(self, *args: Any, **options: Any) -> None:
             everything = stage["all"] + model.more_requests
             label = f"Requesting API ({stage['names']}; {stage['before']} before, {everything} in all)"
-            super().__init__(*args, **{**options, "desc": label, "unit_scale": prompts_per_request})
+            super().__init__(*args, **{"unit_scale": prompts_per_request, **options, "desc": label})
 
-        def __iter__(self) -> Iterator[Any]:
-            yield from super().__iter__()
-            stage["before"] += (self.total or 0) * prompts_per_request
+        def close(self) -> None:
+            if not self.disable:
+                stage["before"] += self.n * self.unit_scale
+            super().close()
 
     logging.getLogger("lm_eval.evaluator").addFilter(note)
     api_models.tqdm_asyncio = LabelledBar

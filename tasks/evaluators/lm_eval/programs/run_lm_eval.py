@@ -19,10 +19,11 @@ import importlib
 import json
 import logging
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).parent))  # -I leaves it out
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 from lm_eval_answers import installed
 from lm_eval_refusal import refuse, refuse_environment, write_json
 
@@ -38,16 +39,10 @@ try:
     from lm_eval.utils import setup_logging
     from lm_eval_index import RememberedIndex, built_in_index, listing, use_remembered_index
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
-    from lm_eval_model import (
-        Completions,
-        Conversations,
-        EndpointFaultError,
-        complete_model_args,
-        load_tokenizer,
-        way_of_asking,
-    )
+    from lm_eval_model import Completions, Conversations, EndpointFaultError, way_of_asking
     from lm_eval_prompts import PLAN_NAME, Questions, few_of_each_kind, label_progress, means, plan
     from lm_eval_proofs import prove_tokenizer
+    from lm_eval_tokenizer import complete_model_args, load_tokenizer
 
     if __name__ == "__main__":
         for name in LATE_MODULES:
@@ -129,8 +124,8 @@ def evaluate(job: dict[str, Any]) -> None:
     output = Path(job["output"])
     benchmarks, tasks, tokenizer, model_args, manager = load(job)
     prompts_per_request = 1 if job["conversations"] else job["prompts_per_request"]
-    kind = Conversations if job["conversations"] else Completions
-    model = kind(**model_args, pool=job["pool"], batch_size=prompts_per_request)
+    options = {**model_args, "pool": job["pool"], "batch_size": prompts_per_request}
+    model = Conversations(**options) if job["conversations"] else Completions(**options, scoring=job)
     asking = way_of_asking(job, model, tokenizer)
     for note in asking["notes"]:
         logging.getLogger("lm_eval").warning(note)
@@ -167,6 +162,8 @@ def evaluate(job: dict[str, Any]) -> None:
             found=str(error),
             remedy="See to the endpoint, and evaluate again",
         )
+    if isinstance(model, Completions) and model.outcome is not None:
+        asking["loglikelihood"] = asdict(model.outcome)
     write_json(
         output / ASKED_NAME,
         {"asking": asking, "ends": model.ends, "groups": means(benchmarks), "versions": installed()},

@@ -1,0 +1,76 @@
+"""The tokenizer of the model that `run_lm_eval.py` asks, and the arguments that follow from it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from lm_eval.models.utils import resolve_max_length
+from lm_eval_refusal import refuse
+
+DEFAULT_GENERATED = 256
+_log = logging.getLogger("lm_eval.models.api_models")
+
+
+def load_tokenizer(job: dict[str, Any], output: Path) -> Any:
+    """The tokenizer of the checkpoint; refuses one that is missing, damaged, or has no template where one is needed."""
+    from transformers import AutoTokenizer
+
+    folder = job["model_args"]["tokenizer"]
+    try:
+        if not Path(folder).is_dir():  # else its name would be looked for on the hub
+            raise FileNotFoundError(f"no folder {folder}")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer("a")
+    except Exception as error:  # noqa: BLE001 - what damaged files lead to has no common type
+        _log.error("the tokenizer cannot be loaded", exc_info=error)
+        refuse(
+            output,
+            kind="BadInput",
+            expected=f"a tokenizer that loads in {folder}",
+            found=f"{type(error).__name__}: {error}"[:1000],
+            remedy="Put the tokenizer's files of the training run into the checkpoint, whole",
+        )
+    if job["apply_chat_template"] and not job["conversations"] and not tokenizer.chat_template:
+        refuse(
+            output,
+            kind="BadInput",
+            expected="a tokenizer with a chat template, since apply_chat_template is set",
+            found=f"none in {folder}",
+            remedy="Add one to the checkpoint, or set apply_chat_template to false",
+        )
+    return tokenizer
+
+
+def complete_model_args(job: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """Adds what depends on the tokenizer and on how much the model holds.
+
+    `max_length` is what `--model hf` calls so: tokens that the model reads at once. An engine of ours holds one more,
+    which it generates.
+    """
+    held = job["max_model_len"] or context_of(Path(job["model_args"]["tokenizer"]), tokenizer)
+    max_length = held - 1 if job["pool"] else held
+    given = job["model_args"]
+    if job["conversations"]:
+        given = {key: value for key, value in given.items() if not key.startswith("token")}
+    max_gen_toks = min(job["max_gen_toks"] or DEFAULT_GENERATED, max_length // 2)
+    return {**given, "max_length": max_length, "max_gen_toks": max_gen_toks}
+
+
+def context_of(checkpoint: Path, tokenizer: Any) -> int:
+    """Tokens the model holds, by its own configuration; lm-eval's default where there is none."""
+    try:
+        described = json.loads((checkpoint / "config.json").read_text())
+        return resolve_max_length(PretrainedShape(described), tokenizer)
+    except (OSError, ValueError, AttributeError, TypeError):
+        return resolve_max_length(None, tokenizer)
+
+
+class PretrainedShape:
+    """The numbers in a config.json, as lm-eval looks for a context length among them."""
+
+    def __init__(self, described: dict[str, Any]) -> None:
+        below = described.get("text_config")
+        self.__dict__.update({**described, "text_config": PretrainedShape(below) if below else None})
