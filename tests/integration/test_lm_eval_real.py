@@ -40,6 +40,7 @@ from lm_eval.__main__ import cli_evaluate
 cli_evaluate()
 """
 """lm-eval's own command, which needs not read its fifteen thousand files of benchmarks (13 s), nor look for garbage."""
+NOT_FROM_CACHE = "the engine does not score from its prefix cache"
 COMPARED = ("kind_shuffled", "kind_blank", "kind_choice", "kind_next", "kind_targets", "kind_text", "kind_words")
 
 
@@ -72,6 +73,9 @@ async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
     assert len(samples(output, "demo_facts")) == 120
     assert parsed.samples == 220
     assert (seen[-1].done, seen[-1].total) == (580, 580)
+    assert (way := parsed.asking.loglikelihood) and (way.way, way.reason) == ("echo", NOT_FROM_CACHE)
+    continued = [body["prompt"] for body in map(json.loads, engine.bodies) if not body.get("echo")]
+    assert len(continued) > 10 and all(prompts == sorted(prompts) for prompts in continued)
     for path in (path for path in output.rglob("*") if path.is_file()):
         assert KEY not in path.read_text(errors="replace"), path
 

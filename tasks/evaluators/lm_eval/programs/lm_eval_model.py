@@ -50,14 +50,25 @@ class Checked(LocalCompletionsAPI):
         self.ends: dict[str, dict[int, dict[str, Any]]] = defaultdict(dict)
         """Reasons for the ends of answers, and whether reasoning stayed open, by benchmark and question."""
 
-    async def get_batched_requests(self, requests: list[Any], cache_keys: list[Any], **options: Any) -> list[Any]:
+    async def get_batched_requests(
+        self, requests: list[Any], cache_keys: list[Any], *, generate: bool = True, **options: Any
+    ) -> list[Any]:
         """Answers to all requests, each of which is tried several times.
+
+        Prompts to be continued are sent in the order of their tokens, so that what they have in common is in the
+        engine's cache when it is needed; lm-eval's order is that of their lengths.
 
         Raises:
             EndpointFaultError: the endpoint failed every time.
         """
         with endpoint_faults():
-            return await super().get_batched_requests(requests, cache_keys, **options)
+            if not generate:
+                return await super().get_batched_requests(requests, cache_keys, generate=False, **options)
+            order = sorted(range(len(requests)), key=lambda place: getattr(requests[place], "prompt", requests[place]))
+            ordered = [[several[place] for place in order] for several in (requests, cache_keys)]
+            batches = await super().get_batched_requests(*ordered, generate=True, **options)
+            answers = dict(zip(order, chain.from_iterable(batches), strict=True))
+            return [[answers[place] for place in range(len(requests))]]
 
     async def amodel_call(
         self,
