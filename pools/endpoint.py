@@ -7,6 +7,9 @@ from typing import Literal
 
 from resources.config import Config
 
+GENERATE = "/inference/v1/generate"
+"""Path of vLLM that takes token ids and sampling parameters whole; its server is started with `--enable-scale-out`."""
+
 
 class Scoring(Config):
     """Abilities and circumstances of an engine that scoring texts from its prefix cache depends on."""

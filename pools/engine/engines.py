@@ -185,7 +185,7 @@ def server_arguments(
     """Arguments of the server itself: the end of `engine_arguments`, and all that a run in a fork server gets."""
     return (
         *("--model", folder, "--served-model-name", *served_names),
-        *("--host", host, "--port", str(port), "--middleware", "engine_door.EngineDoor"),
+        *("--host", host, "--port", str(port), "--middleware", "engine_door.EngineDoor", "--enable-scale-out"),
         *engine_flags(kwargs),
     )
 

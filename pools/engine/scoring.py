@@ -1,9 +1,8 @@
 """Proof that an engine scores texts from its prefix cache, and what doing so depends on.
 
 vLLM reads no cache for a prompt whose log-probabilities are asked for, unless `skip_reading_prefix_cache` is false.
-Then it gives the rows that it computed, and no rows of what it had: one model runner leaves those out at the
-beginning; the other hands out memory that nobody has written to, so our worker writes a log-probability above 0 there.
-So a row counts only by its distance from the prompt's end, and if it holds its token with a value that can be one.
+Then it gives the rows that it computed: those of what the cache held are left out at the beginning, by one model runner
+of vLLM itself, in the other by `programs/reloading_worker.py`. So a row counts by its distance from the prompt's end.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from pools.endpoint import Scoring
+from pools.endpoint import GENERATE, Scoring
 from pools.engine.engine_client import CANARY_PROMPTS, EngineClient
 from pools.engine.launch import ServedCheckpoint
 from pools.engine.reload_trust import ROUNDING_NATS
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
-GENERATE = "/inference/v1/generate"
-"""Path of vLLM that takes sampling parameters whole; its server is started with `--enable-scale-out` for it."""
 LONGEST = 300
 """Tokens of the text that is asked about: more than two blocks of the cache, which on a CPU have 128 tokens each."""
 ROUNDING = 1e-6
@@ -65,8 +62,10 @@ def row_of(rows: Sequence[Any], token: int, *, from_end: int) -> float | None:
 
 def _scores_from_cache(engine: EngineClient, model: str, *, longest: int, dtype: str) -> bool:
     """True if named tokens, and the rows that its cache does not hold, are weighed as an echo weighs them."""
+    if dtype not in ROUNDING_NATS:
+        return False
     try:
-        return _agrees(engine, model, most=min(longest - 1, LONGEST), bound=ROUNDING_NATS.get(dtype, 0.0))
+        return _agrees(engine, model, most=min(longest - 1, LONGEST), bound=ROUNDING_NATS[dtype])
     except (EndpointUnusable, ModelUnusable, LookupError, TypeError, ValueError):
         return False
 
@@ -87,13 +86,11 @@ def _agrees(engine: EngineClient, model: str, *, most: int, bound: float) -> boo
         return False
     sampling = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": False}
     rows = engine.ask(GENERATE, {"model": model, "token_ids": ids, "sampling_params": sampling})["prompt_logprobs"]
-    found = [row_of(rows, ids[at], from_end=most - at) for at in range(most)]
-    scored = next(at for at, value in enumerate(found) if value is not None)
-    differences = [
-        abs(value - before) if value is not None else float("inf")
-        for value, before in zip(found[scored:], weighed[scored:], strict=True)
-    ]
-    return scored > 1 and max(differences) <= bound
+    scored = len(rows) - 1
+    if not 0 < scored < most - 1:  # nothing was computed, or nothing read from the cache
+        return False
+    found = [(row_of(rows, ids[-at], from_end=at), weighed[-at]) for at in range(1, scored + 1)]
+    return all(value is not None and abs(value - before) <= bound for value, before in found)
 
 
 def _cache_tokens(engine: EngineClient) -> int | None:

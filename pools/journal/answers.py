@@ -11,6 +11,7 @@ from typing import Any
 import orjson
 
 from pools.journal.terms import NO_TERMS, OF_TOKENS, Broken, Terms
+from pools.journal.token_terms import TokenTerms
 
 KNOWN_FINISHES = frozenset({"stop", "length", "tool_calls", "function_call", "content_filter", "repetition"})
 """Reasons to finish that are the model's or the request's; after an abort or an error the text is cut."""
@@ -40,8 +41,10 @@ def is_content_type(text: str) -> bool:
     return _CONTENT_TYPE.fullmatch(text) is not None
 
 
-def judge(content_type: str, body: bytes, *, stream: bool = False, terms: Terms = NO_TERMS) -> AnswerFacts | None:
-    """The facts of a 200 answer of `/v1/completions` or `/v1/chat/completions`, None unless it is whole and valid.
+def judge(
+    content_type: str, body: bytes, *, stream: bool = False, terms: Terms | TokenTerms = NO_TERMS
+) -> AnswerFacts | None:
+    """The facts of a 200 answer to a completion or generation, None unless it is whole and valid.
 
     Never raises, whatever the bytes are.
 
@@ -87,15 +90,17 @@ def _judge_response(document: Any) -> AnswerFacts:
     return AnswerFacts(_count(counts.get("input_tokens")), _count(counts.get("output_tokens")), (document["status"],))
 
 
-def _judge_whole(document: dict[str, Any], terms: Terms) -> AnswerFacts:
+def _judge_whole(document: dict[str, Any], terms: Terms | TokenTerms) -> AnswerFacts:
     choices = _choices(document)
     if not choices:
         raise Broken
     terms.check(choices, _counts(document.get("usage")))
+    if isinstance(terms, TokenTerms):
+        terms.check_prompt(document.get("prompt_logprobs"))
     return _facts(document.get("usage"), tuple(_finish(choice.get("finish_reason")) for choice in choices))
 
 
-def _judge_stream(body: bytes, terms: Terms) -> AnswerFacts:
+def _judge_stream(body: bytes, terms: Terms | TokenTerms) -> AnswerFacts:
     if not body.endswith(_ENDS):
         raise Broken
     joined: dict[int, dict[str, Any]] = {}
@@ -121,14 +126,14 @@ def _judge_stream(body: bytes, terms: Terms) -> AnswerFacts:
     return _facts(usage, tuple(_finish(choice.get("finish_reason")) for choice in choices))
 
 
-def _joined(before: dict[str, Any] | None, piece: dict[str, Any], terms: Terms) -> dict[str, Any]:
+def _joined(before: dict[str, Any] | None, piece: dict[str, Any], terms: Terms | TokenTerms) -> dict[str, Any]:
     """A choice of a stream with one more piece of it, as far as its terms go: an echo is in the first piece."""
     if before is None:
         return piece
     if (finish := piece.get("finish_reason")) is not None:
         before["finish_reason"] = finish
     logprobs, more = before.get("logprobs"), piece.get("logprobs")
-    if not terms.logprobs or terms.chat:
+    if not terms.joins_rows:
         return before
     if isinstance(logprobs, dict) and isinstance(more, dict):
         for name in OF_TOKENS:

@@ -11,6 +11,8 @@ from typing import Any
 
 import orjson
 
+from pools.endpoint import GENERATE
+
 _LARGE_NUMBER = b"e+"
 """In what orjson writes, every number beyond 64 bits has this; it may have been an integer that became a float."""
 _READ_TWICE_BYTES = 64 * 1024
@@ -57,7 +59,7 @@ def question(subject: Subject, target: str, *, body: bytes, fields: Mapping[str,
     model = fields.get("model")
     return Question(
         key=content.digest(),
-        deterministic=is_deterministic(fields),
+        deterministic=is_deterministic(_sampling(fields, target)),
         subject=subject,
         target=target,
         model=model if isinstance(model, str) else "",
@@ -66,7 +68,7 @@ def question(subject: Subject, target: str, *, body: bytes, fields: Mapping[str,
 
 
 def is_deterministic(fields: Mapping[str, Any]) -> bool:
-    """True if nothing in the answer is drawn at random.
+    """True if nothing in the answer is drawn at random, where `fields` say how to sample.
 
     So it is at temperature 0, which has to be given, and for log-probabilities of a prompt where no token is generated.
     A seed does not count: what it leads to depends on the requests that share a batch.
@@ -75,6 +77,14 @@ def is_deterministic(fields: Mapping[str, Any]) -> bool:
         return True
     generates_nothing = _is_zero(fields.get("max_tokens"), (int,)) and not fields.get("max_completion_tokens")
     return generates_nothing and (fields.get("echo") is True or type(fields.get("prompt_logprobs")) is int)
+
+
+def _sampling(fields: Mapping[str, Any], target: str) -> Mapping[str, Any]:
+    """The fields that say how to sample; elsewhere in the body they mean nothing."""
+    if target.partition("?")[0] != GENERATE:
+        return fields
+    given = fields.get("sampling_params")
+    return given if isinstance(given, dict) else {}
 
 
 def _is_zero(value: Any, kinds: tuple[type, ...]) -> bool:

@@ -36,6 +36,13 @@ class Terms:
     """Tokens are named by their ids."""
     prompt_texts: bool = True
     """An echoed text begins the text of its choices."""
+    labels: frozenset[str] = frozenset()
+    """Names of tokens whose log-probabilities stand in each row, whichever token was made."""
+
+    @property
+    def joins_rows(self) -> bool:
+        """True if the rows in the pieces of a stream are looked at together."""
+        return self.logprobs and not self.chat
 
     def check(self, choices: Sequence[dict[str, Any]], usage: Mapping[str, Any], *, whole: bool = True) -> None:
         """Passes if all choices keep to the terms.
@@ -75,9 +82,11 @@ class Terms:
         columns: list[Any] = [logprobs.get(name) for name in OF_TOKENS] if isinstance(logprobs, dict) else [None]
         if not all(isinstance(column, list) for column in columns) or len(set(map(len, columns))) != 1:
             raise Broken
-        tokens, values, _ = columns
+        tokens, values, tops = columns
         if not self.echo:
             check_values(values)
+            if self.labels:
+                self._check_labels(tops)
             return len(values)
         if not values or values[0] is not None:  # nothing stands before the first token
             raise Broken
@@ -92,6 +101,12 @@ class Terms:
             if self.token_ids and _joined(tokens[: len(prompt)]) != orjson.dumps(prompt):
                 raise Broken
         return len(values)
+
+    def _check_labels(self, tops: list[Any]) -> None:
+        for top in tops:
+            if not isinstance(top, dict) or not self.labels <= top.keys():
+                raise Broken
+            check_values([top[label] for label in self.labels])
 
     def _check_rows(self, rows: int, usage: Mapping[str, Any]) -> None:
         """Passes if there are as many rows as the engine says there are tokens."""
@@ -123,14 +138,17 @@ def terms_of(fields: Mapping[str, Any], *, chat: bool = False) -> Terms:
         return Terms([None], n, chat=True, logprobs=shown)
     most = fields.get("max_tokens", 16)
     cut = fields.get("truncate_prompt_tokens") is not None
+    by_id = fields.get("return_tokens_as_token_ids") is True
+    labels = fields.get("logprob_token_ids")
     return Terms(
         prompts=_prompts(fields.get("prompt"), cut=cut),
         n=n,
         logprobs=type(fields.get("logprobs")) is int,
         echo=fields.get("echo") is True,
         most_tokens=most if type(most) is int else None,
-        token_ids=fields.get("return_tokens_as_token_ids") is True,
+        token_ids=by_id,
         prompt_texts=not cut and not fields.get("return_token_ids"),
+        labels=frozenset(f"token_id:{token}" for token in labels if by_id) if isinstance(labels, list) else frozenset(),
     )
 
 

@@ -9,11 +9,14 @@ from typing import Any
 
 import orjson
 
+from pools.endpoint import GENERATE as _GENERATE
 from pools.journal.terms import NO_TERMS, Terms, terms_of
+from pools.journal.token_terms import TokenTerms, token_terms_of
 from pools.proxy.connections.messages import Header, Request
 from pools.proxy.connections.replies import OURS_TO_KEEP, Refusal, passed_on
 
 COMPLETIONS, CHAT, RESPONSES, TOKENIZE = b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/tokenize"
+GENERATE = _GENERATE.encode()
 """Paths of engines that clients may ask for."""
 _MOST_VALUES = 2**22
 """Commas and brackets, a bracket counts as four: the loop stands still for 0.3 s at most while they are parsed."""
@@ -37,17 +40,18 @@ class Asked:
     """The number of times that the pool had given up before it came; none where it must not make it try again."""
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> Terms | TokenTerms:
         """The terms that it sets for its answer; read again from the body, since `fields` may be gone by then."""
         try:
-            return terms_of(orjson.loads(self.body), chat=self.target == CHAT)
+            fields = orjson.loads(self.body)
         except orjson.JSONDecodeError:  # a body that only json reads is not looked at twice
             return NO_TERMS
+        return token_terms_of(fields) if self.target == GENERATE else terms_of(fields, chat=self.target == CHAT)
 
     @property
     def is_completion(self) -> bool:
         """True if the journal keeps answers to such requests."""
-        return self.target in (COMPLETIONS, CHAT)
+        return self.target in (COMPLETIONS, CHAT, GENERATE)
 
 
 def asked_in(request: Request, *, target: bytes) -> Asked:

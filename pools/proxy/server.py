@@ -23,12 +23,15 @@ from pools.proxy.connections.replies import Refusal, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
 from pools.proxy.leases import Leases
-from pools.proxy.request import CHAT, COMPLETIONS, RESPONSES, TOKENIZE
+from pools.proxy.request import CHAT, COMPLETIONS, GENERATE, RESPONSES, TOKENIZE
 from pools.proxy.routing import RoutedReplica, RoutingTable
 from resources.config import Config
 from resources.settings import ProxyKeys
 
-_CELL = re.compile(r"/cells/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,199})/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,99})(/v1/.*)")
+_CELL = re.compile(
+    r"/cells/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,199})/([A-Za-z0-9][A-Za-z0-9._+=@-]{0,99})(/(?:inference/)?v1/.*)"
+)
+_OF_ENGINES = (COMPLETIONS, CHAT, RESPONSES, GENERATE, TOKENIZE)
 _NAMED = re.compile(NAME_PATTERN)
 _LONGEST_WAIT_SECONDS = 30.0
 _EXPIRY_SECONDS = 0.25
@@ -89,7 +92,7 @@ class ProxyServer:
         client, admin = keys.client.get_secret_value().encode(), keys.admin.get_secret_value().encode()
         join = keys.join.get_secret_value().encode()
         self._routes: dict[str, _Route] = {
-            **{path.decode(): _Route(("POST",), client, None) for path in (COMPLETIONS, CHAT, RESPONSES, TOKENIZE)},
+            **{path.decode(): _Route(("POST",), client, None) for path in _OF_ENGINES},
             "/v1/models": _Route(("GET",), client, self._models),
             "/v1/models/": _Route(("GET",), client, self._model),
             "/version": _Route(("GET",), client, self._version),

@@ -35,9 +35,10 @@ if __package__ in (None, ""):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from fakes.engine_answers import Completion, chat_prompt, completions_of, prompts_of
-from fakes.malformed import malformed
+from fakes.malformed import malformed, malformed_tokens
+from fakes.token_answers import GENERATE, PrefixCache, completion_fields, token_answer, token_pieces
 
-COMPLETIONS = ("/v1/completions", "/v1/chat/completions")
+COMPLETIONS = ("/v1/completions", "/v1/chat/completions", GENERATE)
 
 
 @dataclass
@@ -94,6 +95,8 @@ class Faults:
     """Prompts are not echoed, as with engines that have no log-probabilities of them."""
     no_reload: bool = False
     """There is no `collective_rpc`, as where the development endpoints are off."""
+    no_generate: bool = False
+    """Token ids are not taken, as without `--enable-scale-out`."""
 
     def take(self, count: str) -> bool:
         """True if a fault is due; uses it up."""
@@ -147,6 +150,7 @@ class FakeEngine:
     """The last paths, with their queries, of completion requests."""
     asked_file: Path | None = None
     """Gets a line for each completion request: the time in nanoseconds, and its body."""
+    cache: PrefixCache = field(default_factory=PrefixCache)
     _wholes: int = 0
     _weights_name: str = "default"
     _runner: web.AppRunner | None = None
@@ -258,9 +262,13 @@ class FakeEngine:
             headers = {name.lower(): value for name, value in request.headers.items()}
             answer = {"body": base64.b64encode(body).decode(), "headers": headers}
             return web.json_response(answer, headers={"X-Fake-Engine": "echo"})
-        chat = request.path.startswith("/v1/chat")
+        chat, generates = request.path.startswith("/v1/chat"), request.path == GENERATE
+        if generates and self.faults.no_generate:
+            return _error(403, "Scale-out endpoints are disabled.")
         try:
             fields = json.loads(body)
+            if generates:
+                fields = completion_fields(fields)
             _check(fields)
             prompts = [chat_prompt(fields["messages"])] if chat else prompts_of(fields["prompt"], self.vocabulary_size)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -275,8 +283,12 @@ class FakeEngine:
         if self.faults.no_echo:
             fields["echo"] = False
         completions = completions_of(self.label, prompts, fields, chat=chat)
+        cached = self._read(completions)
+        if generates:
+            return await self._give_tokens(request, fields, completions, cached=cached)
         if fields.get("stream"):
-            return await self._stream(request, fields, completions)
+            pieces = (piece for completion in completions for piece in completion.pieces())
+            return await self._stream(request, fields, _head(chat, fields, completions), pieces)
         answer = {**_head(chat, fields, completions), "choices": [c.choice for c in completions]}
         self._wholes += 1
         if self.faults.malformation and self._wholes % self.faults.malformed_every == 0:
@@ -285,6 +297,26 @@ class FakeEngine:
             others = completions_of(self.label, turned, asked, chat=chat)
             other = {**answer, "choices": [c.choice for c in others]}
             answer = malformed(self.faults.malformation, answer, other=other)
+        return await self._whole(request, answer)
+
+    def _read(self, completions: list[Completion]) -> int:
+        """Holds what was read and made; the number of tokens of the first prompt that were held before."""
+        cached = self.cache.read(completions[0].prompt) if completions else 0
+        for completion in completions:
+            self.cache.keep(completion.prompt + completion.made[:-1])
+        return cached
+
+    async def _give_tokens(
+        self, request: web.Request, fields: dict[str, Any], completions: list[Completion], *, cached: int
+    ) -> web.StreamResponse:
+        head, choices = token_answer(fields, completions, cached=cached, version=self._weights_name)
+        if fields.get("stream"):
+            pieces = (piece for choice in choices for piece in token_pieces(choice))
+            return await self._stream(request, fields, {**head, "prompt_logprobs": None}, pieces)
+        self._wholes += 1
+        answer = {**head, "choices": choices}
+        if self.faults.malformation and self._wholes % self.faults.malformed_every == 0:
+            answer = malformed_tokens(self.faults.malformation, answer)
         return await self._whole(request, answer)
 
     async def _whole(self, request: web.Request, answer: dict[str, Any]) -> web.StreamResponse:
@@ -301,14 +333,12 @@ class FakeEngine:
         return self._die(request, response)
 
     async def _stream(
-        self, request: web.Request, fields: dict[str, Any], completions: list[Completion]
+        self, request: web.Request, fields: dict[str, Any], head: dict[str, Any], pieces: Iterator[dict[str, Any]]
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
         dying = self.faults.take("die_mid_stream")
-        head = _head(completions[0].chat, fields, completions)
         usage = head.pop("usage")
-        pieces = (piece for completion in completions for piece in completion.pieces())
         for sent, choice in enumerate(pieces):
             event = b"data: " + json.dumps({**head, "choices": [choice]}).encode() + b"\n\n"
             if dying and sent == self.faults.stream_events_before_death:
@@ -375,7 +405,8 @@ class FakeEngine:
 
     async def _metrics(self, _request: web.Request) -> web.Response:
         text = f"vllm:num_requests_running {self.stats.in_flight}\nvllm:request_success_total {self.stats.answered}\n"
-        return web.Response(text=text)
+        cache = f'block_size="{self.cache.block_size}",kv_cache_size_tokens="{KV_CACHE_TOKENS}",num_gpu_blocks="9"'
+        return web.Response(text=f"{text}vllm:cache_config_info{{{cache}}} 1.0\n")
 
     async def _pause(self, request: web.Request) -> web.Response:
         self._running.clear()
@@ -392,6 +423,7 @@ class FakeEngine:
 
     async def _reset_prefix_cache(self, _request: web.Request) -> web.Response:
         self.stats.prefix_cache_resets += 1
+        self.cache.clear()
         return web.Response()
 
     async def _collective_rpc(self, request: web.Request) -> web.Response:
@@ -441,6 +473,7 @@ class FakeEngine:
         return web.json_response({**dataclasses.asdict(self.stats), "label": self.label})
 
 
+KV_CACHE_TOKENS = 32_768
 CANNED = json.dumps(
     {
         "id": "cmpl-0",

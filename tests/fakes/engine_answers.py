@@ -31,6 +31,8 @@ class Completion:
     """Of the text so far, before the prompt."""
     ids: tuple[int, ...] | None = None
     """Tokens of the prompt by which they are named in the log-probabilities; none to name them by their text."""
+    labels: tuple[int, ...] = ()
+    """Tokens whose log-probabilities stand beside that of each token that was made, in place of the best ones."""
 
     @property
     def text(self) -> str:
@@ -70,7 +72,7 @@ class Completion:
             return None
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         offset = 0
-        for position, (token, alternatives) in enumerate(self._scored()):
+        for position, (token, alternatives) in enumerate(self.scored()):
             unknowable = self.echo and position == 0
             found["tokens"].append(self._named(token, position))
             found["token_logprobs"].append(None if unknowable else alternatives[token])
@@ -85,7 +87,7 @@ class Completion:
 
     def _named(self, token: int, position: int | None) -> str:
         if self.ids is None:
-            return token_text(token)
+            return token_text(token % 256)
         known = self.echo and position is not None and position < len(self.ids)
         return f"token_id:{self.ids[position] if known and position is not None else token}"
 
@@ -95,19 +97,22 @@ class Completion:
         if self.top is None:
             return None
         content = []
-        for token, alternatives in self._scored():
+        for token, alternatives in self.scored():
             tops = [_chat_token(alternative, score) for alternative, score in alternatives.items()]
             content.append({**_chat_token(token, alternatives[token]), "top_logprobs": tops})
         return {"content": content}
 
-    def _scored(self) -> Iterator[tuple[int, dict[int, float]]]:
+    def scored(self) -> Iterator[tuple[int, dict[int, float]]]:
+        """Each token, with its log-probability and those of its alternatives."""
         state = self.state if self.echo else zlib.crc32(self.prompt, self.state)
         for token in (self.prompt if self.echo else b"") + self.made:
-            best = _best(state)
+            best = best_byte(state)
             ranked = [best, *(byte for byte in _ALPHABET if byte != best)][: max(self.top or 0, 1)]
+            if self.labels:
+                ranked = [token, *self.labels]
             if token not in ranked:
                 ranked.append(token)
-            yield token, {candidate: _logprob(state, candidate) for candidate in ranked}
+            yield token, {candidate: logprob_of(state, candidate % 256) for candidate in ranked}
             state = zlib.crc32(bytes([token]), state)
 
 
@@ -147,6 +152,7 @@ def completions_of(label: str, prompts: list[bytes], fields: dict[str, Any], *, 
                     top=None if top is None or top is False else int(top),
                     state=state,
                     ids=ids if fields.get("return_tokens_as_token_ids") else None,
+                    labels=tuple(fields.get("logprob_token_ids") or ()),
                 )
             )
     return found
@@ -198,12 +204,14 @@ def _chat_token(token: int, score: float) -> dict[str, Any]:
     return {"token": token_text(token), "logprob": score, "bytes": [token]}
 
 
-def _best(state: int) -> int:
+def best_byte(state: int) -> int:
+    """The token that is most likely after a text."""
     return _ALPHABET[state % len(_ALPHABET)]
 
 
-def _logprob(state: int, token: int) -> float:
-    if token == _best(state):
+def logprob_of(state: int, token: int) -> float:
+    """The log-probability of a byte after a text."""
+    if token == best_byte(state):
         return _BEST
     return -1.0 - (zlib.crc32(bytes([token]), state) % 997) / 100
 
@@ -211,7 +219,7 @@ def _logprob(state: int, token: int) -> float:
 def _continue(state: int, length: int, stops: list[str]) -> tuple[bytes, str]:
     made = b""
     for _ in range(length):
-        made += bytes([_best(state)])
+        made += bytes([best_byte(state)])
         state = zlib.crc32(made[-1:], state)
         for stop in stops:
             at = made.find(stop.encode())

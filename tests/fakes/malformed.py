@@ -99,3 +99,52 @@ def malformed(kind: str, answer: dict[str, Any], *, other: dict[str, Any]) -> di
             for choice in choices:
                 OF_CHOICES[kind](choice)
     return {**answer, "choices": choices}
+
+
+def _each_row(change: Callable[[float], float | None]) -> Callable[[dict[str, Any]], None]:
+    def changed(answer: dict[str, Any]) -> None:
+        for row in filter(None, answer["prompt_logprobs"]):
+            for alternative in row.values():
+                alternative["logprob"] = change(alternative["logprob"])
+
+    return changed
+
+
+def _other_tokens(answer: dict[str, Any]) -> None:
+    rows = answer["prompt_logprobs"]
+    rows[1:] = [{str(int(token) + 1): value for token, value in row.items()} for row in rows[1:]]
+
+
+def _of_each_choice(change: Callable[[Choice], Any]) -> Callable[[dict[str, Any]], None]:
+    def changed(answer: dict[str, Any]) -> None:
+        for choice in answer["choices"]:
+            change(choice)
+
+    return changed
+
+
+OF_TOKENS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "last row missing": lambda answer: answer["prompt_logprobs"].pop(),
+    "row in the middle missing": lambda answer: answer["prompt_logprobs"].pop(len(answer["prompt_logprobs"]) // 2 + 1),
+    "row too many": lambda answer: answer["prompt_logprobs"].extend(answer["prompt_logprobs"][-1:]),
+    "rows of other tokens": _other_tokens,
+    "no rows": lambda answer: answer.update(prompt_logprobs=None),
+    "empty rows": lambda answer: answer.update(prompt_logprobs=[]),
+    "a row of the first token": lambda answer: answer["prompt_logprobs"].__setitem__(0, {}),
+    "positive rows": _each_row(lambda value: -value),
+    "all rows zero": _each_row(lambda value: 0.0),
+    "rows of nothing": _each_row(lambda value: None),
+    "no numbers": _each_row(lambda value: math.nan),
+    "no tokens": _of_each_choice(lambda choice: choice.update(token_ids=None)),
+    "token too few": _of_each_choice(lambda choice: choice["token_ids"].pop()),
+    "cut off": _of_each_choice(lambda choice: choice.update(finish_reason="abort")),
+    "choice too many": lambda answer: answer["choices"].append({**answer["choices"][-1], "index": 1}),
+    "prompt of another length": lambda answer: answer["usage"].update(prompt_tokens=1),
+}
+"""Kinds that change an answer of token ids."""
+
+
+def malformed_tokens(kind: str, answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer of token ids, changed into one of the kinds of `OF_TOKENS`."""
+    OF_TOKENS[kind](answer)
+    return answer

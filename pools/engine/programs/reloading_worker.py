@@ -4,18 +4,23 @@ vLLM's own reload visits each layer that the files name. On a CPU two things tha
 packed again: the output layer of a model with tied embeddings, which the files do not name, and the experts of a
 mixture, whose kernel is taken to be there already. Both are made anew here, by the layers' own methods. A mixer of
 Mamba keeps a view of its convolution, which in bfloat16 is packed into other memory: it is filled again.
+
+And where log-probabilities of a prompt are asked for without those of what the cache holds, one of vLLM's two model
+runners hands out memory for the latter that nobody has written to: numbers of another question, or ids of no token, of
+which the server dies. They are left out here, as the other runner does.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 ROWS = 4
 """Rows of random numbers that the output layer is shown, each as after a norm."""
@@ -115,6 +120,35 @@ def computed_with(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             width = getattr(module, "embedding_dim", None) or getattr(module, "input_size_per_partition", None)
             numbers = random_rows(1, width or module.input_size).to(module.weight.dtype)
             yield f"{prefix}.cpu_linear", module.cpu_linear(numbers, module.weight, None)
+
+
+def leave_out_rows_of_the_cache() -> None:
+    """Makes prompt log-probabilities begin with the first row after which a request computes all of them.
+
+    A request that was preempted may find more of itself in the cache when it goes on: rows before that are left out.
+    """
+    collect: Callable[..., dict[str, Any]] = GPUModelRunner._get_prompt_logprobs_dict
+
+    def _get_prompt_logprobs_dict(self: Any, hidden_states: Any, scheduled: dict[str, int]) -> dict[str, Any]:
+        for name in self.num_prompt_logprobs:
+            request = self.requests[name]
+            if name in scheduled:
+                at = request.num_computed_tokens
+                first, end = getattr(request, "assay_rows", (at, at))
+                if request.in_progress_prompt_logprobs_cpu is None or at > end:
+                    first = at
+                request.assay_rows = first, at + scheduled[name]
+        found = collect(self, hidden_states, scheduled)
+        for name, rows in found.items():
+            if rows is not None and (first := self.requests[name].assay_rows[0]):
+                kept = type(rows)(*(column[first:] for column in rows[:3]))
+                found[name] = kept if len(kept.logprobs) else None
+        return found
+
+    GPUModelRunner._get_prompt_logprobs_dict = _get_prompt_logprobs_dict
+
+
+leave_out_rows_of_the_cache()
 
 
 def random_rows(count: int, width: int) -> torch.Tensor:

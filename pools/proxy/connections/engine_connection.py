@@ -13,7 +13,12 @@ import httptools
 from pools.proxy.connections.messages import Header
 from pools.proxy.connections.replies import HOP_BY_HOP
 
-ENGINE_TARGETS = frozenset({b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/tokenize", b"/health"})
+ENGINE_TARGETS = frozenset(
+    {
+        *(b"/v1/completions", b"/v1/chat/completions", b"/v1/responses", b"/inference/v1/generate"),
+        *(b"/tokenize", b"/health"),
+    }
+)
 """All that is ever asked of an engine: whatever else it can do is for its own agent."""
 MAX_HEAD_BYTES = 64 * 2**10
 STALE_SECONDS = 1.0

@@ -86,6 +86,28 @@ def test_judge_log_probabilities_that_cannot_be_gives_none(body: bytes) -> None:
     assert judge(JSON, body, terms=ECHOED) is None
 
 
+LABELLED = terms_of({"prompt": [1], "logprobs": 2, "logprob_token_ids": [7, 8], "return_tokens_as_token_ids": True})
+
+
+@pytest.mark.parametrize(
+    ("top", "valid"),
+    [
+        ({"token_id:3": -1, "token_id:7": -2, "token_id:8": -9999.0}, True),
+        ({"token_id:7": -2, "token_id:8": -3}, True),
+        ({"token_id:3": -1, "token_id:7": -2}, False),
+        ({"token_id:7": -2, "token_id:8": 0.5}, False),
+        ({"token_id:7": -2, "token_id:8": None}, False),
+        ({"token_id:7": -2, "token_id:8": float("nan")}, False),
+        ({}, False),
+        (None, False),
+    ],
+)
+def test_answer_without_a_label_that_was_asked_for_is_not_valid(top: dict[str, float] | None, valid: bool) -> None:
+    columns = {"tokens": ["token_id:3"], "token_logprobs": [-1.0], "top_logprobs": [top]}
+    body = whole(choices=[choice(logprobs=columns)], usage={"prompt_tokens": 1, "completion_tokens": 1})
+    assert (judge(JSON, body, terms=LABELLED) is not None) is valid
+
+
 @pytest.mark.parametrize(
     "fields",
     [

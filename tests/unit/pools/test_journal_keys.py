@@ -164,6 +164,24 @@ def test_is_deterministic_only_where_nothing_is_drawn(fields: dict[str, Any], ex
     assert is_deterministic(fields) is expected
 
 
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"sampling_params": {"temperature": 0, "max_tokens": 1}}, True),
+        ({"sampling_params": {"temperature": 0.0, "skip_reading_prefix_cache": False}}, True),
+        ({"sampling_params": {"temperature": 1.0}, "temperature": 0}, False),
+        ({"sampling_params": {"max_tokens": 1, "prompt_logprobs": 0}}, False),
+        ({"sampling_params": None, "temperature": 0}, False),
+        ({"temperature": 0}, False),
+    ],
+)
+def test_request_for_tokens_is_deterministic_by_its_sampling_parameters_alone(
+    fields: dict[str, Any], expected: bool
+) -> None:
+    assert asked({"model": "m", **fields}, target="/inference/v1/generate").deterministic is expected
+    assert asked({"model": "m", **fields}).deterministic is (fields.get("temperature") == 0)
+
+
 NUMBERS = st.integers() | st.integers(2**62, 2**66) | st.floats(allow_nan=False, allow_infinity=False)
 VALUES = st.recursive(
     st.none() | st.booleans() | NUMBERS | st.text(),

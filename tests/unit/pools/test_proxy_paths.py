@@ -6,18 +6,27 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
 import pytest
 
 from fakes.engine import FakeEngine
+from fakes.malformed import OF_TOKENS
 from fakes.models import write_checkpoint
 from fakes.proxy import CLIENT_KEY, FakeReplica, RunningProxy, replica_of, running_proxy, state_of
+from pools.protocol import RequestCounters
 from pools.proxy.connections.upstream import Upstream
 
-MODEL = "m"
+MODEL, TOKENS = "m", "asked-for-tokens"
 ENGINES_OWN = ("collective_rpc", "pause", "sleep", "reset_prefix_cache")
+SCALE_OUT = (
+    *("/inference/v1/abort_requests", "/abort_requests"),
+    *("/v1/completions/render", "/v1/chat/completions/derender"),
+)
+GENERATE = "/inference/v1/generate"
+WEIGHED = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": False}
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +60,8 @@ async def _sent(proxy: RunningProxy, target: str, body: bytes) -> int:
         "http://x/cells%2Fa%2Fb%2Fv1%2Fcompletions?/x/y/{path}",
         "/cells/a/b/v1/completions/../../{path}",
         "/v1/completions?/../{path}",
+        "/inference/v1/generate?/../{path}",
+        "/inference/v1/{path}",
         "/%76%31/completions",
         "/v1/{path}",
         "/{path}",
@@ -79,6 +90,88 @@ async def test_query_of_a_client_does_not_reach_the_engine(proxy: RunningProxy, 
     for path in ("/v1/completions", "/cells/a/b/v1/completions"):
         assert await _sent(proxy, f"{path}?api-version=1&/collective_rpc", body) == 200
     assert list(engine.targets) == ["/v1/completions"] * 2
+
+
+@pytest.mark.parametrize("prefix", ["", "/cells/a/b"])
+@pytest.mark.parametrize("path", SCALE_OUT)
+async def test_nothing_else_that_comes_with_the_path_for_tokens_is_open(
+    proxy: RunningProxy, engine: FakeEngine, prefix: str, path: str
+) -> None:
+    body = json.dumps({"model": MODEL, "token_ids": [1], "request_ids": ["generate-tokens-0"]}).encode()
+    assert await _sent(proxy, prefix + path, body) == 404
+    assert await _sent(proxy, f"{prefix}{GENERATE}", json.dumps({"token_ids": [1]}).encode()) == 400, "names no model"
+    assert engine.stats.requests == 0
+
+
+async def test_tokens_are_weighed_for_a_cell_as_the_engine_weighs_them_and_replayed_from_the_journal(
+    tmp_path: Path,
+) -> None:
+    """Sampled ones are drawn anew outside it, whatever stands beside their sampling parameters."""
+    headers = {"Authorization": f"Bearer {CLIENT_KEY}"}
+    weighed = {"model": MODEL, "token_ids": list(range(40, 80)), "sampling_params": WEIGHED}
+    drawn = {"model": MODEL, "token_ids": [40, 41], "temperature": 0, "sampling_params": {"temperature": 1.0}}
+    async with FakeEngine() as engine, httpx.AsyncClient(headers=headers) as http:
+        with running_proxy(tmp_path, "--journal", str(tmp_path / "journal.sqlite")) as proxy:
+            proxy.tell(state_of(MODEL, engine))
+            proxy.client.open_cell("cell", "first", mirror=None)
+            url = f"{proxy.url}/cells/cell/first{GENERATE}"
+            assert (await http.post(url, json=weighed, headers={"Authorization": "Bearer no"})).status_code == 401
+            first = await http.post(url, json=weighed)
+            assert (first.status_code, len(first.json()["prompt_logprobs"])) == (200, 40)
+            own = (await http.post(f"{engine.url}{GENERATE}", json=weighed)).json()["prompt_logprobs"]
+            assert len(own) == 8, "the engine has read two blocks of 16 before"
+            assert own[1:] == first.json()["prompt_logprobs"][-7:]
+            engine.faults.malformation = "last row missing"
+            assert (await http.post(f"{proxy.url}{GENERATE}", json=weighed)).content == first.content
+            engine.faults.malformation = ""
+            asked = engine.stats.requests
+            for _ in range(2):
+                assert (await http.post(f"{proxy.url}{GENERATE}", json=drawn)).status_code == 200
+            assert engine.stats.requests == asked + 2
+            counts = proxy.client.cell_counts("cell", "first")
+            assert (counts.answered, counts.upstream, counts.prompt_tokens) == (1, 1, 40)
+
+
+@pytest.mark.parametrize("kind", OF_TOKENS)
+async def test_malformed_answer_of_tokens_is_asked_for_again_and_never_given(
+    proxy: RunningProxy, engine: FakeEngine, kind: str
+) -> None:
+    """All are asked before, so that rows are missing where the cache had them."""
+    proxy.tell(state_of(TOKENS, engine))
+    before = proxy.client.status().models.get(TOKENS, RequestCounters())
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {CLIENT_KEY}"}) as http:
+
+        async def rows(url: str, number: int) -> list[Any]:
+            ids = [number, *range(40, 80)]
+            sampling = {**WEIGHED, "logprobs": 1, "skip_reading_prefix_cache": number % 2 == 1}
+            answer = await http.post(
+                f"{url}{GENERATE}", json={"model": TOKENS, "token_ids": ids, "sampling_params": sampling}
+            )
+            return answer.json()["prompt_logprobs"]
+
+        for number in range(4):
+            await rows(engine.url, number)
+        right = [await rows(engine.url, number) for number in range(4)]
+        assert [len(found) for found in right] == [9, 41, 9, 41]
+        engine.faults.malformation, engine.faults.malformed_every = kind, 2
+        assert [await rows(proxy.url, number) for number in range(4)] == right
+    after = proxy.client.status().models[TOKENS]
+    assert (after.answered - before.answered, after.retried - before.retried) == (4, 3)
+
+
+async def test_stream_of_tokens_is_passed_on_whole_and_broken_off_where_it_breaks(
+    proxy: RunningProxy, engine: FakeEngine
+) -> None:
+    proxy.tell(state_of(TOKENS, engine))
+    body = {"model": TOKENS, "token_ids": [1, 2], "stream": True, "sampling_params": {"max_tokens": 5, "logprobs": 1}}
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {CLIENT_KEY}"}) as http:
+        whole = await http.post(f"{proxy.url}{GENERATE}", json=body)
+        assert whole.content == (await http.post(f"{engine.url}{GENERATE}", json=body)).content
+        assert whole.content.endswith(b"data: [DONE]\n\n")
+        engine.faults.die_mid_stream = 1
+        broken = await http.post(f"{proxy.url}{GENERATE}", json=body)
+    assert b"[DONE]" not in broken.content
+    assert json.loads(broken.content.rsplit(b"data: ", 1)[1])["error"]["code"] == 502
 
 
 @pytest.mark.parametrize("target", [b"/collective_rpc", b"/pause", b"/v1/completions?x", b"/v1/load_lora_adapter"])

@@ -1,0 +1,107 @@
+"""Terms of a request of `/inference/v1/generate`, which takes token ids and answers with them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pools.journal.terms import Broken, check_values
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """Terms of one request; empty fields demand nothing.
+
+    `prompt` are its token ids, `n` the choices it gets, `logprobs` whether each has a row for each of its tokens.
+    """
+
+    prompt: Sequence[int] | None = field(default=None, repr=False)
+    n: int = 1
+    logprobs: bool = False
+    prompt_rows: bool = False
+    """Log-probabilities of the prompt's tokens are asked for."""
+    from_cache: bool = False
+    """Without those of tokens that the engine's cache holds: rows at the beginning may be missing."""
+    joins_rows: bool = field(default=False, init=False)
+    """Rows in a stream are not looked at."""
+
+    def check(self, choices: Sequence[dict[str, Any]], usage: Mapping[str, Any], *, whole: bool = True) -> None:
+        """Passes if all choices keep to the terms.
+
+        Args:
+            choices: in the order of their indices.
+            usage: counts of tokens, as far as the engine gave them.
+            whole: not joined from a stream.
+
+        Raises:
+            Broken: one does not.
+        """
+        if self.prompt is None:
+            return
+        if [choice.get("index") for choice in choices] != list(range(self.n)):
+            raise Broken
+        if not whole:
+            return
+        made = sum(self._check_choice(choice) for choice in choices)
+        for name, count in (("prompt_tokens", len(self.prompt)), ("completion_tokens", made)):
+            if isinstance(usage.get(name), int) and usage[name] != count:
+                raise Broken
+
+    def _check_choice(self, choice: Mapping[str, Any]) -> int:
+        """Returns the number of tokens that were made."""
+        tokens = choice.get("token_ids")
+        if not isinstance(tokens, list):
+            raise Broken
+        if self.logprobs:
+            logprobs = choice.get("logprobs")
+            rows = logprobs.get("content") if isinstance(logprobs, dict) else None
+            if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+                raise Broken
+            if [row.get("token_id") for row in rows] != tokens:
+                raise Broken
+            check_values([row.get("logprob") for row in rows])
+        return len(tokens)
+
+    def check_prompt(self, rows: Any) -> None:
+        """Passes if a row for each of the prompt's tokens is there, or for those that the cache did not hold.
+
+        Args:
+            rows: `prompt_logprobs` of the answer: nothing, since nothing stands before the first token, and rows to
+                the last.
+
+        Raises:
+            Broken: one is missing, or no log-probability of its token.
+        """
+        prompt = self.prompt
+        if prompt is None or not self.prompt_rows:
+            return
+        if not isinstance(rows, list) or not 1 <= len(rows) <= len(prompt) or rows[0] is not None:
+            raise Broken
+        if len(rows) < len(prompt) and not self.from_cache:
+            raise Broken
+        tokens = prompt[len(prompt) - len(rows) + 1 :]
+        try:
+            values = [row[str(token)]["logprob"] for row, token in zip(rows[1:], tokens, strict=True)]
+        except (LookupError, TypeError):
+            raise Broken from None
+        check_values(values)
+        if len(values) > 1 and not any(values):
+            raise Broken
+
+
+def token_terms_of(fields: Mapping[str, Any]) -> TokenTerms:
+    """The terms in a request's fields; what no engine of ours is known to answer by is not demanded."""
+    prompt, sampling = fields.get("token_ids"), fields.get("sampling_params")
+    if not isinstance(prompt, list) or not isinstance(sampling, dict) or {"features", "content_parts"} & fields.keys():
+        return TokenTerms()
+    n = sampling.get("n", 1)
+    if type(n) is not int:
+        return TokenTerms()
+    return TokenTerms(
+        prompt=prompt,
+        n=n,
+        logprobs=type(sampling.get("logprobs")) is int and fields.get("output_mode", "tokens") == "tokens",
+        prompt_rows=type(sampling.get("prompt_logprobs")) is int,
+        from_cache=sampling.get("skip_reading_prefix_cache") is False,
+    )
