@@ -14,6 +14,7 @@ from tasks.prefect_server.client import end_reported
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
+from tasks.reports.page import import_plotting
 from tasks.running.announce import announce, check_sinks
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
@@ -71,6 +72,7 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
     """
     began = now()
     put_away(cells)
+    import_plotting()
     with ClaimedCells([cell for cell in cells if not cell.done], wait=wait) as claimed:
         run_claimed(configs, claimed)
     publish_report(configs[0])

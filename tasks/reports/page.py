@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -157,6 +159,11 @@ def curves_svg(records: Sequence[Record], *, qualifications: Sequence[Qualificat
     results = Results(records, qualifications=qualifications)
     columns = [column for column in results.columns if not column.part]
     return plots.charts_svg([results.chart(column, title=results.named(column)) for column in columns])
+
+
+def import_plotting() -> None:
+    """Begins to import what draws curves, beside what is done meanwhile; a report that comes first waits for it."""
+    threading.Thread(target=import_module, args=("tasks.reports.plots",), name="import-plotting", daemon=True).start()
 
 
 def render_report(

@@ -64,7 +64,10 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
             yield PoolServing(pool.session)
         finally:
             report_event("closing the pool")
-            pool.close()
+            if config.pool_config.device == "cpu":
+                warm.end(pool.close)
+            else:
+                pool.close()  # before what it has reserved is given back
 
 
 def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +44,12 @@ class WarmPrograms:
         self._harnesses: dict[tuple[str, str], Harness] = {}
         self._launchers: list[tuple[InferencePoolConfig, Environment, Launcher]] = []
         self._preparing = threading.RLock()
+        self._endings = stack.enter_context(ThreadPoolExecutor(thread_name_prefix="ending"))
+
+    def end(self, close: Callable[[], None]) -> None:
+        """Begins to end something that the programs are used by, which the end of their block waits for."""
+        ending = self._endings.submit(copy_context().run, close)
+        self._stack.callback(ending.result)
 
     def prepare(self, configs: Sequence[EvaluationConfig]) -> None:
         """Begins to import the evaluators of some evaluations; takes no time but to build an environment."""

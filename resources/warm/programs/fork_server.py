@@ -346,3 +346,4 @@ def main(arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    os._exit(0)  # taking apart what an engine imports keeps whoever ends it waiting for half a second

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -93,3 +94,19 @@ def test_nothing_is_begun_that_nobody_needs_or_that_has_to_be_built(
     make_environment(LM_EVAL)
     with begun_early([evaluation(tmp_path, pool_config=None, base_url="http://127.0.0.1:9/v1")]):
         assert begun() == {"run_lm_eval": True}
+
+
+def test_end_that_was_begun_is_waited_for_and_what_it_raises_is_heard_of(tmp_path: Path):
+    may_end, ended = Event(), Event()
+
+    def close() -> None:
+        may_end.wait(30)
+        ended.set()
+        raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="disk is full"), begun_early([]):
+        with warm_programs() as programs:
+            programs.end(close)
+        assert not ended.is_set()
+        may_end.set()
+    assert ended.is_set()
