@@ -62,7 +62,8 @@ class EmbeddedServer:
             PrefectUnavailable: it does not start.
         """
         deadline = time.monotonic() + _STARTS_WITHIN_SECONDS
-        while not self._answers():
+        client = httpx.Client(trust_env=False)
+        while not self._answers(client):
             if self._deaths > _MOST_DEATHS or time.monotonic() >= deadline:
                 raise PrefectUnavailable(
                     expected=f"Prefect's embedded server to answer within {_STARTS_WITHIN_SECONDS:g} s",
@@ -102,9 +103,9 @@ class EmbeddedServer:
             report_event(f"Prefect's embedded server died (exit code {code}): starting it again")
             self._start()
 
-    def _answers(self) -> bool:
+    def _answers(self, client: httpx.Client) -> bool:
         try:
-            return httpx.get(f"{self.address}/health", trust_env=False).is_success
+            return client.get(f"{self.address}/health").is_success
         except httpx.HTTPError:
             return False
 
