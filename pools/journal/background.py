@@ -212,6 +212,8 @@ class Background:
                     f"The mirror of cell {cell.attempt.scope.cell} cannot be used now, it is tried again: {reason}"
                 )
             return False
+        finally:
+            self._database.look_again()
         cell.warned = False
         return True
 

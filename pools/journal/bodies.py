@@ -49,7 +49,7 @@ def unpacked(stored: bytes) -> bytes:
 
 def sealed(row: Row) -> Row:
     """A row with its checksum."""
-    return row._replace(checksum=_checksum(row))
+    return Row._make((*row[:_FACTS], _checksum(row), *row[_FACTS + 1 :]))  # half the time of _replace
 
 
 def is_whole(row: Row) -> bool:

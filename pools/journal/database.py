@@ -72,7 +72,7 @@ class Database:
         self._committed = committed
         self._connection: sqlite3.Connection | None = None
         self._filter: KeyFilter | None = None
-        self._has_looked = False
+        self._looked_at = -1.0
         self._inode = 0
         self._resume_at = 0.0
         self._failing = False
@@ -86,12 +86,17 @@ class Database:
         self._connect(wait_seconds=BUSY_SECONDS)
 
     def may_hold(self, key: bytes) -> bool:
-        """False if the file has no row with this key, or cannot be read; others' rows are looked for once a turn."""
+        """False if the file has no row with this key, or cannot be read.
+
+        What other connections have committed is looked for whenever the loop's clock has moved, so within a
+        millisecond, and after `look_again`.
+        """
         if self._connection is None and not self._reconnected():
             return False
         known = self._filter
         assert known is not None
-        if self._has_looked or not known.is_complete:
+        now = asyncio.get_running_loop().time()
+        if now == self._looked_at or not known.is_complete:
             return known.may_hold(key)
         try:
             known.look_for_news()
@@ -99,12 +104,12 @@ class Database:
             self.counters.errors += 1
             self.report(error)
             return False
-        self._has_looked = True
-        asyncio.get_running_loop().call_soon(self._look_again)
+        self._looked_at = now
         return known.may_hold(key)
 
-    def _look_again(self) -> None:
-        self._has_looked = False
+    def look_again(self) -> None:
+        """Looks for what others have committed before the next answer is looked for."""
+        self._looked_at = -1.0
 
     def fetch(self, sql: str, parameters: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """The first row of a query, None also where it cannot be read."""

@@ -104,6 +104,7 @@ class ProxyServer:
             "/admin/cells/": _Route(("PUT", "GET", "DELETE"), admin, self._cell),
             "/replicas/": _Route(("POST",), join, self._announced),
         }
+        self._found = {path: _Found(route, path, None) for path, route in self._routes.items() if path[-1] != "/"}
         table.on_news = self._wake
         self._expiry = asyncio.create_task(self._expire())
 
@@ -152,6 +153,8 @@ class ProxyServer:
         await self._cells.close()
 
     def _find(self, path: str) -> _Found:
+        if (known := self._found.get(path)) is not None:
+            return known
         if "%" in path:  # whoever decodes it later might read another path
             raise Refusal(400, "The path must be written without %.")
         scope = None
