@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -51,6 +52,7 @@ from pools.engine.launch import Servable
 from pools.pool.session import PoolSession
 from resources.config import size_in_bytes
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import settings
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.evaluators.lm_eval.evaluator import LmEval
 from tasks.spec.evaluation import EvaluationConfig
@@ -218,6 +220,8 @@ def bench() -> Iterator[Bench]:
     run = WORK / "run"
     checkpoint = write_model(run / "hf" / "step-1")
     cache = Cache.fresh(WORK / "cache")
+    os.environ["ASSAY_CACHE_DIR"] = str(cache.folder)  # audits are remembered for the command's cells, too
+    settings.cache_clear()
     with (
         kept_pool(cache, run, log=WORK / "pool.log", engine=_ENGINE) as pool,
         PoolSession(pool.kept.access, [Servable.from_uri(_MODEL, str(checkpoint))], holder="benchmark") as session,

@@ -19,7 +19,7 @@ from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.trial import WAYS, Way, check_lies_are_never_scored
 from pools.config import InferencePoolConfig
-from pools.endpoint import RunningModel
+from pools.endpoint import GENERATE, RunningModel, Scoring
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
@@ -157,6 +157,27 @@ async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path:
     assert "even or odd" not in (output / LOG_NAME).read_text()
     for path in (path for path in output.rglob("*") if path.is_file()):
         assert KEY not in path.read_text(errors="replace"), path
+
+
+async def test_choices_come_from_the_cache_where_the_engine_can_and_else_from_echoes(
+    tmp_path: Path, evaluate: Evaluate
+):
+    able = Scoring(scores_from_cache=True, engine=str(tmp_path), architecture="a", dtype="float32")
+    ways = {"echo": (Scoring(), False), "cache": (able, False), "refused": (able, True)}
+    found = {}
+    async with FakeEngine(models=("m",)) as engine:
+        model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
+        for name, (scoring, engine.faults.no_generate) in ways.items():
+            engine.targets.clear()
+            parsed = await evaluate(replace(model, scoring=scoring), make_config("demo_mcqa"), tmp_path / name)
+            verify_counts(parsed)
+            assert (GENERATE in engine.targets) is scoring.scores_from_cache
+            found[name] = parsed
+    samples = {name: list(read_samples(str(tmp_path / name / SAMPLES_NAME))) for name in ways}
+    assert samples["cache"] == samples["refused"] == samples["echo"]
+    cached, refused = found["cache"].asking.loglikelihood, found["refused"].asking.loglikelihood
+    assert (cached.way, cached.audited, cached.largest_difference, cached.reason) == ("prefix cache", 5, 0.0, None)
+    assert refused.way == "echo" and "403" in refused.reason
 
 
 async def test_answers_and_scores_through_a_pool_are_those_of_the_bare_command_line(

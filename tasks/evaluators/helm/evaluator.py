@@ -92,6 +92,7 @@ class Helm:
             "apply_chat_template": model.apply_chat_template,
             "prompt_logprobs": model.prompt_logprobs,
             **model.scoring.model_dump(),
+            "trust_folder": str(settings().cache_dir / "loglikelihood"),
             "max_model_len": model.max_model_len,
             "request_timeout_seconds": model.request_timeout_seconds,
             "scenarios_path": str(settings().cache_dir / "helm" / "scenarios"),

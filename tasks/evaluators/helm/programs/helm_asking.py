@@ -22,15 +22,18 @@ from helm.benchmark.adaptation.request_state import RequestState
 from helm.benchmark.adaptation.scenario_state import ScenarioState
 from helm.benchmark.executor import ExecutionSpec, Executor
 from helm.benchmark.run_spec import RunSpec
+from helm.benchmark.window_services.tokenizer_service import TokenizerService
+from helm.benchmark.window_services.window_service_factory import WindowServiceFactory
 from helm.clients import auto_client, openai_client
 from helm.common.hierarchical_logger import hlog, hwarn
 from helm.common.request import GeneratedOutput, RequestResult
 from helm.proxy.retry import get_retry_decorator, retry_if_request_failed
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))  # -I leaves it out
+sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
+import helm_choices
 import valid_answers
 
-del sys.path[0]
+del sys.path[-2:]
 
 PROGRESS_SECONDS = 0.5
 NO_DATA = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectionError", "URLError", "gaierror")
@@ -70,14 +73,21 @@ class Client(openai.OpenAI):
 
 
 class Asking(Executor):
-    """HELM's executor; `before` is told of each run's requests before they are made."""
+    """HELM's executor; `before` is told of each run's requests before they are made, `on_way` how choices are asked."""
 
     def __init__(
-        self, execution: ExecutionSpec, job: dict[str, Any], *, before: Callable[[Run, list[RequestState]], None]
+        self,
+        execution: ExecutionSpec,
+        job: dict[str, Any],
+        *,
+        before: Callable[[Run, list[RequestState]], None],
+        on_way: Callable[[Run, dict[str, Any]], None],
     ) -> None:
         super().__init__(execution)
         self._job = job
         self._before = before
+        self._on_way = on_way
+        self._weighed: dict[int, RequestResult] = {}
         self._lock = threading.Lock()
         self.unanswered = valid_answers.Unanswered()
         self._run: Run | None = None
@@ -97,10 +107,32 @@ class Asking(Executor):
         self._before(self._run, states)
         self._done, self._total = 0, len(states)
         self._show(0.0)
+        self._weighed = self._weigh(self._run, states) if helm_choices.scores_choices(self._run.spec) else {}
+        self._done = len(self._weighed)
         return super().execute(scenario_state)
+
+    def _weigh(self, run: Run, states: list[RequestState]) -> dict[int, RequestResult]:
+        """Results of choices that the engine's prefix cache gives, by the identities of their requests."""
+        window = WindowServiceFactory.get_window_service(
+            run.spec.adapter_spec.model_deployment, TokenizerService(self.context)
+        )
+        client = self.context.client._get_client(run.spec.adapter_spec.model_deployment)
+        weighed, way = helm_choices.weigh(
+            states,
+            self._job,
+            length=lambda text: len(window.tokenize(text)),
+            raw=client._to_raw_completion_request,
+            on_weighed=lambda count: self._show(PROGRESS_SECONDS, more=count),
+        )
+        if way["reason"]:
+            hwarn(f"choices are weighed by echoes: {way['reason']}")
+        self._on_way(run, way)
+        return {id(states[place]): result for place, result in weighed.items()}
 
     def process(self, state: RequestState) -> RequestState:
         """Asks one; what is dead after all retries is an answer without success, which nobody scores."""
+        if (weighed := self._weighed.get(id(state))) is not None:
+            return replace(state, result=weighed)
         LAST.error = None
         try:
             result = self.context.make_request(state.request)

@@ -27,6 +27,7 @@ from helm.common.general import asdict_without_nones
 from helm.common.hierarchical_logger import hlog
 
 sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
+import helm_choices
 from helm_asking import Asking, Run, question
 from helm_control import control
 
@@ -66,7 +67,9 @@ class Harness:
             skip_completed_runs=True,
             exit_on_error=True,
         )
-        self._asking = self._runner.executor = Asking(execution, job, before=self._note_questions)
+        self._asking = self._runner.executor = Asking(
+            execution, job, before=self._note_questions, on_way=self._note_way
+        )
         self._write_plan()
 
     def evaluate(self, run: Run) -> None:
@@ -104,6 +107,10 @@ class Harness:
         plan["control"] = control(run, states, plan["metrics"], partial(self._scored, run), withhold=withhold)
         self._write_plan()
 
+    def _note_way(self, run: Run, way: dict[str, Any]) -> None:
+        self._plan[run.spec.name]["loglikelihood"] = way
+        self._write_plan()
+
     def _scored(self, run: Run, states: list[RequestState]) -> list[PerInstanceStats]:
         """Statistics of each of some questions, by the run's own metrics."""
         state = ScenarioState(replace(run.spec.adapter_spec, num_train_trials=1), states)
@@ -114,7 +121,8 @@ class Harness:
 
     def _write_plan(self, **known: Any) -> None:
         content = {"suite": SUITE, "helm": metadata.version("crfm-helm"), "runs": self._plan}
-        content = {**content, "asking": self._job.get("asking", {}), **known}
+        way = helm_choices.together(self._plan)
+        content = {**content, "asking": {**self._job.get("asking", {}), "loglikelihood": way}, **known}
         unfinished = self._output / f"{PLAN_NAME}.unfinished"
         unfinished.write_text(json.dumps(content, indent=2))
         unfinished.replace(self._output / PLAN_NAME)
@@ -132,20 +140,20 @@ class Harness:
                 continue
             try:
                 texts = {name: (source / name).read_text() for name in RUN_FILES}
-                questions = self._finished(run, earlier, texts)
+                finished = self._finished(run, earlier, texts)
             except (OSError, ValueError, KeyError, TypeError):
                 continue
-            if questions:
+            if finished:
                 target.mkdir(parents=True, exist_ok=True)
                 for name, text in texts.items():
                     (target / name).write_text(text)
-                self._plan[run.spec.name]["questions"] = questions
+                self._plan[run.spec.name].update(finished)
                 self._write_plan()
                 hlog(f"{run.spec.name}: taken over from {earlier.name}")
                 return
 
-    def _finished(self, run: Run, earlier: Path, texts: dict[str, str]) -> int:
-        """Questions of a run that was finished, by the same HELM, from the same entry and data; 0 if it was not."""
+    def _finished(self, run: Run, earlier: Path, texts: dict[str, str]) -> dict[str, Any]:
+        """The plan of a run that was finished, by the same HELM, from the same entry and data; empty if it was not."""
         content = {name: json.loads(text) for name, text in texts.items()}
         # Benchmarks that were fetched lie in each attempt's own folder.
         entry = json.loads(texts["run_spec.json"].replace(str(earlier), str(self._output)))
@@ -157,7 +165,8 @@ class Harness:
             and plan["helm"] == metadata.version("crfm-helm")
         )
         results = [state["result"] for state in content["scenario_state.json"]["request_states"]]
-        return before["questions"] if same and all(result["success"] for result in results) else 0
+        known = {name: before[name] for name in ("questions", "loglikelihood") if name in before}
+        return known if same and before["questions"] and all(result["success"] for result in results) else {}
 
 
 def modified(path: Path) -> int:

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import nltk
+from helm.benchmark.adaptation.adapter_spec import ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS
 from helm.benchmark.config_registry import register_builtin_configs_from_helm_package, register_configs_from_directory
 from helm.benchmark.presentation.run_entry import RunEntry, read_run_entries
 from helm.benchmark.run_spec import RunSpec, discover_run_spec_functions
@@ -326,6 +327,9 @@ def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
         adapter = replace(adapter, num_train_trials=1)
     elif job["num_train_trials"] is not None:
         adapter = replace(adapter, num_train_trials=job["num_train_trials"])
+    if adapter.method in ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS:
+        # For cutting prompts alone: requests have 0. vLLM wants room for a token behind what it echoes.
+        adapter = replace(adapter, max_tokens=1)
     groups = list(entry.groups or [])
     place = str(Path(job["benchmarks_path"]).absolute()).replace(os.sep, "_") + "_"
     name = spec.name.replace(place, "") + (f",groups={'-'.join(sorted(groups))}" if groups else "")

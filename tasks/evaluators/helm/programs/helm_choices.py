@@ -1,0 +1,203 @@
+"""Weighs the choices of HELM's runs by way of an engine's prefix cache: `helm_asking.py` imports this.
+
+HELM's adapters that score each choice by itself send the whole prompt for each one, and want it echoed with its
+log-probabilities. Their metric looks at the last tokens alone: as many as the choice has by itself. So what stands
+before these is the context that `choice_scoring.py` asks once. Needs the HELM environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import openai
+from helm.benchmark.adaptation.adapter_spec import ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS
+from helm.benchmark.adaptation.request_state import RequestState
+from helm.benchmark.metrics.basic_metrics import BasicReferenceMetric
+from helm.benchmark.metrics.reference_metric import ReferenceMetric
+from helm.benchmark.run_spec import RunSpec
+from helm.common.object_spec import get_class_by_name
+from helm.common.request import GeneratedOutput, RequestResult, Token
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))  # -I leaves it out
+import valid_answers
+from choice_scoring import CACHED, ECHO, Choice, NotTakenError, Outcome, Row, Scorer, Trust, UnreadableAnswerError
+
+del sys.path[0]
+
+NOT_ABLE = "the engine does not score from its prefix cache"
+NOTHING_BEFORE = "choices have nothing in front of them"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A request whose last tokens are weighed: `ids` as the engine reads it, `weighed` of them."""
+
+    state: RequestState
+    ids: tuple[int, ...]
+    weighed: int
+
+    @property
+    def choice(self) -> Choice:
+        """Its last tokens, behind the others."""
+        return Choice(self.ids[: -self.weighed], self.ids[-self.weighed :])
+
+
+def scores_choices(spec: RunSpec) -> bool:
+    """Tells if a run scores each choice by itself, by nothing but the log-probabilities of its own tokens."""
+    metrics = [get_class_by_name(metric.class_name) for metric in spec.metric_specs]
+    return spec.adapter_spec.method in ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS and all(
+        metric is BasicReferenceMetric for metric in metrics if issubclass(metric, ReferenceMetric)
+    )
+
+
+def together(plan: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:
+    """The way in which all runs of a plan weighed choices, as one of them says it; None where none did."""
+    ways = {name: way for name, run in plan.items() if (way := run.get("loglikelihood"))}
+    differences = [way["largest_difference"] for way in ways.values() if way["largest_difference"] is not None]
+    echoed = [f"{name}: {way['reason']}" for name, way in ways.items() if way["way"] == ECHO]
+    found = Outcome(
+        way=ECHO if echoed else CACHED,
+        audited=sum(way["audited"] for way in ways.values()),
+        largest_difference=max(differences, default=None),
+        reason="; ".join(echoed) or None,
+    )
+    return asdict(found) if ways else None
+
+
+def weigh(
+    states: Sequence[RequestState],
+    job: Mapping[str, Any],
+    *,
+    length: Callable[[str], int],
+    raw: Callable[[Any], dict[str, Any]],
+    on_weighed: Callable[[int], None],
+) -> tuple[dict[int, RequestResult], dict[str, Any]]:
+    """Asks for the choices of a run.
+
+    Args:
+        states: its requests.
+        job: for endpoint, tokenizer, and what the engine can.
+        length: number of tokens that HELM's metric counts in a text.
+        raw: body with which HELM's own client sends a request.
+        on_weighed: told how many more are done.
+
+    Returns:
+        Results by the places of requests, those left out that have to be echoed; and the way of asking, for records.
+    """
+    outcome = Outcome()
+    if not job["scores_from_cache"]:
+        outcome.reason = NOT_ABLE
+        return {}, asdict(outcome)
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(job["tokenizer"])
+    prompts = tokenizer([state.request.prompt for state in states], return_attention_mask=False).input_ids
+    texts: dict[int, Text] = {}
+    for place, (state, ids) in enumerate(zip(states, prompts, strict=True)):
+        weighed = length(f" {state.instance.references[state.reference_index].output.text}")
+        if 0 < weighed < len(ids):  # else the metric counts tokens that nothing stands before
+            texts[place] = Text(state, tuple(ids), weighed)
+    if not texts:
+        outcome.reason = NOTHING_BEFORE
+        return {}, asdict(outcome)
+    began = time.monotonic()
+    rows = asyncio.run(_rows(list(texts.values()), job, raw=raw, outcome=outcome, on_weighed=on_weighed))
+    batch = {"batch_size": len(texts), "batch_request_time": time.monotonic() - began}
+
+    @cache
+    def read(token: int) -> str:
+        return tokenizer.decode([token])
+
+    found = zip(texts.items(), rows or [], strict=False)
+    return {place: _result(text, weighed, read, batch=batch) for (place, text), weighed in found}, asdict(outcome)
+
+
+def _result(text: Text, rows: Sequence[Row], read: Callable[[int], str], *, batch: Mapping[str, Any]) -> RequestResult:
+    """The result that HELM makes of an echo, less log-probabilities of the context.
+
+    They are 0, as HELM has it where there is none.
+    """
+    values = [0.0] * (len(text.ids) - text.weighed) + [value for value, _ in rows]
+    tokens = [Token(text=read(token), logprob=value) for token, value in zip(text.ids, values, strict=True)]
+    completion = GeneratedOutput(text=text.state.request.prompt, logprob=sum(values), tokens=tokens)
+    return RequestResult(success=True, cached=False, completions=[completion], embedding=[], **batch)
+
+
+async def _rows(
+    texts: Sequence[Text],
+    job: Mapping[str, Any],
+    *,
+    raw: Callable[[Any], dict[str, Any]],
+    outcome: Outcome,
+    on_weighed: Callable[[int], None],
+) -> list[Sequence[Row]] | None:
+    """Rows of all texts, in their order; None if they have to be echoed, for the reason in `outcome`."""
+    by_choice = {text.choice: text for text in texts}
+    http_client = openai.DefaultAsyncHttpxClient(event_hooks=valid_answers.later_hooks())
+    tries = job["request_retries"] + 1
+    async with openai.AsyncOpenAI(
+        base_url=job["base_url"],
+        timeout=job["request_timeout_seconds"],
+        max_retries=job["request_retries"],
+        http_client=http_client,
+    ) as client:
+
+        async def ask(path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:
+            """Answers that cannot be read are asked for again, as HELM's own are."""
+            unreadable = UnreadableAnswerError("none")
+            for _ in range(tries):
+                try:
+                    address = job["base_url"].removesuffix("/v1") + path
+                    return read(await client.post(address, cast_to=object, body=body))
+                except openai.OpenAIError as error:
+                    raise NotTakenError(f"{valid_answers.described(error)} for {path}") from error
+                except UnreadableAnswerError as error:
+                    unreadable = error
+            raise NotTakenError(f"{unreadable} for {path}")
+
+        async def echo(choice: Choice) -> list[Row]:
+            text = by_choice[choice]
+            return await ask("/v1/completions", raw(text.state.request), lambda answer: _echoed(answer, text))
+
+        scorer = Scorer(
+            model=job["model"],
+            ask=ask,
+            echo=echo,
+            most_requests=job["num_threads"],
+            kv_cache_tokens=job["kv_cache_tokens"],
+            trust=Trust.of(job),
+            longest_prompt=job["max_model_len"] - 1 if job["max_model_len"] else sys.maxsize,
+            on_weighed=on_weighed,
+            outcome=outcome,
+        )
+        try:
+            await echo(texts[0].choice)  # whether the engine reads a text as the same tokens
+        except NotTakenError as error:
+            outcome.reason = str(error)
+            return None
+        return await scorer.weigh([text.choice for text in texts])
+
+
+def _echoed(answer: Any, text: Text) -> list[Row]:
+    """Rows of the weighed tokens in an echo.
+
+    Raises:
+        NotTakenError: the engine reads the text as other tokens.
+        UnreadableAnswerError: there is no log-probability.
+    """
+    try:
+        columns = answer["choices"][0]["logprobs"]
+        values, tops = columns["token_logprobs"], columns["top_logprobs"]
+        if len(values) != len(text.ids):
+            raise NotTakenError(f"the engine reads {len(values)} tokens where the tokenizer has {len(text.ids)}")
+        last = range(len(values) - text.weighed, len(values))
+        return [(float(values[place]), max(tops[place].values())) for place in last]
+    except (LookupError, TypeError, AttributeError, ValueError) as error:
+        raise UnreadableAnswerError(f"{type(error).__name__} in an echo") from error
