@@ -63,7 +63,7 @@ _EMBEDDED_PREFECT = {
 }
 
 _OBJECTS_BETWEEN_COLLECTIONS = 50_000
-"""Python's own 700 cost a quarter of the time that imports take, whose objects all stay."""
+"""Python's own 700 cost a seventh of the time that imports take, whose objects all stay."""
 _TRACEBACK, _INSECURE = "--traceback", "--insecure"
 
 

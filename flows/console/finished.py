@@ -23,23 +23,28 @@ def records_if_finished(
 ) -> list[Record] | None:
     """Returns the records that stand for what is wanted, if every cell has one, and every sink has those.
 
-    It leaves what a flow run would leave then: the report, and the gate's verdict. Nothing is done, and None returned,
-    where something is left to do, or where Prefect knows of a server, which is to see the flow run.
+    It leaves what a flow run would leave then: the report, and the gate's verdict. None is returned, and nothing done,
+    where something is left to do, where incomplete checkpoints are to be waited for, or where Prefect was told of a
+    server, which is to see the flow run.
 
     Raises:
         AssayError: the request cannot be right.
         GateRefused: the gate says NO-GO.
     """
-    if server_named():
+    if server_named() or selection.wait_for_incomplete_seconds:
         return None
     updates: list[Update] = []
-    with listening(updates.append):  # a flow run that follows says the same
-        checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
-        cells = plan_cells([as_served(config) for config in configs], checkpoints)
-    if not all(cell.done and _is_announced(cell) for cell in cells):
+    finished = True
+    try:
+        with listening(updates.append):
+            checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
+            cells = plan_cells([as_served(config) for config in configs], checkpoints)
+            finished = all(cell.done and _is_announced(cell) for cell in cells)
+    finally:
+        for update in updates if finished else ():  # else a flow run says the same
+            report(update)
+    if not finished:
         return None
-    for update in updates:
-        report(update)
     try:
         put_away(cells)
         publish_report(configs[0])

@@ -94,6 +94,7 @@ def test_what_is_finished_needs_no_flow_run_and_a_cell_without_a_success_does(
     assert records_if_finished([config], ALL) is None
     write_record(recorded[0].uri, make_record(checkpoint=recorded[0].reference, status="infra_failed"))
     assert records_if_finished([config], ALL) is None
+    assert records_if_finished([config], CheckpointSelection(wait_for_incomplete_seconds=60)) is None
     latest = CheckpointSelection(which="latest")
     assert [record.checkpoint.step for record in records_if_finished([config], latest) or ()] == [200]
 
