@@ -28,6 +28,8 @@ from tasks.spec.evaluators import LmEvalBenchmarkOptions
 
 FETCH_OPTION = "--fetch"
 _JOB_FILE = "job.json"
+_SHARED_PROGRAMS = str(PROGRAM.parents[2] / "programs")
+"""Folder of the programs that ours has in common with those of other harnesses."""
 _PROMPTS_PER_REQUEST = 8
 """More would save little, and lose more in flight where something is killed: 580 prompts took 1.4 s instead of 2.3."""
 
@@ -181,7 +183,7 @@ def _model_code(model: RunningModel, config: EvaluationConfig, program: tuple[st
     return ModelCode(
         endpoint=model.base_url,
         prepare=(*program, FETCH_OPTION, _JOB_FILE),
-        reads=(str(PROGRAM.parent), *tokenizer, *(str(storage.local_path(place)) for place in named)),
+        reads=(str(PROGRAM.parent), _SHARED_PROGRAMS, *tokenizer, *(str(storage.local_path(place)) for place in named)),
         scratch=() if copied_benchmarks(config) else (benchmarks_here(config),),
     )
 
