@@ -30,6 +30,7 @@ import uvloop
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
+GENERATE = "/inference/v1/generate"
 MODEL = "tiny"
 _BACKLOG = 4096
 _MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model", "created": 0, "owned_by": "stub"}]}
@@ -44,18 +45,37 @@ def answer_to(path: str, body: bytes) -> bytes:
         return _answer(
             "chat.completion", [{**content, "logprobs": {"content": tokens} if asked.get("logprobs") else None}]
         )
+    if path == GENERATE:
+        return _tokens(asked["token_ids"], asked["sampling_params"])
     prompt = asked["prompt"]
     prompts = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
     echo, scored = bool(asked.get("echo")), isinstance(asked.get("logprobs"), int)
     made = 0 if echo and asked.get("max_tokens") == 0 else 1
+    labels = {f"token_id:{token}": -1.0 for token in asked.get("logprob_token_ids") or ()}
     sizes = [1 if isinstance(prompt, str) else len(prompt) for prompt in prompts]
     choices = []
     for prompt, size in zip(prompts, sizes, strict=True):
         values = ([None, *[-1.0] * (size - 1)] if echo else []) + [-1.0] * made
         rows = {name: list(values) for name in ("tokens", "token_logprobs", "top_logprobs")}
+        if labels:
+            rows["top_logprobs"][-1:] = [labels] * made
         text = (prompt if echo and isinstance(prompt, str) else "") + " ok" * made
         choices.append({"text": text, "logprobs": rows if scored else None})
     return _answer("text_completion", choices, prompt_tokens=sum(sizes))
+
+
+def _tokens(ids: list[int], sampling: dict[str, Any]) -> bytes:
+    """A token, and a row for each token of the prompt, of which no cache holds anything."""
+    rows = [None, *({str(token): {"logprob": -1.0, "rank": 2, "decoded_token": "a"}} for token in ids[1:])]
+    content = {"content": [{"token_id": 1, "logprob": -1.0, "rank": 1, "top_logprobs": []}]}
+    choice = {"index": 0, "token_ids": [1], "finish_reason": "length"}
+    answer = {
+        **{"request_id": "generate-tokens-0", "model": MODEL, "created": 0, "output_mode": "tokens"},
+        "choices": [{**choice, "logprobs": content if isinstance(sampling.get("logprobs"), int) else None}],
+        "prompt_logprobs": rows if isinstance(sampling.get("prompt_logprobs"), int) else None,
+        "usage": {"prompt_tokens": len(ids), "completion_tokens": 1},
+    }
+    return json.dumps(answer).encode()
 
 
 def _answer(kind: str, choices: list[dict[str, Any]], *, prompt_tokens: int = 8) -> bytes:
@@ -65,7 +85,8 @@ def _answer(kind: str, choices: list[dict[str, Any]], *, prompt_tokens: int = 8)
     return json.dumps(answer).encode()
 
 
-ANSWERS = {path: answer_to(path, b'{"prompt": "a"}') for path in (COMPLETIONS, CHAT)}
+_SHORT = b'{"prompt": "a", "token_ids": [1], "sampling_params": {}}'
+ANSWERS = {path: answer_to(path, _SHORT) for path in (COMPLETIONS, CHAT, GENERATE)}
 """Body of every answer that is not checked, by path."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,18 @@ import pytest
 from fakes.models import write_nano_llama
 from fakes.polling import eventually
 from fakes.processes import free_port
+from fakes.token_answers import PrefixCache
 from fakes.tokenizers import write_byte_tokenizer
 from faults.scenarios.processes import listens_on
+from pools.endpoint import GENERATE
 from pools.engine.engine_client import EngineClient
 from pools.engine.engines import ENGINES, RELOADING_WORKER, engine_arguments, engine_variables, server_arguments
+from pools.engine.launch import Servable, ServedCheckpoint
 from pools.engine.reload_trust import differing
+from pools.engine.scoring import scoring_of
 from pools.journal.answers import judge
 from pools.journal.terms import terms_of
+from pools.journal.token_terms import token_terms_of
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.config import ResourceConfig
@@ -137,6 +143,7 @@ def check_valid_answers(port: int) -> None:
         ("completions", {"prompt": "cut at the left", "echo": True, "logprobs": 1, "truncate_prompt_tokens": 4}),
         ("completions", {"prompt": "ids", "echo": True, "logprobs": 1, "return_token_ids": True}),
         ("completions", {"prompt": ["beam"], "use_beam_search": True, "n": 2, "logprobs": 1}),
+        ("completions", {"prompt": [[40, 41], [42]], **likelihood, "echo": False, "logprob_token_ids": [65, 66]}),
         ("chat/completions", {"messages": [{"role": "user", "content": "hello"}], "n": 3, "logprobs": True}),
     )
     odd = []
@@ -151,6 +158,36 @@ def check_valid_answers(port: int) -> None:
             if answer.status_code != 200 or found is None:
                 odd.append((body, answer.text))
     assert odd == []
+
+
+def check_scoring(port: int, model: Path) -> None:
+    """Weighs a text from the cache as an echo weighs it, and as the fake engine does: with no rows of what was held."""
+    checkpoint = ServedCheckpoint.from_folder("m", model, Servable.from_uri("m", str(model)).digests)
+    engine = EngineClient(f"http://127.0.0.1:{port}", KEY)
+    scoring = scoring_of(engine, checkpoint, longest=engine.max_model_len("m"))
+    assert scoring.scores_from_cache
+    assert (scoring.kv_cache_tokens or 0) > 10_000
+    drawn = random.Random(7)
+    ids = [drawn.randrange(32, 127) for _ in range(400)]
+    cache = PrefixCache(block_size=128)
+    cache.keep(bytes(ids))
+
+    def rows(length: int, *, skips: bool | None) -> list[Any]:
+        sampling = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 1, "skip_reading_prefix_cache": skips}
+        asked = {"model": "m", "token_ids": ids[:length], "sampling_params": sampling}
+        answer = httpx.post(f"{engine.base_url}{GENERATE}", json=asked, timeout=120, headers=HEADERS)
+        terms = token_terms_of(asked)
+        assert judge(answer.headers["content-type"], answer.content, terms=terms) is not None, answer.text
+        return answer.json()["prompt_logprobs"]
+
+    whole = rows(len(ids), skips=None)
+    for length in (1, 127, 128, 129, 130, 256, 257, 400):
+        found = rows(length, skips=False)
+        assert len(found) == length - cache.read(bytes(ids[:length]))
+        assert len(rows(length, skips=True)) == length
+        for row, before in zip(reversed(found[1:]), reversed(whole[:length]), strict=False):
+            token = next(iter(row))
+            assert abs(row[token]["logprob"] - before[token]["logprob"]) < 0.05
 
 
 def check_reloads(port: int, model: Path, other: Path) -> None:
@@ -204,6 +241,7 @@ def test_engine_from_a_fork_says_what_vllm_itself_says_and_leaves_nothing(
         prompts = [f"{number}: " + "spell rip backwards " * 22 for number in range(24)]  # more than a batch holds
         assert sampled(port, prompts) == [text for prompt in prompts for text in sampled(port, [prompt])]
         check_valid_answers(port)
+        check_scoring(port, model)
         check_reloads(port, model, write_nano_llama(model.parent / "other", hidden=64, seed=1))
         processes = processes_of(server)
         assert len(processes) >= 4  # the server, a subreaper, the API and the engine

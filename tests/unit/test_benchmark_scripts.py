@@ -32,12 +32,13 @@ from benchmarks.simulations import (
     refused_runs,
     share_coverage,
 )
-from benchmarks.stub_engine import CHAT, Connection, Replica, answer_to
+from benchmarks.stub_engine import CHAT, COMPLETIONS, GENERATE, Connection, Replica, answer_to
 
 from fakes.engine import FakeEngine
 from fakes.polling import eventually
 from pools.journal.answers import judge
 from pools.journal.terms import terms_of
+from pools.journal.token_terms import token_terms_of
 from resources.settings import process_environment
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -139,6 +140,16 @@ def test_stub_answers_each_kind_as_an_engine_would(kind: Kind):
     body = kind.body(1)
     terms = terms_of(json.loads(body), chat=kind.path == CHAT)
     assert judge("application/json", answer_to(kind.path, body), terms=terms) is not None
+
+
+def test_stub_weighs_labels_and_tokens_as_an_engine_would():
+    labels = {"prompt": [[1, 2], [3]], "logprobs": 2, "logprob_token_ids": [7, 8], "return_tokens_as_token_ids": True}
+    answer = answer_to(COMPLETIONS, json.dumps({**labels, "max_tokens": 1}).encode())
+    assert judge("application/json", answer, terms=terms_of(labels)) is not None
+    for sampling in ({"prompt_logprobs": 0, "skip_reading_prefix_cache": False}, {"logprobs": 1}, {}):
+        asked = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 1, **sampling}}
+        answer = answer_to(GENERATE, json.dumps(asked).encode())
+        assert judge("application/json", answer, terms=token_terms_of(asked)) is not None
 
 
 def test_peers_requirements_are_pinned_and_name_no_address():

@@ -16,7 +16,7 @@ from faults.scenarios.target import Target
 from faults.scenarios.trial import Trial, plan_of, tried
 
 _FAULTS = 2
-_WHOLE: tuple[Kind, ...] = ("greedy", "logprobs", "sampled", "chat")
+_WHOLE: tuple[Kind, ...] = ("greedy", "logprobs", "sampled", "chat", "tokens")
 
 
 async def _with_fault(target: Target, plan: LoadPlan, fault: str, times: int) -> Trial:

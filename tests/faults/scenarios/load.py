@@ -178,7 +178,9 @@ class Load:
         return Answer(number, question, status, payload, problem, attempts, time.monotonic() - began)
 
     async def _ask_once(self, question: Question) -> tuple[int, Payload | None, str | None]:
-        async with self._session.post(f"{self._endpoint.base_url}{question.path}", data=question.body) as response:
+        async with self._session.post(
+            self._endpoint.base_url.removesuffix("/v1") + question.path, data=question.body
+        ) as response:
             body = await response.read()
             if response.status != 200:
                 return response.status, None, f"status {response.status}"

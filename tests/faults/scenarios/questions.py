@@ -8,9 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from pools.endpoint import GENERATE
 from pools.journal.answers import judge
+from pools.journal.terms import NO_TERMS
+from pools.journal.token_terms import token_terms_of
 
-Kind = Literal["greedy", "logprobs", "sampled", "stream", "chat"]
+Kind = Literal["greedy", "logprobs", "sampled", "stream", "chat", "tokens"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _WORDS = ("river", "seven", "copper", "winter", "orange", "engine", "harbour", "violet")
@@ -33,8 +36,9 @@ class Question:
 
     @property
     def path(self) -> str:
-        """Behind the endpoint's `/v1`."""
-        return "/chat/completions" if self.kind == "chat" else "/completions"
+        """Behind the endpoint's address, or that of a cell."""
+        paths = {"chat": "/v1/chat/completions", "tokens": GENERATE}
+        return paths.get(self.kind, "/v1/completions")
 
     @property
     def is_stream(self) -> bool:
@@ -57,6 +61,9 @@ class Question:
                 fields |= {"messages": [{"role": "user", "content": text}], "max_tokens": self.max_tokens}
             case "logprobs":
                 fields |= {"prompt": text, "max_tokens": 1, "logprobs": 1, "echo": True}
+            case "tokens":
+                weighed = {"temperature": 0, "max_tokens": 1, "prompt_logprobs": 0, "skip_reading_prefix_cache": False}
+                fields |= {"token_ids": list(text.encode()), "sampling_params": weighed}
             case "sampled":
                 fields |= {"prompt": text, "max_tokens": self.max_tokens, "temperature": 0.9}
             case "stream":
@@ -68,13 +75,20 @@ class Question:
 
 @dataclass(frozen=True)
 class Payload:
-    """The text of an answer, and the log-probabilities of its tokens where it has any."""
+    """The text of an answer, and the log-probabilities of its tokens where it has any.
+
+    Those before the ones that are there may be missing, where an engine had read them before.
+    """
 
     text: str
     logprobs: tuple[float, ...] = ()
+    from_cache: bool = False
 
     def agrees_with(self, other: Payload) -> bool:
         """True if the same weights may have said both."""
+        if self.from_cache and other.from_cache:
+            pairs = zip(reversed(self.logprobs), reversed(other.logprobs), strict=False)
+            return all(math.isclose(ours, theirs, abs_tol=_LOGPROB_TOLERANCE) for ours, theirs in pairs)
         if len(self.logprobs) != len(other.logprobs):
             return False
         if self.logprobs:  # the one token that is made may be a tie; the prompt's scores tell the weights
@@ -85,8 +99,12 @@ class Payload:
 
 def payload_in(question: Question, content_type: str, body: bytes) -> Payload | None:
     """Payload of an answer with status 200; None if it is not whole and valid."""
-    if judge(content_type, body, stream=question.is_stream) is None:
+    terms = token_terms_of(json.loads(question.body)) if question.kind == "tokens" else NO_TERMS
+    if judge(content_type, body, stream=question.is_stream, terms=terms) is None:
         return None
+    if question.kind == "tokens":
+        rows = json.loads(body)["prompt_logprobs"][1:]  # the terms say that each holds its token alone
+        return Payload("", tuple(weight["logprob"] for row in rows for weight in row.values()), from_cache=True)
     if not question.is_stream:
         return _payload(json.loads(body)["choices"][0])
     events = [line[len(b"data:") :].strip() for line in body.splitlines() if line.startswith(b"data:")]

@@ -88,7 +88,7 @@ async def _all_away(target: Target, scale: Scale) -> ScenarioOutcome:
 
 async def _slow_replica(target: Target, scale: Scale) -> ScenarioOutcome:
     assert target.inject is not None
-    plan = plan_of(scale, kinds=("greedy", "logprobs", "chat"))
+    plan = plan_of(scale, kinds=("greedy", "logprobs", "chat", "tokens"))
     slow, *quick = await asyncio.to_thread(target.engines)
     target.inject(slow.url, {"delay_seconds": _SLOW_SECONDS})
     shares: dict[str, int] = {}
