@@ -68,6 +68,7 @@ ENGINES: dict[EngineDevice, Engine] = {
         kwargs={"worker_extension_cls": RELOADING_WORKER},
         capacity=256,
         variables=_QUIET,
+        program=_PROGRAMS / "serve_vllm_cuda.py",
     ),
     "tpu": Engine(
         environment="vllm-tpu",

@@ -1,0 +1,97 @@
+"""Serves a model with vLLM on NVIDIA GPUs: what `vllm serve` does, quicker to start. Executed by vLLM's environment.
+
+    python serve_vllm_cuda.py <arguments of vllm serve>
+
+Also a program for `fork_server.py`: `preload` imports, `main` serves. A process that is forked from one which has
+touched a GPU cannot use it. So a process that touched one by importing does not stay to be forked: it ends, and each
+run starts cold, in a process of its own. vLLM forks its engine likewise, and makes it anew where a GPU was touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+READ_AT_IMPORT = (
+    *("CUDA_", "FLASHINFER_", "GOMP_", "HF_", "KMP_", "LD_", "MKL_", "NCCL_", "NVIDIA_", "OMP_", "PYTORCH_"),
+    *("TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "VLLM_"),
+)
+"""Beginnings of the variables that a fork server must have been started with, too."""
+MODULES = (
+    "uvloop",
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.launchers.cli_args",
+    "vllm.platforms.cuda",
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+)
+LATE_MODULES = (
+    "vllm.entrypoints.generate.api_router",
+    "vllm.model_executor.models.llama",
+    "vllm.model_executor.models.qwen2",
+    "vllm.model_executor.models.qwen3",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.gpu_worker",
+)
+"""Imported by vLLM in its own time, some only for some models; a missing one does no harm."""
+_MEMORY_DEVICE = "/dev/nvidia-uvm"
+"""Opened by the driver for computing alone: whoever only asks which GPUs there are (NVML) leaves it closed."""
+_set_by_imports: dict[str, str] = {}
+
+
+def preload(arguments: list[str]) -> None:
+    """Imports what a server needs, and ends the process if that touched a GPU."""
+    import_everything()
+    if (trace := touched()) is not None:
+        sys.exit(f"importing vLLM touched a GPU ({trace}), so it cannot be forked")
+
+
+def main(arguments: list[str]) -> None:
+    """Serves until it is told to stop."""
+    import_everything()
+    for name, value in _set_by_imports.items():  # a fork gets the variables of its run
+        os.environ.setdefault(name, value)
+    os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # vLLM spawns where this process touched a GPU
+    own_folder = str(Path(__file__).parent)
+    sys.path.append(own_folder)  # an isolated interpreter does not look there for door and worker
+    entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
+    importlib.import_module("serve_vllm").keep_address_from_forks(entry)
+    sys.argv = ["vllm", *arguments]
+    entry.main()
+
+
+def import_everything() -> None:
+    """Imports vLLM's parts, and remembers the variables that they set for the process."""
+    before = dict(os.environ)
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or counting GPUs touches them
+    for name in MODULES:
+        importlib.import_module(name)
+    for name in LATE_MODULES:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            print(f"not preloaded: {name} ({error})", file=sys.stderr)
+    _set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
+
+
+def touched() -> str | None:
+    """Returns what shows that this process has touched a GPU; None where nothing does."""
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        return "torch has initialised CUDA"
+    for link in Path("/proc/self/fd").glob("*"):
+        try:
+            target = str(link.readlink())
+        except OSError:
+            continue
+        if target.startswith(_MEMORY_DEVICE):
+            return f"{target} is open"
+    return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
