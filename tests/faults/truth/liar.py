@@ -73,7 +73,8 @@ class Liar:
 
     async def _pass_on(self, request: web.Request) -> web.Response:
         given = {name: value for name, value in request.headers.items() if name.lower() == "content-type"}
-        self._answers += request.path.endswith("/completions")
+        is_answer = request.path.endswith(("/completions", "/generate"))
+        self._answers += is_answer
         url = self._engine.url
         if self._answers >= _SWAPPED_AT:
             url = self._engine.later_url or url
@@ -82,7 +83,7 @@ class Liar:
         ) as answer:
             body = await answer.read()
             headers = {name: value for name, value in answer.headers.items() if name.lower() not in _OF_THE_CONNECTION}
-            if answer.status == 200 and request.path.endswith("/completions"):
+            if answer.status == 200 and is_answer:
                 body = self._perhaps_changed(body)
             return web.Response(status=answer.status, body=body, headers=headers)
 

@@ -6,7 +6,7 @@ import copy
 import random
 from typing import Any
 
-from fakes.malformed import malformed, set_text, text_of
+from fakes.malformed import OF_TOKENS, malformed, malformed_tokens, set_text, text_of
 
 Answer = dict[str, Any]
 CUT_AS_LENGTH = "cut as length"
@@ -37,6 +37,16 @@ LIES = {
 """Lies that can be told from the truth, with their descriptions."""
 _OF_SCORED = {*list(LIES)[:11]}
 """Nothing in a generated text says which prompt it answers, so some are lies about echoed prompts alone."""
+_ALWAYS = (
+    "no rows",
+    "empty rows",
+    "no tokens",
+    "token too few",
+    "cut off",
+    "choice too many",
+    "prompt of another length",
+)
+"""Kinds of malformed answers of token ids that need no rows of the prompt."""
 _OF_WRITTEN = {"no text", "aborted", "unknown finish", "no finish", CUT_AS_LENGTH}
 
 
@@ -49,9 +59,15 @@ def lied(lie: str, answer: Answer, earlier: Answer | None, drawn: random.Random)
         earlier: one to other prompts.
         drawn: decides where there are several.
     """
+    if lie == ANY and "output_mode" in answer:
+        changed = copy.deepcopy(answer)
+        told = drawn.choice([kind for kind in OF_TOKENS if len(answer["prompt_logprobs"] or ()) > 2 or kind in _ALWAYS])
+        return malformed_tokens(told, changed)
     if lie == ANY:
         found = [told for each in LIES if (told := lied(each, answer, earlier, drawn)) is not None]
         return drawn.choice(found) if found else None
+    if "output_mode" in answer:  # of token ids, which only lies of their own are told of
+        return None
     scored = _is_scored(answer)
     if lie in (_OF_WRITTEN if scored else _OF_SCORED):
         return None

@@ -15,7 +15,7 @@ from fakes.proxy import CLIENT_KEY, FakeReplica, PoolState, running_proxy
 from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.liar import Engine, Liar
 from faults.truth.lies import ANY, CUT_AS_LENGTH
-from pools.endpoint import RunningModel
+from pools.endpoint import RunningModel, Scoring
 from pools.engine.launch import Servable
 from pools.protocol import Announcement
 from pools.weights.model_files import ModelDigests
@@ -27,6 +27,9 @@ from tasks.running.serving import EndpointServing, ServedCell
 Way = Literal["direct", "through the proxy"]
 WAYS: tuple[Way, ...] = ("direct", "through the proxy")
 _AT_ONCE = 8
+_FROM_CACHE = Scoring(
+    scores_from_cache=True, kv_cache_tokens=32_768, engine="fake", architecture="fake", dtype="float32"
+)
 _JUDGED_BY_ITSELF = {
     "judge": {"annotator": "demo_verdict", "constrained": True},
     "generation_params": {"temperature": 0, "max_new_tokens": 24},
@@ -81,7 +84,10 @@ async def evaluated(
     folder.mkdir(parents=True)
     benchmarks, settings = ASKED[harness.evaluator.name]
     given = {"max_eval_instances": 60, **settings, **changes}
-    async with Liar(engine, lie, share=share) as liar, _asked_by(way, liar, engine, folder) as (model, served):
+    async with (
+        Liar(engine, lie, share=share) as liar,
+        _asked_by(way, liar, engine, folder, from_cache=lie == ANY) as (model, served),
+    ):
         if served is not None:
             given["base_url"] = model.base_url
         config = make_config(*benchmarks, **given)
@@ -112,9 +118,12 @@ async def check_lies_are_never_scored(harness: Harness, folder: Path, way: Way) 
 
 @asynccontextmanager
 async def _asked_by(
-    way: Way, liar: Liar, engine: Engine, folder: Path
+    way: Way, liar: Liar, engine: Engine, folder: Path, *, from_cache: bool
 ) -> AsyncIterator[tuple[RunningModel, ServedCell | None]]:
-    """The model as the harness is to ask it, and who looks after an endpoint of others."""
+    """The model as the harness is to ask it, and who looks after an endpoint of others.
+
+    `from_cache` lets choices be weighed by way of the engine's cache: other lies are those about echoes.
+    """
     if way == "direct":
         known = Servable(engine.model, str(engine.tokenizer), ModelDigests("s", "c", "i"), engine.tokenizer)
         serving = EndpointServing(f"{liar.url}/v1", {engine.model: known})
@@ -134,6 +143,7 @@ async def _asked_by(
             request_timeout_seconds=60.0,
             max_model_len=engine.max_model_len,
             api_key=CLIENT_KEY,
+            scoring=_FROM_CACHE if from_cache else Scoring(),
         )
         yield model, None
 
