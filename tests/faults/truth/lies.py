@@ -61,8 +61,8 @@ def lied(lie: str, answer: Answer, earlier: Answer | None, drawn: random.Random)
     """
     if lie == ANY and "output_mode" in answer:
         changed = copy.deepcopy(answer)
-        told = drawn.choice([kind for kind in OF_TOKENS if len(answer["prompt_logprobs"] or ()) > 2 or kind in _ALWAYS])
-        return malformed_tokens(told, changed)
+        kind = drawn.choice([name for name in OF_TOKENS if len(answer["prompt_logprobs"] or ()) > 2 or name in _ALWAYS])
+        return malformed_tokens(kind, changed)
     if lie == ANY:
         found = [told for each in LIES if (told := lied(each, answer, earlier, drawn)) is not None]
         return drawn.choice(found) if found else None
