@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from typing import Any
 from urllib.parse import quote
 
 from resources.storage import storage
@@ -53,19 +54,7 @@ def publish_artifacts(records: Sequence[Record], page: str, *, title: str, recor
     from prefect.artifacts import create_image_artifact, create_link_artifact, create_table_artifact
 
     key = artifact_key(title)
-    rows = [
-        {
-            **row,
-            **{name: _short(row[name]) for name in ("value", "stderr", "low", "high")},
-            "remarks": ", ".join(row["remarks"]),
-            "reason": _in_a_line(row["reason"]),
-        }
-        for row in results_rows(records)
-    ]
-    rows = [
-        {name: as_markdown(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows
-    ]
-    create_table_artifact(rows, key=f"{key}-results", description=f"Results of {title}")
+    create_table_artifact(table_rows(records), key=f"{key}-results", description=f"Results of {title}")
     qualifications = read_qualifications(storage.parent(records_at))
     svg = base64.b64encode(curves_svg(records, qualifications=qualifications).encode()).decode()
     create_image_artifact(
@@ -78,6 +67,22 @@ def publish_artifacts(records: Sequence[Record], page: str, *, title: str, recor
             link_text=place,
             description=f"{target.capitalize()} of {title}",
         )
+
+
+def table_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Returns results as Prefect's UI shows them: texts stay texts there, which it takes for Markdown."""
+    rows = [
+        {
+            **row,
+            **{name: _short(row[name]) for name in ("value", "stderr", "low", "high")},
+            "remarks": ", ".join(row["remarks"]),
+            "reason": _in_a_line(row["reason"]),
+        }
+        for row in results_rows(records)
+    ]
+    return [
+        {name: as_markdown(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows
+    ]
 
 
 def browser_address(place: str) -> str:
