@@ -20,6 +20,7 @@ import json
 import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -154,6 +155,7 @@ class FakeEngine:
     _wholes: int = 0
     _weights_name: str = "default"
     _runner: web.AppRunner | None = None
+    _listener: socket.socket | None = field(default=None, repr=False)
     _running: asyncio.Event = field(default_factory=asyncio.Event)
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -191,7 +193,8 @@ class FakeEngine:
         )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.05)
         await self._runner.setup()
-        await web.TCPSite(self._runner, self.host, self.port, backlog=4096).start()
+        self._listener = socket.create_server((self.host, self.port), backlog=4096)
+        await web.SockSite(self._runner, self._listener, backlog=4096).start()
         self.port = self._runner.addresses[0][1]
         return self
 
@@ -204,6 +207,10 @@ class FakeEngine:
         """Closes every connection and stops listening; entering again takes the same port."""
         if self._runner is not None:
             runner, self._runner = self._runner, None
+            if self._listener is not None:  # asyncio leaves a connection open that is being accepted while it closes
+                asyncio.get_running_loop().remove_reader(self._listener)
+                for _ in range(_TURNS_OF_AN_ACCEPT):
+                    await asyncio.sleep(0)
             if runner.server is not None:
                 for connection in runner.server.connections:
                     connection.force_close()
@@ -474,6 +481,8 @@ class FakeEngine:
 
 
 KV_CACHE_TOKENS = 32_768
+_TURNS_OF_AN_ACCEPT = 3
+"""Turns of the loop until a server knows a connection that asyncio has accepted."""
 CANNED = json.dumps(
     {
         "id": "cmpl-0",
