@@ -17,7 +17,7 @@ import importlib
 import mmap
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +52,19 @@ ROWS = 8
 
 def preload(arguments: list[str]) -> None:
     """Imports what a server needs."""
-    for name in MODULES:
+    import_all(MODULES, late=LATE_MODULES)
+    replace_rank_count()
+
+
+def import_all(modules: Sequence[str], *, late: Sequence[str]) -> None:
+    """Imports modules, and those of vLLM's later imports that there are."""
+    for name in modules:
         importlib.import_module(name)
-    for name in LATE_MODULES:
+    for name in late:
         try:
             importlib.import_module(name)
         except ImportError as error:
             print(f"not preloaded: {name} ({error})", file=sys.stderr)
-    replace_rank_count()
 
 
 def main(arguments: list[str]) -> None:

@@ -56,8 +56,6 @@ def main(arguments: list[str]) -> None:
     for name, value in _set_by_imports.items():  # a fork gets the variables of its run
         os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # vLLM spawns where this process touched a GPU
-    own_folder = str(Path(__file__).parent)
-    sys.path.append(own_folder)  # an isolated interpreter does not look there for door and worker
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     importlib.import_module("serve_vllm").keep_address_from_forks(entry)
     sys.argv = ["vllm", *arguments]
@@ -66,15 +64,11 @@ def main(arguments: list[str]) -> None:
 
 def import_everything() -> None:
     """Imports vLLM's parts, and remembers the variables that they set for the process."""
+    if (own_folder := str(Path(__file__).parent)) not in sys.path:
+        sys.path.append(own_folder)  # an isolated interpreter does not look there, also for door and worker
     before = dict(os.environ)
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # or counting GPUs touches them
-    for name in MODULES:
-        importlib.import_module(name)
-    for name in LATE_MODULES:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            print(f"not preloaded: {name} ({error})", file=sys.stderr)
+    importlib.import_module("serve_vllm").import_all(MODULES, late=LATE_MODULES)
     _set_by_imports.update({name: value for name, value in os.environ.items() if before.get(name) != value})
 
 
