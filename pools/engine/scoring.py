@@ -21,7 +21,7 @@ from pools.journal.terms import ROUNDING
 from resources.errors import EndpointUnusable, ModelUnusable, ReloadUnavailable, SwapRefused
 
 LONGEST = 300
-"""Tokens of the text that is asked about: more than two blocks of the cache, which on a CPU have 128 tokens each."""
+"""Tokens of the text that is asked about: more than two blocks of the cache, which have 128 tokens at most."""
 _CACHE = re.compile(r"^vllm:cache_config_info\{(?P<labels>.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 

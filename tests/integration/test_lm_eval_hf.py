@@ -20,6 +20,7 @@ from fakes.models import write_nano_llama
 from fakes.tokenizers import BOS, write_byte_tokenizer
 from fakes.vllm import KEY, vllm_engine
 from pools.endpoint import Scoring
+from pools.engine.engines import ENGINES
 from resources.environments.environments import ENVIRONMENTS, Environment, ensure_environment
 from resources.settings import process_environment
 from tasks.evaluators.harness import verify_counts
@@ -28,6 +29,7 @@ from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
+BLOCK = ENGINES["cpu"].kwargs["block_size"]
 SCORING = Scoring(scores_from_cache=True, kv_cache_tokens=8192, engine="e", architecture="a", dtype="float32")
 HF = """
 import importlib.machinery, json, sys, types
@@ -193,7 +195,7 @@ def parity_requests() -> list[tuple[str, str]]:
     choices += [(f"{examples}Complete: {text_of(10 + n)}", long[: 1 + n % 4]) for n in range(12)]
     choices += [("Ünïcode 🙂 漢字:", (" 漢", " é à", "🙂", "  two spaces")), ("ends in spaces   ", ("A", " B", "wax"))]
     choices += [("", ("A", "bee", " honey"))]
-    ends = (126, 127, 128, 254, 255, 256, 257, 383, 384)  # blocks of the cache have 128 tokens
+    ends = [blocks * BLOCK + beside for blocks in (1, 2, 8) for beside in (-2, -1, 0, 1)]
     choices += [(text_of(length), ("A", "bees and", " wax")) for length in ends]
     choices += [(text_of(200), tuple(text_of(140) + end for end in ("A", "bees", "wax and honey")))]
     choices += [(text_of(length), ("A", " honey")) for length in (480, 505, 509, 510, 511, 700)]

@@ -21,7 +21,7 @@ from fakes.tokenizers import write_byte_tokenizer
 from faults.scenarios.processes import listens_on
 from pools.endpoint import GENERATE
 from pools.engine.engine_client import EngineClient
-from pools.engine.engines import ENGINES, RELOADING_WORKER, engine_arguments, engine_variables, server_arguments
+from pools.engine.engines import ENGINES, engine_arguments, engine_variables, server_arguments
 from pools.engine.launch import Servable, ServedCheckpoint
 from pools.engine.reload_trust import differing
 from pools.engine.scoring import scoring_of
@@ -38,7 +38,7 @@ from resources.warm.fork_server import ForkServer
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
-KWARGS = {"enforce_eager": True, "kv_cache_memory_bytes": "256M", "worker_extension_cls": RELOADING_WORKER}
+KWARGS = {**ENGINES["cpu"].kwargs, "kv_cache_memory_bytes": "256M"}
 KEY = "engine-key-8f21"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 QUESTIONS: tuple[tuple[str, dict[str, Any]], ...] = (
@@ -169,7 +169,8 @@ def check_scoring(port: int, model: Path) -> None:
     assert (scoring.kv_cache_tokens or 0) > 10_000
     drawn = random.Random(7)
     ids = [drawn.randrange(32, 127) for _ in range(400)]
-    cache = PrefixCache(block_size=128)
+    block = KWARGS["block_size"]
+    cache = PrefixCache(block_size=block)
     cache.keep(bytes(ids))
 
     def rows(length: int, *, skips: bool | None) -> list[Any]:
@@ -181,7 +182,7 @@ def check_scoring(port: int, model: Path) -> None:
         return answer.json()["prompt_logprobs"]
 
     whole = rows(len(ids), skips=None)
-    for length in (1, 127, 128, 129, 130, 256, 257, 400):
+    for length in (1, block - 1, block, block + 1, block + 2, 4 * block, 4 * block + 1, 400):
         found = rows(length, skips=False)
         assert len(found) == length - cache.read(bytes(ids[:length]))
         assert len(rows(length, skips=True)) == length

@@ -4,7 +4,8 @@
     python timed_lm_eval.py <file for the seconds> <folder with lm-eval's packages> <program> <arguments of that>
 
 The second form is for a program that drives lm-eval, as Assay's does. The seconds are those inside the model's
-`loglikelihood`: tokenizing, asking and reading answers, without imports, building prompts, and scoring.
+`loglikelihood` or `generate_until`: tokenizing, asking and reading answers, without imports, building prompts, and
+scoring.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import runpy
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +26,15 @@ def time_asking(file: Path) -> None:
     evaluate = evaluator.evaluate
 
     def timed(lm: Any, *arguments: Any, **options: Any) -> Any:
-        ask = lm.loglikelihood
-
-        def asked(requests: list[Any], *more: Any, **others: Any) -> Any:
-            began = time.monotonic()
-            answers = ask(requests, *more, **others)
-            file.write_text(json.dumps({"seconds": time.monotonic() - began, "choices": len(requests)}))
-            return answers
-
-        lm.loglikelihood = asked
+        for name in ("loglikelihood", "generate_until"):
+            setattr(lm, name, partial(timed_call, getattr(lm, name)))
         return evaluate(lm, *arguments, **options)
+
+    def timed_call(ask: Any, *arguments: Any, **options: Any) -> Any:
+        began = time.monotonic()
+        answers = ask(*arguments, **options)
+        file.write_text(json.dumps({"seconds": time.monotonic() - began}))
+        return answers
 
     evaluator.evaluate = timed
 
