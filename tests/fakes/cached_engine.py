@@ -25,6 +25,7 @@ class CachedEngine:
         self.asked: list[tuple[str, dict[str, Any]]] = []
         self.computed = 0
         self.echoed: list[tuple[int, ...]] = []
+        self.batches: list[int] = []
         self.at_once = self.most_at_once = 0
 
     async def ask(self, path: str, body: dict[str, Any], read: Callable[[Any], Any]) -> Any:

@@ -80,12 +80,12 @@ def make_model(engine: FakeEngine, tokenizer: Path, **changes: Any) -> RunningMo
     return RunningModel(**{**given, **changes})
 
 
-def write_questions(folder: Path) -> Path:
+def write_questions(folder: Path, *, before: str = "") -> Path:
     """A benchmarks folder with one file of multiple-choice questions."""
     folder.mkdir()
     questions = [
         {
-            "input": {"text": f"How many sides has shape {number}?"},
+            "input": {"text": f"{before}How many sides has shape {number}?"},
             "references": [
                 {"output": {"text": str(sides)}, "tags": ["correct"] if sides == number else []} for sides in (3, 4, 5)
             ],
@@ -164,19 +164,23 @@ async def test_choices_come_from_the_cache_where_the_engine_can_and_else_from_ec
 ):
     able = Scoring(scores_from_cache=True, engine=str(tmp_path), architecture="a", dtype="float32")
     ways = {"echo": (Scoring(), False), "cache": (able, False), "refused": (able, True)}
+    before = "Of shapes that Euclid knew, each has its own name and its sides. "
+    folder = write_questions(tmp_path / "benchmarks", before=before)
+    separate = {"path": "shapes.jsonl", "method": "multiple_choice_separate_original"}
+    config = make_config(shapes(task_kwargs=separate), benchmarks_path=str(folder))
     found = {}
     async with FakeEngine(models=("m",)) as engine:
         model = make_model(engine, write_byte_tokenizer(tmp_path / "tokenizer"))
         for name, (scoring, engine.faults.no_generate) in ways.items():
             engine.targets.clear()
-            parsed = await evaluate(replace(model, scoring=scoring), make_config("demo_mcqa"), tmp_path / name)
+            parsed = await evaluate(replace(model, scoring=scoring), config, tmp_path / name)
             verify_counts(parsed)
             assert (GENERATE in engine.targets) is scoring.scores_from_cache
             found[name] = parsed
     samples = {name: list(read_samples(str(tmp_path / name / SAMPLES_NAME))) for name in ways}
     assert samples["cache"] == samples["refused"] == samples["echo"]
     cached, refused = found["cache"].asking.loglikelihood, found["refused"].asking.loglikelihood
-    assert (cached.way, cached.audited, cached.largest_difference, cached.reason) == ("prefix cache", 5, 0.0, None)
+    assert (cached.way, cached.audited, cached.largest_difference, cached.reason) == ("prefix cache", 3, 0.0, None)
     assert refused.way == "echo" and "403" in refused.reason
 
 

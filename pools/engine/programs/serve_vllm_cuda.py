@@ -57,7 +57,9 @@ def main(arguments: list[str]) -> None:
         os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "fork")  # vLLM spawns where this process touched a GPU
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
-    importlib.import_module("serve_vllm").keep_address_from_forks(entry)
+    shared: Any = importlib.import_module("serve_vllm")
+    shared.remember_texts_of_tokens()
+    shared.keep_address_from_forks(entry)
     sys.argv = ["vllm", *arguments]
     entry.main()
 

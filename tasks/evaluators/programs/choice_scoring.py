@@ -26,6 +26,12 @@ from choice_plan import Choice, Step, in_order, plan
 
 CACHED, ECHO = "prefix cache", "echo"
 """The ways of asking, as records name them."""
+LEAST_CONTEXT = 64
+"""Tokens of a context for which a longer choice is asked by way of the cache.
+
+A shorter one is read again with each of its choices, many in one request, for less than a request of its own costs.
+"""
+TOO_SHORT = f"choices of several tokens behind fewer than {LEAST_CONTEXT} cost less to echo"
 CACHE_SHARE = 2
 """Requests in flight together add at most this part of the cache to it, since what they share lies there as well."""
 ROUNDING = 1e-6
@@ -189,17 +195,18 @@ class Outcome:
 class Scorer:
     """Weighs choices by way of the cache; raises `NotTakenError` and `Differing` where they have to be echoed.
 
-    `ask` sends a body to a path and reads the answer, as often as the program tries, and `echo` weighs a choice as the
-    harness does. `kv_cache_tokens` is the size of the cache, None where it is not known.
+    `ask` sends a body to a path and reads the answer, as often as the program tries, and `echo` weighs choices as the
+    harness does, `echoed_at_once` in a request. `kv_cache_tokens` is the cache's size, None where it is not known.
     """
 
     model: str
     ask: Callable[[str, dict[str, Any], Callable[[Any], Any]], Awaitable[Any]]
-    echo: Callable[[Choice], Awaitable[Sequence[Row]]]
+    echo: Callable[[Sequence[Choice]], Awaitable[Sequence[Sequence[Row]]]]
     most_requests: int
     kv_cache_tokens: int | None
     trust: Trust
     longest_prompt: int
+    echoed_at_once: int = 1
     on_weighed: Callable[[int], None] = lambda count: None
     outcome: Outcome = field(default_factory=Outcome)
 
@@ -210,7 +217,11 @@ class Scorer:
             self.outcome.reason = known["reason"]
             return None
         rows: list[Sequence[Row]] = [()] * len(choices)
-        fitting = [place for place, choice in enumerate(choices) if self._fits(choice)]
+        short = {choice.context for choice in choices if _costs_less_to_echo(choice)}
+        fitting = [p for p, choice in enumerate(choices) if choice.context not in short and self._fits(choice)]
+        if short and not fitting:
+            self.outcome.reason = TOO_SHORT
+            return None
         contexts = list(dict.fromkeys(choices[place].context for place in fitting))
         first = set(contexts[: max(0, FIRST_AUDITED - known["audited"])])
         later = {context for context in contexts if context not in first and is_audited_later(context)}
@@ -219,7 +230,7 @@ class Scorer:
             for part in (True, False):
                 places = [place for place in fitting if (choices[place].context in first) is part]
                 await self._weigh(choices, places, rows, audited=first if part else later)
-            await self._each(odd, lambda place: self._echo(choices, place, rows))
+            await self._echo(choices, odd, rows)
         except (Differing, NotTakenError) as finding:
             self._distrust(finding)
             return None
@@ -262,25 +273,35 @@ class Scorer:
 
         most_added = self.kv_cache_tokens // CACHE_SHARE if self.kv_cache_tokens else None
         await in_order(plan(choices, places), ask, most_requests=self.most_requests, most_added=most_added)
-        await self._each(missing, lambda place: self._echo(choices, place, rows))
+        await self._echo(choices, missing, rows)
         compared = [place for place in places if choices[place].context in audited]
         self.outcome.audited += len({choices[place].context for place in compared})
-        await self._each(compared, lambda place: self._compare(choices[place], rows[place]))
+        await self._each_echo(choices, compared, lambda place, echoed: self._compare(rows[place], echoed))
 
-    async def _each(self, places: Sequence[int], ask: Callable[[int], Awaitable[None]]) -> None:
-        """Asks about all places; they wait for nothing but room."""
-        steps = [Step((), (), (), (place,), None, 0) for place in places]
-        await in_order(steps, lambda step: ask(step.choices[0]), most_requests=self.most_requests, most_added=None)
+    async def _echo(self, choices: Sequence[Choice], places: Sequence[int], rows: list[Sequence[Row]]) -> None:
+        await self._each_echo(choices, places, lambda place, echoed: self._set(rows, place, echoed))
 
-    async def _echo(self, choices: Sequence[Choice], place: int, rows: list[Sequence[Row]]) -> None:
-        self._set(rows, place, await self.echo(choices[place]))
+    async def _each_echo(
+        self, choices: Sequence[Choice], places: Sequence[int], take: Callable[[int, Sequence[Row]], None]
+    ) -> None:
+        """Echoes the choices in these places; they wait for nothing but room."""
+
+        async def ask(step: Step) -> None:
+            echoed = await self.echo([choices[place] for place in step.choices])
+            for place, found in zip(step.choices, echoed, strict=True):
+                take(place, found)
+
+        starts = range(0, len(places), self.echoed_at_once)
+        together = [tuple(places[start : start + self.echoed_at_once]) for start in starts]
+        steps = [Step((), (), (), batch, None, 0) for batch in together]
+        await in_order(steps, ask, most_requests=self.most_requests, most_added=None)
 
     def _set(self, rows: list[Sequence[Row]], place: int, found: Sequence[Row]) -> None:
         rows[place] = found
         self.on_weighed(1)
 
-    async def _compare(self, choice: Choice, found: Sequence[Row]) -> None:
-        difference = largest_difference(found, await self.echo(choice))
+    def _compare(self, found: Sequence[Row], echoed: Sequence[Row]) -> None:
+        difference = largest_difference(found, echoed)
         self.outcome.largest_difference = max(self.outcome.largest_difference or 0.0, difference)
         if difference > self.trust.bound:
             raise Differing(difference)
@@ -295,6 +316,10 @@ class Scorer:
             f"where {self.trust.bound:g} is rounding in {kind}"
         )
         self.trust.remember(self.outcome.audited, self.outcome.reason)
+
+
+def _costs_less_to_echo(choice: Choice) -> bool:
+    return len(choice.continuation) > 1 and len(choice.context) < LEAST_CONTEXT
 
 
 def is_audited_later(context: Sequence[int]) -> bool:

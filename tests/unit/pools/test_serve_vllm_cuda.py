@@ -44,8 +44,16 @@ os.environ["SET_BY_VLLM"] = "1"
 if "CUDA_TOUCHED_BY_IMPORTS" in os.environ:
     torch.cuda.init()
 """
+ROWS = """
+decoded = []
+
+def convert_ids_list_to_tokens(tokenizer, token_ids):
+    decoded.extend(token_ids)
+    return [f"{tokenizer}{token}" for token in token_ids]
+"""
 SERVER = """
 import json, os, socket, sys, torch
+import vllm.v1.engine.logprobs as rows
 
 IMPORTED_BY = os.getpid()
 
@@ -72,6 +80,8 @@ def main():
         "method": os.environ["VLLM_WORKER_MULTIPROC_METHOD"],
         "set_by_vllm": os.environ.get("SET_BY_VLLM"),
         "engine": json.loads(os.read(told, 4096)),
+        "texts": [rows.convert_ids_list_to_tokens("t", tokens) for tokens in ([7, 8, 7], [8, 9], [])],
+        "decoded": rows.decoded,
     }))
 """
 EMPTY = (
@@ -88,6 +98,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     venv.EnvBuilder(symlinks=True).create(folder)
     [packages] = folder.glob("lib/*/site-packages")
     sources = {"vllm.entrypoints.launchers.api_server.entry": SERVER, "vllm.platforms.cuda": PLATFORM, "torch": TORCH}
+    sources["vllm.v1.engine.logprobs"] = ROWS
     for name, text in {**dict.fromkeys(EMPTY, ""), **sources}.items():
         file = packages / f"{name.replace('.', '/')}.py"
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -127,6 +138,8 @@ def test_engine_is_forked_from_what_has_everything_imported_and_may_use_its_gpu(
         "method": "fork",
         "set_by_vllm": "1",
         "engine": {"computes": True, "has_address": False},
+        "texts": [["t7", "t8", "t7"], ["t8", "t9"], []],
+        "decoded": [7, 8, 9],
     }
 
 

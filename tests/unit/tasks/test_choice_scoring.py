@@ -39,10 +39,12 @@ def questions(count: int, *, lengths: Sequence[int] = (1, 1, 1, 1), shared: int 
 
 
 def scorer(engine: CachedEngine, folder: Path | None = None, **options: Any) -> Any:
-    async def echo(choice: Any) -> list[tuple[float, float]]:
-        engine.echoed.append(choice.continuation)
-        engine.read(choice.context + choice.continuation, from_cache=False)
-        return engine.rows(choice.context + choice.continuation, len(choice.context))
+    async def echo(together: Sequence[Any]) -> list[Any]:
+        engine.batches.append(len(together))
+        for choice in together:
+            engine.echoed.append(choice.continuation)
+            engine.read(choice.context + choice.continuation, from_cache=False)
+        return echoed(list(together), engine)
 
     async def ask(path: str, body: dict[str, Any], read: Any) -> Any:
         if engine.refuses:
@@ -119,6 +121,28 @@ def test_scorer_echoes_what_does_not_fit_or_has_no_context(trusted: Path) -> Non
     assert [list(rows) for rows in found] == echoed([*odd, *fitting], engine)
     assert {choice.continuation for choice in (odd[0], odd[2], odd[3])} <= set(engine.echoed)
     assert (7,) not in engine.echoed
+
+
+def test_scorer_echoes_choices_behind_short_contexts_several_in_a_request(trusted: Path) -> None:
+    engine = CachedEngine()
+    short = questions(6, lengths=(1, 3, 2), shared=0, own=scoring.LEAST_CONTEXT - 1)
+    labels = [Choice(tokens(number, 5), (number,)) for number in range(4)]
+    long = questions(2, lengths=(2, 3), shared=scoring.LEAST_CONTEXT, own=4)
+    choices = [*short, *labels, *long]
+    found, outcome = weigh(choices, engine, trusted, echoed_at_once=8)
+    assert [list(rows) for rows in found] == echoed(choices, engine)
+    assert outcome.way == "prefix cache"
+    assert engine.batches[:3] == [8, 8, 2]
+    assert {tuple(body["prompt"]) for _, body in engine.asked if "prompt" in body} == {
+        choice.context for choice in (*labels, *long)
+    }
+
+
+def test_scorer_leaves_all_to_echoes_where_every_context_is_short(trusted: Path) -> None:
+    engine = CachedEngine()
+    found, outcome = weigh(questions(6, lengths=(3, 2), shared=0, own=30), engine, trusted)
+    assert (found, engine.asked, engine.echoed) == (None, [], [])
+    assert (outcome.way, outcome.reason) == ("echo", scoring.TOO_SHORT)
 
 
 def test_scorer_answers_every_place_where_choices_are_the_same(trusted: Path) -> None:

@@ -162,9 +162,9 @@ async def _rows(
                     unreadable = error
             raise NotTakenError(f"{unreadable} for {path}")
 
-        async def echo(choice: Choice) -> list[Row]:
-            text = by_choice[choice]
-            return await ask("/v1/completions", raw(text.state.request), lambda answer: _echoed(answer, text))
+        async def echo(together: Sequence[Choice]) -> list[list[Row]]:
+            [text] = [by_choice[choice] for choice in together]
+            return [await ask("/v1/completions", raw(text.state.request), lambda answer: _echoed(answer, text))]
 
         scorer = Scorer(
             model=job["model"],
@@ -178,7 +178,7 @@ async def _rows(
             outcome=outcome,
         )
         try:
-            await echo(texts[0].choice)  # whether the engine reads a text as the same tokens
+            await echo([texts[0].choice])  # whether the engine reads a text as the same tokens
         except NotTakenError as error:
             outcome.reason = str(error)
             return None

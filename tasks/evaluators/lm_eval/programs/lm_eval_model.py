@@ -259,10 +259,9 @@ class Completions(Checked):
                         raise
                     raise NotTakenError(f"status {error.status} for {path}") from error
 
-            async def echo(choice: Choice) -> Sequence[Row]:
-                window = [*choice.context, *choice.continuation]
-                [rows] = await again(self._echoed)(session, sem, [window], [len(choice.context)])
-                return rows
+            async def echo(together: Sequence[Choice]) -> Sequence[Sequence[Row]]:
+                windows = [[*choice.context, *choice.continuation] for choice in together]
+                return await again(self._echoed)(session, sem, windows, [len(choice.context) for choice in together])
 
             scorer = Scorer(
                 model=self.model,
@@ -272,6 +271,7 @@ class Completions(Checked):
                 kv_cache_tokens=self.scoring["kv_cache_tokens"],
                 trust=Trust.of(self.scoring),
                 longest_prompt=self.longest_prompt,
+                echoed_at_once=self._batch_size,
                 on_weighed=bar.update,
                 outcome=self.outcome,
             )
