@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.console import Console
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from tasks.generation.config import GenerationConfig
 
 Result = TypeVar("Result")
+_IMPORTED_LATER = ("fastapi", "flows.series", "flows.suites", "scipy.special")
+"""Modules that Prefect, the command and the first cell import when they get to them."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,8 @@ def _run_flow(flow: Callable[[], Result]) -> Result:
     from tasks.prefect_server.client import prefect_errors_in_words
 
     if server is not None:
+        for name in _IMPORTED_LATER:  # which costs nothing while the server starts
+            import_module(name)
         server.use()
     with prefect_errors_in_words():
         return flow()

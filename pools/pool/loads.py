@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pools.protocol import Failure, LeaseStatus, LoadReport, ProxyStatus, ReplicaStatus
 from resources.errors import EngineDied, EngineStartFailed
 
-_SHORTEST_LINGER_SECONDS = 0.25
+_SHORTEST_LINGER_SECONDS = 0.1
 _LONGEST_LINGER_SECONDS = 5.0
 
 

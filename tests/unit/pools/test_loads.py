@@ -119,8 +119,8 @@ def test_load_reported_again_is_told_once() -> None:
 def test_linger_follows_the_last_swap_within_bounds_and_not_a_cold_start() -> None:
     pool = Pool()
     lingers = []
-    swaps: list[tuple[LoadedHow, float]] = [("cold start", 40.0), ("reload", 2.0), ("restart", 40.0)]
+    swaps: list[tuple[LoadedHow, float]] = [("cold start", 40.0), ("reload", 0.15), ("restart", 40.0), ("reload", 0.01)]
     for number, (how, seconds) in enumerate(swaps, start=1):
         pool.loads.take_in([replica("r0", load(number, "run-1", how=how, seconds=seconds))])
         lingers.append(pool.loads.linger_seconds)
-    assert lingers == [0.25, 2.0, 5.0]
+    assert lingers == [0.1, 0.15, 5.0, 0.1]
