@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -121,9 +122,10 @@ def _run_flow(flow: Callable[[], Result]) -> Result:
     import flows.evaluation  # noqa: F401 with all that flows need
     from tasks.prefect_server.client import prefect_errors_in_words
 
-    if server is not None:
-        for name in _IMPORTED_LATER:  # which costs nothing while the server starts
-            import_module(name)
-        server.use()
-    with prefect_errors_in_words():
+    with ExitStack() as using:
+        if server is not None:
+            for name in _IMPORTED_LATER:  # which costs nothing while the server starts
+                import_module(name)
+            using.enter_context(server.used())
+        using.enter_context(prefect_errors_in_words())
         return flow()

@@ -12,6 +12,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import copy_context
 from functools import cache
 from importlib.util import find_spec
@@ -55,8 +57,12 @@ class EmbeddedServer:
         # Registered before Prefect is imported, so called after what Prefect still has to say at the end.
         atexit.register(self._end)
 
-    def use(self) -> None:
-        """Waits until it answers, and makes it the one that Prefect asks in this process.
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Waits until it answers, and makes it the one that Prefect asks in this process; flows run in the block.
+
+        Their runs send no heartbeats: nobody looks for those at a server that ends with us, and the thread that sends
+        them sleeps for up to a second before a run can end.
 
         Raises:
             PrefectUnavailable: it does not start.
@@ -77,6 +83,10 @@ class EmbeddedServer:
             with variable_set("PREFECT_API_URL", self.address):  # jobs of ours do not inherit it
                 refresh_global_settings_context()
             self._used = True
+        from prefect.settings import PREFECT_FLOWS_HEARTBEAT_FREQUENCY, temporary_settings
+
+        with temporary_settings({PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None}):
+            yield
 
     def _start(self) -> None:
         if not self._used:  # Prefect was told of no port yet
