@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import zlib
 
+import orjson
+
 from pools.journal.schema import Row
 
 _FACTS = Row._fields.index("checksum")
-"""Columns before the checksum; after it come the blobs that are too large to be written out for it."""
+"""Columns before the checksum, of which the first is the key; after it come the blobs that are large."""
 LARGEST_BYTES = 64 * 2**20
 """Of an answer that is kept, and of whatever is unpacked."""
 _PLAIN, _COMPRESSED = b"\0", b"\1"
@@ -48,7 +50,11 @@ def unpacked(stored: bytes) -> bytes:
 
 
 def sealed(row: Row) -> Row:
-    """A row with its checksum."""
+    """A row with its checksum.
+
+    Raises:
+        TypeError: a text of it is no Unicode.
+    """
     return Row._make((*row[:_FACTS], _checksum(row), *row[_FACTS + 1 :]))  # half the time of _replace
 
 
@@ -56,11 +62,12 @@ def is_whole(row: Row) -> bool:
     """True if nothing in a row has changed since it was sealed: no value, and no value's kind."""
     try:
         return row.checksum == _checksum(row)
-    except TypeError:  # a blob that is none
+    except TypeError:  # a blob that is none, or a fact that is one
         return False
 
 
 def _checksum(row: Row) -> bytes:
-    facts = (*row[:_FACTS], len(row.body), row.request is None)
-    checksum = zlib.crc32(row.request or b"", zlib.crc32(row.body, zlib.crc32(repr(facts).encode())))
+    request = row.request
+    facts = orjson.dumps((*row[1:_FACTS], len(row.body), request is None))  # a fifth of the time of repr
+    checksum = zlib.crc32(request or b"", zlib.crc32(row.body, zlib.crc32(facts, zlib.crc32(row.key))))
     return checksum.to_bytes(4, "big")

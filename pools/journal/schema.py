@@ -11,11 +11,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 """`PRAGMA user_version` of the file, and the version in the first line of a segment.
 
 Version 2 may hold answers of engines that had reloaded weights incompletely, version 3 ones that do not fit their
-requests.
+requests; version 4 has other checksums.
 """
 
 _SCHEMA = """

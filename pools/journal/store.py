@@ -210,7 +210,12 @@ class Journal:
         else:
             content = self._content(claim.question, body)
         if claim.keeps:
-            self._database.submit(INSERT_ROW, self._row(claim, content_type, content, facts))
+            try:
+                row = self._row(claim, content_type, content, facts)
+            except TypeError:  # the name of its cell is no Unicode
+                self.counters.errors += 1
+                return
+            self._database.submit(INSERT_ROW, row)
             await self._database.settled()
             if claim.scope is not None:
                 self._background.kept(claim.scope, len(content[0]))
@@ -284,26 +289,27 @@ class Journal:
 
     def _row(self, claim: Claim, content_type: str, content: tuple[bytes, bytes | None], facts: AnswerFacts) -> Row:
         question, scope = claim.question, claim.scope
-        row = Row(
-            key=question.key,
-            deterministic=int(question.deterministic),
-            cell=scope.cell if scope else None,
-            attempt=scope.attempt if scope else None,
-            occurrence=claim.occurrence,
-            target=_text(question.target),
-            model=_text(question.model),
-            weights=question.subject.weights,
-            tokenizer=question.subject.tokenizer,
-            engine=question.subject.engine,
-            content_type=content_type,
-            finish_reasons=_text(",".join(facts.finish_reasons)),
-            prompt_tokens=facts.prompt_tokens,
-            completion_tokens=facts.completion_tokens,
-            created=int(self._clock()),
-            imported=0,
-            checksum=b"",
-            body=content[0],
-            request=content[1],
+        subject = question.subject
+        row = Row(  # by place, in half the time that names take
+            question.key,
+            int(question.deterministic),
+            scope.cell if scope else None,
+            scope.attempt if scope else None,
+            claim.occurrence,
+            _text(question.target),
+            _text(question.model),
+            subject.weights,
+            subject.tokenizer,
+            subject.engine,
+            content_type,
+            _text(",".join(facts.finish_reasons)),
+            facts.prompt_tokens,
+            facts.completion_tokens,
+            int(self._clock()),
+            0,
+            b"",
+            content[0],
+            content[1],
         )
         return bodies.sealed(row)
 

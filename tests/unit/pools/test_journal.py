@@ -222,6 +222,10 @@ async def test_keep_of_texts_that_are_no_unicode_works(path: Path) -> None:
     async with opened(path) as (journal, _):
         await journal.keep(journal.claim(asked("a", model=broken), cell=None), JSON, b"1", facts=facts)
         assert replayed(journal, asked("a", model=broken)) == b"1"
+        scope = CellScope(broken, "first")
+        await journal.open_cell(scope, mirror=None)
+        await answer(journal, asked("b"), b"1", cell=scope)  # of a cell that no file can name
+        assert replayed(journal, asked("b")) is None
 
 
 @pytest.mark.parametrize(

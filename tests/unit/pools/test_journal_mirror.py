@@ -126,11 +126,11 @@ async def test_segment_cut_anywhere_gives_the_rows_before_and_a_warning(tmp_path
     [
         b"",
         b"no gzip",
-        zlib.compress(b'{"schema":4}\n', wbits=31),
+        zlib.compress(b'{"schema":5}\n', wbits=31),
         zlib.compress(b'{"schema":1}\n{}\n', wbits=31),
-        zlib.compress(b'{"schema":4}\n[]\n', wbits=31),
-        zlib.compress(b'{"schema":4}\n{"key": "AA=="}\n', wbits=31),
-        zlib.compress(b'{"schema":4}\n{"key": 7}\nno json\n', wbits=31),
+        zlib.compress(b'{"schema":5}\n[]\n', wbits=31),
+        zlib.compress(b'{"schema":5}\n{"key": "AA=="}\n', wbits=31),
+        zlib.compress(b'{"schema":5}\n{"key": 7}\nno json\n', wbits=31),
     ],
 )
 async def test_segment_of_something_else_is_passed_over(tmp_path: Path, content: bytes) -> None:
@@ -144,7 +144,7 @@ async def test_segment_of_something_else_is_passed_over(tmp_path: Path, content:
 
 def test_segment_with_a_line_that_no_row_needs_is_damaged_and_not_unpacked() -> None:
     stream = zlib.compressobj(1, wbits=31)
-    parts = [stream.compress(b'{"schema":4}\n'), *(stream.compress(b" " * 2**20) for _ in range(300)), stream.flush()]
+    parts = [stream.compress(b'{"schema":5}\n'), *(stream.compress(b" " * 2**20) for _ in range(300)), stream.flush()]
     content = b"".join(parts)
     tracemalloc.start()
     try:
@@ -179,7 +179,7 @@ async def test_segment_keeps_no_prompt_and_names_its_schema(tmp_path: Path) -> N
         await answer(journal, asked("a prompt"), b"1", cell=FIRST)
     (segment,) = segments(folder)
     head, row = zlib.decompress(Path(segment).read_bytes(), wbits=31).splitlines()
-    assert orjson.loads(head) == {"schema": 4}
+    assert orjson.loads(head) == {"schema": 5}
     assert orjson.loads(row)["request"] is None and orjson.loads(row)["cell"] == "cell"
 
 
