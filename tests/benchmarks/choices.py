@@ -11,6 +11,7 @@ import random
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,8 @@ LONG = Kind("long", choice=(8, 20))
 KINDS = (ONE_TOKEN, LONG)
 
 
-def words() -> list[str]:
+@cache
+def words() -> Sequence[str]:
     """So many words that the vocabulary is full."""
     return ["".join(parts) for parts in islice(product(_SYLLABLES, repeat=3), (VOCABULARY - 64) // 2)]
 
@@ -161,14 +163,13 @@ def write_generation(folder: Path, *, subjects: int, questions: int, shots: int,
     """A benchmark of texts to be written: so many subjects with examples of their own, their questions mixed."""
     folder.mkdir(parents=True)
     draw = random.Random(f"{seed} {GENERATION}")
-    asked = _questions(LONG, draw)
-    examples = [
-        "".join(f"{example['question']} {example['choices'][0]}\n\n" for example in islice(asked, shots))
-        for _ in range(subjects)
-    ]
+
+    def question() -> str:
+        return f"Question: {_text(draw, draw.randint(1, 2 * _WORDS))} ?\nAnswer:"
+
+    examples = ["".join(f"{question()} {_text(draw, 8)}\n\n" for _ in range(shots)) for _ in range(subjects)]
     rows = [
-        {"question": f"{examples[place % subjects]}{question['question']}", "answer": question["choices"][0]}
-        for place, question in enumerate(islice(asked, questions))
+        {"question": examples[place % subjects] + question(), "answer": _text(draw, 8)} for place in range(questions)
     ]
     (folder / f"{GENERATION}.test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     described = {
@@ -187,17 +188,16 @@ def write_generation(folder: Path, *, subjects: int, questions: int, shots: int,
     return folder
 
 
+def _text(draw: random.Random, number: int) -> str:
+    return " ".join(draw.choices(words(), k=number))
+
+
 def _questions(kind: Kind, draw: random.Random) -> Iterator[dict[str, Any]]:
-    known = words()
-
-    def text(number: int) -> str:
-        return " ".join(draw.choices(known, k=number))
-
     while True:
-        question = f"Question: {text(_WORDS)} ?"
+        question = f"Question: {_text(draw, _WORDS)} ?"
         if kind is ONE_TOKEN:
             choices = list(_LETTERS)
-            question += "".join(f"\n{letter}. {text(2)}" for letter in _LETTERS)
+            question += "".join(f"\n{letter}. {_text(draw, 2)}" for letter in _LETTERS)
         else:
-            choices = [text(draw.randint(*kind.choice)) for _ in _LETTERS]
+            choices = [_text(draw, draw.randint(*kind.choice)) for _ in _LETTERS]
         yield {"question": f"{question}\nAnswer:", "choices": choices, "right": draw.randrange(len(choices))}
