@@ -142,9 +142,11 @@ def demo(
     home.mkdir(parents=True, exist_ok=True)
     set_process_environment_defaults({"PREFECT_HOME": str(home)})
     from flows.demo.demo import next_steps, prepare, run_demo
+    from tasks.running.warm import warm_programs
 
-    prepare(folder, steps=steps, console=ERR)
-    result = run_demo(folder, console=ERR)
+    with warm_programs():
+        prepare(folder, steps=steps, console=ERR)
+        result = run_demo(folder, console=ERR)
     show_series(result, as_json=as_json)
     if not as_json:
         OUT.print(next_steps(folder), highlight=False, soft_wrap=True)

@@ -83,7 +83,7 @@ def run_series(
         with listening(take):
             try:
                 if (found := finished()) is None:
-                    _own_server()  # first: nothing takes longer where the pool is kept
+                    own_server()  # first: nothing takes longer where the pool is kept
                     with begun_early(configs):
                         found = _run_flow(evaluate)
                 records = found
@@ -111,14 +111,14 @@ def _generate(config: GenerationConfig) -> list[dict[str, Any]]:
     return generate_text(config)
 
 
-def _own_server() -> EmbeddedServer | None:
+def own_server() -> EmbeddedServer | None:
     """The Prefect server of this process, begun now if it was not yet; None where another one is named."""
     return None if server_named() else embedded_server()
 
 
 def _run_flow(flow: Callable[[], Result]) -> Result:
     """Runs a flow, on a Prefect server of this process where none is named; that starts while Prefect is imported."""
-    server = _own_server()
+    server = own_server()
     import flows.evaluation  # noqa: F401 with all that flows need
     from tasks.prefect_server.client import prefect_errors_in_words
 

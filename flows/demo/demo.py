@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flows.console.finished import records_if_finished
 from flows.console.live import live_view
-from flows.console.running import SeriesResult, run_series
+from flows.console.running import SeriesResult, own_server, run_series
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -22,6 +22,7 @@ from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.progress import Event
 from tasks.records.record import Record, read_records
 from tasks.reports.page import write_report
+from tasks.running.warm import begun_early
 from tasks.spec.evaluation import CheckpointSelection
 from tasks.spec.suites import SuiteRequest, built_in_suite
 
@@ -61,7 +62,10 @@ def prepare(folder: Path, *, steps: int, console: Console) -> None:
             )
         )
         deadline = time.monotonic() + _TRAINING_SECONDS
+        own_server()
         try:
+            with begun_early(evaluations):  # the training leaves cores to what the evaluations import
+                pass
             while not job.status().finished and time.monotonic() < deadline:
                 show(Event(_describe(job.logs(max_lines=1))))
                 time.sleep(_TRAINING_POLL_SECONDS)
