@@ -21,6 +21,9 @@ from resources.config import CpuConfig, ResourceConfig, TpuConfig
 _QUIET_SECONDS = 1.0  # what every job waits is no news
 _LAST_LOOK_SECONDS = 10.0  # 200 waiting jobs then read the nodes 20 times a second, 3 ms each
 _LAST_SLICE_LOOK_SECONDS = 3.0  # a free slice is found by looking
+_NOT_GRANTED = {"NO_RESOURCES", "INFEASIBLE", "REMOVED", "FAILED_TO_COMMIT_RESOURCES"}
+_DECISION_SECONDS = 5.0  # Ray takes milliseconds, on a busy machine tenths of a second
+_DECISION_LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +107,15 @@ async def place(
             elif await claim.granted_within(pause_seconds):
                 if claim.is_real:
                     return claim.placement()
-                claim = claim.withdraw()
+                claim = await claim.withdraw()
                 await asyncio.sleep(pause_seconds)
             elif not claim.lasts:
-                claim = claim.withdraw()
+                claim = await claim.withdraw()
                 anywhere = True
             pause_seconds = min(pause_seconds * 1.5, _LAST_SLICE_LOOK_SECONDS if slices else _LAST_LOOK_SECONDS)
     except BaseException:
         if claim is not None:
-            claim.withdraw()
+            await claim.withdraw()
         raise
 
 
@@ -209,8 +212,26 @@ class _Claim:
         done, _ = await asyncio.wait({self._granted}, timeout=seconds)
         return bool(done) and self._granted.result() is not None
 
-    def withdraw(self) -> None:
-        """Gives it back, granted or not."""
+    async def withdraw(self) -> None:
+        """Gives it back, granted or not, once Ray has decided.
+
+        Ray forgets what a node has set aside for a placement group that is removed in that moment: nobody gets it
+        again for as long as the cluster lives.
+        """
+        try:
+            await self._decided()
+        finally:
+            self._release()
+
+    async def _decided(self) -> None:
+        deadline = time.monotonic() + _DECISION_SECONDS
+        while not self._granted.done() and time.monotonic() < deadline:
+            found = await asyncio.to_thread(self._ray.util.placement_group_table, self._group)
+            if found.get("stats", {}).get("scheduling_state") in _NOT_GRANTED:
+                return
+            await asyncio.wait({self._granted}, timeout=_DECISION_LOOK_SECONDS)
+
+    def _release(self) -> None:
         self._granted.cancel()
         self._ray.util.remove_placement_group(self._group)
 
@@ -230,4 +251,4 @@ class _Claim:
             )
             for index, bundle in enumerate(self._bundles)
         ]
-        return Placement(hosts, self.withdraw)
+        return Placement(hosts, self._release)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from resources.backends.ray.demand import allowed_nodes, best_selector, reason_to_wait, refusal, share_of
 from resources.backends.ray.nodes import NODE_LABEL, REGION_LABEL, ZONE_LABEL, RayNode, room
+from resources.backends.ray.placement import place
 from resources.config import ResourceConfig
 
 GIB = 2**30
@@ -162,3 +166,57 @@ def test_gpu_type_in_any_spelling_becomes_the_one_of_the_nodes() -> None:
     nodes = [node("b", **GPUS)]
     assert "accelerator_type:H100" in share_of(nodes, ResourceConfig.with_gpu("nvidia-h100"))
     assert "accelerator_type:L4" in share_of(nodes, ResourceConfig.with_gpu("L4"))
+
+
+class DecidingRay:
+    """The module `ray`, as far as one claim needs it; it grants a placement group when `granted` has a result."""
+
+    def __init__(self) -> None:
+        self.granted: Future[object] = Future()
+        self.scheduling = "SCHEDULING_STARTED"
+        self.asked = self.looked_at = self.removed = 0
+        self.util = SimpleNamespace(
+            client=SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: True)),
+            placement_group=self._ask,
+            placement_group_table=self._table,
+            remove_placement_group=self._remove,
+        )
+
+    def nodes(self) -> list[dict[str, Any]]:
+        resources = {"CPU": 8.0, "memory": 32.0 * GIB}
+        return [{"NodeID": "a", "NodeManagerAddress": "10.0.0.1", "Resources": resources, "Alive": True}]
+
+    def _ask(self, *_: object, **__: object) -> DecidingRay:
+        self.asked += 1
+        return self
+
+    def ready(self) -> DecidingRay:
+        return self
+
+    def future(self) -> Future[object]:
+        return self.granted
+
+    def _table(self, _: object) -> dict[str, Any]:
+        self.looked_at += 1
+        return {"stats": {"scheduling_state": self.scheduling}}
+
+    def _remove(self, _: object) -> None:
+        self.removed += 1
+
+
+@pytest.mark.parametrize("granted", [True, False])
+async def test_places_given_up_while_ray_decides_on_them_are_given_back_once_it_has(granted: bool) -> None:
+    ray = DecidingRay()
+    placing = asyncio.ensure_future(place(ray, ResourceConfig(), 1, on_waiting=lambda reason: None))
+    while not ray.asked:
+        await asyncio.sleep(0)
+    placing.cancel()
+    while not placing.done() and ray.looked_at < 3:
+        await asyncio.sleep(0)
+    assert not placing.done() and ray.removed == 0
+    if granted:
+        ray.granted.set_result(object())
+    else:
+        ray.scheduling = "NO_RESOURCES"
+    await asyncio.wait({placing})
+    assert placing.cancelled() and ray.removed == 1
