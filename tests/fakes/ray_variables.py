@@ -9,3 +9,4 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # else the server for Ray Clients dies now and then as it forks
 os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: on a busy machine tests would wait for everybody else
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # else a worker for every CPU, of which few are used
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # else by whether the home folder has a token

@@ -151,7 +151,11 @@ def test_cluster_of_this_machine_runs_jobs_and_goes_without_touching_another_ray
     project: Path,
     session_cache: Path,
     looks_like_another_ray: subprocess.Popen[bytes],
+    monkeypatch: pytest.MonkeyPatch,
 ):
+    # A head takes a token that Ray finds, such as the one that an earlier `ray.init()` left in the home folder.
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0123456789abcdef" * 4)
     try:
         code, out, err = assay(project, "cluster", "up", "local", "--cpus", "2")
         assert code == 0 and "assay submit --cluster local" in out, err

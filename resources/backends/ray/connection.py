@@ -20,6 +20,7 @@ from resources.backends.ray.code import own_code
 from resources.backends.ray.failures import classify_ray
 from resources.backends.ray.orders import DETACHED, NAMESPACE
 from resources.errors import AssayError, BackendUnavailable
+from resources.jobs.addresses import is_loopback
 from resources.settings import set_process_environment_defaults
 
 _ANSWER_POLL_SECONDS = 3.0
@@ -162,7 +163,11 @@ class RayConnection:
 
     def _connect(self) -> None:
         if not self._ray.is_initialized():
-            _probe(self._bootstrap_address(), self._asked)  # ray.init would try for minutes
+            bootstrap_address = self._bootstrap_address()
+            _probe(bootstrap_address, self._asked)  # ray.init would try for minutes
+            # A head takes the user's token if there is one; `ray.init` gives it to the clusters that it finds only.
+            if self._through_client and is_loopback(_host(bootstrap_address)):
+                self._ray._private.worker.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
             set_process_environment_defaults(_NOT_WITH_THE_HEAD)
             terminate = _handler_of_sigterm()
             try:
@@ -218,14 +223,15 @@ def unavailable(address: str, found: str) -> BackendUnavailable:
     return BackendUnavailable(
         expected=f"a Ray cluster at {address}, of the same version as ours",
         found=found,
-        remedy="Look with `ray status` whether it is up, and correct the address.",
+        remedy="Look with `ray status` whether it is up, and correct the address. "
+        "Set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN where it wants a token.",
     )
 
 
 def _probe(host_and_port: str, asked: str) -> None:
-    host, _, port = host_and_port.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_SECONDS).close()
+        port = int(host_and_port.rpartition(":")[2])
+        socket.create_connection((_host(host_and_port), port), timeout=_PROBE_SECONDS).close()
     except (OSError, ValueError) as error:
         raise unavailable(asked, f"nothing answers at {host_and_port}: {error}") from error
 
@@ -268,6 +274,10 @@ def _leave_in_time(ray: Any) -> None:
             atexit.unregister(ray._private.worker.shutdown)
 
     atexit.register(at_the_end)  # after Ray's own, so called before it
+
+
+def _host(host_and_port: str) -> str:
+    return host_and_port.rpartition(":")[0].strip("[]")
 
 
 def _first_line(error: BaseException) -> str:
