@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from tasks.generation.config import GenerationConfig
 
 Result = TypeVar("Result")
-_IMPORTED_LATER = ("fastapi", "flows.series", "flows.suites", "scipy.special")
-"""Modules that Prefect, the command and the first cell import when they get to them."""
+_NEEDED_BY_FLOWS = ("flows.evaluation",)
+_NEEDED_LATER = ("fastapi", "flows.series", "flows.suites", "scipy.special")
+"""Modules that Prefect, the command and the first cell would import when they get to them."""
 
 
 @dataclass(frozen=True)
@@ -116,16 +117,20 @@ def own_server() -> EmbeddedServer | None:
     return None if server_named() else embedded_server()
 
 
+def import_flows() -> None:
+    """Imports Prefect and all that a flow run of this process needs, which costs nothing while its server starts."""
+    for name in _NEEDED_BY_FLOWS if server_named() else (*_NEEDED_BY_FLOWS, *_NEEDED_LATER):
+        import_module(name)
+
+
 def _run_flow(flow: Callable[[], Result]) -> Result:
-    """Runs a flow, on a Prefect server of this process where none is named; that starts while Prefect is imported."""
+    """Runs a flow, on a Prefect server of this process where none is named."""
     server = own_server()
-    import flows.evaluation  # noqa: F401 with all that flows need
+    import_flows()
     from tasks.prefect_server.client import prefect_errors_in_words
 
     with ExitStack() as using:
         if server is not None:
-            for name in _IMPORTED_LATER:  # which costs nothing while the server starts
-                import_module(name)
             using.enter_context(server.used())
         using.enter_context(prefect_errors_in_words())
         return flow()

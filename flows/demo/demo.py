@@ -11,7 +11,7 @@ from rich.console import Console
 
 from flows.console.finished import records_if_finished
 from flows.console.live import live_view
-from flows.console.running import SeriesResult, own_server, run_series
+from flows.console.running import SeriesResult, import_flows, own_server, run_series
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -62,10 +62,10 @@ def prepare(folder: Path, *, steps: int, console: Console) -> None:
             )
         )
         deadline = time.monotonic() + _TRAINING_SECONDS
-        own_server()
         try:
-            with begun_early(evaluations):  # the training leaves cores to what the evaluations import
-                pass
+            own_server()
+            with begun_early(evaluations):
+                import_flows()
             while not job.status().finished and time.monotonic() < deadline:
                 show(Event(_describe(job.logs(max_lines=1))))
                 time.sleep(_TRAINING_POLL_SECONDS)

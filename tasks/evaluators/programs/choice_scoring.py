@@ -27,7 +27,7 @@ from choice_plan import Choice, Step, in_order, plan
 CACHED, ECHO = "prefix cache", "echo"
 """The ways of asking, as records name them."""
 LEAST_CONTEXT = 64
-"""Tokens of a context for which a longer choice is asked by way of the cache.
+"""Tokens of a context for which a longer choice is asked by way of the cache, where several are echoed at once.
 
 A shorter one is read again with each of its choices, many in one request, for less than a request of its own costs.
 """
@@ -217,7 +217,7 @@ class Scorer:
             self.outcome.reason = known["reason"]
             return None
         rows: list[Sequence[Row]] = [()] * len(choices)
-        short = {choice.context for choice in choices if _costs_less_to_echo(choice)}
+        short = {choice.context for choice in choices if self._costs_less_to_echo(choice)}
         fitting = [p for p, choice in enumerate(choices) if choice.context not in short and self._fits(choice)]
         if short and not fitting:
             self.outcome.reason = TOO_SHORT
@@ -242,6 +242,10 @@ class Scorer:
         """Tells if context and continuation can be asked so: the last token needs no room where it is a label."""
         read = len(choice.context) + (len(choice.continuation) if len(choice.continuation) > 1 else 0)
         return bool(choice.context and choice.continuation) and read <= self.longest_prompt
+
+    def _costs_less_to_echo(self, choice: Choice) -> bool:
+        several = self.echoed_at_once > 1
+        return several and len(choice.continuation) > 1 and len(choice.context) < LEAST_CONTEXT
 
     async def _weigh(
         self,
@@ -316,10 +320,6 @@ class Scorer:
             f"where {self.trust.bound:g} is rounding in {kind}"
         )
         self.trust.remember(self.outcome.audited, self.outcome.reason)
-
-
-def _costs_less_to_echo(choice: Choice) -> bool:
-    return len(choice.continuation) > 1 and len(choice.context) < LEAST_CONTEXT
 
 
 def is_audited_later(context: Sequence[int]) -> bool:

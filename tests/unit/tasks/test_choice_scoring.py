@@ -140,9 +140,13 @@ def test_scorer_echoes_choices_behind_short_contexts_several_in_a_request(truste
 
 def test_scorer_leaves_all_to_echoes_where_every_context_is_short(trusted: Path) -> None:
     engine = CachedEngine()
-    found, outcome = weigh(questions(6, lengths=(3, 2), shared=0, own=30), engine, trusted)
+    choices = questions(6, lengths=(3, 2), shared=0, own=30)
+    found, outcome = weigh(choices, engine, trusted, echoed_at_once=8)
     assert (found, engine.asked, engine.echoed) == (None, [], [])
     assert (outcome.way, outcome.reason) == ("echo", scoring.TOO_SHORT)
+
+    found, outcome = weigh(choices, engine, trusted)
+    assert found is not None and outcome.way == "prefix cache", "an echo in a request of its own saves nothing"
 
 
 def test_scorer_answers_every_place_where_choices_are_the_same(trusted: Path) -> None:
