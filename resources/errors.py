@@ -127,7 +127,7 @@ class JobFailed(AssayError):
     """A job ended, and not as it should."""
 
 
-class JobTimeout(AssayError):
+class JobTimeout(AssayError, TimeoutError):
     """A job did not end in the time its waiter was ready to give it."""
 
 

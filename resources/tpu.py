@@ -23,8 +23,13 @@ class TpuTopology:
     chips_per_vm: int
 
 
-_V4_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
+_V4_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _V5P_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288)
+
+
+_CUBE_CORES = 128
+_MOST_CORES = {"v4": 8192, "v5p": 12288}
+"""Slices of these generations are put together from cubes of 4x4x4 chips, as many of them as one wants."""
 
 
 def _by_cores(family: str, cores: int) -> TpuTopology:
@@ -56,7 +61,7 @@ _TABLE = (
 )
 
 TPU_TOPOLOGIES: dict[str, TpuTopology] = {topology.variant: topology for topology in _TABLE}
-"""Every slice by its name."""
+"""The usual slices by their names; `tpu_topology` knows all of them."""
 
 
 def canonical_variant(name: str) -> str:
@@ -74,11 +79,15 @@ def tpu_topology(name: str) -> TpuTopology:
     variant = canonical_variant(name)
     if variant in TPU_TOPOLOGIES:
         return TPU_TOPOLOGIES[variant]
-    family = variant.split("-")[0]
+    family, _, size = variant.partition("-")
+    most = _MOST_CORES.get(family, 0)
+    if size.isdecimal() and 0 < int(size) <= most and int(size) % _CUBE_CORES == 0:
+        return _by_cores(family, int(size))
     near = [known for known in TPU_TOPOLOGIES if known.split("-")[0] == family]
     near = near or difflib.get_close_matches(variant, TPU_TOPOLOGIES, n=4, cutoff=0.4)
+    cubes = f", or a multiple of {_CUBE_CORES} up to {most}" if most else ""
     raise BadInput(
         expected="a TPU type that Google Cloud offers",
         found=f"Unknown TPU type {name!r}",
-        remedy=f"use one of {', '.join(near or sorted({v.split('-')[0] + '-N' for v in TPU_TOPOLOGIES}))}",
+        remedy=f"use one of {', '.join(near or sorted({v.split('-')[0] + '-N' for v in TPU_TOPOLOGIES}))}{cubes}",
     )

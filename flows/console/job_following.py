@@ -18,23 +18,29 @@ class LogTail:
     def __init__(self) -> None:
         self._seen: list[str] = []
         self._printed = 0
+        self.missed = False
+        """True if lines before those that were returned last have never been seen: there were too many at once."""
 
     def new_lines(self, text: str, *, final: bool = False) -> list[str]:
         """The lines that were not returned before.
 
-        The last line may be half of one: it is returned once it has stayed the same, or another one follows.
+        The last line may be half of one: it is returned once it has stayed the same, or another one follows. If it
+        grows after that, what is new of it is returned.
 
         Args:
             text: the end of the log, as it is now.
             final: whether nothing will be added any more.
         """
         lines = text.splitlines()
-        known = _overlap(self._seen, lines, may_grow=self._printed < len(self._seen))
-        printed = max(0, self._printed - (len(self._seen) - known)) if known or not self._seen else 0
-        settled = final or (bool(lines) and bool(self._seen) and lines[-1] == self._seen[-1] and known == len(lines))
+        known = _overlap(self._seen, lines)
+        self.missed = bool(self._seen and lines and not known)
+        printed = max(0, self._printed - (len(self._seen) - known)) if known else 0
+        grown = "" if not known else lines[known - 1].removeprefix(self._seen[-1])
+        settled = final or (bool(self._seen) and known == len(lines) and not grown)
         complete = len(lines) if settled else max(len(lines) - 1, printed)
+        rest = [grown] if grown and printed == known else []
         self._seen, self._printed = lines, complete
-        return lines[printed:complete]
+        return rest + lines[printed:complete]
 
 
 def follow(
@@ -75,7 +81,10 @@ def follow(
         last_answer = time.monotonic()
         finished, anything = details.status.finished, False
         for replica, tail in tails.items():
-            for line in tail.new_lines(texts[replica], final=finished):
+            lines = tail.new_lines(texts[replica], final=finished)
+            if tail.missed:
+                note(f"replica {replica} writes faster than can be read from here: lines before the next are missing")
+            for line in lines:
                 write(f"[{replica}] {line}" if len(tails) > 1 else line)
                 anything = True
         if finished:
@@ -112,14 +121,11 @@ def ending_of(details: JobDetails) -> str:
     return f"{details.job_id} {verb}{reason}{preempted}"
 
 
-def _overlap(before: Sequence[str], now: Sequence[str], *, may_grow: bool) -> int:
+def _overlap(before: Sequence[str], now: Sequence[str]) -> int:
     """Returns how many of the lines seen before are the first ones now; the last of them may have grown since."""
     for dropped in range(len(before)):
         kept = before[dropped:]
-        if len(kept) > len(now) or kept[:-1] != now[: len(kept) - 1]:
-            continue
-        last = now[len(kept) - 1]
-        if last == kept[-1] or (may_grow and last.startswith(kept[-1])):
+        if len(kept) <= len(now) and kept[:-1] == now[: len(kept) - 1] and now[len(kept) - 1].startswith(kept[-1]):
             return len(kept)
     return 0
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from resources.config import CpuConfig, Device, GpuConfig, TpuConfig
 from resources.environments.environments import EnvironmentSpec, ensure_environment
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import Command, EnvironmentConfig
@@ -16,6 +17,11 @@ from resources.settings import process_environment, settings
 from resources.storage.files import replace_text
 
 PROGRAMS = Path(__file__).parent / "programs"
+_LIBTPU_ARGUMENTS = {
+    "v5p": "--xla_tpu_scoped_vmem_limit_kib=50000",
+    "v6e": "--xla_tpu_scoped_vmem_limit_kib=98304",
+}
+"""By generation; Marin's trainings have found these limits of a kernel's fast memory."""
 _OURS = ("pydantic>=2", "pydantic-settings")  # what a call needs to announce, and to submit jobs itself
 
 
@@ -77,6 +83,21 @@ def variables_of(environment: EnvironmentConfig, *, python: Path, given: Mapping
     own = {"PYTHONUNBUFFERED": "1", **environment.env_vars, **given}
     variables = process_environment(own, inherited=environment.inherited)
     return {**variables, "PATH": os.pathsep.join([str(python.parent), variables.get("PATH", os.defpath)])}
+
+
+def device_variables(device: Device) -> dict[str, str]:
+    """Defaults for programs that compute on a device, which the job's own variables win over.
+
+    Each platform that JAX is given by name has to be there: it falls back to a CPU for none of them.
+    """
+    match device:
+        case CpuConfig():
+            return {"JAX_PLATFORMS": "cpu"}
+        case GpuConfig():
+            return {"JAX_PLATFORMS": "cuda,cpu"}
+        case TpuConfig(variant=variant):
+            arguments = _LIBTPU_ARGUMENTS.get(variant.partition("-")[0])
+            return {"JAX_PLATFORMS": "tpu,cpu", **({"LIBTPU_INIT_ARGS": arguments} if arguments else {})}
 
 
 def interpreter_of(environment: EnvironmentConfig, *, workspace: Path) -> Path:

@@ -26,14 +26,19 @@ _LAST_POLL_SECONDS = 2.0
 class JobAlreadyExists(AssayError):
     """A job of that name is running on this client."""
 
+    job: JobHandle | None = None
+    """The one that runs; not known where the error comes from another process."""
+
     @classmethod
-    def of(cls, running: JobDetails) -> JobAlreadyExists:
+    def of(cls, running: JobDetails, *, job: JobHandle | None = None) -> JobAlreadyExists:
         """The error for a name that a running job has."""
-        return cls(
+        error = cls(
             expected=f"no running job named {running.name}",
             found=f"{running.job_id} is {running.status}",
             remedy="Choose another name, wait for it, or submit with adopt_existing=True.",
         )
+        error.job = job
+        return error
 
 
 class JobStatus(StrEnum):

@@ -112,4 +112,4 @@ def while_running(job: Job | None, *, adopt_existing: bool) -> Job | None:
         return None
     if adopt_existing:
         return job
-    raise JobAlreadyExists.of(job.details())
+    raise JobAlreadyExists.of(job.details(), job=job)

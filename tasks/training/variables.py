@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from resources.config import CpuConfig, Device, TpuConfig
+from resources.config import Device, TpuConfig
 from resources.errors import BadInput
 from tasks.training.layout import Training
 
@@ -47,8 +47,6 @@ def variables_of(
     """
     defaults = {**_DEFAULTS, **({"GIT_COMMIT": git_commit} if git_commit else {})}
     defaults |= {name: process[name] for name in ("WANDB_MODE",) if name in process}
-    if isinstance(device, CpuConfig):
-        defaults["JAX_PLATFORMS"] = "cpu"
     variables = {**defaults, **accelerator_defaults(workspace, device), **given, "RUN_ID": training.run_id}
     if isinstance(device, TpuConfig):
         _check_wandb({**process, **variables})

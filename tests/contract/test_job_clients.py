@@ -65,14 +65,17 @@ def test_command_gets_its_variables_and_working_directory_and_keeps_its_output(c
     (tmp_path / "elsewhere").mkdir()
     environment = create_environment(workspace=tmp_path, env_vars={"GREETING": "hello"})
     request = job(
-        shell('echo "$GREETING $(basename "$PWD")"; echo err >&2; env | sed "s/=.*//"'),
+        shell(
+            'echo "$GREETING $(basename "$PWD")"; echo err >&2; printf "caf\\303\\251 \\377\\n"; '
+            'echo "host $ASSAY_HOST_INDEX of $ASSAY_HOST_COUNT, JAX on $JAX_PLATFORMS"; env | sed "s/=.*//"'
+        ),
         environment=environment,
         working_directory=tmp_path / "elsewhere",
     )
     handle = client.submit(request)
     assert handle.wait(30) is JobStatus.SUCCEEDED
     lines = handle.logs().splitlines()
-    assert {"hello elsewhere", "err", "ASSAY_JOBS"} <= set(lines)
+    assert {"hello elsewhere", "err", "café \ufffd", "host 0 of 1, JAX on cpu", "ASSAY_JOBS"} <= set(lines)
     assert "ASSAY_ACTOR_KEY" not in lines
 
 
@@ -210,6 +213,11 @@ def test_failed_attempts_are_retried_within_their_budget(client: Client, tmp_pat
 
 
 def test_preempted_attempts_have_a_budget_of_their_own(client: Client, tmp_path: Path) -> None:
+    once = f"[ -e {tmp_path}/once ] || {{ touch {tmp_path}/once; kill -KILL $$; }}"
+    handle = client.submit(job(shell(once), max_retries_failure=0))
+    assert handle.wait(30) is JobStatus.SUCCEEDED
+    assert (handle.details().attempts, handle.details().preemptions) == (2, 1)
+
     script = f"if [ -e {tmp_path}/first ]; then own=second; else own=first; fi; echo $$ > {tmp_path}/$own; {FOR_EVER}"
     handle = client.submit(job(shell(script), max_retries_failure=0, max_retries_preemption=1))
     os.kill(eventual_pid(tmp_path / "first"), signal.SIGKILL)
@@ -261,8 +269,9 @@ def test_wait_all_fails_with_the_first_job_or_times_out_or_returns_statuses_in_t
 
 def test_name_of_a_running_job_is_refused_or_adopted_and_free_again_afterwards(client: Client) -> None:
     first = client.submit(job(shell(FOR_EVER)))
-    with pytest.raises(JobAlreadyExists):
+    with pytest.raises(JobAlreadyExists) as taken:
         client.submit(job(shell("true")))
+    assert taken.value.job is not None and taken.value.job.job_id == first.job_id
     assert client.submit(job(shell("true")), adopt_existing=True).job_id == first.job_id
     first.terminate()
     second = client.submit(job(shell(FOR_EVER)), adopt_existing=True)

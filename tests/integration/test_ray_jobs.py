@@ -340,9 +340,10 @@ def write(path, text):
     return subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "RAY_ADDRESS": ""})
 
 
-def test_lost_head_is_said_and_the_driver_goes_on(cluster: Cluster, tmp_path: Path) -> None:
+def test_lost_head_is_said_and_the_driver_goes_on_with_the_next_one(cluster: Cluster, tmp_path: Path) -> None:
     """The last test: the cluster is gone after it."""
     ray.shutdown()
+    port = int(str(cluster.address).rpartition(":")[2])
     for node in list(cluster.worker_nodes):
         cluster.remove_node(node, allow_graceful=False)
     driver = start_driver(
@@ -365,16 +366,29 @@ def test_lost_head_is_said_and_the_driver_goes_on(cluster: Cluster, tmp_path: Pa
         asked = (job.details, lambda: submit("other", "true"), jobs.jobs, job.terminate)
         with ThreadPoolExecutor() as threads:  # each takes Ray 2 s
             write({str(tmp_path / "result")!r}, " ".join(map(str, (ended, *threads.map(error_of, asked)))))
+        while not Path({str(tmp_path / "again")!r}).exists():
+            time.sleep(0.1)
+        lost = job.status()
+        again = submit("again", "true").wait(60)
+        names = [known.name for known in jobs.jobs()]
+        write({str(tmp_path / "then")!r}, repr((str(lost), str(again), names)))
         """,
     )
-    eventually((tmp_path / "ready").exists, seconds=60)
-    pid = eventual_pid(tmp_path / "pid")
-    assert cluster.head_node is not None
-    raylet = cluster.head_node.all_processes["raylet"][0].process.pid
-    agents = [pid for pid in descendants(raylet) if "agent" in " ".join(command_line(pid)).lower()]
-    cluster.remove_node(cluster.head_node, allow_graceful=False)
-    send(signal.SIGKILL, agents)  # they would look for the head in a loop for half a minute
-    (tmp_path / "go").touch()
-    assert driver.wait(90) == 0
-    assert (tmp_path / "result").read_text().split() == ["BackendUnavailable"] * 5
-    eventually(lambda: not is_alive(pid))
+    try:
+        eventually((tmp_path / "ready").exists, seconds=60)
+        pid = eventual_pid(tmp_path / "pid")
+        assert cluster.head_node is not None
+        raylet = cluster.head_node.all_processes["raylet"][0].process.pid
+        agents = [pid for pid in descendants(raylet) if "agent" in " ".join(command_line(pid)).lower()]
+        cluster.remove_node(cluster.head_node, allow_graceful=False)
+        send(signal.SIGKILL, agents)  # they would look for the head in a loop for half a minute
+        (tmp_path / "go").touch()
+        eventually((tmp_path / "result").exists, seconds=90)
+        assert (tmp_path / "result").read_text().split() == ["BackendUnavailable"] * 5
+        eventually(lambda: not is_alive(pid))
+        with ray_cluster(num_cpus=4, runtime_environments=True, gcs_server_port=port):
+            (tmp_path / "again").touch()
+            assert driver.wait(90) == 0
+    finally:
+        driver.kill()
+    assert (tmp_path / "then").read_text() == repr(("failed", "succeeded", ["again"]))

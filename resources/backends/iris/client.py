@@ -16,7 +16,7 @@ from resources.backends.iris.job import CALLABLE, COMMAND, IrisJob, unknown_job
 from resources.backends.iris.lease import LeaseRenewer
 from resources.backends.iris.resources import Group, check_groups, placement
 from resources.backends.iris.states import job_status, name_of, reason
-from resources.backends.processes import existing_folder, import_folders
+from resources.backends.processes import device_variables, existing_folder, import_folders
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from resources.jobs.calls import pickled
@@ -177,7 +177,7 @@ class IrisClient:
             placement=placed,
             resources=request.resources,
             bundle=self._bundle(workspace) if workspace is not None else b"",
-            variables=environment.env_vars,
+            variables={**device_variables(request.resources.device), **environment.env_vars},
             pip_packages=environment.pip_packages,
             extras=environment.extras,
             image=environment.docker_image or request.resources.image,

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from resources.backends.iris.controller import RECORDS, STOP, Controller, tell
-from resources.backends.iris.states import MARK, UNSATISFIABLE, Task, counts, end_reason, job_status, name_of, reason
+from resources.backends.iris.states import (
+    MARK,
+    UNSATISFIABLE,
+    Task,
+    counts,
+    end_reason,
+    job_status,
+    name_of,
+    reason,
+    restarts,
+)
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.results import result_of
@@ -64,9 +74,7 @@ class IrisJob:
         if seen is None:
             raise self._unknown()
         status, tasks = job_status(seen.state), self._controller.tasks(self._job_id, every_attempt=True)
-        records = {} if status.finished else self._records()
-        restarts = [int(records.get(str(index), {}).get("restarts", 0)) for index in range(len(tasks))]
-        counted = counts(status, tasks, restarts_now=restarts)
+        counted = counts(status, tasks, restarts_now=self._restarts(status, tasks))
         why = reason(seen, tasks)
         if status is JobStatus.STOPPED and (own := self._last_words(tasks)):
             why = own
@@ -190,12 +198,25 @@ class IrisJob:
         text = "\n".join(shown[-max_lines:] if max_lines > 0 else [])
         return text.encode()[-_TAIL_BYTES:].decode(errors="ignore")
 
-    def _lines_of(self, task: Task, max_lines: int, *, deadline: float) -> list[str]:
+    def _restarts(self, status: JobStatus, tasks: Sequence[Task]) -> list[int]:
+        """Returns the times that each task's program has begun again; of one that has succeeded only its log knows."""
+        if not status.finished:
+            records = self._records()
+            return [int(records.get(str(index), {}).get("restarts", 0)) for index in range(len(tasks))]
+        deadline = time.monotonic() + _LOG_END_SECONDS
+        ends = [self._end_of_log(task, 1, deadline=deadline) if task.has_succeeded else [] for task in tasks]
+        return [restarts(lines[-1][1]) if lines and _is_last(lines[-1][1]) else 0 for lines in ends]
+
+    def _end_of_log(self, task: Task, max_lines: int, *, deadline: float) -> list[tuple[int, str]]:
+        """The last lines of a task with their attempts; waits for what its program says last, where it has ended."""
         while True:
-            lines = self._controller.log_lines(task.task_id, max_lines + 3)
+            lines = self._controller.log_lines(task.task_id, max_lines)
             if not task.is_over or (lines and _is_last(lines[-1][1])) or time.monotonic() >= deadline:
-                break
+                return lines
             time.sleep(_CONTROLLER_POLL_SECONDS)
+
+    def _lines_of(self, task: Task, max_lines: int, *, deadline: float) -> list[str]:
+        lines = self._end_of_log(task, max_lines + 3, deadline=deadline)
         shown: list[str] = []
         attempt = lines[0][0] if lines else 0
         for number, line in lines:

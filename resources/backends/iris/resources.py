@@ -42,8 +42,19 @@ class Placement:
 
 
 def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
-    """Returns the request to Iris; each VM of a TPU slice is a task of its own there."""
+    """Returns the request to Iris; each VM of a TPU slice is a task of its own there.
+
+    Raises:
+        UnsatisfiableResources: several slices of several VMs.
+    """
     hosts = resources.device.slice.vms if isinstance(resources.device, TpuConfig) else 1
+    if hosts > 1 and replicas > 1:
+        raise UnsatisfiableResources(
+            expected="one slice of several VMs, or several slices of one VM each, in one job",
+            found=f"{replicas} slices {_device_name(resources.device)} of {hosts} VMs each: Iris looks for one slice "
+            "that holds all tasks of a job, and would wait for ever",
+            remedy="Submit one job for each slice, or all of them to Ray.",
+        )
     return Placement(
         cpu_millicores=resources.cpu * 1000,
         memory_bytes=size_in_bytes(resources.ram),

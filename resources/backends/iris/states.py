@@ -72,6 +72,11 @@ class Task:
         return self.state in _ON_A_WORKER
 
     @property
+    def has_succeeded(self) -> bool:
+        """Returns True if its last attempt has."""
+        return self.state == "TASK_STATE_SUCCEEDED"
+
+    @property
     def is_over(self) -> bool:
         """Returns True if Iris will not start it again."""
         return self.state in _ATTEMPTS
@@ -143,8 +148,8 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
     Args:
         status: where the job stands.
         tasks: of this job.
-        restarts_now: how often each replica has begun again in its present attempt; counted where that still runs,
-            since an attempt that has ended says it itself.
+        restarts_now: how often each replica has begun again in its present attempt; counted where that still runs or
+            has succeeded, since Iris keeps what another one has said at its end.
     """
     failures = preemptions_here = 0
     preemptions_of_tasks = [0]
@@ -159,10 +164,10 @@ def counts(status: JobStatus, tasks: Sequence[Task], *, restarts_now: Sequence[i
             preemptions_here += restarts(attempt.error)
         preemptions_of_tasks.append(taken)
     here = zip(tasks, restarts_now or [0] * len(tasks), strict=True)
-    restarted_now = sum(count for task, count in here if task.is_on_a_worker)
+    restarted_now = sum(count for task, count in here if task.is_on_a_worker or task.has_succeeded)
     preemptions = max(preemptions_of_tasks) + preemptions_here + restarted_now
     if status is JobStatus.RUNNING:  # as the job said it; its tasks were asked later, and may have ended meanwhile
-        present = any(task.is_on_a_worker or task.state == "TASK_STATE_SUCCEEDED" for task in tasks)
+        present = any(task.is_on_a_worker or task.has_succeeded for task in tasks)
     else:
         present = status in {JobStatus.SUCCEEDED, JobStatus.STOPPED} and any(task.attempts for task in tasks)
     return Counts(attempts=failures + preemptions + present, failures=failures, preemptions=preemptions)

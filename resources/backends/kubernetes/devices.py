@@ -60,7 +60,7 @@ TPU_NAMES = {
 _FLAT_TOPOLOGIES = {
     1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16",
 }  # fmt: skip
-_LARGEST_CUBE = {6144: "16x16x24"}  # the one size that is no power of two
+_CUBE_CHIPS = 4**3
 
 
 @dataclass(frozen=True)
@@ -227,12 +227,13 @@ def tpu_shape(tpu: TpuConfig) -> str:
                 remedy=f"Ask for one of {', '.join(map(str, _FLAT_TOPOLOGIES))} chips.",
             )
         return _FLAT_TOPOLOGIES[chips]
-    if chips in _LARGEST_CUBE:
-        return _LARGEST_CUBE[chips]
     if chips == 4:
         return "2x2x1"
-    power = chips.bit_length() - 1  # shared out over three sides, the longer ones last: 16 chips are 2x2x4
-    return "x".join(str(2 ** ((power + side) // 3)) for side in range(3))
+    # As near to a cube as it can be, the longer sides last; made of cubes once there are several.
+    unit, count = (4, chips // _CUBE_CHIPS) if chips >= _CUBE_CHIPS else (1, chips)
+    sides = [side for side in range(1, count + 1) if count % side == 0]
+    shapes = [(a, b, count // (a * b)) for a in sides for b in sides if b >= a and count % (a * b) == 0]
+    return "x".join(str(unit * side) for side in min((shape for shape in shapes if shape[2] >= shape[1]), key=sum))
 
 
 def _gpu_name(variant: str) -> str:

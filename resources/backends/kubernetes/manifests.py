@@ -16,6 +16,7 @@ from typing import Any
 
 from resources.backends.kubernetes.devices import Placement
 from resources.backends.kubernetes.names import NAME_ANNOTATION, attempt_name, heartbeat_name, labels
+from resources.backends.processes import device_variables
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.calls import pickled
 from resources.jobs.jobs import Call, EnvironmentConfig, JobRequest
@@ -81,7 +82,8 @@ def secret_content(
         BadInput: the callable cannot be pickled, or all of it is more than a Secret can hold.
     """
     entrypoint = request.entrypoint
-    variables = {"ASSAY_JOB_LEASE_SECONDS": f"{owner.lease_seconds:g}", **environment.env_vars}
+    own = {**device_variables(request.resources.device), **environment.env_vars}
+    variables = {"ASSAY_JOB_LEASE_SECONDS": f"{owner.lease_seconds:g}", **own}
     if owner.image:  # jobs that are submitted inside this one are treated alike
         variables.setdefault("ASSAY_JOB_IMAGE", owner.image)
     specification = {

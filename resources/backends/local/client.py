@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from resources.backends.local.job import CALL, LocalJob
 from resources.backends.processes import (
     PROGRAMS,
     argv_of,
+    device_variables,
     existing_folder,
     import_folders,
     interpreter_of,
@@ -127,6 +129,8 @@ class LocalClient:
                 "parent_pid": os.getpid(),
             }
             given = {"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url}
+            variables = {**device_variables(request.resources.device), **environment.env_vars}
+            environment = replace(environment, env_vars=variables)
             job = _start(folder, specification, env=variables_of(environment, python=python, given=given))
             self._jobs[request.name] = job
         job.wait_until_started()

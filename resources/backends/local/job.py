@@ -59,10 +59,13 @@ class LocalJob:
     def process_details(self) -> dict[str, Any]:
         """Its `status.json`, which also has the supervisor's process id, and id and exit code of each replica's."""
         details = self._read()
-        if JobStatus(details["status"]).finished or self._is_supervised(details):
-            return details
-        details = self._read()  # it may have finished, and only then ended
-        return details if JobStatus(details["status"]).finished else self._bury(details)
+        if not JobStatus(details["status"]).finished and not self._is_supervised(details):
+            details = self._read()  # it may have finished, and only then ended
+            details = details if JobStatus(details["status"]).finished else self._bury(details)
+        pipe = self._supervisor.stdin if self._supervisor is not None else None
+        if pipe is not None and JobStatus(details["status"]).finished:
+            pipe.close()
+        return details
 
     def status(self) -> JobStatus:
         """Returns the job's state now."""

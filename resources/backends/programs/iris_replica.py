@@ -138,10 +138,9 @@ class Replica:
         os.mkfifo(folder / "replica-0.log")
         # Open for writing too: the end of one writer is not the end of the output.
         log = os.open(folder / "replica-0.log", os.O_RDWR | os.O_NONBLOCK)
-        host = [f"ASSAY_REPLICA_INDEX={self._index // self._job['hosts']}"]
-        host += [f"ASSAY_REPLICA_COUNT={self._count // self._job['hosts']}"]
+        hosts = self._job["hosts"]
         specification = {
-            "argv": ["/usr/bin/env", *host, *argv],
+            "argv": argv,
             "working_directory": str(self._working_directory()),
             "replicas": 1,
             "max_retries_failure": 0,
@@ -149,6 +148,12 @@ class Replica:
             "outlives_parent": False,
             "grace_seconds": self._job["grace_seconds"],
             "parent_pid": os.getpid(),
+            "variables": {
+                "ASSAY_REPLICA_INDEX": str(self._index // hosts),
+                "ASSAY_REPLICA_COUNT": str(self._count // hosts),
+                "ASSAY_HOST_INDEX": str(self._index % hosts),
+                "ASSAY_HOST_COUNT": str(hosts),
+            },
         }
         (folder / "specification.json").write_text(json.dumps(specification))
         supervisor = subprocess.Popen(
@@ -343,7 +348,7 @@ class Replica:
             self._unfinished = b""
 
     def _write(self, line: bytes) -> None:
-        """Writes once the reader has taken what came before.
+        """Writes once the reader has taken what came before; a line that is no UTF-8 would fail the task.
 
         Iris' worker process looks for new output with `select` and reads it through a buffer: of lines that arrive
         together it shows the first, and the others only with the next output.
@@ -351,7 +356,7 @@ class Replica:
         deadline = time.monotonic() + _DRAIN_SECONDS
         while _unread(sys.stderr.fileno()) and time.monotonic() < deadline:
             time.sleep(0.0002)
-        sys.stderr.buffer.write(line)
+        sys.stderr.buffer.write(line.decode(errors="replace").encode())
         sys.stderr.buffer.flush()
 
 

@@ -34,15 +34,17 @@ _PRINTED_BYTES = 6 * 1024  # of a result in one line: container runtimes split l
 
 def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_folder: Path) -> dict[str, str]:
     """The environment of a replica's process."""
-    pod_index = int(inherited.get("JOB_COMPLETION_INDEX", "0"))
+    replica, host = divmod(int(inherited.get("JOB_COMPLETION_INDEX", "0")), specification["vms"])
     found = {
         **inherited,
         "PYTHONUNBUFFERED": "1",
         **specification["env_vars"],
         "ASSAY_JOBS": specification["jobs"],
         "ASSAY_JOB_ID": specification["job_id"],
-        "ASSAY_REPLICA_INDEX": str(pod_index // specification["vms"]),
+        "ASSAY_REPLICA_INDEX": str(replica),
         "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
+        "ASSAY_HOST_INDEX": str(host),
+        "ASSAY_HOST_COUNT": str(specification["vms"]),
         "ASSAY_ANNOUNCEMENT": str(run_folder / "announcement"),
         "ASSAY_RESULT": str(run_folder / "result"),
     }

@@ -121,9 +121,11 @@ class Supervisor:
             **os.environ,
             "ASSAY_REPLICA_INDEX": str(index),
             "ASSAY_REPLICA_COUNT": str(specification["replicas"]),
+            "ASSAY_HOST_INDEX": "0",
+            "ASSAY_HOST_COUNT": "1",
             "ASSAY_ANNOUNCEMENT": str(self._folder / f"announced-{index}"),
             "ASSAY_RESULT": str(self._folder / f"result-{index}"),
-            **specification.get("variables", {}),  # which replica it is among those of other machines
+            **specification.get("variables", {}),  # which replica and host it is among those of other machines
         }
         for name in (f"announced-{index}", f"result-{index}"):  # what the last attempt said
             (self._folder / name).unlink(missing_ok=True)

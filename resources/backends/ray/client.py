@@ -192,6 +192,8 @@ def _connection(address: str) -> RayConnection:
 
     By whatever name it was asked for: the handle of its controller keeps that alive, and must not be replaced.
     """
+    if _open_connection and _open_connection[0].is_replaced():
+        ray.shutdown()
     if not (_open_connection and _open_connection[0].is_open()):
         _open_connection[:] = [RayConnection(ray, address)]
     return _open_connection[0]

@@ -55,6 +55,7 @@ class RayConnection:
         self._own: Any = None
         self._lock = threading.Lock()
         self._through_client = address.startswith("ray://")
+        self._is_replaced = False
         self._connect()
 
     @property
@@ -65,6 +66,17 @@ class RayConnection:
     def is_open(self) -> bool:
         """Returns True if this process is still connected as it was."""
         return self._ray.is_initialized() and self._context_key() == self._key
+
+    def is_replaced(self) -> bool:
+        """Returns True if another cluster answers at this one's address: its head was started anew, its jobs are gone.
+
+        Ray itself goes on asking the old one, and ends the process for some answers of the new one.
+        """
+        if not (self._is_replaced or self._through_client):
+            with suppress(BackendUnavailable, self._ray.exceptions.RpcError):
+                _probe(self._gcs_address, self._asked)  # the next line would try for 40 s
+                self._is_replaced = self._ray._raylet.GcsClient(self._gcs_address).cluster_id != self._cluster_id
+        return self._is_replaced
 
     def is_on(self, addresses: list[str]) -> bool:
         """Returns True if this process runs on the only machine that has one of these addresses."""
@@ -112,6 +124,8 @@ class RayConnection:
         deadline = time.monotonic() + _ANSWER_SECONDS + arguments.get("seconds", 0.0)
         while True:
             try:
+                if self._is_replaced:
+                    raise self._gone("the head was started anew")
                 if reference is None:
                     reference = controller.call.remote(method, pickle.dumps(arguments))
                 answer = pickle.loads(self._ray.get(reference, timeout=_ANSWER_POLL_SECONDS))
@@ -128,11 +142,7 @@ class RayConnection:
                 time.sleep(0.2)
             except self._ray.exceptions.ActorDiedError as error:
                 self._probe()
-                raise ControllerGone(
-                    expected="the controller of the job, an actor on the head of the Ray cluster",
-                    found=f"it has ended, and its jobs with it: {_first_line(error)}",
-                    remedy="Submit the job again.",
-                ) from error
+                raise self._gone(_first_line(error)) from error
             except (ConnectionError, RuntimeError, self._ray.exceptions.RayError) as error:
                 raise self._unavailable(f"{classify_ray(error)[1]}"[:500]) from error
         if isinstance(answer, AssayError):
@@ -180,6 +190,7 @@ class RayConnection:
             _leave_in_time(self._ray)
         context = self._ray.get_runtime_context()
         self._gcs_address: str = context.gcs_address
+        self._cluster_id = None if self._through_client else self._ray._private.worker.global_worker.node.cluster_id
         self._key = self._context_key()
 
     def _init(self) -> None:
@@ -209,10 +220,19 @@ class RayConnection:
         return context.gcs_address, context.get_job_id()
 
     def _probe(self) -> None:
-        """Raises BackendUnavailable, within seconds, when the cluster's head is gone."""
+        """Raises BackendUnavailable, within seconds, when the cluster's head is gone or another one."""
         if not self._ray.is_initialized():
             raise self._unavailable("this process is not connected to it any more")
         _probe(self._asked.removeprefix("ray://") if self._through_client else self._gcs_address, self._asked)
+        if self.is_replaced():
+            raise self._gone("the head was started anew")
+
+    def _gone(self, reason: str) -> ControllerGone:
+        return ControllerGone(
+            expected="the controller of the job, an actor on the head of the Ray cluster",
+            found=f"it has ended, and its jobs with it: {reason}",
+            remedy="Submit the job again.",
+        )
 
     def _unavailable(self, found: str) -> BackendUnavailable:
         return unavailable(self._asked, found)

@@ -9,6 +9,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Literal
 
 from resources.backends.ray import placement as ray_placement
@@ -109,8 +110,9 @@ class ControlledJob:
 
     @property
     def kept_bytes(self) -> int:
-        """Returns the memory that its logs and results take."""
-        return sum(map(len, self._logs.values())) + sum(map(len, self._results.values()))
+        """Returns the memory that its logs, its results and its callable take."""
+        call = self._order.entrypoint if isinstance(self._order.entrypoint, bytes) else b""
+        return len(call) + sum(map(len, self._logs.values())) + sum(map(len, self._results.values()))
 
     def details(self) -> JobDetails:
         """See `JobHandle.details`."""
@@ -167,8 +169,9 @@ class ControlledJob:
         if attempt != self._attempts or self._finished.is_set():
             return
         self._logs[process].add(output)
-        if announcement is not None:
-            self.announced[process[0]] = announcement
+        replica, host = process
+        if announcement is not None and host == 0:
+            self.announced[replica] = announcement
         if started:
             self._started.add(process)
         if self.status is JobStatus.PENDING and self._expected and len(self._started) == self._expected:
@@ -186,6 +189,8 @@ class ControlledJob:
         finally:
             self.status, self._reason = status, reason
             self._package = []  # finished jobs are remembered, and would keep it in Ray's memory
+            if isinstance(self._order.entrypoint, bytes):
+                self._order = replace(self._order, entrypoint=b"")
             self._finished.set()
             self._ending.set()
 

@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from resources.backends.processes import device_variables
 from resources.backends.ray.demand import allowed_nodes, best_selector, reason_to_wait, refusal, selector_of, share_of
 from resources.backends.ray.nodes import NODE_LABEL, RayNode, has_autoscaler, read_nodes
-from resources.backends.ray.tpu import choose_slices, head_resource, tpu_variables
-from resources.config import CpuConfig, ResourceConfig, TpuConfig
+from resources.backends.ray.tpu import choose_slices, head_resource, slice_variables
+from resources.config import ResourceConfig, TpuConfig
 
 _QUIET_SECONDS = 1.0  # what every job waits is no news
 _LAST_LOOK_SECONDS = 10.0  # 200 waiting jobs then read the nodes 20 times a second, 3 ms each
@@ -150,7 +151,7 @@ def _next_claim(
     everywhere = selector_of(allowed, resources, region=None, avoided=())
     selector = everywhere if anywhere else best_selector(allowed, resources, share=share, replicas=replicas)
     # A claim on the best nodes that had room is given up if others were faster; one on all that are allowed waits.
-    env_vars = {"JAX_PLATFORMS": "cpu"} if isinstance(resources.device, CpuConfig) else {}
+    env_vars = device_variables(resources.device)
     bundles = [
         _Bundle(share=share, selector=selector, replica=replica, host=0, env_vars=env_vars)
         for replica in range(replicas)
@@ -173,7 +174,7 @@ def _slice_bundles(
             selector={NODE_LABEL: node.node_id},
             replica=replica,
             host=host,
-            env_vars=tpu_variables(slices, replica, host),
+            env_vars={**device_variables(tpu), **slice_variables(slices, replica, host)},
         )
         for replica, tpu_slice in enumerate(slices)
         for host, node in enumerate(tpu_slice.hosts)

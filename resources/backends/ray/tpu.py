@@ -140,10 +140,10 @@ def head_resource(variant: str) -> str:
     return f"TPU-{variant}-head"
 
 
-def tpu_variables(slices: Sequence[TpuSlice], replica: int, host: int) -> dict[str, str]:
-    """Returns the variables for JAX and libtpu on one host of these slices, which work together if they are several."""
+def slice_variables(slices: Sequence[TpuSlice], replica: int, host: int) -> dict[str, str]:
+    """Returns what tells libtpu its place on one host of these slices, which work together if they are several."""
     own = slices[replica]
-    variables = {"JAX_PLATFORMS": ""}  # the TPU, and no silent fall-back that "tpu,cpu" would be
+    variables: dict[str, str] = {}
     if len(own.hosts) > 1:
         variables["TPU_WORKER_ID"] = str(host)
         variables["TPU_WORKER_HOSTNAMES"] = ",".join(node.address for node in own.hosts)

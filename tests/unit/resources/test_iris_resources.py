@@ -16,8 +16,17 @@ GPUS = Group(name="gpus", device="gpu", variant="H100", device_count=8)
 
 
 def test_iris_placement_gives_every_vm_of_a_slice_a_task_of_its_own() -> None:
-    placed = placement(ResourceConfig.with_tpu("v5litepod-16", slice_count=2), replicas=2)
-    assert (placed.hosts, placed.tasks, placed.together_on) == (4, 8, "tpu-name")
+    placed = placement(ResourceConfig.with_tpu("v5litepod-16"), replicas=1)
+    assert (placed.hosts, placed.tasks, placed.together_on) == (4, 4, "tpu-name")
+    placed = placement(ResourceConfig.with_tpu("v5litepod-8", slice_count=2), replicas=2)
+    assert (placed.hosts, placed.tasks, placed.together_on) == (1, 2, None)
+
+
+def test_iris_placement_refuses_slices_that_it_could_not_keep_apart() -> None:
+    with pytest.raises(
+        UnsatisfiableResources, match=r"2 slices v5litepod-16 of 4 VMs each.*\n.*one job for each slice"
+    ):
+        placement(ResourceConfig.with_tpu("v5litepod-16", slice_count=2), replicas=2)
 
 
 def test_iris_placement_of_one_machine_needs_no_company() -> None:

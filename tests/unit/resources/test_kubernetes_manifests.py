@@ -179,6 +179,19 @@ def test_every_tpu_shape_has_as_many_chips_as_its_slice(variant: str) -> None:
     assert chips == TPU_TOPOLOGIES[variant].chips
 
 
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [
+        *(("v4-16", "2x2x2"), ("v4-32", "2x2x4"), ("v5p-64", "2x4x4"), ("v5p-128", "4x4x4"), ("v5p-256", "4x4x8")),
+        *(("v5p-384", "4x4x12"), ("v5p-512", "4x8x8"), ("v5p-1152", "4x12x12"), ("v5p-1280", "4x8x20")),
+        *(("v5p-2048", "8x8x16"), ("v5p-6144", "12x16x16"), ("v5p-8192", "16x16x16"), ("v5p-12288", "16x16x24")),
+    ],
+)
+def test_shape_of_a_slice_is_as_near_to_a_cube_as_it_can_be(variant: str, shape: str) -> None:
+    where = placement(ResourceConfig.with_tpu(variant), replicas=1)
+    assert where.node_selector["cloud.google.com/gke-tpu-topology"] == shape
+
+
 def test_tpu_slices_that_one_job_cannot_give_are_refused() -> None:
     with pytest.raises(UnsatisfiableResources, match="one job for each slice"):
         placement(ResourceConfig.with_tpu("v6e-16", slice_count=2), replicas=2)

@@ -20,7 +20,8 @@ from fakes.processes import WITHOUT_MAIN_THREAD
 from faults.scenarios.processes import state_of
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
-from resources.config import ResourceConfig
+from resources.backends.processes import device_variables
+from resources.config import CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs import inheritance
 from resources.jobs.jobs import (
@@ -321,14 +322,33 @@ def test_client_that_has_run_many_jobs_holds_nothing_of_those_that_ended(client:
     def descriptors() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
-    def run(name: str) -> None:
-        client.submit(JobRequest(name, shell("true"), resources=ON_CPU)).wait(30)
-
-    run("first")
     before = descriptors()
-    for number in range(5):
-        run(f"job-{number}")
-    assert descriptors() <= before + 1
+    running = [client.submit(JobRequest(f"job-{number}", shell("true"), resources=ON_CPU)) for number in range(5)]
+    assert wait_all(running, 30) == [JobStatus.SUCCEEDED] * 5
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize(
+    ("device", "variables"),
+    [
+        (CpuConfig(), {"JAX_PLATFORMS": "cpu"}),
+        (GpuConfig(), {"JAX_PLATFORMS": "cuda,cpu"}),
+        (TpuConfig(variant="v4-8"), {"JAX_PLATFORMS": "tpu,cpu"}),
+        (
+            TpuConfig(variant="v6e-8"),
+            {"JAX_PLATFORMS": "tpu,cpu", "LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=98304"},
+        ),
+    ],
+)
+def test_programs_compute_on_the_device_of_their_job_or_not_at_all(device: Device, variables: dict[str, str]) -> None:
+    assert device_variables(device) == variables
+
+
+def test_variables_of_a_job_win_over_those_of_its_device(client: LocalClient) -> None:
+    environment = create_environment(env_vars={"JAX_PLATFORMS": "cpu,own"})
+    job = client.submit(JobRequest("own", shell("echo $JAX_PLATFORMS"), resources=ON_CPU, environment=environment))
+    assert job.wait(30) is JobStatus.SUCCEEDED
+    assert job.logs() == "cpu,own"
 
 
 def test_job_that_another_process_is_just_submitting_can_be_terminated(client: LocalClient, tmp_path: Path) -> None:

@@ -27,6 +27,12 @@ class FlakyRay:
     util = SimpleNamespace(client=SimpleNamespace(ray=SimpleNamespace(is_connected=lambda: True)))
 
     def __init__(self, error: Exception, *, times: int) -> None:
+        self.given: list[str] = []
+        self._private = SimpleNamespace(
+            worker=SimpleNamespace(
+                maybe_enable_token_auth_if_token_available=lambda **_: self.given.append("the user's token")
+            )
+        )
         self.error = error
         self.failures_left = times
         self.tries = 0
@@ -58,6 +64,7 @@ def test_ray_client_server_whose_process_died_is_asked_again(address: str) -> No
     ray = FlakyRay(ConnectionAbortedError("Starting Ray client server failed"), times=2)
     assert RayConnection(ray, address).address == "10.0.0.1:6379"
     assert ray.tries == 3
+    assert ray.given == ["the user's token"], "to a server on loopback"
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,11 @@ import pytest
 
 from fakes.polling import eventual_pid, eventually
 from resources.backends.ray.code import SentFolder, this_machine
+from resources.backends.ray.controlled_job import ControlledJob
 from resources.backends.ray.controller import Controller
 from resources.backends.ray.orders import JobOrder, ProcessEnd, ProcessOrder
 from resources.backends.ray.replica import run_process
+from resources.backends.ray.turns import Turns
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Command, EnvironmentConfig, JobStatus
 
@@ -138,6 +140,22 @@ async def test_order_that_reaches_the_controller_twice_is_one_job_and_no_conflic
     assert await controller.submit(order=order, adopt_existing=False) == JOB_ID
     assert [details.job_id for details in await controller.jobs()] == [JOB_ID]
     assert await controller.finished(job_id=JOB_ID, seconds=20) is JobStatus.FAILED
+
+
+async def test_job_that_has_ended_keeps_no_callable_in_memory(tmp_path: Path) -> None:
+    order = replace(job_order(tmp_path), entrypoint=b"x" * 1000)
+    job = ControlledJob(None, order, turns=Turns(), package=[], start=lambda *_: None)
+    assert job.kept_bytes == 1000
+    job.stop("terminated")
+    await job.run()
+    assert job.status.finished and job.kept_bytes == 0 and job.details().returns
+
+
+def test_host_0_speaks_for_a_replica_of_several(tmp_path: Path) -> None:
+    job = ControlledJob(None, job_order(tmp_path), turns=Turns(), package=[], start=lambda *_: None)
+    for host in (1, 0, 1, 2):
+        job.report(0, (0, host), output=b"", announcement=f"from {host}", started=True)
+    assert job.announced == {0: "from 0"}
 
 
 @pytest.mark.parametrize("taken", ["folder", "link", "written by others", "of somebody else"])

@@ -44,9 +44,20 @@ def test_topology_of_a_slice_has_its_chips_and_machines(
 
 
 def test_topologies_chips_are_spread_over_all_vms() -> None:
-    assert len(TPU_TOPOLOGIES) == 10 + 12 + 9 + 8
+    assert len(TPU_TOPOLOGIES) == 11 + 12 + 9 + 8
     for topology in TPU_TOPOLOGIES.values():
         assert topology.chips == topology.vms * topology.chips_per_vm, topology
+
+
+def test_topologies_of_several_cubes_go_up_to_the_whole_machine() -> None:
+    found = tpu_topology("v5p-384")
+    assert (found.chips, found.vms, found.chips_per_vm) == (192, 48, 4)
+    assert tpu_topology("v5p-12160").chips == 6080
+    for beyond in ("v5p-12416", "v4-8320", "v5p-200", "v5p--128"):
+        with pytest.raises(BadInput, match="Unknown TPU type"):
+            tpu_topology(beyond)
+    with pytest.raises(BadInput, match="a multiple of 128 up to 12288"):
+        tpu_topology("v5p-200")
 
 
 def test_topology_of_an_unknown_slice_offers_the_family() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from resources.backends.ray.demand import refusal
 from resources.backends.ray.nodes import REGION_LABEL, RayNode
-from resources.backends.ray.tpu import SliceState, TpuSlice, choose_slices, describe_slices, slices_of, tpu_variables
+from resources.backends.ray.tpu import SliceState, TpuSlice, choose_slices, describe_slices, slice_variables, slices_of
 from resources.config import ResourceConfig, TpuConfig
 
 SHARE = {"CPU": 8.0, "memory": float(2**30)}
@@ -144,8 +144,7 @@ def test_waiting_job_is_told_how_many_slices_there_are_and_what_they_lack(nodes:
 
 def test_hosts_of_one_slice_know_each_other_and_no_other_slice() -> None:
     slices = slices_of(hosts("s", "v4-16", vms=2), TpuConfig(variant="v4-16"))
-    assert tpu_variables(slices, 0, 1) == {
-        "JAX_PLATFORMS": "",
+    assert slice_variables(slices, 0, 1) == {
         "TPU_WORKER_ID": "1",
         "TPU_WORKER_HOSTNAMES": "s-0,s-1",
     }
@@ -153,8 +152,7 @@ def test_hosts_of_one_slice_know_each_other_and_no_other_slice() -> None:
 
 def test_hosts_of_several_slices_meet_at_the_first_host_of_the_first() -> None:
     slices = slices_of([*hosts("a", "v4-8", vms=1), *hosts("b", "v4-8", vms=1)], TpuConfig(variant="v4-8"))
-    assert tpu_variables(slices, 1, 0) == {
-        "JAX_PLATFORMS": "",
+    assert slice_variables(slices, 1, 0) == {
         "MEGASCALE_COORDINATOR_ADDRESS": "a-0:8081",
         "MEGASCALE_PORT": "8081",
         "MEGASCALE_NUM_SLICES": "2",
