@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
     AfterValidator,
@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema
 
 from resources.addresses import refuse_user_information
 from resources.errors import BadInput
-from resources.tpu import TpuTopology, canonical_variant, tpu_topology
+from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TpuTopology, canonical_variant, tpu_topology
 
 
 class Config(BaseModel):
@@ -165,17 +165,52 @@ _SIZE = re.compile(r"\d+(\.\d+)?\s*(k|m|g|t)(i?b?)?", re.IGNORECASE)
 _SIZE_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 
+class Share(NamedTuple):
+    """The part of a machine that a replica takes beside its accelerator, where nothing else is said."""
+
+    cpu: int
+    ram: str
+    disk: str
+
+
+_GPU_SHARES = {
+    **dict.fromkeys(("h100", "h200", "b200", "gb200"), (12, 160)),
+    "a100": (8, 60),
+    **dict.fromkeys(("l4", "t4"), (3, 12)),
+}
+"""Cores and GiB of memory for each GPU, of which Google Cloud's smallest machines with one have more."""
+_ANY_GPU = (4, 24)
+_TPU_CORES, _TPU_GIB = 32, 128
+_OF_A_VM = 0.7
+
+
+def default_share(device: Device) -> Share:
+    """Returns the cores, memory and disk that go with a device; per host, for a TPU slice."""
+    match device:
+        case CpuConfig():
+            return Share(1, "4g", "16g")
+        case GpuConfig(variant=variant, count=count):
+            named = re.split(r"[^a-z0-9]+", variant.lower())
+            cores, gib = next((_GPU_SHARES[word] for word in named if word in _GPU_SHARES), _ANY_GPU)
+            return Share(cores * count, f"{gib * count}g", "100g")
+        case TpuConfig(variant=variant, slice=slice_):
+            generation, chips = variant.partition("-")[0], slice_.chips_per_vm
+            cores = int(CORES_PER_CHIP[generation] * chips * _OF_A_VM)
+            gib = int(GIB_PER_CHIP[generation] * chips * _OF_A_VM)
+            return Share(min(_TPU_CORES, cores), f"{min(_TPU_GIB, gib)}g", "50g")
+
+
 class ResourceConfig(Config):
     """Resources of one replica, the number of replicas, and their place."""
 
-    cpu: int = Field(default=1, ge=1)
-    """CPU cores per replica."""
-    ram: str = "4g"
-    """Memory per replica, such as 512m or 128g."""
-    disk: str = "16g"
-    """Local disk per replica, such as 100g."""
     device: Device = CpuConfig()
     """The accelerator of one replica, or none."""
+    cpu: int = Field(default_factory=lambda known: default_share(known["device"]).cpu, ge=1)
+    """CPU cores per replica; what goes with the device when unset: 1 without one."""
+    ram: str = Field(default_factory=lambda known: default_share(known["device"]).ram)
+    """Memory per replica, such as 512m or 128g; what goes with the device when unset: 4g without one."""
+    disk: str = Field(default_factory=lambda known: default_share(known["device"]).disk)
+    """Local disk per replica, such as 100g; what goes with the device when unset: 16g without one."""
     replicas: int = Field(default=1, ge=1)
     """Number of replicas; for a pool, engine servers behind its proxy."""
     regions: tuple[str, ...] | None = None

@@ -60,6 +60,11 @@ _TABLE = (
     TpuTopology("v6e-256", 256, 64, 64, 4),
 )
 
+CORES_PER_CHIP = {"v4": 60, "v5litepod": 24, "v5p": 52, "v6e": 22}
+"""vCPUs of the smallest VM of each generation, by chip."""
+GIB_PER_CHIP = {"v4": 100, "v5litepod": 44, "v5p": 112, "v6e": 170}
+"""Its memory, by chip."""
+
 TPU_TOPOLOGIES: dict[str, TpuTopology] = {topology.variant: topology for topology in _TABLE}
 """The usual slices by their names; `tpu_topology` knows all of them."""
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from flows.cli.options.groups import (
-    AcceleratorOptions,
     EngineOptions,
     EvaluationOptions,
     GenerationOutputOptions,
+    MachineOptions,
     PromptOptions,
     SamplingOptions,
     SelectionOptions,
@@ -33,7 +33,7 @@ def generate(
     writing: GenerationOutputOptions,
     selecting: SelectionOptions,
     engines: EngineOptions,
-    accelerator: AcceleratorOptions,
+    machine: MachineOptions,
     as_json: Json = False,
 ) -> None:
     """Write text in bulk: prompts answered by checkpoints, each answer written once."""
@@ -43,7 +43,7 @@ def generate(
     from tasks.generation.config import GenerationConfig
     from tasks.spec.loading import load_config
 
-    groups = (asked, sampling, writing, selecting, engines, accelerator)
+    groups = (asked, sampling, writing, selecting, engines, machine)
     if config is not None:
         given = [field for group in groups for field in annotations_of(type(group)) if _was_given(group, field)]
         given += [field for field, value in (("model", model), ("pool", pool), ("name", name)) if value is not None]
@@ -55,7 +55,7 @@ def generate(
             )
         wanted = load_config(config, GenerationConfig)
     else:
-        served = EvaluationOptions(model=model, name=name, pool=pool, **asdict(engines), **asdict(accelerator))
+        served = EvaluationOptions(model=model, name=name, pool=pool, **asdict(engines), **asdict(machine))
         wanted = generation_from_options(served, asked, sampling, writing, selecting)
     written = run_generation(wanted, console=ERR)
     if as_json:

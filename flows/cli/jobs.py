@@ -36,9 +36,9 @@ def submit(
     env: Annotated[list[str] | None, typer.Option("--env", "-e", help="KEY=VALUE, or KEY; repeatable.")] = None,
     extra: Annotated[list[str] | None, typer.Option("--extra", help="Extras of this project, a,b; repeatable.")] = None,
     pip: Annotated[list[str] | None, typer.Option("--pip", help="Requirement for the job; repeatable.")] = None,
-    cpu: Annotated[int, typer.Option(help="CPU cores per replica.")] = 1,
-    ram: Annotated[str, typer.Option(help="Memory per replica.")] = "4g",
-    disk: Annotated[str, typer.Option(help="Local disk per replica.")] = "16g",
+    cpu: Annotated[int | None, typer.Option(help="CPU cores per replica; as its device needs when left out.")] = None,
+    ram: Annotated[str | None, typer.Option(help="Memory per replica, likewise.")] = None,
+    disk: Annotated[str | None, typer.Option(help="Local disk per replica, likewise.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPUs per replica: H100:8, H100, or 8.")] = None,
     tpu: Annotated[str | None, typer.Option(help="TPU slice per replica, such as v5litepod-16.")] = None,
     replicas: Annotated[int, typer.Option(help="Replicas; they succeed or fail together.")] = 1,
@@ -46,7 +46,9 @@ def submit(
         list[str] | None, typer.Option("--region", help="Region allowed, best first; repeatable.")
     ] = None,
     zone: Annotated[str | None, typer.Option(help="A zone of the region.")] = None,
-    preemptible: Annotated[bool, typer.Option(help="Accept a machine that can be taken away.")] = True,
+    preemptible: Annotated[
+        bool, typer.Option("--preemptible/--on-demand", help="Accept a machine that can be taken away.")
+    ] = True,
     image: Annotated[str | None, typer.Option(help="Container image, in place of this folder.")] = None,
     retries: Annotated[int, typer.Option(help="Number of failed attempts that are tried again.")] = 0,
     preemption_retries: Annotated[int, typer.Option(help="Number of preempted attempts that are tried again.")] = 100,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from flows.cli.options.groups import EngineOptions, EvaluationOptions, flattened
+from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened
 from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
@@ -28,13 +28,14 @@ def pool_up(
     name: Annotated[str | None, typer.Option(help="Name of the pool; the run's when left out.")] = None,
     run_name: Annotated[str | None, typer.Option(help="Name of the run, with which its checkpoints' begin.")] = None,
     engines: EngineOptions,
+    machine: MachineOptions,
     idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
     longest_wait: Annotated[
         float, typer.Option(help="Seconds that one model is asked for in vain while others keep every engine busy.")
     ] = 60.0,
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
-    options = EvaluationOptions(model=model, name=run_name, **asdict(engines))
+    options = EvaluationOptions(model=model, name=run_name, **asdict(engines), **asdict(machine))
     pool = start_pool(options, pool_name=name, idle_minutes=idle_minutes, longest_wait_seconds=longest_wait)
     OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
     OUT.print(

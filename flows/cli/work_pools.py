@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Column, Table
 
-from flows.cli.options.groups import AcceleratorOptions, EvaluationOptions, flattened
+from flows.cli.options.groups import EvaluationOptions, MachineOptions, flattened
 from flows.console.console import OUT, Json, print_json
 
 work_pool_app = typer.Typer(help="The Prefect work pools of the regions.", no_args_is_help=True)
@@ -108,11 +108,8 @@ def list_(regions: RegionsFile = None, as_json: Json = False) -> None:
 @flattened
 def choose(
     *,
-    cpu: Annotated[int, typer.Option(help="CPU cores per replica.")] = 1,
-    ram: Annotated[str, typer.Option(help="Memory per replica, such as 32g.")] = "4g",
-    accelerators: AcceleratorOptions,
-    region: Annotated[list[str] | None, typer.Option("--region", help="Allowed, best first; repeatable.")] = None,
-    on_demand: Annotated[bool, typer.Option("--on-demand", help="Not on machines that can be taken away.")] = False,
+    cpu: Annotated[int | None, typer.Option(help="CPU cores per replica; as its device needs when left out.")] = None,
+    machine: MachineOptions,
     source: Annotated[str | None, typer.Option(help="Region where the checkpoints lie.")] = None,
     gigabytes: Annotated[float, typer.Option(help="Size of all checkpoints in GB.")] = 0.0,
     max_egress_usd: Annotated[float, typer.Option(help="Most that reading from another region may cost.")] = 0.0,
@@ -130,8 +127,7 @@ def choose(
 
     require_server()
     table = load_regions(regions) if regions else known_regions()
-    asked = resources_asked(EvaluationOptions(cpu=cpu, **asdict(accelerators)))
-    asked |= {"ram": ram, "regions": tuple(region) if region else None, "preemptible": not on_demand}
+    asked = resources_asked(EvaluationOptions(cpu=cpu, **asdict(machine)), regions=table)
     wanted = build_config(asked, ResourceConfig, source="the options")
     states = asyncio.run(work_pool_states(entry.work_pool for entry in table.regions if entry.work_pool))
     choice = choose_work_pool(

@@ -14,7 +14,7 @@ import yaml
 
 from resources.errors import BadInput
 from resources.regions.region_table import Region, tpu_generation
-from resources.tpu import TPU_TOPOLOGIES, TpuTopology
+from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TPU_TOPOLOGIES, TpuTopology
 
 _HEADER = (
     "# Written by `assay cluster write` from deployments/regions.yaml: change that file, and write this one again.\n"
@@ -34,8 +34,6 @@ _RUNTIMES = {
     "v5p": "v2-alpha-tpuv5",
     "v6e": "v2-alpha-tpuv6e",
 }
-_CORES_PER_CHIP = {"v4": 60, "v5litepod": 24, "v5p": 52, "v6e": 22}  # of the smallest VM of each generation
-_GIB_PER_CHIP = {"v4": 100, "v5litepod": 44, "v5p": 112, "v6e": 170}
 
 
 def render(region: Region) -> str:
@@ -123,8 +121,8 @@ def _slice(region: Region, topology: TpuTopology, *, zone: str) -> dict[str, Any
         "max_workers": _SLICES,
         # Of one VM; the launcher leaves the head resource out on all VMs of a slice but the first.
         "resources": {
-            "CPU": _CORES_PER_CHIP[generation] * chips,
-            "memory": _memory(_GIB_PER_CHIP[generation] * chips),
+            "CPU": CORES_PER_CHIP[generation] * chips,
+            "memory": _memory(GIB_PER_CHIP[generation] * chips),
             "TPU": chips,
             f"TPU-{topology.variant}-head": 1,
         },

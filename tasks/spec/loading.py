@@ -53,7 +53,11 @@ def build_config(content: dict[str, Any], kind: type[_Model], *, source: str, te
         ) from error
     except ValidationError as error:
         document = yaml.compose(text, Loader=yaml.SafeLoader) if text is not None else None
-        problems = [f"{_line(problem['loc'], document)}{_described(problem, kind)}" for problem in error.errors()]
+        problems = [
+            f"{_line(problem['loc'], document)}{_described(problem, kind)}"
+            for problem in error.errors()
+            if problem["type"] != "default_factory_not_called"  # it follows from another field, which is wrong
+        ]
         raise BadInput(
             expected=f"a valid {kind.__name__} in {source}",
             found="; ".join(problems),

@@ -307,7 +307,8 @@ def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
     pool = request.pool_config or InferencePoolConfig(resource_config=resources, model=named)
     if suite.resources is not None and isinstance(pool.resource_config.device, CpuConfig):
         # Whoever names a pool for its engine arguments has not asked for another device.
-        on_device = pool.resource_config.model_copy(update={"device": suite.resources.device})
+        asked = pool.resource_config.model_dump(exclude_unset=True)
+        on_device = ResourceConfig.model_validate({**asked, "device": suite.resources.device})
         pool = pool.model_copy(update={"resource_config": on_device})
     model = pool.model.model_copy(update={"engine_kwargs": {**suite.engine_kwargs, **pool.model.engine_kwargs}})
     return {"pool_config": pool.model_copy(update={"model": model})}

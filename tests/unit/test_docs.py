@@ -265,10 +265,12 @@ def type_in_words(annotation: Any) -> str:
 def default_in_words(field: FieldInfo) -> str:
     """The default of a field as code; empty where there is none to speak of."""
     default = field.default
+    if field.default_factory_takes_validated_data:
+        return "by device"
     if field.is_required() or default in (None, {}, (), ""):
         return ""
     if isinstance(default, BaseModel):
-        changed = default.model_dump(mode="json", exclude_defaults=True)
+        changed = default.model_dump(mode="json", exclude_unset=True)
         return f"`{json.dumps(changed)}`" if changed else ""
     if isinstance(default, str) and default.isprintable():
         return f"`{default}`"

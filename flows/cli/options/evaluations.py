@@ -5,8 +5,10 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from flows.cli.options.groups import EvaluationOptions
+from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions
 from resources.errors import BadInput
+from resources.regions.region_table import Regions
+from resources.regions.regions import known_regions
 from resources.storage import storage
 from tasks.records.provenance import place_in_git
 from tasks.sinks.backlog import sinks_in
@@ -112,7 +114,7 @@ def suite_request_from_options(options: EvaluationOptions) -> SuiteRequest:
         "judge": _judge(options),
         "apply_chat_template": True if options.chat else None,
     }
-    if options.given("replicas", "cpu", "gpu", "tpu", "engine"):
+    if options.given(*POOL_OPTIONS):
         content["pool_config"] = pool_content(options)
         content["resource_config"] = resources_asked(options)
     return build_config(content, SuiteRequest, source="the options")
@@ -131,6 +133,7 @@ def pool_content(options: EvaluationOptions) -> dict[str, Any]:
     }
 
 
+_CORES = 2
 _SHARES = ("max_truncated", "max_at_limit")
 _JUDGE = ("judge_url", "judge_pool", "judge_model", "judge_annotator")
 
@@ -139,7 +142,7 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
     """Returns the fields that an evaluation and a suite's request share."""
     served = options.given("base_url", "pool")
     if served:
-        pool_options = options.given("replicas", "cpu", "gpu", "tpu", "engine")
+        pool_options = options.given(*POOL_OPTIONS)
         _refuse_beside(served[0], pool_options, "they are for a pool that is started; it serves as its owner chose")
     return {
         "model_path": options.model,
@@ -201,11 +204,17 @@ def _judge(options: EvaluationOptions) -> dict[str, Any] | None:
     return {"base_url": options.judge_url, "pool_name": options.judge_pool, "model": options.judge_model, **asked}
 
 
-def resources_asked(options: EvaluationOptions) -> dict[str, Any]:
-    """The resources that some options describe, to be made a `ResourceConfig`."""
+def resources_asked(options: EvaluationOptions, *, regions: Regions | None = None) -> dict[str, Any]:
+    """The resources that some options describe, to be made a `ResourceConfig`; regions by their names in a table."""
     if options.gpu is not None and options.tpu is not None:
         raise BadInput(expected="one of --gpu and --tpu", found="both", remedy="keep one of them")
-    asked: dict[str, Any] = {"replicas": options.replicas or 1, "cpu": options.cpu or 2}
+    asked: dict[str, Any] = {"replicas": options.replicas or 1, "preemptible": not options.on_demand}
+    asked |= {name: value for name in ("cpu", "ram", "disk", "zone", "image") if (value := getattr(options, name))}
+    if options.region:
+        known = regions or known_regions()
+        asked["regions"] = tuple(known.named(name).name for name in options.region)
+    if options.gpu is None and options.tpu is None:
+        asked.setdefault("cpu", _CORES)
     if options.gpu is not None:
         variant, separator, count = options.gpu.partition(":")
         if separator and not count.isdigit():

@@ -8,6 +8,7 @@ import yaml
 
 from flows.cli.options.evaluations import key_and_value, pool_content
 from flows.cli.options.groups import (
+    POOL_OPTIONS,
     EvaluationOptions,
     GenerationOutputOptions,
     PromptOptions,
@@ -18,8 +19,6 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.generation.config import GenerationConfig
 from tasks.spec.loading import build_config
-
-_POOL = ("replicas", "cpu", "gpu", "tpu", "engine")
 
 
 def generation_from_options(
@@ -40,7 +39,7 @@ def generation_from_options(
             found="not all of them",
             remedy="for example: assay generate --model runs/a --prompts prompts.jsonl --output generated",
         )
-    if served.pool is not None and (unused := served.given(*_POOL)):
+    if served.pool is not None and (unused := served.given(*POOL_OPTIONS)):
         raise BadInput(
             expected="only options that can be followed beside --pool",
             found=f"--pool and {', '.join(unused)}",

@@ -15,21 +15,35 @@ class EngineOptions:
     """Engines of a pool that is started."""
 
     replicas: Annotated[int | None, typer.Option(help="Engines side by side, 1 when left out.")] = None
-    cpu: Annotated[int | None, typer.Option(help="CPU cores per engine, 2 when left out.")] = None
+    cpu: Annotated[
+        int | None, typer.Option(help="CPU cores per engine; 2 when left out, as its device needs where it has one.")
+    ] = None
     engine: Annotated[tuple[str, ...], typer.Option("--engine", help="Engine argument key=value; repeatable.")] = ()
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False
 
 
 @dataclass(frozen=True)
-class AcceleratorOptions:
-    """The accelerator of each engine."""
+class MachineOptions:
+    """The machine of each engine, but for its cores."""
 
     gpu: Annotated[str | None, typer.Option(help="GPU of each engine, such as H100:2 or auto.")] = None
     tpu: Annotated[str | None, typer.Option(help="TPU slice of each engine, such as v5litepod-8.")] = None
+    ram: Annotated[str | None, typer.Option(help="Memory per engine, such as 32g; as its device needs else.")] = None
+    disk: Annotated[str | None, typer.Option(help="Local disk per engine, likewise.")] = None
+    region: Annotated[tuple[str, ...], typer.Option("--region", help="Region allowed, best first; repeatable.")] = ()
+    zone: Annotated[str | None, typer.Option(help="A zone of the region.")] = None
+    on_demand: Annotated[bool, typer.Option("--on-demand/--preemptible", help="No machine that can be taken away.")] = (
+        False
+    )
+    image: Annotated[str | None, typer.Option(help="Container image, on backends that run containers.")] = None
+
+
+POOL_OPTIONS = ("replicas", "cpu", "engine", "gpu", "tpu", "ram", "disk", "region", "zone", "on_demand", "image")
+"""Options that describe a pool that is started, and nothing else."""
 
 
 @dataclass(frozen=True)
-class EvaluationOptions(EngineOptions, AcceleratorOptions):
+class EvaluationOptions(EngineOptions, MachineOptions):
     """An evaluation, or a suite; `evals` as name or name:shots."""
 
     model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None

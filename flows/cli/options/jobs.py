@@ -34,11 +34,11 @@ class SubmitOptions(Config):
     """The program and its arguments."""
     name: str | None = None
     """Name of the job; the script's when unset."""
-    cpu: int = 1
-    """CPU cores per replica."""
-    ram: str = "4g"
+    cpu: int | None = None
+    """CPU cores per replica; this and the next two are what goes with the device when unset."""
+    ram: str | None = None
     """Memory per replica."""
-    disk: str = "16g"
+    disk: str | None = None
     """Local disk per replica."""
     gpu: str | None = None
     """GPUs per replica: H100:8, H100, or 8 of any kind."""
@@ -161,10 +161,9 @@ def _address_of(cluster: str) -> str:
 
 def _resources(options: SubmitOptions) -> ResourceConfig:
     try:
+        sizes = {name: size for name in ("cpu", "ram", "disk") if (size := getattr(options, name)) is not None}
         resources = ResourceConfig(
-            cpu=options.cpu,
-            ram=options.ram,
-            disk=options.disk,
+            **sizes,
             device=_device(options),
             replicas=options.replicas,
             regions=tuple(known_regions().named(name).name for name in options.regions) or None,

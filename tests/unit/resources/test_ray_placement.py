@@ -117,8 +117,8 @@ def test_reason_to_wait_says_what_is_asked_for_and_what_is_free(
     [
         (ResourceConfig(cpu=8, ram="32g"), 2),
         (ResourceConfig(cpu=1, ram="1g"), 16),
-        (ResourceConfig.with_gpu("H100", count=4), 1),
-        (ResourceConfig.with_gpu("auto", count=2), 2),
+        (ResourceConfig.with_gpu("H100", count=4, cpu=8, ram="32g"), 1),
+        (ResourceConfig.with_gpu("auto", count=2, cpu=4, ram="16g"), 2),
         (ResourceConfig(regions=("mars-1", "us-east1")), 1),
         (ResourceConfig(preemptible=False), 1),
     ],

@@ -7,6 +7,7 @@ from pydantic import ValidationError
 
 from resources.config import (
     CpuConfig,
+    Device,
     GpuConfig,
     ResourceConfig,
     TpuConfig,
@@ -14,7 +15,7 @@ from resources.config import (
     size_in_bytes,
 )
 from resources.errors import BadInput
-from resources.tpu import TPU_TOPOLOGIES, tpu_topology
+from resources.tpu import CORES_PER_CHIP, GIB_PER_CHIP, TPU_TOPOLOGIES, tpu_topology
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,35 @@ def test_tpu_config_with_a_wrong_count_names_the_right_one() -> None:
 def test_device_with_two_different_names_is_refused() -> None:
     with pytest.raises(ValidationError, match="mean the same field"):
         GpuConfig.model_validate({"type": "H100", "variant": "A100"})
+
+
+@pytest.mark.parametrize(
+    ("device", "share"),
+    [
+        (CpuConfig(), (1, "4g", "16g")),
+        (GpuConfig(), (4, "24g", "100g")),
+        (GpuConfig(variant="H100", count=8), (96, "1280g", "100g")),
+        (GpuConfig(variant="nvidia-l4"), (3, "12g", "100g")),
+        (TpuConfig(variant="v4-8"), (32, "128g", "50g")),
+        (TpuConfig(variant="v5litepod-1"), (16, "30g", "50g")),
+        (TpuConfig(variant="v6e-8"), (32, "128g", "50g")),
+    ],
+)
+def test_cores_memory_and_disk_go_with_the_device_unless_they_are_given(
+    device: Device, share: tuple[int, str, str]
+) -> None:
+    found = ResourceConfig(device=device)
+    assert (found.cpu, found.ram, found.disk) == share
+    given = ResourceConfig.model_validate({"device": device, "cpu": 2, "ram": "9g"})
+    assert (given.cpu, given.ram, given.disk) == (2, "9g", share[2])
+
+
+@pytest.mark.parametrize("variant", sorted(TPU_TOPOLOGIES))
+def test_share_of_every_tpu_host_fits_into_its_vm(variant: str) -> None:
+    slice_, found = TPU_TOPOLOGIES[variant], ResourceConfig(device=TpuConfig(variant=variant))
+    generation = variant.partition("-")[0]
+    assert found.cpu < CORES_PER_CHIP[generation] * slice_.chips_per_vm
+    assert 4 < int(found.ram.removesuffix("g")) < GIB_PER_CHIP[generation] * slice_.chips_per_vm
 
 
 def test_with_tpu_makes_a_replica_per_slice() -> None:
