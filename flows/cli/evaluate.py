@@ -15,6 +15,7 @@ from flows.console.console import ERR, OUT, Json, print_json
 if TYPE_CHECKING:
     from tasks.records.record import FoundRecord, Record
     from tasks.running.requalification import Side
+    from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
     from tasks.spec.sinks import Sink
 
 _SIDE = "present (this Assay's pinned lists), a pinned list, a kept environment, or a folder of records"
@@ -28,6 +29,9 @@ def evaluate(
     selecting: SelectionOptions,
     sending: WorkPoolOptions,
     gating: GateOptions,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be evaluated, on which machines, at what price.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Evaluate the checkpoints of a run that have no succeeded record yet."""
@@ -57,35 +61,37 @@ def evaluate(
             found="--summary and --on-work-pool",
             remedy="leave --summary out; the verdict is an artifact of the flow run, and `assay gate` judges again",
         )
+    request = suite = None
     if options.suite is not None and config is None:
         from tasks.spec.suites import load_suite
 
-        request, chosen = with_pinned_model(suite_request_from_options(options)), load_suite(options.suite)
-        if sending.on_work_pool:
-            from flows.console.on_work_pool import send_suite
-
-            show_series(send_suite(chosen, request, selection=selection, **there), as_json=as_json)
-            return
-        configs, sinks = chosen.evaluations_of(request), request.sinks
-
-        def run() -> list[Record]:
-            from flows.suites import evaluate_suite
-
-            return evaluate_suite(chosen, request, selection, judged_by)
+        request, suite = with_pinned_model(suite_request_from_options(options)), load_suite(options.suite)
+        configs, sinks = suite.evaluations_of(request), request.sinks
     else:
         wanted = evaluation_from_options(options) if config is None else evaluation_from_file(config, options)
-        wanted = with_pinned_model(wanted)
-        if sending.on_work_pool:
-            from flows.console.on_work_pool import send_evaluation
+        configs = [with_pinned_model(wanted)]
+        sinks = wanted.sinks
+    if dry_run:
+        _show_plan(configs, selection, sending, as_json=as_json)
+        return
+    if sending.on_work_pool:
+        from flows.console.on_work_pool import send_evaluation, send_suite
 
-            show_series(send_evaluation(wanted, selection, **there), as_json=as_json)
-            return
-        configs, sinks = [wanted], wanted.sinks
+        if suite is not None and request is not None:
+            sent = send_suite(suite, request, selection=selection, **there)
+        else:
+            sent = send_evaluation(configs[0], selection, **there)
+        show_series(sent, as_json=as_json)
+        return
 
-        def run() -> list[Record]:
-            from flows.series import evaluate_checkpoints
+    def run() -> list[Record]:
+        if suite is not None and request is not None:
+            from flows.suites import evaluate_suite
 
-            return evaluate_checkpoints(wanted, selection, judged_by)
+            return evaluate_suite(suite, request, selection, judged_by)
+        from flows.series import evaluate_checkpoints
+
+        return evaluate_checkpoints(configs[0], selection, judged_by)
 
     place = {"evaluation_path": configs[0].evaluation_path, "run_name": configs[0].run_name}
     result = run_series(
@@ -97,6 +103,28 @@ def evaluate(
     )
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, as_json=as_json, sinks=sinks)
+
+
+def _show_plan(
+    configs: Sequence[EvaluationConfig], selection: CheckpointSelection, sending: WorkPoolOptions, *, as_json: bool
+) -> None:
+    if sending.on_work_pool:
+        from flows.console.on_work_pool import choose
+        from tasks.spec.names import how_many
+
+        choice, checkpoints = choose(configs, selection, max_egress_usd=sending.max_egress_usd)
+        wanted = len(checkpoints) * len(configs)
+        content = {"wanted": wanted, **choice.as_dict()}
+        lines = [f"{how_many(wanted, 'cell')} wanted, less those that are recorded already", choice.described()]
+    else:
+        from flows.console.dry_run import plan_of
+
+        plan = plan_of(configs, selection)
+        content, lines = plan.as_dict(), plan.lines()
+    if as_json:
+        print_json(content)
+    else:
+        OUT.print("\n".join(lines), highlight=False, soft_wrap=True, markup=False)
 
 
 def _tell(line: str) -> None:

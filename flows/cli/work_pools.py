@@ -138,16 +138,7 @@ def choose(
         max_egress_usd=Decimal(str(max_egress_usd)),
     )
     if as_json:
-        print_json(
-            {
-                "work_pool": choice.work_pool,
-                "region": choice.region.name,
-                "job_variables": choice.job_variables,
-                "egress_usd": float(choice.egress_usd),
-                "usd_per_hour": None if choice.price_per_hour is None else float(choice.price_per_hour),
-                "passed_over": dict(choice.passed_over),
-            }
-        )
+        print_json(choice.as_dict())
         return
     OUT.print(choice.described(), highlight=False, soft_wrap=True)
     for name, value in choice.job_variables.items():

@@ -111,7 +111,7 @@ def _with_whole_paths(request: _Request) -> _Request:
 
 def _sent(series: _Series, *, max_egress_usd: float, on_event: Callable[[str], None]) -> SeriesResult:
     require_server()
-    choice, checkpoints = _choice(series.configs, series.selection, max_egress_usd=max_egress_usd)
+    choice, checkpoints = choose(series.configs, series.selection, max_egress_usd=max_egress_usd)
     on_event(choice.described())
     began, parameters, run_name = now(), series.parameters(), series.configs[0].run_name
     run = send_run(
@@ -133,10 +133,14 @@ def _sent(series: _Series, *, max_egress_usd: float, on_event: Callable[[str], N
     return SeriesResult(records, evaluated, already, report_uri(path, run_name) if records else None, error)
 
 
-def _choice(
+def choose(
     configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, max_egress_usd: float
 ) -> tuple[WorkPoolChoice, list[tuple[str, float]]]:
-    """The work pool, and what the checkpoints are now: an evaluation of others is another flow run."""
+    """Returns the work pool, and the checkpoints as they are now: an evaluation of others is another flow run.
+
+    Raises:
+        AssayError: no work pool could take it, or the request cannot be right.
+    """
     first = next((config for config in configs if not config.native), configs[0])
     if first.pool_name is not None:
         raise BadInput(

@@ -65,6 +65,17 @@ class WorkPoolChoice:
     passed_over: Mapping[str, str] = field(default_factory=dict)
     """Reasons that better regions were not taken, by their names."""
 
+    def as_dict(self) -> dict[str, Any]:
+        """The choice for scripts."""
+        return {
+            "work_pool": self.work_pool,
+            "region": self.region.name,
+            "job_variables": self.job_variables,
+            "egress_usd": float(self.egress_usd),
+            "usd_per_hour": None if self.price_per_hour is None else float(self.price_per_hour),
+            "passed_over": dict(self.passed_over),
+        }
+
     def described(self) -> str:
         """One line: the work pool, what it costs, and why it is not a better one."""
         price = f", {self.price_per_hour:.2f} USD an hour" if self.price_per_hour is not None else ""

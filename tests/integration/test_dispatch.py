@@ -280,6 +280,9 @@ def test_sent_cells_and_a_sent_series_are_evaluated_there_once(sent: Sent):
     ensure_environment(LM_EVAL)
     sent.alive(US)
     sent.write_policy("first")
+    planned = CliRunner().invoke(app, [*sent.series("demo_facts"), "--dry-run", "--json"])
+    assert planned.exit_code == 0, (planned.output, planned.exception)
+    assert (json.loads(planned.stdout)["work_pool"], json.loads(planned.stdout)["wanted"]) == (US, 1)
     with sent.field.worker(US):
         assert sent.reconcile()["scheduled"] == 1
         done = CliRunner().invoke(app, [*sent.series("demo_facts"), "--json"])

@@ -75,7 +75,7 @@ class RayConnection:
         if not (self._is_replaced or self._through_client):
             with suppress(BackendUnavailable, self._ray.exceptions.RpcError):
                 _probe(self._gcs_address, self._asked)  # the next line would try for 40 s
-                self._is_replaced = self._ray._raylet.GcsClient(self._gcs_address).cluster_id != self._cluster_id
+                self._is_replaced = self._id_of_cluster() != self._cluster_id
         return self._is_replaced
 
     def is_on(self, addresses: list[str]) -> bool:
@@ -190,8 +190,11 @@ class RayConnection:
             _leave_in_time(self._ray)
         context = self._ray.get_runtime_context()
         self._gcs_address: str = context.gcs_address
-        self._cluster_id = None if self._through_client else self._ray._private.worker.global_worker.node.cluster_id
+        self._cluster_id = None if self._through_client else self._id_of_cluster()
         self._key = self._context_key()
+
+    def _id_of_cluster(self) -> Any:
+        return self._ray._raylet.GcsClient(self._gcs_address).cluster_id
 
     def _init(self) -> None:
         for left in reversed(range(_CONNECTING_TRIES)):

@@ -3,23 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from fakes.jobs import FakeClient
+from fakes.models import write_run
+from fakes.records import make_record
 from flows.cli.options.evaluations import evaluation_from_options
 from flows.cli.options.groups import POOL_OPTIONS, EngineOptions, EvaluationOptions, MachineOptions, flattened
+from flows.console.dry_run import Plan, plan_of
+from resources.backends.current import set_current_client
 from resources.backends.iris.resources import Group, check_groups
 from resources.backends.iris.resources import placement as on_iris
 from resources.backends.kubernetes.devices import placement as on_kubernetes
+from resources.backends.local.client import LocalClient
 from resources.backends.ray.demand import allowed_nodes, selector_of, share_of
 from resources.backends.ray.nodes import REGION_LABEL, ZONE_LABEL, RayNode
 from resources.config import GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
-from resources.regions.regions import known_regions
+from resources.regions.regions import known_regions, price_per_hour
 from resources.regions.work_pool_variables import job_variables
+from tasks.checkpoints.discovery import find_checkpoints
+from tasks.records.record import write_record
+from tasks.running.cells import as_served, plan_cells
+from tasks.spec.evaluation import CheckpointSelection
 
 GIB = 2**30
 GIVEN = {
@@ -35,13 +47,14 @@ GIVEN = {
 ON_DEMAND = [*(part for name, value in GIVEN.items() for part in (f"--{name}", str(value))), "--on-demand"]
 
 
-def options_of(*arguments: str) -> EvaluationOptions:
-    """The options that a command reads from its command line."""
+def options_of(*arguments: str, **others: Any) -> EvaluationOptions:
+    """The options that a command reads from its command line, and others of an evaluation."""
     parsed: list[EvaluationOptions] = []
+    others = {"model": "runs/a", "evals": ("piqa",), **others}
 
     @flattened
     def evaluate(engines: EngineOptions, machine: MachineOptions) -> None:
-        parsed.append(EvaluationOptions(model="runs/a", evals=("piqa",), **asdict(engines), **asdict(machine)))
+        parsed.append(EvaluationOptions(**others, **asdict(engines), **asdict(machine)))
 
     command = typer.Typer()
     command.command()(evaluate)
@@ -150,3 +163,51 @@ def test_options_reach_the_job_of_a_work_pool() -> None:
     )
     assert (variables["gpus"], variables["image"]) == (6, "team/image:1")
     assert "us-central1-a" in str(variables["affinity"])
+
+
+class CloudClient(FakeClient):
+    """A backend whose machines are elsewhere."""
+
+    @property
+    def description(self) -> str:
+        """See `Client.description`."""
+        return "iris://controller:10000"
+
+    @property
+    def is_local(self) -> bool:
+        """See `Client.is_local`."""
+        return False
+
+
+def planned(*arguments: str, folder: Path) -> Plan:
+    """The plan for two checkpoints, of which the first has been evaluated."""
+    run, output = write_run(folder / "run-a", [100, 200]), str(folder / "out")
+    config = evaluation_from_options(options_of(*arguments, model=str(run), evals=("demo_facts",), output=output))
+    first = plan_cells.fn([as_served(config)], find_checkpoints(str(run)))[0]
+    write_record(first.uri, make_record(checkpoint=first.reference))
+    return plan_of([config, config.model_copy(update={"max_eval_instances": 2})], CheckpointSelection())
+
+
+def test_dry_run_says_what_would_be_asked_for_where_and_at_what_price(tmp_path: Path) -> None:
+    with set_current_client(CloudClient()):
+        found = planned(*ON_DEMAND, folder=tmp_path)
+    first, machine, price = found.lines()
+    assert first == "4 cells wanted, 1 recorded already, 3 to evaluate"
+    assert machine == (
+        "3 × 2 H100 GPUs, 11 cores, 77g of memory, 200g of disk, on demand, zone us-central1-a, image team/image:1; "
+        "on iris://controller:10000"
+    )
+    usd = price_per_hour(known_regions().named("us-central1"), resources_of(*ON_DEMAND))
+    assert usd is not None and usd > 3 * 2 * Decimal("10.98")
+    assert price == f"  us-central1: {usd:.2f} USD an hour"
+    (asked,) = found.as_dict()["machines"]
+    assert (asked["resources"]["cpu"], asked["backend"]) == (11, "iris://controller:10000")
+    assert asked["usd_per_hour"] == {"us-central1": pytest.approx(float(usd), abs=1e-4)}
+
+
+def test_dry_run_on_this_machine_costs_nothing_and_refuses_what_it_has_not(tmp_path: Path) -> None:
+    found = planned("--replicas", "2", folder=tmp_path)
+    assert list(found.lines())[1:] == ["2 × 2 cores, 4g of memory, 16g of disk, preemptible; on this machine"]
+    client = LocalClient(tmp_path / "jobs", device_root=tmp_path)
+    with set_current_client(client), pytest.raises(UnsatisfiableResources, match="2 NVIDIA GPUs"):
+        planned("--gpu", "H100:2", folder=tmp_path / "other")

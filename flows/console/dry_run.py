@@ -1,0 +1,105 @@
+"""The plan of an evaluation that is not begun: cells that are wanted, and machines that would be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from resources.backends.current import current_client
+from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
+from resources.jobs.jobs import Client
+from resources.regions.regions import price_per_hour, regions_for
+from tasks.checkpoints.discovery import discover, layouts_for
+from tasks.running.cells import as_served, plan_cells
+from tasks.spec.evaluation import CheckpointSelection, EvaluationConfig
+from tasks.spec.names import how_many
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Machines that would be asked for, of which backend, and what they cost."""
+
+    resources: ResourceConfig
+    backend: str
+    usd_per_hour: dict[str, float | None]
+    """For all replicas, by region that has them; None where a price is not known. Empty on this machine."""
+
+    def lines(self) -> Iterator[str]:
+        """The same for people."""
+        found = self.resources
+        parts = [*_device(found), how_many(found.cpu, "core"), f"{found.ram} of memory", f"{found.disk} of disk"]
+        parts += ["preemptible" if found.preemptible else "on demand"]
+        parts += [f"zone {found.zone}"] if found.zone else []
+        parts += [f"image {found.image}"] if found.image else []
+        yield f"{found.replicas} × {', '.join(parts)}; on {self.backend}"
+        for region, price in self.usd_per_hour.items():
+            yield f"  {region}: " + ("price not known" if price is None else f"{price:.2f} USD an hour")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Numbers of cells, and machines that would be asked for; none where a pool or an endpoint is up already."""
+
+    wanted: int
+    recorded: int
+    machines: tuple[Asked, ...]
+
+    def lines(self) -> Iterator[str]:
+        """The same for people."""
+        left = self.wanted - self.recorded
+        yield f"{how_many(self.wanted, 'cell')} wanted, {self.recorded} recorded already, {left} to evaluate"
+        for asked in self.machines:
+            yield from asked.lines()
+
+    def as_dict(self) -> dict[str, Any]:
+        """The same for scripts."""
+        machines = [
+            {
+                "resources": asked.resources.model_dump(mode="json"),
+                "backend": asked.backend,
+                "usd_per_hour": asked.usd_per_hour,
+            }
+            for asked in self.machines
+        ]
+        return {"wanted": self.wanted, "recorded": self.recorded, "machines": machines}
+
+
+def plan_of(configs: Sequence[EvaluationConfig], selection: CheckpointSelection) -> Plan:
+    """Plans an evaluation as its flow would, which refuses what it would refuse.
+
+    Args:
+        configs: evaluations that share their pool.
+        selection: of checkpoints.
+
+    Raises:
+        AssayError: the request cannot be right, or no region has what it asks for.
+    """
+    checkpoints = discover(configs[0].model_path, selection, **layouts_for(configs))
+    cells = plan_cells([as_served(config) for config in configs], checkpoints)
+    wanted = [found for config in configs if (found := _resources_of(config)) is not None]
+    machines = [_asked(found, current_client()) for place, found in enumerate(wanted) if found not in wanted[:place]]
+    return Plan(len(cells), sum(cell.done for cell in cells), tuple(machines))
+
+
+def _resources_of(config: EvaluationConfig) -> ResourceConfig | None:
+    if config.native:
+        return config.resource_config or ResourceConfig()
+    return config.pool_config.resource_config if config.pool_name is None and config.pool_config else None
+
+
+def _asked(resources: ResourceConfig, client: Client) -> Asked:
+    elsewhere = not client.is_local or resources.regions
+    prices = {region.name: price_per_hour(region, resources) for region in regions_for(resources)} if elsewhere else {}
+    known = {name: None if price is None else round(float(price), 4) for name, price in prices.items()}
+    return Asked(resources, "this machine" if client.is_local else client.description, known)
+
+
+def _device(resources: ResourceConfig) -> list[str]:
+    match resources.device:
+        case CpuConfig():
+            return []
+        case GpuConfig(variant=variant, count=count):
+            return [how_many(count, "GPU" if variant == "auto" else f"{variant} GPU")]
+        case TpuConfig(variant=variant):
+            return [f"TPU slice {variant}"]
