@@ -134,7 +134,7 @@ def checkpoints(
 
 def demo(
     folder: Annotated[Path, typer.Option(help="Folder for everything.")] = Path("demo"),
-    steps: Annotated[int, typer.Option(help="Training steps, unless the model is there already.", min=20)] = 480,
+    steps: Annotated[int, typer.Option(help="Training steps, unless the model is there already.", min=20)] = 360,
     as_json: Json = False,
 ) -> None:
     """Train a tiny model on this CPU and evaluate its checkpoints."""

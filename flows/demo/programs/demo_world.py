@@ -11,7 +11,7 @@ held out without sharing a file:
 - *Judging.* Of two outputs the one that says something is better than one that hedges, and that is better than
   nonsense. Who judges so need not know what is true, which would take more than this model has.
 
-Needs nothing but Python; `train_demo_model.py` and `make_demo_benchmarks.py` beside it import it.
+Needs nothing but Python; the other programs beside it import it.
 """
 
 import hashlib
@@ -54,10 +54,10 @@ VOWELS = "aeiou"
 WORD_SHAPES = ("cvc", "cvcv", "cvcvc")
 
 SHARE_STATEMENTS = 0.2
-SHARE_WORDS = 0.35
+SHARE_WORDS = 0.45
 SHARE_JUDGED = 0.2
 """Of the exchanges, the share that is shown with two outputs to judge."""
-SHARE_CHAT = 0.2
+SHARE_CHAT = 0.3
 """Of the exchanges, the share written as a conversation; the rest is plain text."""
 SHARE_AGAINST_HEDGES = 0.65
 """Of the outputs to judge, the share in which the better one is an answer; in the others it is a hedge."""

@@ -1,4 +1,4 @@
-"""Writes what the training demo learns from: texts of the invented world, and a byte tokenizer with a configuration.
+"""Writes what the training demo learns from: texts of the invented world, and their tokenizer with a configuration.
 
 Runs inside the levanter environment, which has transformers and tokenizers:
 
@@ -13,11 +13,10 @@ import json
 import random
 from pathlib import Path
 
-from demo_world import CHAT_TEMPLATE, END, SPECIAL_TOKENS, training_text
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from demo_tokenizer import build_tokenizer
+from demo_world import END, training_text
+from transformers import LlamaConfig
 
-CONTEXT_TOKENS = 512
 TEXTS = 20_000
 
 
@@ -30,26 +29,14 @@ def write_texts(path: Path, *, texts: int, seed: int) -> None:
 
 
 def write_reference(folder: Path) -> None:
-    """A tokenizer of the 256 bytes and the special tokens, and the kind of model it is for."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: number for number, symbol in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
-    wrapped = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END,
-        pad_token=END,
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=CONTEXT_TOKENS,
-        clean_up_tokenization_spaces=False,
-    )
-    wrapped.save_pretrained(folder)
+    """Writes the tokenizer, and the kind of model it is for."""
+    tokenizer = build_tokenizer()
+    tokenizer.save_pretrained(folder)
     LlamaConfig(
         architectures=["LlamaForCausalLM"],
-        vocab_size=len(wrapped),
+        vocab_size=len(tokenizer),
         bos_token_id=None,
-        eos_token_id=wrapped.eos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
     ).save_pretrained(folder)
 
 
