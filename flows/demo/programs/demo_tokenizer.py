@@ -1,12 +1,12 @@
 """The tokenizer of both demos: a word of the invented world is one token, all else is spelt in bytes.
 
-With bytes alone the same texts have 3.6 times as many tokens. `train_demo_model.py` and `make_training_demo.py` beside it
-import it, in environments that have transformers and tokenizers.
+With bytes alone the same texts have 3.6 times as many tokens. `train_demo_model.py` and `make_training_demo.py` beside
+it import it, in environments that have transformers and tokenizers.
 """
 
 from collections.abc import Iterator
 
-from demo_world import CHAT_TEMPLATE, END, FACTS, HEDGE, SPECIAL_TOKENS, VALUES, spelt_backwards
+from demo_world import CHAT_TEMPLATE, END, FACTS, HEDGE, SPECIAL_TOKENS, spelt_backwards
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
