@@ -245,15 +245,20 @@ class ResourceConfig(Config):
         """No accelerator."""
         return cls(**{**overrides, "device": CpuConfig()})
 
-    def chip_count(self) -> int:
-        """Accelerators over all replicas; 0 on CPU."""
+    @property
+    def chips_per_replica(self) -> int:
+        """Chips or GPUs of one replica; 0 on CPU."""
         match self.device:
             case TpuConfig() as tpu:
-                return tpu.slice.chips * self.replicas
+                return tpu.slice.chips
             case GpuConfig(count=count):
-                return count * self.replicas
+                return count
             case CpuConfig():
                 return 0
+
+    def chip_count(self) -> int:
+        """Accelerators over all replicas; 0 on CPU."""
+        return self.chips_per_replica * self.replicas
 
 
 def size_in_bytes(size: str) -> int:

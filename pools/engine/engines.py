@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pools.config import REQUEST_GENERATION_PARAMS, EngineDevice, InferencePoolConfig
-from resources.config import GpuConfig, size_in_bytes
+from resources.config import size_in_bytes
 from resources.jobs.inheritance import ENGINE_SETTINGS, NO_ENGINE_SETTINGS
 from resources.settings import variables_like
 
@@ -45,6 +46,10 @@ _QUIET = {
     # Stop strings that a request may have, where vLLM takes 4: benchmarks have five and more.
     "VLLM_MAX_STOP_STRINGS": "1024",
 }
+
+TENSOR_PARALLEL = "tensor_parallel_size"
+PARALLEL_SIZES = (TENSOR_PARALLEL, "pipeline_parallel_size", "data_parallel_size")
+"""Engine arguments whose product is the number of chips or GPUs that an engine takes."""
 
 _OTHER_LENGTHS = (
     *("n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions", "max_sequence_length"),
@@ -114,14 +119,15 @@ def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
     """Engine arguments of a pool: the engine's defaults under the user's own.
 
     On a CPU vLLM would reserve 92 % of the machine's memory for its KV cache, and not start where that is not free;
-    a quarter of the memory asked for is taken instead. Several GPUs of one replica share its model.
+    a quarter of the memory asked for is taken instead. All chips or GPUs of a replica share its model: what other sizes
+    leave of them, each tensor is divided over.
     """
     kwargs = {**ENGINES[config.device].kwargs, **config.model.engine_kwargs}
     if config.device == "cpu" and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(kwargs):
         kwargs["kv_cache_memory_bytes"] = size_in_bytes(config.resource_config.ram) // 4
-    device = config.resource_config.device
-    if isinstance(device, GpuConfig) and device.count > 1:
-        kwargs.setdefault("tensor_parallel_size", device.count)
+    taken = math.prod(size for name in PARALLEL_SIZES if type(size := kwargs.get(name)) is int and size > 0)
+    if TENSOR_PARALLEL not in kwargs and (parts := config.resource_config.chips_per_replica // taken) > 1:
+        kwargs[TENSOR_PARALLEL] = parts
     params = config.model.generation_params or {}
     if defaults := {name: value for name, value in params.items() if name not in REQUEST_GENERATION_PARAMS}:
         kwargs["override_generation_config"] = defaults

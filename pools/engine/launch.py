@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from pools.config import InferencePoolConfig
 from pools.engine.engines import (
@@ -74,6 +74,11 @@ class Servable:
         """
         uri = storage.resolved(folder.uri)
         return cls(name, uri, digests, staging().stage_small_files(uri, digests))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """Its config.json."""
+        return json.loads((self.tokenizer / "config.json").read_bytes())
 
     @property
     def served(self) -> ServedModel:

@@ -14,6 +14,7 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_name
+from pools.engine.parallelism import require_divisible
 from pools.jobs import labelled, pool_environment
 from pools.pool.director_loop import DirectorLoop
 from pools.pool.session import PoolSession
@@ -49,7 +50,7 @@ class InferencePool:
     Raises:
         EnvironmentBuildFailed: the engine's environment could not be built.
         ProxyFailed: the proxy did not start; whatever had been started is ended first.
-        BadInput: its keys would leave the machine unencrypted.
+        BadInput: its keys would leave the machine unencrypted, or a replica cannot run on what it gets.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class InferencePool:
     def _start(self, ending: ExitStack) -> None:
         """Starts everything, in this order; `ending` ends it in the reverse one."""
         check_network(self.config, is_local=self._client.is_local)
+        require_divisible(self.config, self._checkpoints)
         own = None if self._is_foreign else ENVIRONMENTS[environment_name(self.config)]
         build = self._build_engine()
         if self._launcher is not None and self._client.is_local:  # imported once, for every replica of this machine

@@ -14,6 +14,7 @@ from pools.access import PoolAccess, engine_digest
 from pools.endpoint import RunningModel
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
+from pools.engine.parallelism import require_divisible
 from pools.pool.abilities import Abilities
 from pools.pool.loads import loads_of
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
@@ -51,6 +52,7 @@ class PoolSession:
         on_event: told in a line what happens.
 
     Raises:
+        BadInput: there is no checkpoint, or the pool's engines cannot divide it over their chips.
         ProxyFailed: the pool is gone, or refuses.
     """
 
@@ -64,6 +66,7 @@ class PoolSession:
     ) -> None:
         if not checkpoints:
             raise BadInput(expected="at least one checkpoint to serve", found="none", remedy="name one")
+        require_divisible(access.config, checkpoints)
         self.access = access
         self._checkpoints = {checkpoint.name: checkpoint for checkpoint in checkpoints}
         self._proxy = access.proxy()
@@ -106,8 +109,10 @@ class PoolSession:
         """Brings more checkpoints, of names that none was brought under yet; they may be asked for from now on.
 
         Raises:
+            BadInput: the pool's engines cannot divide one over their chips.
             ProxyFailed: the pool is gone.
         """
+        require_divisible(self.access.config, checkpoints)
         with self._changing:
             self._checkpoints = {**self._checkpoints, **{checkpoint.name: checkpoint for checkpoint in checkpoints}}
         self._take_lease()

@@ -1,0 +1,113 @@
+"""The division of a model over the chips or GPUs of its replica: what is taken by default, and what a model allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from pools.config import InferencePoolConfig
+from pools.engine.engines import PARALLEL_SIZES, TENSOR_PARALLEL, engine_kwargs
+from pools.engine.launch import Servable
+from resources.config import GpuConfig, ResourceConfig, TpuConfig
+from resources.errors import BadInput
+from resources.tpu import TPU_TOPOLOGIES
+
+_PIPELINE = "pipeline_parallel_size"
+_HEADS = ("num_attention_heads", "n_head", "n_heads")
+_KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_OF_THE_LANGUAGE_MODEL = ("text_config", "llm_config", "language_config")
+
+
+def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servable]) -> None:
+    """Passes if each replica can run on what it gets, and each checkpoint can be divided over that.
+
+    Raises:
+        BadInput: it says which number does not fit, and which would.
+    """
+    resources = config.resource_config
+    _require_one_machine(resources)
+    chips = resources.chips_per_replica
+    sizes = {name: engine_kwargs(config).get(name, 1) for name in PARALLEL_SIZES}
+    shown = ", ".join(f"{name}: {size}" for name, size in sizes.items() if size != 1)
+    if wrong := [name for name, size in sizes.items() if type(size) is not int or size < 1]:
+        raise BadInput(
+            expected=f"a whole number above 0 as {wrong[0]}",
+            found=repr(sizes[wrong[0]]),
+            remedy="correct engine_kwargs, or leave it out",
+        )
+    if chips and math.prod(sizes.values()) > chips:
+        raise BadInput(
+            expected=f"engine_kwargs that take the {chips} {_unit(resources, chips)} of a replica, or fewer",
+            found=shown,
+            remedy=f"ask for more, or leave {TENSOR_PARALLEL} out: what is left by the others is taken",
+        )
+    for checkpoint in checkpoints:
+        described = checkpoint.described
+        if (why := why_not_divided(described, tensor=sizes[TENSOR_PARALLEL], pipeline=sizes[_PIPELINE])) is not None:
+            raise BadInput(
+                expected=f"engine_kwargs by which {checkpoint.name} can be divided",
+                found=f"{why} ({shown}, from {chips} {_unit(resources, chips)})" if chips else f"{why} ({shown})",
+                remedy=_remedy(described, resources),
+            )
+
+
+def why_not_divided(described: Mapping[str, Any], *, tensor: int, pipeline: int = 1) -> str | None:
+    """Returns the reason that vLLM cannot divide a model so, None where it can as far as its configuration tells.
+
+    Attention heads divide by the parts of a tensor; heads of keys and values do, or are copied to as many of them each.
+
+    Args:
+        described: the model's config.json.
+        tensor: parts of each tensor.
+        pipeline: parts of the stack of layers.
+    """
+    text = next(
+        (described[name] for name in _OF_THE_LANGUAGE_MODEL if isinstance(described.get(name), dict)), described
+    )
+    heads, layers = _number(text, _HEADS), _number(text, _LAYERS)
+    shared = 1 if text.get("multi_query") is True else _number(text, _KEY_VALUE_HEADS)
+    if heads is not None and heads % tensor:
+        return f"{heads} attention heads do not divide by {tensor}"
+    compressed = "kv_lora_rank" in text  # each part keeps all of what keys and values are made of
+    if shared is not None and not compressed and max(shared, tensor) % min(shared, tensor):
+        return f"{shared} KV heads do not divide by {tensor}"
+    if layers is not None and layers < pipeline:
+        return f"{layers} layers are fewer than {pipeline} parts"
+    return None
+
+
+def _number(described: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    return next((described[name] for name in names if type(described.get(name)) is int and described[name] > 0), None)
+
+
+def _require_one_machine(resources: ResourceConfig) -> None:
+    if not isinstance(resources.device, TpuConfig) or (slice_ := resources.device.slice).vms == 1:
+        return
+    generation = slice_.variant.partition("-")[0]
+    smaller = [
+        known for known in TPU_TOPOLOGIES.values() if known.variant.startswith(f"{generation}-") and known.vms == 1
+    ]
+    raise BadInput(
+        expected="a slice of one VM for each replica of a pool",
+        found=f"{slice_.variant}, whose {slice_.chips} chips are on {slice_.vms} VMs",
+        remedy=f"take {max(smaller, key=lambda known: known.chips).variant}, and more replicas",
+    )
+
+
+def _unit(resources: ResourceConfig, count: int) -> str:
+    return ("GPU" if isinstance(resources.device, GpuConfig) else "chip") + ("s" if count != 1 else "")
+
+
+def _remedy(described: Mapping[str, Any], resources: ResourceConfig) -> str:
+    chips = resources.chips_per_replica or 1
+    most = max(
+        size for size in range(1, chips + 1) if chips % size == 0 and not why_not_divided(described, tensor=size)
+    )
+    rest, sizes = chips // most, f"{TENSOR_PARALLEL}: {most}"
+    if rest == 1:
+        return f"use {sizes} alone in engine_kwargs"
+    if isinstance(resources.device, GpuConfig) and why_not_divided(described, tensor=most, pipeline=rest) is None:
+        sizes += f" and {_PIPELINE}: {rest}"
+    return f"use {sizes} in engine_kwargs, or ask for {most} {_unit(resources, most)}"
