@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,6 +18,7 @@ from flows.console.console import ERR, OUT, Json, print_json
 
 if TYPE_CHECKING:
     from pools.pool.kept import KeptPool, KeptPoolState
+    from resources.config import ResourceConfig
     from tasks.checkpoints.discovery import Checkpoint
 
 pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.", no_args_is_help=True)
@@ -123,7 +127,28 @@ def start_pool(
         if checkpoint.folder is not None
     ]
     ensure_environment(ENVIRONMENTS[environment_name(config)])
-    return keep_up(pool_name or run_name, config, checkpoints, idle_seconds=idle_minutes * 60)
+    counted = config.resource_config.chip_count() > 0
+    return keep_up(
+        pool_name or run_name,
+        config,
+        checkpoints,
+        idle_seconds=idle_minutes * 60,
+        reserved=accelerators_counted if counted else nullcontext,  # the former imports Prefect
+    )
+
+
+@contextmanager
+def accelerators_counted(resources: ResourceConfig) -> Iterator[None]:
+    """Reserves what a kept pool takes of the Prefect server's limit, and writes into the pool's log that it waits."""
+    from tasks.prefect_server.accelerators import accelerators_reserved
+    from tasks.prefect_server.progress import Event, Update, listening
+
+    def note(update: Update) -> None:
+        if isinstance(update, Event):
+            logging.getLogger("assay.pool").info(update.text)
+
+    with listening(note), accelerators_reserved(resources):
+        yield
 
 
 def checkpoints_to_serve(path: str) -> list[Checkpoint]:

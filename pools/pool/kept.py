@@ -5,14 +5,15 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -67,6 +68,7 @@ def keep_up(
     *,
     idle_seconds: float,
     launcher: Launcher | None = None,
+    reserved: Callable[[ResourceConfig], AbstractContextManager[Any]] = nullcontext,
     timeout_seconds: float = 120.0,
 ) -> KeptPool:
     """Starts a pool that goes on when this process ends; returns once it can be used.
@@ -77,6 +79,7 @@ def keep_up(
         checkpoints: those that may be asked for; its users may bring others.
         idle_seconds: how long it stays when nobody has a lease or asks anything.
         launcher: how an engine server is started; vLLM from its pinned environment when left out.
+        reserved: holds the accelerators for as long as the pool is up, called by the pool's own process.
         timeout_seconds: how long its proxy may take to answer; engines start at the first request.
 
     Raises:
@@ -91,7 +94,7 @@ def keep_up(
         job = LocalClient().submit(
             JobRequest(
                 name=f"pool-{name}"[:90],
-                entrypoint=Call(_keep, (name, config, tuple(checkpoints), idle_seconds, launcher, backend)),
+                entrypoint=Call(_keep, (name, config, tuple(checkpoints), idle_seconds, launcher, reserved, backend)),
                 resources=ResourceConfig(preemptible=False),
                 environment=create_environment(),
                 max_retries_preemption=0,
@@ -137,18 +140,23 @@ def _keep(
     checkpoints: tuple[Servable, ...],
     idle_seconds: float,
     launcher: Launcher | None,
+    reserved: Callable[[ResourceConfig], AbstractContextManager[Any]],
     backend: str,
 ) -> None:
-    """The pool's own job: serves until nobody uses the pool any more."""
+    """The pool's own job: serves until nobody uses the pool any more, or it is ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by itself it would skip the blocks' ends
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    with InferencePool(
-        config,
-        checkpoints,
-        client=client_from_url(backend),
-        launcher=launcher,
-        on_event=_log.info,
-        own_session=False,
-    ) as pool:
+    with (
+        reserved(config.resource_config),
+        InferencePool(
+            config,
+            checkpoints,
+            client=client_from_url(backend),
+            launcher=launcher,
+            on_event=_log.info,
+            own_session=False,
+        ) as pool,
+    ):
         kept = KeptPool(
             name=name,
             access=pool.access,

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
+from contextvars import copy_context
 
 import httpx
 from prefect.concurrency.sync import concurrency
@@ -12,11 +15,14 @@ from prefect.exceptions import ObjectNotFound
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
 from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.embedded import embedded_address
+from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import report_event
 
 ACCELERATOR_LIMIT = "assay-accelerators"
 """Name of the limit; without one nothing is counted."""
 _LEASE_SECONDS = 120.0
+_LOOK_SECONDS = 1.0
 
 
 @contextmanager
@@ -24,13 +30,14 @@ def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELE
     """Holds as many slots of the limit as all replicas have chips, and waits until they are free.
 
     Whoever dies with slots in their hands loses them after two minutes. A server that is away meanwhile ends nothing.
+    Where there is no server there is no limit.
 
     Raises:
         UnsatisfiableResources: there will never be so many slots.
         PrefectUnavailable: the server does not answer.
     """
     chips = resources.chip_count()
-    slots = _slots(limit_name) if chips else None
+    slots = _slots(limit_name) if chips and (server_named() or embedded_address()) else None
     if slots is None:
         yield
         return
@@ -50,6 +57,40 @@ def accelerators_reserved(resources: ResourceConfig, *, limit_name: str = ACCELE
         if not done:
             raise
         report_event(f"the accelerators could not be given back, and come back with their lease: {error}")
+
+
+@contextmanager
+def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceConfig) -> Iterator[None]:
+    """Holds slots as `accelerators_reserved` does, and gives them back as soon as `ended` is true within the block.
+
+    `ended` is called once a second, from another thread.
+
+    Raises:
+        UnsatisfiableResources: there will never be so many slots.
+        PrefectUnavailable: the server does not answer.
+    """
+    if not resources.chip_count():
+        yield
+        return
+    held, closing = Future[None](), threading.Event()
+
+    def hold() -> None:
+        try:
+            with accelerators_reserved(resources):
+                held.set_result(None)
+                while not closing.wait(_LOOK_SECONDS) and not ended():
+                    pass
+        except Exception as error:  # noqa: BLE001 - it is the caller's, who waits for it
+            held.set_exception(error)
+
+    holder = threading.Thread(target=copy_context().run, args=(hold,), name="accelerators", daemon=True)
+    holder.start()
+    try:
+        held.result()
+        yield
+    finally:
+        closing.set()
+    holder.join()
 
 
 def limit_accelerators(slots: int, *, limit_name: str = ACCELERATOR_LIMIT) -> None:

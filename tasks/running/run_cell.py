@@ -23,6 +23,7 @@ from pools.weights.native_files import inspect_again
 from pools.weights.staging import Staging
 from resources.backends.current import current_client
 from resources.backends.local.client import local_client
+from resources.config import ResourceConfig
 from resources.errors import (
     AssayError,
     BenchmarksChanged,
@@ -36,6 +37,7 @@ from resources.storage import storage
 from resources.storage.mlflow_artifacts import is_behind_server
 from tasks.evaluators.evaluator import EvaluatedModel, Progress
 from tasks.evaluators.harness import run_harness, verify_counts, verify_ends
+from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
 from tasks.records.index import note_record
 from tasks.records.record import (
@@ -252,10 +254,13 @@ def _loaded_natively(attempt: Attempt, context: CellContext) -> Iterator[Evaluat
     attempt.served = {"by": "the evaluator itself"}
     folder, tokenizer = attempt.cell.folder, attempt.cell.folder.reference
     name, reference = attempt.cell.reference.name, storage.absolute(tokenizer.uri) if tokenizer else None
+    resources = attempt.cell.config.resource_config or ResourceConfig()
     if not is_behind_server(folder.uri):
-        yield LocalCheckpoint(name, storage.absolute(folder.uri), folder.kind, reference)
+        with accelerators_reserved(resources):
+            yield LocalCheckpoint(name, storage.absolute(folder.uri), folder.kind, reference)
         return
     with (
+        accelerators_reserved(resources),
         Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes) as staging,
         staging.stage(folder.uri, attempt.cell.digests) as staged,
     ):

@@ -21,6 +21,7 @@ from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus, 
 from resources.regions.region_check import check_gcs_paths_same_region
 from resources.settings import training_variables
 from resources.storage import storage
+from tasks.prefect_server.accelerators import accelerators_reserved_until
 from tasks.prefect_server.progress import report_event
 from tasks.records.provenance import git_state
 from tasks.training.config import TrainLmOnPodConfig
@@ -64,18 +65,31 @@ def run_levanter_train_lm(config: TrainLmOnPodConfig, *, client: Client | None =
 def training(config: TrainLmOnPodConfig, *, client: Client | None = None) -> Iterator[JobHandle]:
     """A training for as long as the block lasts; what has not ended by then is terminated.
 
+    Its accelerators are reserved until it has ended.
+
     Raises:
         BadInput: the request cannot be right.
+        UnsatisfiableResources: more accelerators than the Prefect server's limit leaves.
     """
     planned = plan_training(config)
     chosen = client or current_client()
     chosen.check_resources(config.resources)
-    _note(config, planned)
-    job = chosen.submit(training_job(config, planned))
+    submitted: list[JobHandle] = []
+    with accelerators_reserved_until(lambda: any(map(_has_ended, submitted)), config.resources):
+        _note(config, planned)
+        job = chosen.submit(training_job(config, planned))
+        submitted.append(job)
+        try:
+            yield job
+        finally:
+            job.terminate()
+
+
+def _has_ended(job: JobHandle) -> bool:
     try:
-        yield job
-    finally:
-        job.terminate()
+        return job.status().finished
+    except BackendUnavailable:
+        return False
 
 
 def finished(

@@ -14,6 +14,7 @@ import signal
 import struct
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -32,6 +33,7 @@ from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
 from resources.backends.local.client import LocalClient
+from resources.config import ResourceConfig
 from resources.errors import ModelUnusable, SwapRefused
 from tasks.checkpoints.discovery import find_checkpoints
 from tasks.generation.answers import decoded
@@ -41,6 +43,7 @@ from tasks.generation.output import Output
 from tasks.generation.plan import plan_prompts
 from tasks.generation.supervision import Supervision
 from tasks.records.record import Record, read_records
+from tasks.running import run_cell
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
@@ -127,8 +130,17 @@ def log_probabilities(record: Record, folder: Path) -> dict[tuple[int, int], flo
 
 
 def test_log_likelihoods_go_to_levanter_where_the_engine_has_none_and_agree_with_vllm(
-    demo: Demo, prefect_api: str, tmp_path: Path
+    demo: Demo, prefect_api: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    reserved: list[ResourceConfig | None] = []
+
+    @contextmanager
+    def noted(resources: ResourceConfig) -> Iterator[None]:
+        reserved.append(resources)
+        yield
+        reserved.append(None)
+
+    monkeypatch.setattr(run_cell, "accelerators_reserved", noted)
     address, last = tmp_path / "engine.json", max(step for step, _ in records_of(demo))
     program = [str(engine_program.__file__), "--address-file", str(address), "--model", f"tiny-llama-{last}"]
     with running_program(*program, "--faults", json.dumps({"no_echo": True})):
@@ -145,6 +157,7 @@ def test_log_likelihoods_go_to_levanter_where_the_engine_has_none_and_agree_with
     [native] = [record for record in read_records(str(tmp_path / "evaluations")) if record.succeeded]
     assert native.evaluator == "levanter_lm_evaluation_harness"
     assert native.served == {"by": "the evaluator itself"}
+    assert reserved == [ResourceConfig(), None]
     [folder] = (path.parent for path in (tmp_path / "evaluations").glob(f"*/*/{native.evaluator}/*/record.json"))
     [cell] = (demo.folder / "evaluations").glob(f"*/step-{last}/lm_evaluation_harness/*/record.json")
     served = log_probabilities(records_of(demo)[last, "lm_evaluation_harness"], cell.parent)

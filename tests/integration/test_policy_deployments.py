@@ -11,24 +11,36 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 
 import pytest
 
 from fakes.deployed_policy import Deployed, deployed_policy
+from fakes.jobs import FakeClient
+from fakes.launcher import FakeLauncher
+from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from fakes.postgresql import postgresql_or_sqlite
+from flows.cli.pools import accelerators_counted
 from flows.reconcile import load_policy
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
+from pools.pool.kept import keep_up, take_down
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
-from resources.errors import BadInput, EngineStartFailed, UnsatisfiableResources
+from resources.errors import BadInput, EngineStartFailed, JobFailed, UnsatisfiableResources
+from resources.jobs.jobs import JobStatus
 from tasks.policies.actions import retry
 from tasks.policies.reconciliation import Reconciliation, reconcile
 from tasks.policies.snapshot import take_snapshot
 from tasks.prefect_server.accelerators import ACCELERATOR_LIMIT, accelerators_reserved, limit_accelerators
 from tasks.prefect_server.work_pools import LOCAL_WORK_POOL
+from tasks.training.config import TrainLmOnPodConfig
+from tasks.training.job import training
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
 
@@ -98,6 +110,55 @@ def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_o
         accelerators_reserved(ResourceConfig.with_tpu("v6e-16")),
     ):
         pass
+
+
+def counted_as(resources: ResourceConfig, _: ResourceConfig) -> AbstractContextManager[None]:
+    """Reserves other accelerators than a pool has: this machine has none."""
+    return accelerators_counted(resources)
+
+
+def test_trainings_and_kept_pools_take_accelerators_of_the_same_limit(
+    deployed: Deployed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    eight = ResourceConfig.with_tpu("v6e-8")
+    limit_accelerators(8)
+
+    def held() -> int:
+        return deployed.field.ask(f"/v2/concurrency_limits/{ACCELERATOR_LIMIT}")["active_slots"]
+
+    eventually(lambda: held() == 0)
+    client = FakeClient()
+    output = str(tmp_path / "run")
+    wanted = TrainLmOnPodConfig(
+        train_config={}, output_path=output, resources=eight, env_vars={"WANDB_MODE": "offline"}
+    )
+    with training(wanted, client=client):
+        assert held() == 8
+        client.submitted[-1].says(JobStatus.SUCCEEDED)
+        eventually(lambda: held() == 0)
+        with accelerators_reserved(eight):  # as the pool of its evaluations does, before the block ends
+            pass
+    with pytest.raises(JobFailed), training(wanted, client=client):
+        assert held() == 8
+        raise JobFailed(expected="a training", found="none", remedy="look")
+    eventually(lambda: held() == 0)
+    submitted = len(client.requests)
+    two_slices = wanted.model_copy(update={"resources": ResourceConfig.with_tpu("v6e-8", 2)})
+    with pytest.raises(UnsatisfiableResources, match="at most 8"), training(two_slices, client=client):
+        pass
+    assert len(client.requests) == submitted
+
+    checkpoint = Servable.from_uri("tiny-1", str(write_checkpoint(tmp_path / "step-1", seed=1)))
+    config = InferencePoolConfig.model_validate({"model": {"name": "tiny"}})
+    launcher = FakeLauncher(tmp_path)
+    reserved = partial(counted_as, eight)
+    monkeypatch.setenv("PREFECT_API_URL", deployed.field.url)  # for the pool's own process
+    keep_up("counted", config, [checkpoint], idle_seconds=600, launcher=launcher, reserved=reserved)
+    try:
+        assert held() == 8
+    finally:
+        take_down("counted")
+    eventually(lambda: held() == 0)
 
 
 @pytest.mark.parametrize(
