@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from resources.environments.environments import ENVIRONMENTS, is_built
 from resources.errors import BadInput
+from resources.regions.regions import known_regions, regions_file, where_to_write
 from resources.settings import deployment_data, pip_find_links, settings
 from tasks.evaluators.evaluator import harness_environments
 from tasks.prefect_server.client import server_address
@@ -37,7 +38,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Looks at the machine; changes nothing."""
     machine = [_assay(), _python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
-    return [*machine, *_environments(), _prefect(), _deployments(), _wheels()]
+    return [*machine, *_environments(), _prefect(), _deployments(), *_regions(), _wheels()]
 
 
 def _assay() -> Finding:
@@ -117,6 +118,21 @@ def _prefect() -> Finding:
 
 def _deployments() -> Finding:
     return Finding("Deployments", "ok", str(deployment_data("prefect.yaml")), "prefect deploy --all --prefect-file …")
+
+
+def _regions() -> list[Finding]:
+    """The regions file; what its regions do not say, each with a line that says it for the first of them."""
+    try:
+        regions = known_regions().regions
+    except BadInput as error:
+        return [Finding("Regions", "missing", error.found, error.remedy)]
+    kind = "" if settings().regions else ", a template"
+    findings = [Finding("Regions", "ok", f"{regions_file()}{kind}")]
+    for name in sorted({name for region in regions for name in region.unwritten()}):
+        lacking = [region for region in regions if name in region.unwritten()]
+        remedy = where_to_write(lacking[0].name, lacking[0].unwritten()[name])
+        findings.append(Finding("Regions", "note", f"no {name} for {', '.join(each.name for each in lacking)}", remedy))
+    return findings
 
 
 def _wheels() -> Finding:

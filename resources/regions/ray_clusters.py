@@ -22,6 +22,7 @@ from resources.config import Config, ResourceConfig
 from resources.errors import BackendUnavailable, BadInput
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, create_environment
 from resources.regions.region_table import Region
+from resources.regions.regions import where_to_write
 from resources.settings import settings
 from resources.storage.files import replace_text
 
@@ -123,12 +124,14 @@ def checked_cluster_file(region: Region, file: Path) -> Path:
     Raises:
         BadInput: it is not there, or the region names no project.
     """
-    if not file.is_file() or region.ray_cluster is None or region.ray_cluster.project is None:
+    if (line := region.unwritten().get("project")) is not None:
         raise BadInput(
-            expected=f"{file}, with the Google Cloud project that pays for {region.name}",
-            found="no such file" if not file.is_file() else "no project",
-            remedy="Set ray_cluster.project of the region in the regions file, then run `assay cluster write`.",
+            expected=f"the Google Cloud project that pays for the cluster in {region.name}",
+            found="no project",
+            remedy=f"{where_to_write(region.name, line)}; then run assay cluster write",
         )
+    if not file.is_file():
+        raise BadInput(expected=f"the cluster file {file}", found="no such file", remedy="run assay cluster write")
     return file
 
 

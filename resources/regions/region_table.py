@@ -16,6 +16,8 @@ from resources.errors import BadInput
 
 WorkPoolType = Literal["process", "kubernetes", "cloud-run-v2", "vertex-ai"]
 """The types of Prefect work pools that there are templates for."""
+ADDRESS_LINE = "ray_address: ray://HEAD:10001"
+"""The line that says where the Ray of a region is."""
 _GPU_NAMES = {"A100-40GB": "A100", "H100-80GB": "H100", "H100-MEGA-80GB": "H100"}
 
 
@@ -119,6 +121,16 @@ class Region(Config):
     def backend_url(self) -> str | None:
         """Returns the address for jobs of this region, as `ASSAY_JOBS` names it; None if nothing is known of it."""
         return self.ray_address or self.iris_address
+
+    def unwritten(self) -> dict[str, str]:
+        """Lines that the file lacks for the Ray cluster of this region, each by the name of what it says."""
+        cluster = self.ray_cluster
+        if cluster is None:
+            return {}
+        lines = {} if self.backend_url else {"ray_address": ADDRESS_LINE}
+        if cluster.project is None:
+            lines["project"] = f"ray_cluster: {{file: {cluster.file}, zone: {cluster.zone}, project: PROJECT}}"
+        return lines
 
 
 class Regions(Config):

@@ -44,6 +44,13 @@ def regions_file() -> Path:
     return settings().regions or deployment_data("regions.yaml")
 
 
+def where_to_write(region: str, line: str) -> str:
+    """Says where a line about a region is to be written: Assay's own file is a template, which updates replace."""
+    own = settings().regions
+    file = str(own) if own else f"a copy of {regions_file()}, which ASSAY_REGIONS names,"
+    return f"write into {file} at {region}: {line}"
+
+
 def known_regions() -> Regions:
     """The regions of this machine's settings, read once."""
     return _loaded(regions_file())

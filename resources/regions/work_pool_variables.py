@@ -8,7 +8,8 @@ from typing import Any
 from resources.backends.kubernetes.devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
-from resources.regions.region_table import Region, WorkPoolType, gpu_model, tpu_generation
+from resources.regions.region_table import ADDRESS_LINE, Region, WorkPoolType, gpu_model, tpu_generation
+from resources.regions.regions import where_to_write
 
 _GIB = 2**30
 _COORDINATOR_CORES, _COORDINATOR_MEMORY = 4, 16 * _GIB
@@ -212,5 +213,5 @@ def _too_large(resources: ResourceConfig, region: Region) -> UnsatisfiableResour
         expected=f"a slice that one job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
         found=f"{resources.replicas} x {variant}, {resources.device.slice.vms} VMs each, and no ray_address or "
         f"iris_address for {region.name}",
-        remedy=f"what comes nearest: one {nearest}; or name the region's cluster in deployments/regions.yaml",
+        remedy=f"what comes nearest: one {nearest}; or {where_to_write(region.name, ADDRESS_LINE)}",
     )

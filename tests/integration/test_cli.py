@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -150,6 +151,38 @@ def test_doctor_as_json_names_a_remedy_for_everything_missing():
     missing = [finding for finding in findings if finding["level"] == "missing"]
     assert all(finding["remedy"] for finding in missing)
     assert done.exit_code == (2 if missing else 0)
+
+
+def test_lines_that_doctor_says_a_regions_file_lacks_are_all_that_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def notes() -> list[dict[str, str]]:
+        findings = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
+        return [each for each in findings if each["subject"] == "Regions" and each["level"] != "ok"]
+
+    assert [note["seen"].partition(" for ")[0] for note in notes()] == ["no project", "no ray_address"]
+    own = tmp_path / "regions.yaml"
+    shutil.copy(deployment_data("regions.yaml"), own)
+    monkeypatch.setenv("ASSAY_REGIONS", str(own))
+    settings.cache_clear()
+    table = yaml.safe_load(own.read_text())
+    for region in table["regions"]:
+        for note in notes():
+            place, line = note["remedy"].removeprefix(f"write into {own} at ").split(": ", 1)
+            assert place == region["name"]
+            region.update(yaml.safe_load(line))
+        own = tmp_path / f"{region['name']}.yaml"  # files are read once
+        own.write_text(yaml.safe_dump(table))
+        monkeypatch.setenv("ASSAY_REGIONS", str(own))
+        settings.cache_clear()
+    assert notes() == []
+
+    own.write_text("regions: []")
+    monkeypatch.setenv("ASSAY_REGIONS", str(own.rename(tmp_path / "wrong.yaml")))
+    settings.cache_clear()
+    [wrong] = notes()
+    assert wrong["level"] == "missing" and "prices" in wrong["seen"]
+    settings.cache_clear()
 
 
 def test_doctor_on_a_machine_without_disk_space_ends_as_infrastructure_does(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,8 @@ from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfi
 from resources.errors import BadInput
 from resources.jobs.jobs import Client, Entrypoint, JobRequest, create_environment
 from resources.regions.ray_clusters import LOCAL, local_cluster
-from resources.regions.regions import known_regions, regions_for
+from resources.regions.region_table import ADDRESS_LINE
+from resources.regions.regions import known_regions, regions_for, where_to_write
 from resources.settings import settings, variable
 from resources.tpu import tpu_topology
 
@@ -154,8 +155,8 @@ def _address_of(cluster: str) -> str:
     raise BadInput(
         expected=f"ray_address or iris_address of {region.name} in the regions file",
         found="neither",
-        remedy=f"Add it there, or run `assay cluster dashboard {region.name}` in another terminal and submit with "
-        "--backend ray://127.0.0.1:10001",
+        remedy=f"{where_to_write(region.name, ADDRESS_LINE)}; or run assay cluster dashboard {region.name} in another "
+        "terminal and submit with --backend ray://127.0.0.1:10001",
     )
 
 

@@ -57,6 +57,7 @@ def test_cluster_up_without_a_project_says_what_is_missing():
     shown = CliRunner().invoke(app, ["cluster", "up", "us-east5"])
     assert isinstance(shown.exception, BadInput)
     assert "project" in shown.exception.found and "assay cluster write" in shown.exception.remedy
+    assert "at us-east5: ray_cluster: {file: ray/us-east5.yaml, zone: us-east5-a, project: " in shown.exception.remedy
 
 
 def test_cluster_write_check_finds_files_that_are_out_of_date(tmp_path, monkeypatch: pytest.MonkeyPatch):
