@@ -15,8 +15,10 @@ from rich.table import Table
 
 from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened
 from flows.console.console import ERR, OUT, Json, print_json
+from resources.errors import BadInput
 
 if TYPE_CHECKING:
+    from pools.config import InferencePoolConfig
     from pools.pool.kept import KeptPool, KeptPoolState
     from resources.config import ResourceConfig
     from tasks.checkpoints.discovery import Checkpoint
@@ -27,20 +29,27 @@ pool_app = typer.Typer(help="Keep a pool of warm engines up between evaluations.
 @pool_app.command("up")
 @flattened
 def pool_up(
-    model: Annotated[str, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")],
     *,
+    model: Annotated[
+        str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.", show_default=False)
+    ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="YAML file with an InferencePoolConfig that has model.path, in place of options.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="Name of the pool; the run's when left out.")] = None,
     run_name: Annotated[str | None, typer.Option(help="Name of the run, with which its checkpoints' begin.")] = None,
     engines: EngineOptions,
     machine: MachineOptions,
     idle_minutes: Annotated[float, typer.Option(help="Ends by itself after so long without a user.")] = 60.0,
     longest_wait: Annotated[
-        float, typer.Option(help="Seconds that one model is asked for in vain while others keep every engine busy.")
-    ] = 60.0,
+        float | None,
+        typer.Option(help="Seconds that one model is asked for in vain while others keep every engine busy; else 60."),
+    ] = None,
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
     options = EvaluationOptions(model=model, name=run_name, **asdict(engines), **asdict(machine))
-    pool = start_pool(options, pool_name=name, idle_minutes=idle_minutes, longest_wait_seconds=longest_wait)
+    wanted = _from_options(options, longest_wait) if config is None else _from_file(config, options, longest_wait)
+    pool = start_pool(wanted, pool_name=name, idle_minutes=idle_minutes)
     OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
     OUT.print(
         f"assay evaluate --pool {pool.name} …   evaluates on it\n"
@@ -93,30 +102,68 @@ def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) ->
     OUT.print(f"{name} is down.", highlight=False)
 
 
-def start_pool(
-    options: EvaluationOptions, *, pool_name: str | None, idle_minutes: float, longest_wait_seconds: float
-) -> KeptPool:
-    """Keeps a pool up for every complete checkpoint at `options.model`; its engines start at the first request.
+def _from_options(options: EvaluationOptions, longest_wait_seconds: float | None) -> InferencePoolConfig:
+    """Returns the pool that some options describe.
 
     Raises:
-        NoCheckpoints: there is no complete checkpoint.
-        BadInput: an option is wrong, or a pool of that name is up.
-        ProxyFailed: the pool did not come up.
+        BadInput: an option is wrong, or no model is named.
     """
     from flows.cli.options.evaluations import pool_content
     from pools.config import InferencePoolConfig
+    from tasks.spec.loading import build_config
+
+    if options.model is None:
+        raise BadInput(
+            expected="--model, or --config FILE", found="neither", remedy="for example: assay pool up --model runs/a"
+        )
+    content = pool_content(options)
+    content["model"]["path"] = options.model
+    if longest_wait_seconds is not None:
+        content["longest_wait_seconds"] = longest_wait_seconds
+    return build_config(content, InferencePoolConfig, source="the options")
+
+
+def _from_file(uri: str, options: EvaluationOptions, longest_wait_seconds: float | None) -> InferencePoolConfig:
+    """Returns the pool that a file describes.
+
+    Raises:
+        BadInput: the file is not valid or names no model, or options were given that it would override.
+    """
+    from pools.config import InferencePoolConfig
+    from tasks.spec.loading import load_config
+
+    given = [*options.given(), *(["--longest-wait"] if longest_wait_seconds is not None else [])]
+    if given:
+        raise BadInput(
+            expected="either --config or the options that describe a pool",
+            found=f"--config and {', '.join(given)}",
+            remedy="write them into the file",
+        )
+    config = load_config(uri, InferencePoolConfig)
+    if config.model.path is None:
+        raise BadInput(
+            expected=f"model.path in {uri}, a checkpoint or a run", found="none", remedy="write what it is to serve"
+        )
+    return config
+
+
+def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minutes: float) -> KeptPool:
+    """Keeps a pool up for every complete checkpoint at `model.path`; its engines start at the first request.
+
+    Raises:
+        NoCheckpoints: there is no complete checkpoint.
+        BadInput: a checkpoint cannot be served so, or a pool of that name is up.
+        ProxyFailed: the pool did not come up.
+    """
     from pools.engine.launch import Servable, environment_name
     from pools.pool.kept import keep_up
     from pools.weights.model_files import digest_model_folder
     from resources.environments.environments import ENVIRONMENTS, ensure_environment
-    from tasks.checkpoints.discovery import name_of
-    from tasks.spec.loading import build_config
 
-    assert options.model is not None
-    run_name = options.name or name_of(options.model)[0]
-    content = {**pool_content(options), "longest_wait_seconds": longest_wait_seconds}
-    config = build_config(content, InferencePoolConfig, source="the options")
-    found = checkpoints_to_serve(options.model)
+    path, run_name = config.model.path, config.model.name
+    assert path is not None
+    model = config.model.model_copy(update={"path": None})  # users may bring others
+    found = checkpoints_to_serve(path)
     checkpoints = [
         Servable.from_folder(
             f"{run_name}{checkpoint.name.removeprefix(checkpoint.run)}",
@@ -130,7 +177,7 @@ def start_pool(
     counted = config.resource_config.chip_count() > 0
     return keep_up(
         pool_name or run_name,
-        config,
+        config.model_copy(update={"model": model}),
         checkpoints,
         idle_seconds=idle_minutes * 60,
         reserved=accelerators_counted if counted else nullcontext,  # the former imports Prefect

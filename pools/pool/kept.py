@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from pools.access import PoolAccess
 from pools.config import InferencePoolConfig, check_name
 from pools.engine.launch import Launcher, Servable
+from pools.engine.parallelism import require_divisible
 from pools.pool.inference import InferencePool
 from pools.protocol import ProxyStatus
 from resources.backends.choice import client_from_url
@@ -83,10 +84,11 @@ def keep_up(
         timeout_seconds: how long its proxy may take to answer; engines start at the first request.
 
     Raises:
-        BadInput: the name cannot be used, or a pool of that name is up.
+        BadInput: the name cannot be used, a pool of that name is up, or a replica cannot run on what it gets.
         ProxyFailed: it ended, or did not answer in time.
     """
     _require_name(name)
+    require_divisible(config, checkpoints)
     if (standing := find(name)) is not None:
         raise _is_up(standing)
     backend = current_client().url  # the job that keeps it up is of this machine; its replicas may not be

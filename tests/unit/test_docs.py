@@ -504,6 +504,7 @@ def test_policy_training_and_region_examples_in_yaml_are_valid(tmp_path: Path):
         "# A policy": lambda file: load_config(str(file), Policy),
         "# A training with evaluations": lambda file: load_config(str(file), TrainAndEvaluateConfig),
         "# Two regions": load_regions,
+        "# A pool": lambda file: load_config(str(file), InferencePoolConfig),
     }
     for beginning, read in readers.items():
         [example] = [fence for fence in FENCES if fence.language == "yaml" and fence.text.startswith(beginning)]

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from typer.testing import CliRunner
 
 from fakes.models import write_run
-from flows.cli.options.groups import EvaluationOptions
-from flows.cli.pools import accelerators_counted, checkpoints_to_serve, start_pool
+from flows.cli.app import app
+from flows.cli.pools import accelerators_counted, checkpoints_to_serve
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
 from pools.pool import kept
+from pools.pool.kept import KeptPool
 from resources.environments import environments
-from resources.errors import NoCheckpoints
+from resources.errors import NoCheckpoints, ProxyFailed
 
 
 def test_pool_up_names_checkpoints_left_out_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,14 +41,69 @@ def test_pool_up_without_a_complete_checkpoint_says_why_of_each(tmp_path: Path) 
         checkpoints_to_serve(str(run))
 
 
-@pytest.mark.parametrize(("gpu", "reserved"), [("H100:2", accelerators_counted), (None, nullcontext)])
+@dataclass
+class Kept:
+    """The pool that `assay pool up` would keep up."""
+
+    name: str
+    config: InferencePoolConfig
+    checkpoints: list[Servable]
+    options: dict[str, Any]
+
+
+@pytest.fixture
+def kept_up(monkeypatch: pytest.MonkeyPatch) -> list[Kept]:
+    asked: list[Kept] = []
+
+    def keep_up(name: str, config: InferencePoolConfig, checkpoints: list[Servable], **options: Any) -> KeptPool:
+        asked.append(Kept(name, config, checkpoints, options))
+        raise ProxyFailed(expected="a pool", found="a test", remedy="none")
+
+    monkeypatch.setattr(kept, "keep_up", keep_up)
+    monkeypatch.setattr(environments, "ensure_environment", lambda spec: None)
+    return asked
+
+
+def pool_up(*arguments: str | Path) -> BaseException | None:
+    return CliRunner().invoke(app, ["pool", "up", *map(str, arguments)]).exception
+
+
+@pytest.mark.parametrize(("gpu", "reserved"), [(("--gpu", "H100:2"), accelerators_counted), ((), nullcontext)])
 def test_pool_up_takes_its_accelerators_of_the_limit(
-    gpu: str | None, reserved: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu: tuple[str, ...], reserved: object, tmp_path: Path, kept_up: list[Kept]
 ) -> None:
     run = write_run(tmp_path / "run-a", [1])
-    asked: list[dict[str, Any]] = []
-    monkeypatch.setattr(kept, "keep_up", lambda name, config, *_, **options: asked.append({"name": name, **options}))
-    monkeypatch.setattr(environments, "ensure_environment", lambda spec: None)
-    options = EvaluationOptions(model=str(run), gpu=gpu)
-    start_pool(options, pool_name=None, idle_minutes=2, longest_wait_seconds=60)
-    assert asked == [{"name": "run-a", "idle_seconds": 120, "reserved": reserved}]
+    assert isinstance(pool_up("--model", run, "--idle-minutes", "2", *gpu), ProxyFailed)
+    [asked] = kept_up
+    assert (asked.name, asked.options) == ("run-a", {"idle_seconds": 120, "reserved": reserved})
+
+
+def test_pool_up_from_a_file_is_the_pool_of_the_same_options(tmp_path: Path, kept_up: list[Kept]) -> None:
+    run, file = write_run(tmp_path / "run-a", [1, 2]), tmp_path / "pool.yaml"
+    engine = {"max_model_len": 64}
+    device = {"kind": "gpu", "variant": "L4", "count": 2}
+    content = {
+        "model": {"name": "mine", "path": str(run), "engine_kwargs": engine},
+        "resource_config": {"device": device, "ram": "9g", "replicas": 2},
+        "longest_wait_seconds": 5,
+    }
+    file.write_text(yaml.safe_dump(content))
+    pool_up("--config", file, "--name", "warm")
+    given = ("--engine", "max_model_len=64", "--gpu", "L4:2", "--ram", "9g", "--replicas", "2", "--longest-wait", "5")
+    pool_up("--model", run, "--run-name", "mine", "--name", "warm", *given)
+    from_file, from_options = kept_up
+    assert from_file == from_options
+    assert (from_file.name, from_file.config.longest_wait_seconds, from_file.config.model.path) == ("warm", 5, None)
+    assert [checkpoint.name for checkpoint in from_file.checkpoints] == ["mine-1", "mine-2"]
+
+
+def test_pool_up_says_what_a_file_lacks_or_would_override(tmp_path: Path, kept_up: list[Kept]) -> None:
+    file = tmp_path / "pool.yaml"
+    file.write_text("model: {name: mine}")
+    assert "model.path" in str(pool_up("--config", file))
+    for given in (("--model", "runs/a"), ("--ram", "9g"), ("--longest-wait", "5")):
+        assert given[0] in str(pool_up("--config", file, *given))
+    assert "--model" in str(pool_up())
+    file.write_text("model: {name: mine}\nreplica: 2")
+    assert "replica" in str(pool_up("--config", file))
+    assert kept_up == []
