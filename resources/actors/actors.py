@@ -14,7 +14,7 @@ from resources.actors.actor_group import ActorGroup
 from resources.actors.actor_handle import ActorHandle
 from resources.actors.actor_key import actor_variables
 from resources.actors.actor_server import serve_actor
-from resources.config import ResourceConfig
+from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
 from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobRequest, create_environment
 
@@ -51,17 +51,25 @@ def create_actor(
     Raises:
         JobAlreadyExists: an actor of that name lives.
         UnsatisfiableResources: this backend can never give what was asked for.
-        BadInput: the class or its arguments cannot be pickled, or a number or the name makes no sense.
+        BadInput: the class or its arguments cannot be pickled, a number or the name makes no sense, or the resources
+            are several machines.
     """
     if max_concurrency < 1:
         raise BadInput(expected="max_concurrency of at least 1", found=str(max_concurrency), remedy="Correct it.")
+    resources = resources or ResourceConfig()
+    if isinstance(resources.device, TpuConfig) and resources.device.slice.vms > 1:
+        raise BadInput(
+            expected="one machine for an actor, which is one object",
+            found=f"{resources.device.variant}, a slice of {resources.device.slice.vms} VMs",
+            remedy="Take a slice of one VM, or submit a job: it runs on every VM.",
+        )
     environment = environment or create_environment()
     variables = {**environment.env_vars, **actor_variables()}
     host = "127.0.0.1" if client.is_local else None
     request = JobRequest(
         _PREFIX + name,
         Call(serve_actor, (actor_class, args, kwargs, max_concurrency, host)),
-        resources=resources or ResourceConfig(),
+        resources=resources,
         environment=dataclasses.replace(environment, env_vars=variables),
         replicas=1,
         max_retries_preemption=max_restarts,

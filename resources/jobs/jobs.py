@@ -247,7 +247,8 @@ class JobHandle(Protocol):
 
         Raises:
             JobTimeout: the job was still running by then; it goes on.
-            JobFailed: the job failed or was stopped, unless `raise_on_failure` is False.
+            JobFailed: the job failed or was stopped, unless `raise_on_failure` is False. What its callable raised is
+                the cause, where that can be read here.
         """
         ...
 

@@ -89,13 +89,7 @@ def result_of(
     status = job.wait(timeout, raise_on_failure=False)
     kind, content = _opened(None if status is JobStatus.STOPPED else read(), job.job_id, replica)
     if kind == "raised":
-        Raised(*content).raise_here(
-            lambda found: JobFailed(
-                expected=f"the callable of {job.job_id} to return, or to raise what can be sent to another process",
-                found=found,
-                remedy="Read its traceback above.",
-            )
-        )
+        Raised(*content).raise_here(_unsendable(job.job_id))
     if status is not JobStatus.SUCCEEDED:
         job.wait(0)  # says why it failed
     if kind == "returned":
@@ -109,6 +103,37 @@ def result_of(
         expected=f"job {job.job_id} to have left a result",
         found="it succeeded and left none: it exited before it returned, or its result was lost on the way or removed",
         remedy=where[:1].upper() + where[1:],
+    )
+
+
+def raised_by(job: JobHandle, read: Callable[[int], bytes | None]) -> Exception | None:
+    """Returns what a job's callable raised in the first replica in which it did, None where nobody can say it here.
+
+    Args:
+        job: one that failed.
+        read: gives what a replica's process has left in the last attempt; None where there is nothing.
+    """
+    details = job.details()
+    if details.returns is False or details.status is not JobStatus.FAILED:
+        return None
+    for replica in range(details.replicas or 1):
+        try:
+            kind, content = _opened(read(replica), job.job_id, replica)
+        except AssayError:  # not ours to read, or its backend has forgotten it: the job has failed all the same
+            continue
+        if kind == "raised":
+            try:
+                Raised(*content).raise_here(_unsendable(job.job_id))
+            except Exception as error:  # noqa: BLE001 - whatever the callable raised
+                return error
+    return None
+
+
+def _unsendable(job_id: str) -> Callable[[str], JobFailed]:
+    return lambda found: JobFailed(
+        expected=f"the callable of {job_id} to return, or to raise what can be sent to another process",
+        found=found,
+        remedy="Read its traceback above.",
     )
 
 

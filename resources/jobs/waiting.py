@@ -28,6 +28,7 @@ def wait_until_finished(
     *,
     raise_on_failure: bool,
     where: str,
+    cause: Callable[[], Exception | None],
     longest_pause_seconds: float = _LONGEST_PAUSE_SECONDS,
 ) -> JobStatus:
     """Blocks until a job has finished, asking for its status less and less often.
@@ -37,11 +38,12 @@ def wait_until_finished(
         timeout: seconds; for ever when None.
         raise_on_failure: whether a job that failed or was stopped is an error.
         where: what to do to learn more, a clause such as "read …/replica-*.log".
+        cause: returns what the job's callable raised, if that is known; see `resources.jobs.results.raised_by`.
         longest_pause_seconds: the longest pause between two looks.
 
     Raises:
         JobTimeout: it was still running by then; it goes on.
-        JobFailed: it failed or was stopped.
+        JobFailed: it failed or was stopped; what its callable raised is the cause.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     pauses = growing_pauses(longest_pause_seconds)
@@ -56,7 +58,7 @@ def wait_until_finished(
             )
         time.sleep(min(next(pauses), remaining))
     if raise_on_failure and status is not JobStatus.SUCCEEDED:
-        raise failure_of(job, where=where)
+        raise failure_of(job, where=where) from cause()
     return status
 
 

@@ -306,7 +306,15 @@ def test_actors_that_cannot_be_made_tell_why_their_callers_and_who_waits_for_eno
         group.wait_ready(3)
 
 
-@pytest.mark.parametrize("options", [{"max_concurrency": 0}, {"max_restarts": -1}, {"name": "two words"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_concurrency": 0},
+        {"max_restarts": -1},
+        {"name": "two words"},
+        {"resources": ResourceConfig.with_tpu("v6e-16")},
+    ],
+)
 def test_options_that_mean_nothing_are_refused(client: Client, options: dict[str, object]) -> None:
     with pytest.raises(BadInput):
         create_actor(client, Kit, **{"name": "refused", **options})  # pyright: ignore[reportArgumentType]

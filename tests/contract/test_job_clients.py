@@ -94,8 +94,9 @@ def test_callable_that_raises_fails_with_its_traceback_in_the_error(client: Clie
         raise ArithmeticError("cannot divide the indivisible")
 
     handle = client.submit(job(Entrypoint.from_callable(divide)))
-    with pytest.raises(JobFailed, match="cannot divide the indivisible"):
+    with pytest.raises(JobFailed, match="cannot divide the indivisible") as failed:
         handle.wait(30)
+    assert isinstance(failed.value.__cause__, ArithmeticError)
     with pytest.raises(ArithmeticError, match="cannot divide the indivisible") as caught:
         client.attach(handle.job_id).result(0)
     assert "in divide" in str(caught.value.__cause__)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from resources.backends.iris.controller import RECORDS, STOP, Controller, tell
@@ -21,7 +22,7 @@ from resources.backends.iris.states import (
 )
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.results import result_of
+from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import logs_by_replica, wait_until_finished
 
 CALLABLE, COMMAND = "assay-callable", "assay-command"
@@ -97,7 +98,8 @@ class IrisJob:
         Raises:
             UnsatisfiableResources: no machine of the cluster could be found for it.
         """
-        status = wait_until_finished(self, timeout, raise_on_failure=False, where=self._where)
+        waiting = partial(wait_until_finished, self, where=self._where, cause=lambda: raised_by(self, self._left))
+        status = waiting(timeout, raise_on_failure=False)
         if raise_on_failure and status is not JobStatus.SUCCEEDED:
             states = self._controller.job_states([self._job_id])
             if states.get(self._job_id) == UNSATISFIABLE:
@@ -106,7 +108,7 @@ class IrisJob:
                     found=self.details().reason or "none",
                     remedy="Ask for less or for another device, or add a scale group to the cluster's configuration.",
                 )
-        return wait_until_finished(self, 0, raise_on_failure=raise_on_failure, where=self._where)
+        return waiting(0, raise_on_failure=raise_on_failure)
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
         """See `JobHandle.result`; it lies in the controller's log, as long as that is kept."""

@@ -15,7 +15,7 @@ from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name,
 from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.results import result_of
+from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import check_replica, wait_until_finished
 
 if TYPE_CHECKING:
@@ -74,18 +74,16 @@ class KubernetesJob:
             timeout,
             raise_on_failure=raise_on_failure,
             where=self._where,
+            cause=lambda: raised_by(self, self._left),
             longest_pause_seconds=self._poll_seconds,
         )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
         """See `JobHandle.result`; its owner keeps it in a ConfigMap, so it is lost with a pod that goes at once."""
-        return result_of(
-            self,
-            timeout,
-            replica=replica,
-            read=lambda: result_of_replica(self._cluster, self._read(), replica),
-            where=self._where,
-        )
+        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
+
+    def _left(self, replica: int) -> bytes | None:
+        return result_of_replica(self._cluster, self._read(), replica)
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`; a replica that is a slice of several VMs has a heading for each of them."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.results import result_of
+from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import logs_by_replica, wait_until_finished
 from resources.storage.files import replace_json
 
@@ -82,19 +82,17 @@ class LocalJob:
             timeout,
             raise_on_failure=raise_on_failure,
             where=self._where,
+            cause=lambda: raised_by(self, self._left),
             longest_pause_seconds=0.25,
         )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
         """See `JobHandle.result`."""
+        return result_of(self, timeout, replica=replica, read=lambda: self._left(replica), where=self._where)
+
+    def _left(self, replica: int) -> bytes | None:
         path = self._folder / f"result-{replica}"
-        return result_of(
-            self,
-            timeout,
-            replica=replica,
-            read=lambda: path.read_bytes() if path.exists() else None,
-            where=self._where,
-        )
+        return path.read_bytes() if path.exists() else None
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`."""

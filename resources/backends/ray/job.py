@@ -8,7 +8,7 @@ from typing import Any
 from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.results import result_of
+from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import wait_until_finished
 
 _LONG_POLL_SECONDS = 20.0
@@ -57,7 +57,13 @@ class RayJob:
                 pass
             break
         remaining = None if timeout is None else max(0.0, timeout - (time.monotonic() - begun))
-        return wait_until_finished(self, remaining, raise_on_failure=raise_on_failure, where=self._where)
+        return wait_until_finished(
+            self,
+            remaining,
+            raise_on_failure=raise_on_failure,
+            where=self._where,
+            cause=lambda: raised_by(self, self._left),
+        )
 
     def result(self, timeout: float | None = None, *, replica: int = 0) -> Any:
         """See `JobHandle.result`; the job's controller keeps it, and takes it along when it ends."""
