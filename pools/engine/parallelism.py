@@ -43,9 +43,10 @@ def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servabl
             found=shown,
             remedy=f"ask for more, or leave {TENSOR_PARALLEL} out: what is left by the others is taken",
         )
-    for checkpoint in checkpoints:
+    tensor, pipeline = sizes[TENSOR_PARALLEL], sizes[_PIPELINE]
+    for checkpoint in checkpoints if max(tensor, pipeline) > 1 else ():
         described = checkpoint.described
-        if (why := why_not_divided(described, tensor=sizes[TENSOR_PARALLEL], pipeline=sizes[_PIPELINE])) is not None:
+        if (why := why_not_divided(described, tensor=tensor, pipeline=pipeline)) is not None:
             raise BadInput(
                 expected=f"engine_kwargs by which {checkpoint.name} can be divided",
                 found=f"{why} ({shown}, from {chips} {_unit(resources, chips)})" if chips else f"{why} ({shown})",
