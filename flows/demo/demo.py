@@ -31,7 +31,7 @@ RUN_NAME = "tiny-llama"
 _TRAINER = Path(__file__).parent / "programs" / "train_demo_model.py"
 _SUMMARY = "training.json"
 _TRAINING_POLL_SECONDS = 0.3
-_TRAINER_SECONDS = 240.0  # half a minute on two idle cores; a slower machine stops at its last whole checkpoint
+_TRAINER_SECONDS = 240.0  # a quarter of a minute on two idle cores; a slower machine stops at its last whole checkpoint
 _TRAINING_SECONDS = _TRAINER_SECONDS + 60.0
 
 

@@ -64,7 +64,7 @@ _CONCURRENCY = 32
 _START_SECONDS = 600.0
 _STOP_SECONDS = 60.0
 _TRAINING_SECONDS = 1500
-_STEPS_OF_THE_DEMO = 480
+_STEPS_OF_THE_DEMO = 360
 _WARM_UP_CHECKPOINTS = 2
 _HEALTH_POLL_SECONDS = 0.1
 
@@ -115,7 +115,7 @@ def _number_at(record: dict[str, Any], path: Sequence[str]) -> float:
 
 def demo_model(checkpoints: int) -> Path:
     """The demo's training run with so many checkpoints; trained now unless the same program has been run before."""
-    sources = sorted((ROOT / "flows" / "programs").glob("*.py"))
+    sources = sorted((ROOT / "flows" / "demo" / "programs").glob("*.py"))
     program_digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:8]
     folder = BENCH / f"demo-model-{checkpoints}-{program_digest}"
     if len(steps_of(folder)) == checkpoints:
