@@ -327,15 +327,14 @@ def main() -> None:
     compared = check_scores(own_numbers, their_numbers, chosen)
     check_scores(kept_numbers, own_numbers, steps)
     for series in (own, kept):
-        check_nothing_was_replayed(series)
+        if replayed := replayed_answers(series):
+            give_up(f"the journal answered {replayed} requests")
     report(own, kept, theirs, compared=compared, pool_up=pool.seconds)
 
 
-def check_nothing_was_replayed(series: Ours) -> None:
-    """Ends the script if the journal answered where the engine was to be measured."""
-    hits = sum(record["requests"].get("journal_hits", 0) for record in series.records.values())
-    if hits:
-        give_up(f"the journal answered {hits} requests")
+def replayed_answers(series: Ours) -> int:
+    """Requests that the journal answered in place of the engine."""
+    return sum(record["requests"].get("journal_hits", 0) for record in series.records.values())
 
 
 def report(own: Ours, kept: Ours, theirs: Sequence[Theirs], *, compared: int, pool_up: float) -> None:
