@@ -75,6 +75,13 @@ def canonical_variant(name: str) -> str:
     return f"v5litepod-{lowered.removeprefix('v5e-')}" if lowered.startswith("v5e-") else lowered
 
 
+def largest_of_one_vm(variant: str) -> str:
+    """The largest slice of a slice's generation that is one VM."""
+    beginning = f"{variant.partition('-')[0]}-"
+    alike = [known for known in TPU_TOPOLOGIES.values() if known.vms == 1 and known.variant.startswith(beginning)]
+    return max(alike, key=lambda known: known.chips).variant
+
+
 def tpu_topology(name: str) -> TpuTopology:
     """Looks a slice up.
 

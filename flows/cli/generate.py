@@ -17,6 +17,7 @@ from flows.cli.options.groups import (
     SelectionOptions,
     annotations_of,
     flattened,
+    refuse_beside_config,
 )
 from flows.console.console import ERR, OUT, Json, print_json
 
@@ -39,7 +40,6 @@ def generate(
     """Write text in bulk: prompts answered by checkpoints, each answer written once."""
     from flows.cli.options.generations import generation_from_options
     from flows.console.running import run_generation
-    from resources.errors import BadInput
     from tasks.generation.config import GenerationConfig
     from tasks.spec.loading import load_config
 
@@ -47,12 +47,7 @@ def generate(
     if config is not None:
         given = [field for group in groups for field in annotations_of(type(group)) if _was_given(group, field)]
         given += [field for field, value in (("model", model), ("pool", pool), ("name", name)) if value is not None]
-        if given:
-            raise BadInput(
-                expected="either --config or the options that describe a generation",
-                found=f"--config and {', '.join(given)}",
-                remedy="write them into the file",
-            )
+        refuse_beside_config(given, "a generation")
         wanted = load_config(config, GenerationConfig)
     else:
         served = EvaluationOptions(model=model, name=name, pool=pool, **asdict(engines), **asdict(machine))

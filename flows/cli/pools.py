@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened
+from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened, refuse_beside_config
 from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import BadInput
 
@@ -133,12 +133,7 @@ def _from_file(uri: str, options: EvaluationOptions, longest_wait_seconds: float
     from tasks.spec.loading import load_config
 
     given = [*options.given(), *(["--longest-wait"] if longest_wait_seconds is not None else [])]
-    if given:
-        raise BadInput(
-            expected="either --config or the options that describe a pool",
-            found=f"--config and {', '.join(given)}",
-            remedy="write them into the file",
-        )
+    refuse_beside_config(given, "a pool")
     config = load_config(uri, InferencePoolConfig)
     if config.model.path is None:
         raise BadInput(

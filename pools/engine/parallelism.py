@@ -11,7 +11,7 @@ from pools.engine.engines import PARALLEL_SIZES, TENSOR_PARALLEL, engine_kwargs
 from pools.engine.launch import Servable
 from resources.config import GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
-from resources.tpu import TPU_TOPOLOGIES
+from resources.tpu import largest_of_one_vm
 
 _PIPELINE = "pipeline_parallel_size"
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
@@ -29,7 +29,8 @@ def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servabl
     resources = config.resource_config
     _require_one_machine(resources)
     chips = resources.chips_per_replica
-    sizes = {name: engine_kwargs(config).get(name, 1) for name in PARALLEL_SIZES}
+    kwargs = engine_kwargs(config)
+    sizes = {name: kwargs.get(name, 1) for name in PARALLEL_SIZES}
     shown = ", ".join(f"{name}: {size}" for name, size in sizes.items() if size != 1)
     if wrong := [name for name, size in sizes.items() if type(size) is not int or size < 1]:
         raise BadInput(
@@ -86,14 +87,10 @@ def _number(described: Mapping[str, Any], names: Iterable[str]) -> int | None:
 def _require_one_machine(resources: ResourceConfig) -> None:
     if not isinstance(resources.device, TpuConfig) or (slice_ := resources.device.slice).vms == 1:
         return
-    generation = slice_.variant.partition("-")[0]
-    smaller = [
-        known for known in TPU_TOPOLOGIES.values() if known.variant.startswith(f"{generation}-") and known.vms == 1
-    ]
     raise BadInput(
         expected="a slice of one VM for each replica of a pool",
         found=f"{slice_.variant}, whose {slice_.chips} chips are on {slice_.vms} VMs",
-        remedy=f"take {max(smaller, key=lambda known: known.chips).variant}, and more replicas",
+        remedy=f"take {largest_of_one_vm(slice_.variant)}, and more replicas",
     )
 
 

@@ -10,6 +10,7 @@ from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, si
 from resources.errors import UnsatisfiableResources
 from resources.regions.region_table import ADDRESS_LINE, Region, WorkPoolType, gpu_model, tpu_generation
 from resources.regions.regions import where_to_write
+from resources.tpu import largest_of_one_vm
 
 _GIB = 2**30
 _COORDINATOR_CORES, _COORDINATOR_MEMORY = 4, 16 * _GIB
@@ -207,11 +208,9 @@ def _beyond(service: str, found: str, nearest: str) -> UnsatisfiableResources:
 def _too_large(resources: ResourceConfig, region: Region) -> UnsatisfiableResources:
     assert isinstance(resources.device, TpuConfig)
     variant = resources.device.variant
-    family = tpu_generation(variant)
-    nearest = {"v4": "v4-8", "v5p": "v5p-8"}.get(family, f"{family}-8")
     return UnsatisfiableResources(
         expected=f"a slice that one job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
         found=f"{resources.replicas} x {variant}, {resources.device.slice.vms} VMs each, and no ray_address or "
         f"iris_address for {region.name}",
-        remedy=f"what comes nearest: one {nearest}; or {where_to_write(region.name, ADDRESS_LINE)}",
+        remedy=f"what comes nearest: one {largest_of_one_vm(variant)}; or {where_to_write(region.name, ADDRESS_LINE)}",
     )

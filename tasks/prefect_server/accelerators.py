@@ -80,7 +80,9 @@ def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceCo
                 held.set_result(None)
                 while not closing.wait(_LOOK_SECONDS) and not ended():
                     pass
-        except Exception as error:  # noqa: BLE001 - it is the caller's, who waits for it
+        except Exception as error:
+            if held.done():
+                raise
             held.set_exception(error)
 
     holder = threading.Thread(target=copy_context().run, args=(hold,), name="accelerators", daemon=True)
@@ -90,7 +92,8 @@ def accelerators_reserved_until(ended: Callable[[], bool], resources: ResourceCo
         yield
     finally:
         closing.set()
-    holder.join()
+        if held.done():  # else it waits for slots still, and gives them back at once
+            holder.join()
 
 
 def limit_accelerators(slots: int, *, limit_name: str = ACCELERATOR_LIMIT) -> None:

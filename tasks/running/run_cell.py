@@ -179,6 +179,7 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
     with context.native_lock if cell.config.native else nullcontext(), ExitStack() as held:
         context.interruption.raise_if_interrupted()
         if cell.config.native:
+            held.enter_context(accelerators_reserved(cell.config.resource_config or ResourceConfig()))
             model, judge = held.enter_context(_loaded_natively(attempt, context)), None
         else:
             model, judge = _open(attempt, serving, context)
@@ -254,13 +255,10 @@ def _loaded_natively(attempt: Attempt, context: CellContext) -> Iterator[Evaluat
     attempt.served = {"by": "the evaluator itself"}
     folder, tokenizer = attempt.cell.folder, attempt.cell.folder.reference
     name, reference = attempt.cell.reference.name, storage.absolute(tokenizer.uri) if tokenizer else None
-    resources = attempt.cell.config.resource_config or ResourceConfig()
     if not is_behind_server(folder.uri):
-        with accelerators_reserved(resources):
-            yield LocalCheckpoint(name, storage.absolute(folder.uri), folder.kind, reference)
+        yield LocalCheckpoint(name, storage.absolute(folder.uri), folder.kind, reference)
         return
     with (
-        accelerators_reserved(resources),
         Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes) as staging,
         staging.stage(folder.uri, attempt.cell.digests) as staged,
     ):

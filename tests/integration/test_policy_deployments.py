@@ -90,21 +90,22 @@ def test_policy_deployed_twice_is_unchanged_and_as_asked(deployed: Deployed):
         deployed.apply(silent_after=timedelta(minutes=3))
 
 
+def slots_held(deployed: Deployed) -> int:
+    return deployed.field.ask(f"/v2/concurrency_limits/{ACCELERATOR_LIMIT}")["active_slots"]
+
+
 def test_accelerators_are_reserved_up_to_the_limit_and_given_back_on_every_way_out(deployed: Deployed):
     eight = ResourceConfig.with_tpu("v6e-8")
     with accelerators_reserved(eight):  # nobody has set a limit
         pass
     limit_accelerators(8)
 
-    def held() -> int:
-        return deployed.field.ask(f"/v2/concurrency_limits/{ACCELERATOR_LIMIT}")["active_slots"]
-
     with accelerators_reserved(ResourceConfig()):
-        assert held() == 0
+        assert slots_held(deployed) == 0
     with pytest.raises(EngineStartFailed), accelerators_reserved(eight):
-        assert held() == 8
+        assert slots_held(deployed) == 8
         raise EngineStartFailed(expected="an engine", found="none", remedy="look")
-    eventually(lambda: held() == 0)
+    eventually(lambda: slots_held(deployed) == 0)
     with (
         pytest.raises(UnsatisfiableResources, match="at most 8"),
         accelerators_reserved(ResourceConfig.with_tpu("v6e-16")),
@@ -123,25 +124,22 @@ def test_trainings_and_kept_pools_take_accelerators_of_the_same_limit(
     eight = ResourceConfig.with_tpu("v6e-8")
     limit_accelerators(8)
 
-    def held() -> int:
-        return deployed.field.ask(f"/v2/concurrency_limits/{ACCELERATOR_LIMIT}")["active_slots"]
-
-    eventually(lambda: held() == 0)
+    eventually(lambda: slots_held(deployed) == 0)
     client = FakeClient()
     output = str(tmp_path / "run")
     wanted = TrainLmOnPodConfig(
         train_config={}, output_path=output, resources=eight, env_vars={"WANDB_MODE": "offline"}
     )
     with training(wanted, client=client):
-        assert held() == 8
+        assert slots_held(deployed) == 8
         client.submitted[-1].says(JobStatus.SUCCEEDED)
-        eventually(lambda: held() == 0)
+        eventually(lambda: slots_held(deployed) == 0)
         with accelerators_reserved(eight):  # as the pool of its evaluations does, before the block ends
             pass
     with pytest.raises(JobFailed), training(wanted, client=client):
-        assert held() == 8
+        assert slots_held(deployed) == 8
         raise JobFailed(expected="a training", found="none", remedy="look")
-    eventually(lambda: held() == 0)
+    eventually(lambda: slots_held(deployed) == 0)
     submitted = len(client.requests)
     two_slices = wanted.model_copy(update={"resources": ResourceConfig.with_tpu("v6e-8", 2)})
     with pytest.raises(UnsatisfiableResources, match="at most 8"), training(two_slices, client=client):
@@ -155,10 +153,10 @@ def test_trainings_and_kept_pools_take_accelerators_of_the_same_limit(
     monkeypatch.setenv("PREFECT_API_URL", deployed.field.url)  # for the pool's own process
     keep_up("counted", config, [checkpoint], idle_seconds=600, launcher=launcher, reserved=reserved)
     try:
-        assert held() == 8
+        assert slots_held(deployed) == 8
     finally:
         take_down("counted")
-    eventually(lambda: held() == 0)
+    eventually(lambda: slots_held(deployed) == 0)
 
 
 @pytest.mark.parametrize(

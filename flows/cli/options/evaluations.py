@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions
+from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions, refuse_beside_config
 from resources.errors import BadInput
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
@@ -34,12 +34,7 @@ def evaluation_from_file(uri: str, options: EvaluationOptions) -> EvaluationConf
     Raises:
         BadInput: the file is not valid, or options were given that it would override.
     """
-    if given := options.given():
-        raise BadInput(
-            expected="either --config or the options that describe an evaluation",
-            found=f"--config and {', '.join(given)}",
-            remedy="write them into the file",
-        )
+    refuse_beside_config(options.given(), "an evaluation")
     found = load_config(uri, EvaluationConfig)
     entries = getattr(found.evaluator, "run_specs_path", None)
     tags = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import typer
+
+from resources.errors import BadInput
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,20 @@ class GenerationOutputOptions:
     max_errors: Annotated[str, typer.Option(help="Errors before it stops: a number, a share, or any.")] = "0.05"
     workers: Annotated[int, typer.Option(help="Processes that ask the pool.")] = 1
     in_flight: Annotated[int | None, typer.Option(help="Requests at once; as the pool has room when left out.")] = None
+
+
+def refuse_beside_config(given: Sequence[str], described: str) -> None:
+    """Passes if no options were given beside a file that says what they would.
+
+    Raises:
+        BadInput: some were; it names them, and what both describe.
+    """
+    if given:
+        raise BadInput(
+            expected=f"either --config or the options that describe {described}",
+            found=f"--config and {', '.join(given)}",
+            remedy="write them into the file",
+        )
 
 
 def annotations_of(kind: type) -> dict[str, Any]:
