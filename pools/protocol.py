@@ -99,9 +99,10 @@ class Announcement(Config):
     """A replica's word on itself; it holds for `lease_seconds`."""
 
     instance: str
-    """Tells one start of the replica from the next, which takes over its name for good."""
+    """Tells one process of the replica from the next: a name belongs to one of them at a time."""
     start: int = 0
-    """Counts the pool's starts of agents: of two that have a name, the later one has it."""
+    """Counts the pool's starts of agents: of two that have a name, the later one has it; of two of one start the first,
+    for as long as it is heard of."""
     sequence: int = 0
     """Grows with every announcement of an instance: an older one that arrives late changes nothing."""
     url: str | None = Field(default=None, pattern=_URL_PATTERN)
@@ -157,7 +158,9 @@ class Orders(Config):
     known: bool
     """False until the pool has published anything: the replica goes on as it is."""
     stop: bool = False
-    """The pool does not want it any more, or another start has its name."""
+    """The pool does not want it any more, or another instance has its name."""
+    refusal: str | None = None
+    """The reason that its announcement does not count, where another instance has its name."""
     model: str | None = None
     """Name of the checkpoint it is to hold; none while there is nothing to do."""
     served: ServedModel | None = None

@@ -18,6 +18,7 @@ from pools.protocol import (
     ServedModel,
 )
 from pools.proxy.connections.engine_connection import EngineKeys
+from pools.proxy.names import Claim, Names
 
 MAX_ATTEMPTS = 3
 """Times one request is sent in all: a prompt that crashes engines must not take down every replica."""
@@ -62,6 +63,8 @@ class RoutedReplica:
     ordered_digest: str | None = None
     ordered_at: float = 0.0
     lost: bool = False
+    hung_up: bool = False
+    """It left in the midst of its last announcement."""
     in_flight: int = 0
     consecutive_failures: int = 0
     suspect: bool = False
@@ -89,6 +92,11 @@ class RoutedReplica:
             and announcement.url is not None
             and (self.ordered_digest is None or self.ordered_digest == announcement.digest)
         )
+
+    @property
+    def is_there(self) -> bool:
+        """True if its process may live, for all that is known."""
+        return not (self.gone or self.hung_up)
 
     @property
     def gone(self) -> bool:
@@ -131,8 +139,7 @@ class RoutingTable:
     orders_version: int = 0
     held: int = 0
     """Requests that wait for a replica."""
-    _superseded: set[str] = field(default_factory=set)
-    """Instances that must not take their name back; a pool starts few."""
+    _names: Names = field(default_factory=Names)
     _orders: Mapping[str, str | None] = field(default_factory=dict)
     _asked: dict[str, _Asked] = field(default_factory=dict)
     _seconds: dict[str, float] = field(default_factory=dict)
@@ -171,27 +178,26 @@ class RoutingTable:
     def announce(self, name: str, announcement: Announcement) -> list[RoutedReplica]:
         """Takes what a replica says of itself, and renews its lease.
 
-        Of two instances of one name, the one that was started later has it from then on. Where the pool started both
-        at once, as when a backend moves an agent to another machine, that is the one that was heard of later.
+        See `Names` for which instance of a name counts.
 
         Returns:
             replicas whose work is lost by that: itself if it is dead, or the one before it of the same name.
         """
         before = self.replicas.get(name)
         lost: list[RoutedReplica] = []
-        if before is not None and announcement.start < before.announcement.start:
-            self._superseded.add(announcement.instance)
-        if announcement.instance in self._superseded:
+        holder = before.announcement if before is not None else None
+        claim = self._names.claim(name, announcement, holder=holder, is_there=before is not None and before.is_there)
+        if claim in (Claim.REFUSED, Claim.WAITS):
             return lost
-        if before is None or before.announcement.instance != announcement.instance:
+        if before is None or claim is Claim.TAKES:
             if before is not None:
                 before.lost = True
                 lost.append(before)
-                self._superseded.add(before.announcement.instance)
             replica = self.replicas[name] = RoutedReplica(name, announcement, self.clock())
             self._give_order(replica)
             self.bump()
             return lost
+        before.hung_up = False
         if announcement.sequence < before.announcement.sequence:
             before.announced = self.clock()
             return lost
@@ -217,11 +223,22 @@ class RoutingTable:
             self.bump()
         return lost
 
+    def hung_up(self, name: str, instance: str) -> None:
+        """Notes that an instance left in the midst of an announcement, as one does whose process ends."""
+        replica = self.replicas.get(name)
+        if replica is not None and replica.announcement.instance == instance:
+            replica.hung_up = True
+            self.on_news()
+
+    def has_to_wait(self, name: str, instance: str) -> bool:
+        """True if an instance does not get its name before the one that has it is gone."""
+        return self._names.waits(name, instance) and name in self.replicas and self.replicas[name].is_there
+
     def orders_of(self, name: str, instance: str = "") -> Orders:
         """Orders of the pool for a replica; an instance whose name another one has is to stop."""
-        if instance in self._superseded:
-            return Orders(version=self.orders_version, known=True, stop=True)
-        if self.models is None:
+        if (refusal := self._names.refusal(instance)) is not None:
+            return Orders(version=self.orders_version, known=True, stop=True, refusal=refusal)
+        if self.models is None or self._names.waits(name, instance):
             return Orders(version=self.orders_version, known=False)
         replica = self.replicas.get(name)
         model = self._orders.get(name)

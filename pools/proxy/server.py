@@ -237,15 +237,22 @@ class ProxyServer:
         announcement = _read(Announcement, request)
         self._tally.announced(name, announcement)
         self._change(self._table.announce(name, announcement))
+        waits = self._table.has_to_wait(name, announcement.instance)
 
         def orders() -> Orders:
             return self._table.orders_of(name, announcement.instance)
 
         def is_news() -> bool:
             now = orders()
+            if waits and not self._table.has_to_wait(name, announcement.instance):
+                return True
             return now.stop or (now.in_flight == 0 if announcement.until_idle else now.version != announcement.seen)
 
-        await self._until(is_news, seconds=announcement.wait_seconds, gone=request.gone)
+        try:
+            await self._until(is_news, seconds=announcement.wait_seconds, gone=request.gone)
+        finally:
+            if request.gone.done():
+                self._table.hung_up(name, announcement.instance)
         return _value(orders())
 
     async def _lease(self, request: Request, name: str) -> Reply:

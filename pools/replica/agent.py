@@ -141,6 +141,7 @@ class Agent:
                     continue
                 last_heard, seen = time.monotonic(), orders.version
                 if orders.stop:
+                    _log.info("told to stop: %s", orders.refusal or "the pool does not want it any more")
                     return
                 self._orders = orders
                 self._obey()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -76,9 +78,43 @@ def test_replica_that_another_start_supersedes_while_it_waits_for_orders_is_told
         old = Announcement(instance="old", sequence=1, seen=seen.version, wait_seconds=20)
         waiting = threads.submit(_orders, proxy, old)
         eventually(lambda: proxy.client.status().replicas[0].announcement.sequence == 1)
-        assert not _orders(proxy, Announcement(instance="new")).stop
+        assert not _orders(proxy, Announcement(instance="new", start=1)).stop
         assert waiting.result(timeout=15).stop
     assert proxy.client.status().replicas[0].announcement.instance == "new"
+
+
+def test_second_instance_that_waits_for_a_name_is_refused_as_soon_as_the_first_speaks(proxy: RunningProxy) -> None:
+    proxy.client.set_state(DesiredState(models=MODELS, orders={"a": None}))
+    _orders(proxy, Announcement(instance="first"))
+    seen = _orders(proxy, Announcement(instance="second"))
+    with ThreadPoolExecutor(1) as threads:
+        second = Announcement(instance="second", sequence=1, seen=seen.version, wait_seconds=20)
+        waiting = threads.submit(_orders, proxy, second)
+        assert not _orders(proxy, Announcement(instance="first", sequence=1)).stop
+        refused = waiting.result(timeout=15)
+    assert (refused.stop, refused.refusal) == (True, "another instance has the name a and is there")
+    assert proxy.client.status().replicas[0].announcement.instance == "first"
+
+
+@pytest.fixture
+def patient_proxy(tmp_path: Path) -> Iterator[RunningProxy]:
+    with running_proxy(tmp_path, lease_seconds=60) as running:
+        yield running
+
+
+def test_instance_that_waits_for_the_name_of_one_that_hangs_up_gets_it_at_once(patient_proxy: RunningProxy) -> None:
+    proxy = patient_proxy
+    proxy.client.set_state(DesiredState(models=MODELS, orders={"a": "m1"}))
+    version = _orders(proxy, Announcement(instance="first")).version
+    words = Announcement(instance="first", sequence=1, seen=version, wait_seconds=20).model_dump_json()
+    address = urlsplit(proxy.url)
+    first = http.client.HTTPConnection(address.hostname or "", address.port)
+    first.request("POST", "/replicas/a", body=words, headers={"Authorization": f"Bearer {JOIN_TOKEN}"})
+    eventually(lambda: proxy.client.status().replicas[0].announcement.sequence == 1)
+    assert not _orders(proxy, Announcement(instance="second")).known
+    first.close()  # as of a process that was killed
+    eventually(lambda: _orders(proxy, Announcement(instance="second")).model == "m1")
+    assert proxy.client.status().replicas[0].announcement.instance == "second"
 
 
 async def test_replica_that_falls_silent_loses_its_requests_to_another(proxy: RunningProxy) -> None:

@@ -129,17 +129,17 @@ def test_announce_dead_replica_is_returned_as_lost() -> None:
     assert [replica.name for replica in table.announce("a", _announcement(state="dead"))] == ["a"]
 
 
-def test_announce_another_instance_takes_over_and_the_one_before_is_lost() -> None:
+def test_announce_later_start_takes_over_and_the_one_before_is_lost() -> None:
     table = _table(a=_announcement())
     before = _begun(table)
-    assert table.announce("a", _announcement(instance="i2")) == [before]
+    assert table.announce("a", _announcement(instance="i2", start=1)) == [before]
     assert before.lost
     assert table.replicas["a"].in_flight == 0
 
 
 def test_announce_instance_that_was_superseded_is_told_to_stop_and_never_comes_back() -> None:
     table = _table(a=_announcement())
-    table.announce("a", _announcement("d2", instance="i2"))
+    table.announce("a", _announcement("d2", instance="i2", start=1))
     before = table.version
     for sequence in (1, 2):
         assert table.announce("a", _announcement(instance="i1", sequence=sequence)) == []
@@ -147,6 +147,57 @@ def test_announce_instance_that_was_superseded_is_told_to_stop_and_never_comes_b
     assert (table.replicas["a"].announcement.instance, table.replicas["a"].lost) == ("i2", False)
     assert table.version == before
     assert not table.orders_of("a", "i2").stop
+
+
+def test_announce_second_instance_under_a_held_name_is_refused_with_the_reason_once_the_first_is_heard_of() -> None:
+    table = _table(a=_announcement())
+    before = _begun(table)
+    assert table.announce("a", _announcement("d2", instance="i2")) == []
+    waiting = table.orders_of("a", "i2")
+    assert (waiting.stop, waiting.known, table.has_to_wait("a", "i2")) == (False, False, True)
+    table.announce("a", _announcement(sequence=1))
+    refused = table.orders_of("a", "i2")
+    assert (refused.stop, refused.refusal) == (True, "another instance has the name a and is there")
+    assert table.announce("a", _announcement("d2", instance="i2", sequence=1)) == []
+    assert table.orders_of("a", "i2").stop
+    assert (table.replicas["a"], before.lost) == (before, False)
+    assert not table.orders_of("a", "i1").stop
+
+
+def _gone(table: RoutingTable, how: str) -> None:
+    match how:
+        case "silent":
+            assert isinstance(table.clock, Clock)
+            table.clock.now += 31
+            table.expire(30)
+        case "dead":
+            table.announce("a", _announcement(state="dead", sequence=1))
+        case "hung up":
+            table.hung_up("a", "i1")
+
+
+@pytest.mark.parametrize("how", ["silent", "dead", "hung up"])
+@pytest.mark.parametrize("waited", [True, False])
+def test_announce_instance_of_the_same_start_takes_over_from_one_that_is_gone(how: str, waited: bool) -> None:
+    table = _table(a=_announcement())
+    if waited and how != "dead":  # whose last word would refuse it
+        table.announce("a", _announcement("d2", instance="i2"))
+        assert table.has_to_wait("a", "i2")
+    _gone(table, how)
+    assert not table.has_to_wait("a", "i2")
+    [before] = table.announce("a", _announcement("d2", instance="i2", sequence=1))
+    assert (before.announcement.instance, before.lost) == ("i1", True)
+    assert _chosen(table, "d2").announcement.instance == "i2"
+    table.announce("a", _announcement(sequence=9))
+    assert table.orders_of("a", "i1").refusal == "another instance has taken over the name a"
+
+
+def test_announce_of_one_that_had_hung_up_and_is_back_keeps_its_name() -> None:
+    table = _table(a=_announcement())
+    table.hung_up("a", "i1")
+    table.announce("a", _announcement(sequence=1))
+    assert table.announce("a", _announcement(instance="i2")) == []
+    assert table.replicas["a"].announcement.instance == "i1"
 
 
 def test_announce_earlier_start_takes_nothing_over_from_a_later_one() -> None:
