@@ -95,7 +95,7 @@ def submit(
     place = f" --cluster {cluster}" if cluster else f" --backend {backend}" if backend else ""
     goes_on = f"{job.job_id} goes on. assay jobs logs -f {job.job_id}{place}   comes back to it"
     try:
-        details = follow(job, replicas=range(request.replica_count), write=_write_line, note=_note)
+        details = follow(job, replicas=range(request.replica_count), write=_write, note=_note)
     except BackendUnavailable:
         if not auto_stop:
             _note(goes_on)
@@ -154,22 +154,24 @@ def jobs_logs(
     backend: _Backend = None,
     cluster: _Cluster = None,
     follow_: Annotated[
-        bool, typer.Option("--follow", "-f", help="Go on until the job ends, with its exit code.")
+        bool, typer.Option("--follow", "-f", help="All of it, until the job ends, with its exit code.")
     ] = False,
     replica: Annotated[int | None, typer.Option(help="One replica; all when left out.")] = None,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Number of lines to show, the last ones.")] = 200,
+    lines: Annotated[
+        int, typer.Option("--lines", "-n", help="Number of lines to show, the last ones; with -f all.")
+    ] = 200,
 ) -> None:
     """Show what a job wrote."""
     from flows.cli.options.jobs import client_of
-    from flows.console.job_following import follow, replicas_of
+    from flows.console.job_following import follow
 
     job = client_of(backend=backend, cluster=cluster).attach(job_id)
     if not follow_:
         text = job.logs(lines, replica=replica)
         sys.stdout.write(f"{text}\n" if text else "")
         return
-    wanted = [replica] if replica is not None else replicas_of(job)
-    details = follow(job, replicas=wanted, write=_write_line, note=_note)
+    wanted = [replica] if replica is not None else range(job.details().replicas or 1)
+    details = follow(job, replicas=wanted, write=_write, note=_note)
     _end_with(details)
 
 
@@ -207,8 +209,8 @@ def _when(seconds: float | None) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S") if seconds else ""
 
 
-def _write_line(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
+def _write(output: bytes) -> None:
+    sys.stdout.buffer.write(output)
     sys.stdout.flush()
 
 

@@ -1,76 +1,74 @@
-"""Watching a job of any backend: its new lines as they come, why it waits, and how it ended."""
+"""Watching a job of any backend: its log as it comes, why it waits, and how it ended."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 
-from resources.errors import BackendUnavailable, BadInput
+from resources.errors import BackendUnavailable
 from resources.jobs.jobs import JobDetails, JobHandle, JobStatus
 
-_LINES_AT_ONCE = 2000  # that a look at a log asks for; what was written beyond them between two looks is not seen
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0
+_MUCH_BYTES = 64 << 10  # at once: there may be more already
 
 
-class LogTail:
-    """A log of which only the end can be seen, and what is new in it."""
+class _ShownLog:
+    """The log of a replica as far as it was shown: as it is or, with a prefix, in whole lines."""
 
-    def __init__(self) -> None:
-        self._seen: list[str] = []
-        self._printed = 0
-        self.missed = False
-        """True if lines before those that were returned last have never been seen: there were too many at once."""
+    def __init__(self, prefix: bytes) -> None:
+        self.position = ""
+        self._prefix = prefix
+        self._unfinished = b""
 
-    def new_lines(self, text: str, *, final: bool = False) -> list[str]:
-        """The lines that were not returned before.
+    def shown(self, output: bytes) -> bytes:
+        """Takes more output, and returns the part of it to show now."""
+        if not self._prefix:
+            self._unfinished = output.rpartition(b"\n")[2] if output else self._unfinished
+            return output
+        *lines, self._unfinished = (self._unfinished + output).split(b"\n")
+        return b"".join(b"%b%b\n" % (self._prefix, line) for line in lines)
 
-        The last line may be half of one: it is returned once it has stayed the same, or another one follows. If it
-        grows after that, what is new of it is returned.
-
-        Args:
-            text: the end of the log, as it is now.
-            final: whether nothing will be added any more.
-        """
-        lines = text.splitlines()
-        known = _overlap(self._seen, lines)
-        self.missed = bool(self._seen and lines and not known)
-        printed = max(0, self._printed - (len(self._seen) - known)) if known else 0
-        grown = "" if not known else lines[known - 1].removeprefix(self._seen[-1])
-        settled = final or (bool(self._seen) and known == len(lines) and not grown)
-        complete = len(lines) if settled else max(len(lines) - 1, printed)
-        rest = [grown] if grown and printed == known else []
-        self._seen, self._printed = lines, complete
-        return rest + lines[printed:complete]
+    def rest(self) -> bytes:
+        """Returns the end of the log that was not shown: that of its last line."""
+        return self.shown(b"\n") if self._unfinished else b""
 
 
 def follow(
     job: JobHandle,
     *,
     replicas: Sequence[int],
-    write: Callable[[str], None],
+    write: Callable[[bytes], None],
     note: Callable[[str], None],
     patience_seconds: float = 60.0,
 ) -> JobDetails:
-    """Writes what the job logs until it has finished, and returns how it did.
+    """Writes what the job logs, from its beginning, until it has finished, and returns how it did.
 
     Args:
         job: what to watch.
-        replicas: whose logs; with several, each line begins with the number of its replica.
-        write: gets one line of a log.
+        replicas: whose logs. That of one is written as it is; of several, line by line behind the replica's number.
+        write: gets pieces of a log.
         note: gets what there is to say about the job itself: why it waits, that it was started again.
         patience_seconds: how long a backend may be silent; its head may be starting again.
 
     Raises:
         BackendUnavailable: it was silent for longer.
     """
-    tails = {replica: LogTail() for replica in replicas}
+    logs = {replica: _ShownLog(b"[%d] " % replica if len(replicas) > 1 else b"") for replica in replicas}
     noted: str | None = None
     pause = _FIRST_PAUSE_SECONDS
     last_answer = time.monotonic()
     while True:
+        longest = 0
         try:
             details = job.details()  # before the logs: what a finished job has logged is all there then
-            texts = {replica: job.logs(_LINES_AT_ONCE, replica=replica) for replica in tails}
+            for replica, log in logs.items():
+                part = job.read_log(log.position, replica=replica)
+                log.position = part.end
+                if part.dropped_lines != 0:
+                    number = f"{part.dropped_lines:,}" if part.dropped_lines else "some"
+                    note(f"replica {replica}: {number} lines not shown, since they are kept no more")
+                write(log.shown(part.output))
+                longest = max(longest, len(part.output))
         except BackendUnavailable as error:
             if time.monotonic() - last_answer > patience_seconds:
                 raise
@@ -79,32 +77,16 @@ def follow(
             pause = min(pause * 1.5, _LAST_PAUSE_SECONDS)
             continue
         last_answer = time.monotonic()
-        finished, anything = details.status.finished, False
-        for replica, tail in tails.items():
-            lines = tail.new_lines(texts[replica], final=finished)
-            if tail.missed:
-                note(f"replica {replica} writes faster than can be read from here: lines before the next are missing")
-            for line in lines:
-                write(f"[{replica}] {line}" if len(tails) > 1 else line)
-                anything = True
-        if finished:
+        if details.status.finished and not longest:
+            for log in logs.values():
+                write(log.rest())
             return details
         if (remark := _remark(details)) and remark != noted:
             note(remark)
         noted = remark or noted
-        pause = _FIRST_PAUSE_SECONDS if anything else min(pause * 1.5, _LAST_PAUSE_SECONDS)
-        time.sleep(pause)
-
-
-def replicas_of(job: JobHandle) -> list[int]:
-    """The numbers of a job's replicas."""
-    count = 0
-    try:
-        while True:
-            job.logs(1, replica=count)
-            count += 1
-    except BadInput:
-        return list(range(count))
+        pause = _FIRST_PAUSE_SECONDS if longest else min(pause * 1.5, _LAST_PAUSE_SECONDS)
+        if longest < _MUCH_BYTES and not details.status.finished:
+            time.sleep(pause)
 
 
 def is_lost(details: JobDetails) -> bool:
@@ -119,15 +101,6 @@ def ending_of(details: JobDetails) -> str:
     count = details.preemptions
     preempted = f", after {count} preemption{'s' if count > 1 else ''}" if count else ""
     return f"{details.job_id} {verb}{reason}{preempted}"
-
-
-def _overlap(before: Sequence[str], now: Sequence[str]) -> int:
-    """Returns how many of the lines seen before are the first ones now; the last of them may have grown since."""
-    for dropped in range(len(before)):
-        kept = before[dropped:]
-        if len(kept) <= len(now) and kept[:-1] == now[: len(kept) - 1] and now[len(kept) - 1].startswith(kept[-1]):
-            return len(kept)
-    return 0
 
 
 def _remark(details: JobDetails) -> str | None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput, JobTimeout
+from resources.jobs.logs import LogPart
 from resources.settings import forwarded_secrets, may_inherit
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -271,6 +272,17 @@ class JobHandle(Protocol):
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """The last lines, a megabyte at most, written so far by one replica, or by each of them under a heading.
+
+        Raises:
+            BadInput: there is no such replica.
+        """
+        ...
+
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        """The part of a replica's log that comes after a position, about a megabyte of it at most.
+
+        Parts that are asked for each with the `end` of the one before have every line once, over all attempts. Of a
+        finished job all is there: an empty part is its end. Lines of several hosts begin with the number of theirs.
 
         Raises:
             BadInput: there is no such replica.

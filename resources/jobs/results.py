@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, NoReturn
 
 from resources.errors import AssayError, BadInput, JobFailed, StorageError
 from resources.jobs.jobs import JobHandle, JobStatus
+from resources.jobs.logs import check_replica
 from resources.jobs.user_key import user_key
-from resources.jobs.waiting import check_replica
 
 _NONCE_BYTES, _PROOF_BYTES = 16, 32  # run_call.py knows both, too
 

@@ -1,4 +1,4 @@
-"""Parts that handles of all backends share: waiting, the error that says how a job ended, logs by replica."""
+"""Parts that handles of all backends share: waiting, the error that says how a job ended."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from resources.errors import BadInput, JobFailed, JobTimeout
+from resources.errors import JobFailed, JobTimeout
 from resources.jobs.jobs import JobAlreadyExists, JobHandle, JobStatus
 
 _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 0.05, 1.0
@@ -72,33 +72,6 @@ def failure_of(job: JobHandle, *, where: str) -> JobFailed:
         f"{job.logs(_SHOWN_LINES)}".rstrip(),
         remedy=where[:1].upper() + where[1:],
     )
-
-
-def logs_by_replica(read: Callable[[int], str], count: int, *, replica: int | None) -> str:
-    """The log of one replica, or those of all under headings when None.
-
-    Args:
-        read: gives the log of one, by its index.
-        count: how many there are.
-        replica: which one.
-
-    Raises:
-        BadInput: there is no such replica.
-    """
-    if replica is None and count > 1:
-        return "\n".join(f"==> replica {index} <==\n{read(index)}" for index in range(count))
-    check_replica(replica or 0, count)
-    return read(replica or 0)
-
-
-def check_replica(replica: int, count: int) -> None:
-    """Refuses the index of a replica that a job does not have.
-
-    Raises:
-        BadInput: there is no such replica.
-    """
-    if not 0 <= replica < count:
-        raise BadInput(expected=f"a replica from 0 to {count - 1}", found=str(replica), remedy="Choose one of those.")
 
 
 Job = TypeVar("Job", bound=JobHandle)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -415,3 +416,36 @@ def test_job_sees_and_ends_others_and_its_children_end_with_it_unless_they_outli
     finally:
         lasting.terminate()
     assert not is_alive(pids[1])
+
+
+WRITTEN_LINES = {"local": 200_000, "ray": 100_000, "iris": 4_000, "kubernetes": 10_000}
+
+
+def test_log_that_is_read_part_by_part_has_every_line_once_over_bursts_attempts_and_a_line_completed_later(
+    client: Client, backend: str, tmp_path: Path
+) -> None:
+    count = WRITTEN_LINES[backend]
+    script = (
+        f"printf Loading; touch {tmp_path}/loading; until [ -e {tmp_path}/go ]; do sleep 0.02; done; echo ' done'; "
+        "printf '10%%\\r20%%\\n'; "
+        f"for burst in 1 2 3 4; do seq $(((burst - 1) * {count // 4} + 1)) $((burst * {count // 4})); sleep 0.1; done; "
+        f"[ -e {tmp_path}/again ] || {{ touch {tmp_path}/again; exit 1; }}; printf unfinished"
+    )
+    handle = client.submit(job(shell(script), max_retries_failure=1))
+    eventually((tmp_path / "loading").exists)
+    first = handle.read_log()
+    assert first.output in {b"", b"Loading"}  # some show whole lines only
+    (tmp_path / "go").touch()
+    output, position = first.output, first.end
+    while True:
+        finished = handle.status().finished
+        part = handle.read_log(position)
+        assert part.dropped_lines == 0
+        output, position = output + part.output, part.end
+        if finished and not part.output:
+            break
+    attempt = ["Loading done", "10%", "20%", *map(str, range(1, count + 1))]
+    lines = [line for line in re.split(r"[\r\n]+", output.decode()) if line and not line.startswith("--- ")]
+    assert lines == [*attempt, *attempt, "unfinished"]
+    with pytest.raises(BadInput, match="replica"):
+        handle.read_log(replica=1)

@@ -9,6 +9,7 @@ from typing import Any
 from resources.config import ResourceConfig
 from resources.errors import JobFailed
 from resources.jobs.jobs import JobDetails, JobRequest, JobStatus
+from resources.jobs.logs import LogPart
 
 
 @dataclass
@@ -53,6 +54,11 @@ class FakeJob:
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`."""
         return "\n".join(self.log.splitlines()[-max_lines:])
+
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        """See `JobHandle.read_log`; positions are offsets."""
+        output = self.log.encode()[int(after or 0) :]
+        return LogPart(output, str(int(after or 0) + len(output)))
 
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`."""

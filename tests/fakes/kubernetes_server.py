@@ -209,27 +209,30 @@ class KubernetesServer:
         running, container = self.running.get(pod["metadata"]["uid"]), query.get("container", "")
         if running is None or not running.has_started(container):
             raise Refused(400, f'container "{container}" in pod "{name}" is waiting to start: ContainerCreating')
-        lines = running.log_path(container).read_bytes().splitlines(keepends=True)
-        if query.get("timestamps") == "true":  # of a line from its place in the log: it must stay the same
-            moments = [divmod(running.began[container] + number, 10**9) for number in range(len(lines))]
-            stamps = [
-                f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z " for seconds, rest in moments
-            ]
-            found = [stamp.encode() + line for stamp, line in zip(stamps, lines, strict=True)]
-            return iter([line for line in found if line.decode(errors="replace") >= query.get("sinceTime", "")])
-        tail = b"".join(lines[-int(query["tailLines"]) :] if "tailLines" in query else lines)
+        lines = _lines(running.log_path(container).read_bytes())
+        began = running.began[container] if query.get("timestamps") == "true" else None
+        found = [_stamped(line, began, number) for number, line in enumerate(lines)]
+        if since := query.get("sinceTime"):
+            found = [line for line in found if line.decode(errors="replace") >= since.removesuffix("Z")]
+        tail = b"".join(found[-int(query["tailLines"]) :] if "tailLines" in query else found)
         tail = tail[: int(query["limitBytes"])] if "limitBytes" in query else tail
-        size = sum(map(len, lines))
-        return self._following(running, container, tail, size) if query.get("follow") == "true" else iter([tail])
+        return (
+            self._following(running, container, tail, lines, began) if query.get("follow") == "true" else iter([tail])
+        )
 
-    def _following(self, pod: RunningPod, container: str, tail: bytes, read: int) -> Iterator[bytes]:
+    def _following(
+        self, pod: RunningPod, container: str, tail: bytes, lines: list[bytes], began: int | None
+    ) -> Iterator[bytes]:
         yield tail
+        number, begun = len(lines), bool(lines) and not lines[-1].endswith(b"\n")
         with pod.log_path(container).open("rb") as log:
-            log.seek(read)
+            log.seek(sum(map(len, lines)))
             while True:
                 ended = pod.ended
                 if chunk := log.read():
-                    yield chunk
+                    for line in _lines(chunk):
+                        yield line if begun else _stamped(line, began, number)
+                        number, begun = number + (not begun), not line.endswith(b"\n")
                 elif ended or self._closing.wait(_TICK_SECONDS):
                     return
 
@@ -341,6 +344,18 @@ class KubernetesServer:
         path = self.folder / "kubeconfig"
         path.write_text(yaml.safe_dump(content))
         return path
+
+
+def _lines(content: bytes) -> list[bytes]:
+    return re.findall(rb"[^\n]*\n|[^\n]+", content)
+
+
+def _stamped(line: bytes, began: int | None, number: int) -> bytes:
+    """A line behind its time, if that is wanted: one that follows from its place in the log, so that it stays."""
+    if began is None:
+        return line
+    seconds, rest = divmod(began + number, 10**9)
+    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%S}.{rest:09d}Z ".encode() + line
 
 
 def _matches(found: dict[str, Any], query: dict[str, str]) -> bool:

@@ -186,6 +186,14 @@ class IrisController:
         entries = self.ask(lambda: self._logs.fetch_logs(request)).entries
         return [(entry.attempt_id, entry.data) for entry in entries]
 
+    def log_lines_after(self, task_id: str, cursor: int, max_lines: int) -> tuple[list[tuple[int, str]], int]:
+        """The first lines of a task after a cursor, and the cursor after them; 0 is before all."""
+        request = logging_pb2.FetchLogsRequest(
+            source=f"{task_id}:", match_scope=logging_pb2.MATCH_SCOPE_PREFIX, max_lines=max_lines, cursor=cursor
+        )
+        found = self.ask(lambda: self._logs.fetch_logs(request))
+        return [(entry.attempt_id, entry.data) for entry in found.entries], found.cursor if found.entries else cursor
+
     def result(self, task_id: str, *, attempt: int) -> str | None:
         """The result that a task has left in one attempt, in base64; None where there is none."""
         request = logging_pb2.FetchLogsRequest(

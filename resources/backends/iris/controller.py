@@ -78,6 +78,10 @@ class Controller(Protocol):
         """The last lines of a task, each with the attempt that wrote it."""
         ...
 
+    def log_lines_after(self, task_id: str, cursor: int, max_lines: int) -> tuple[list[tuple[int, str]], int]:
+        """The first lines of a task after a cursor, and the cursor after them; 0 is before all."""
+        ...
+
     def result(self, task_id: str, *, attempt: int) -> str | None:
         """The result that a task has left in one attempt, in base64; None where there is none."""
         ...

@@ -22,13 +22,15 @@ from resources.backends.iris.states import (
 )
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_hosts
 from resources.jobs.results import raised_by, result_of
-from resources.jobs.waiting import logs_by_replica, wait_until_finished
+from resources.jobs.waiting import wait_until_finished
 
 CALLABLE, COMMAND = "assay-callable", "assay-command"
 """Last word of the command of its tasks: Iris tells whoever asks for a job no more of what it was given."""
 _AGAIN = f"{MARK}another attempt"
 _TAIL_BYTES = 1 << 20
+_PART_LINES = 10_000
 _LOG_END_SECONDS = 10.0  # a worker sends its lines when it has seen the end, which the controller may hear first
 _STOP_MARGIN_SECONDS = 20.0
 _CONFIRM_SECONDS = 15.0
@@ -121,6 +123,16 @@ class IrisJob:
         deadline = time.monotonic() + _LOG_END_SECONDS  # one for all: replicas of a lost machine say nothing more
         return logs_by_replica(
             lambda index: self._lines(tasks, index, max_lines, deadline=deadline), count, replica=replica
+        )
+
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        """See `JobHandle.read_log`; lines come a second after they were written."""
+        tasks = self._controller.tasks(self._job_id)
+        check_replica(replica, max(len(tasks) // self._hosts, 1))
+        deadline = time.monotonic() + _LOG_END_SECONDS
+        own = tasks[replica * self._hosts : (replica + 1) * self._hosts]
+        return part_of_hosts(
+            lambda host, position: self._part(own[host], position, deadline=deadline), self._hosts, after=after
         )
 
     def announced(self, replica: int = 0) -> str | None:
@@ -219,15 +231,21 @@ class IrisJob:
 
     def _lines_of(self, task: Task, max_lines: int, *, deadline: float) -> list[str]:
         lines = self._end_of_log(task, max_lines + 3, deadline=deadline)
+        return _shown(lines, attempt=lines[0][0] if lines else 0)
+
+    def _part(self, task: Task, after: str, *, deadline: float) -> LogPart:
+        """The next lines of a task's log; a position is Iris' own, the attempt, and 1 if its program has ended."""
+        cursor, attempt, ended = map(int, after.split(".")) if after else (0, 0, 0)
         shown: list[str] = []
-        attempt = lines[0][0] if lines else 0
-        for number, line in lines:
-            if number != attempt or line == _AGAIN:
-                attempt = number
-                shown.append("--- another attempt ---")
-            if not line.startswith(MARK):
-                shown.append(line)
-        return shown
+        while not shown:
+            lines, cursor = self._controller.log_lines_after(task.task_id, cursor, _PART_LINES)
+            if lines:
+                shown, attempt, ended = _shown(lines, attempt=attempt), lines[-1][0], int(_is_last(lines[-1][1]))
+            elif not task.is_over or ended or time.monotonic() >= deadline:
+                break
+            else:
+                time.sleep(_CONTROLLER_POLL_SECONDS)
+        return LogPart("".join(f"{line}\n" for line in shown).encode(), f"{cursor}.{attempt}.{ended}")
 
     def _last_words(self, tasks: Sequence[Task]) -> str | None:
         """Returns the line in which the first task's program said how it ended."""
@@ -237,6 +255,18 @@ class IrisJob:
 
     def _unknown(self) -> BadInput:
         return unknown_job(self._controller, self._job_id)
+
+
+def _shown(lines: Sequence[tuple[int, str]], *, attempt: int) -> list[str]:
+    """The lines that a job has written itself, in parts for attempts, of which the last one seen is given."""
+    shown: list[str] = []
+    for number, line in lines:
+        if number != attempt or line == _AGAIN:
+            attempt = number
+            shown.append("--- another attempt ---")
+        if not line.startswith(MARK):
+            shown.append(line)
+    return shown
 
 
 def _is_last(line: str) -> bool:

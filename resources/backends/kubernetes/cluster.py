@@ -91,11 +91,11 @@ class Cluster:
         return None if answer is None else answer.data.decode(errors="replace")
 
     def follow_log(self, pod: str, container: str, *, max_lines: int, connected: threading.Event) -> Iterator[bytes]:
-        """The last lines of a container and then what it writes, until it ends; nothing if it has not started.
+        """The last lines of a container and then what it writes, until it ends, each line behind its time.
 
-        Sets `connected` once the server has begun to answer.
+        Nothing if it has not started. Sets `connected` once the server has begun to answer.
         """
-        query = {"container": container, "tailLines": str(max_lines), "follow": "true"}
+        query = {"container": container, "tailLines": str(max_lines), "follow": "true", "timestamps": "true"}
         answer = self._request("GET", "pods", f"{pod}/log", query=query, absent={400, 404}, stream=True)
         connected.set()
         if answer is None:

@@ -8,13 +8,16 @@ import threading
 import time
 from collections import deque
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
+from resources.backends.kubernetes.logs import stamp_of
 from resources.backends.kubernetes.manifests import ANNOUNCER, MAIN, config_map_manifest
 from resources.backends.kubernetes.names import attempt_name, labels, logs_name, result_name, selector
 from resources.backends.kubernetes.pods import pod_index
 from resources.backends.kubernetes.records import Record
 from resources.errors import BackendUnavailable, JobTimeout
+from resources.jobs.logs import PART_BYTES, LogPart
 from resources.jobs.waiting import growing_pauses
 
 if TYPE_CHECKING:
@@ -22,7 +25,7 @@ if TYPE_CHECKING:
 
 LONGEST_LOG_BYTES = 1 << 20
 _KEPT_LOGS_BYTES = 900_000  # of all pods of an attempt: a ConfigMap holds 1 MiB
-_KEPT_LINES = 2000
+_KEPT_LINES = 20_000
 _RESULT_LINES = 100  # 87 for the largest, and the last announcement
 _LAST_WORDS_SECONDS = 1.0
 _NODE_SECONDS = 60.0  # a kubelet that has not ended a pod this long after its grace is not there any more
@@ -91,6 +94,36 @@ def log_of(cluster: Cluster, record: Record, *, pod: int, max_lines: int) -> str
     return text.encode()[-LONGEST_LOG_BYTES:].decode(errors="ignore")
 
 
+def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> LogPart:
+    """The lines of a pod that come after a position, over all attempts.
+
+    A position is an attempt, the time of the last line, and the number of lines that have it: a log has no offsets. A
+    line is taken once it has ended; nothing says how many lines a node has removed, which it does from 10 MB on.
+    """
+    attempt, time_of_last, count = after.split("/") if after else ("1", "", "0")
+    output, dropped = b"", 0
+    for number in range(int(attempt), record.attempts + 1):
+        if number > int(attempt):
+            output, time_of_last, count = output + b"--- attempt %d ---\n" % number, "", "0"
+        lines = _stamped_lines(cluster, record, attempt=number, pod=pod, since=time_of_last)
+        times = [line.partition(b" ")[0].decode() for line in lines]
+        if time_of_last in times:
+            start = times.index(time_of_last) + int(count)
+        else:
+            start = sum(moment <= time_of_last for moment in times)
+            dropped = None if time_of_last and start < len(times) else dropped
+        end = start
+        while end < len(lines) and len(output) < PART_BYTES:
+            output += lines[end].partition(b" ")[2] + b"\n"
+            end += 1
+        if end > start:
+            time_of_last, count = times[end - 1], str(times[:end].count(times[end - 1]))
+        attempt = str(number)
+        if end > start or number == record.attempts:
+            break
+    return LogPart(output, f"{attempt}/{time_of_last}/{count}", dropped)
+
+
 def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> str | None:
     """The name of a pod that is still there."""
     for found in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
@@ -119,8 +152,25 @@ def _lines_of(cluster: Cluster, record: Record, *, attempt: int, pod: int, max_l
     text = _tail(cluster, name, max_lines) if name else None
     if text is None:
         kept = cluster.get("configmaps", logs_name(record.job_id, attempt)) or {}
-        text = kept.get("data", {}).get(f"pod-{pod}", "")
+        text = _without_times(kept.get("data", {}).get(f"pod-{pod}", ""))
     return text.splitlines()[-max_lines:]
+
+
+def _stamped_lines(cluster: Cluster, record: Record, *, attempt: int, pod: int, since: str) -> list[bytes]:
+    """Whole lines of a pod, each behind its time, from the second of a time on; once it has ended, all are whole."""
+    name = pod_name_of(cluster, record, attempt=attempt, pod=pod)
+    text = cluster.stamped_log(name, MAIN, since=f"{since[:19]}Z" if since else None) if name else None
+    if text is not None:
+        *lines, rest = text.encode().split(b"\n")
+        return [*lines, rest] if rest and (record.finished or attempt < record.attempts) else lines
+    kept = cluster.get("configmaps", logs_name(record.job_id, attempt)) or {}
+    text = kept.get("data", {}).get(f"pod-{pod}", "")
+    return text.encode().removesuffix(b"\n").split(b"\n") if text else []
+
+
+def _without_times(text: str) -> str:
+    """Lines of a log without the times in front of them."""
+    return "\n".join(line.partition(" ")[2] for line in text.split("\n"))
 
 
 def _tail(cluster: Cluster, pod: str, max_lines: int) -> str | None:
@@ -147,13 +197,15 @@ class _Follower:
         self._connected.wait(_NODE_SECONDS)  # deleted before, the pod might be gone with its last words
 
     def text(self, max_bytes: int) -> str:
-        """The last bytes, whole lines of them."""
+        """The last bytes, whole lines of them, each behind its time."""
         self._thread.join(_LAST_WORDS_SECONDS)
         with self._lock:  # it goes on where the pod's node is gone, and nobody ends the connection
             content = b"".join(self._chunks)
+        is_whole = len(content) <= max_bytes and content.count(b"\n") < _KEPT_LINES
         if len(content) > max_bytes:
             content = content[-max_bytes:].partition(b"\n")[2]
-        return "\n".join(content.decode(errors="replace").replace("\0", "").splitlines()[-_KEPT_LINES:])
+        text = content.decode(errors="replace").replace("\0", "")
+        return text if is_whole else f"{text.partition(' ')[0]} (earlier lines of this log are not kept)\n{text}"
 
     def _follow(self) -> None:
         try:
@@ -165,6 +217,8 @@ class _Follower:
                         self._size -= len(self._chunks.popleft())
         except BackendUnavailable as error:
             with self._lock:
-                self._chunks.append(f"(the rest of this log could not be read: {error.found})\n".encode())
+                self._chunks.append(
+                    f"{stamp_of(datetime.now(UTC))} (the rest of this log could not be read: {error.found})\n".encode()
+                )
         finally:
             self._connected.set()

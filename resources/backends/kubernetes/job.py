@@ -9,14 +9,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from resources.backends.kubernetes.attempts import TERMINATED
-from resources.backends.kubernetes.endings import end_attempt, log_of, pod_name_of, result_of_replica
+from resources.backends.kubernetes.endings import end_attempt, log_of, part_of_log, pod_name_of, result_of_replica
 from resources.backends.kubernetes.manifests import ANNOUNCER
 from resources.backends.kubernetes.names import heartbeat_name, keeper_pod_name, selector
 from resources.backends.kubernetes.records import Record, as_seen, is_silent, read_record, request_stop, write_record
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.logs import LogPart, check_replica, part_of_hosts
 from resources.jobs.results import raised_by, result_of
-from resources.jobs.waiting import check_replica, wait_until_finished
+from resources.jobs.waiting import wait_until_finished
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
@@ -99,6 +100,17 @@ class KubernetesJob:
             place = f"replica {index}" + (f" worker {vm}" if record.vms > 1 else "")
             found.append(f"==> {place} <==\n{log_of(self._cluster, record, pod=pod, max_lines=max_lines)}")
         return "\n".join(found)
+
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        """See `JobHandle.read_log`; of what a pod writes between the last look and its end, the last lines are kept."""
+        record = self._now()
+        check_replica(replica, record.replicas)
+        first = replica * record.vms
+        return part_of_hosts(
+            lambda host, position: part_of_log(self._cluster, record, pod=first + host, after=position),
+            record.vms,
+            after=after,
+        )
 
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`; of a slice of several VMs, the first one's."""

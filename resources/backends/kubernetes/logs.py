@@ -56,7 +56,7 @@ class PodLogs:
         for pod in self._pods(job):
             name, spec = pod["metadata"]["name"], pod["spec"]
             for container in (part["name"] for part in [*spec.get("initContainers", ()), *spec["containers"]]):
-                text = self._cluster.stamped_log(name, container, since=_stamp(since) if since else None)
+                text = self._cluster.stamped_log(name, container, since=stamp_of(since) if since else None)
                 for line in (text or "").splitlines():
                     at, _, words = line.partition(" ")
                     yield LogLine(at, name, container, words)
@@ -81,9 +81,10 @@ def followed(
             # Clocks of nodes differ: lines of the last minute are asked for again.
             newest = datetime.fromisoformat(max(line.at for line in found)[:19] + "+00:00")
             since = max(since or newest - _OVERLAP, newest - _OVERLAP)
-            seen = {line for line in seen.union(found) if line.at >= _stamp(since)}
+            seen = {line for line in seen.union(found) if line.at >= stamp_of(since)}
         time.sleep(pause_seconds)
 
 
-def _stamp(moment: datetime) -> str:
+def stamp_of(moment: datetime) -> str:
+    """The time as logs have it, in whole seconds."""
     return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

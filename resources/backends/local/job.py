@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
 from resources.jobs.results import raised_by, result_of
-from resources.jobs.waiting import logs_by_replica, wait_until_finished
+from resources.jobs.waiting import wait_until_finished
 from resources.storage.files import replace_json
 
 CALL = "call.pickle"
@@ -101,6 +102,11 @@ class LocalJob:
             self._specification["replicas"],
             replica=replica,
         )
+
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        """See `JobHandle.read_log`."""
+        check_replica(replica, self._specification["replicas"])
+        return part_of_file(self._folder / f"replica-{replica}.log", after)
 
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`."""

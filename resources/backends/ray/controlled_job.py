@@ -14,12 +14,12 @@ from typing import Any, Literal
 
 from resources.backends.ray import placement as ray_placement
 from resources.backends.ray.failures import classify_ray
-from resources.backends.ray.orders import LOG_BYTES, JobOrder, ProcessEnd, ProcessOrder
+from resources.backends.ray.orders import KEPT_LOG_BYTES, JobOrder, Output, ProcessEnd, ProcessOrder
 from resources.backends.ray.turns import Turns
 from resources.config import TpuConfig
 from resources.errors import AssayError
 from resources.jobs.jobs import JobDetails, JobStatus
-from resources.jobs.waiting import logs_by_replica
+from resources.jobs.logs import PART_BYTES, LogPart, check_replica, logs_by_replica, part_of_hosts
 
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _END_MARGIN_SECONDS = 35.0  # more than a supervisor waits for a process to die of SIGKILL
@@ -29,10 +29,12 @@ Outcome = Literal["succeeded", "failed", "preempted", "stopped", "refused"]
 
 
 class LogTail:
-    """The end of a replica's output, in memory: at least the last megabyte of what was added, and at most two."""
+    """The end of a process's output over all attempts, in memory: at least the last bytes of it, and a part more."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = PART_BYTES) -> None:
+        self._kept_bytes = kept_bytes
         self._content = bytearray()
+        self._dropped_bytes = self._dropped_lines = 0
 
     def __len__(self) -> int:
         return len(self._content)
@@ -40,13 +42,37 @@ class LogTail:
     def add(self, output: bytes) -> None:
         """Appends output."""
         self._content += output
-        if len(self._content) > 2 * LOG_BYTES:
-            del self._content[:-LOG_BYTES]
+        if len(self._content) > self._kept_bytes + PART_BYTES:
+            self._drop(len(self._content) - self._kept_bytes)
+
+    def skip(self, lines: int) -> None:
+        """Leaves lines out, and drops what comes before them."""
+        self._drop(len(self._content))
+        self._dropped_lines += lines
+        self._dropped_bytes += 1  # whoever has read all before them misses them too
 
     def last(self, max_lines: int) -> str:
         """The last lines, of a megabyte at most."""
-        lines = self._content[-LOG_BYTES:].decode(errors="replace").splitlines()
+        lines = self._content[-PART_BYTES:].decode(errors="replace").splitlines()
         return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
+
+    def part(self, after: str, *, whole_lines: bool) -> LogPart:
+        """See `JobHandle.read_log`; a position is the bytes before it, and the lines that they are."""
+        known_bytes, known_lines = map(int, after.split(":")) if after else (0, 0)
+        start = max(known_bytes - self._dropped_bytes, 0)
+        output = bytes(self._content[start : start + PART_BYTES])
+        end = output.rfind(b"\n") + 1
+        if whole_lines and (end or len(output) < PART_BYTES):
+            output = output[:end]
+        missed = known_bytes < self._dropped_bytes
+        dropped = self._dropped_lines - known_lines if missed else 0
+        lines = (self._dropped_lines if missed else known_lines) + output.count(b"\n")
+        return LogPart(output, f"{self._dropped_bytes + start + len(output)}:{lines}", dropped)
+
+    def _drop(self, count: int) -> None:
+        self._dropped_lines += self._content.count(b"\n", 0, count)
+        self._dropped_bytes += count
+        del self._content[:count]
 
 
 class ControlledJob:
@@ -83,7 +109,11 @@ class ControlledJob:
         self._finished = asyncio.Event()
         self._started: set[tuple[int, int]] = set()
         self._expected = 0
-        self._logs: dict[tuple[int, int], LogTail] = defaultdict(LogTail)
+        device = order.resources.device
+        self._hosts = device.slice.vms if isinstance(device, TpuConfig) else 1
+        kept_bytes = max(PART_BYTES, KEPT_LOG_BYTES // (order.replicas * self._hosts))
+        self._logs: dict[tuple[int, int], LogTail] = defaultdict(lambda: LogTail(kept_bytes))
+        self._reported: dict[tuple[int, int], int] = defaultdict(int)  # bytes of each process of the present attempt
         self.announced: dict[int, str] = {}
         """By replica, of the present attempt."""
         self._results: dict[int, bytes] = {}
@@ -137,6 +167,16 @@ class ControlledJob:
         """See `JobHandle.logs`; a replica of several hosts has a part for each of them."""
         return logs_by_replica(lambda index: self._log_of(index, max_lines), self._order.replicas, replica=replica)
 
+    def read_log(self, after: str, *, replica: int) -> LogPart:
+        """See `JobHandle.read_log`."""
+        check_replica(replica, self._order.replicas)
+        whole_lines = self._hosts > 1 and not self._finished.is_set()
+        return part_of_hosts(
+            lambda host, position: self._logs[replica, host].part(position, whole_lines=whole_lines),
+            self._hosts,
+            after=after,
+        )
+
     def _log_of(self, index: int, max_lines: int) -> str:
         hosts = {host: log for (of, host), log in sorted(self._logs.items()) if of == index}
         if set(hosts) <= {0}:
@@ -163,12 +203,16 @@ class ControlledJob:
         return attempt != self._attempts or self._ending.is_set() or self._finished.is_set()
 
     def report(
-        self, attempt: int, process: tuple[int, int], *, output: bytes, announcement: str | None, started: bool
+        self, attempt: int, process: tuple[int, int], *, output: Output, announcement: str | None, started: bool
     ) -> None:
         """Takes what one process, a replica and its host, has written and announced since its last report."""
         if attempt != self._attempts or self._finished.is_set():
             return
-        self._logs[process].add(output)
+        known = self._reported[process]
+        if output.skipped_lines and output.start > known:
+            self._logs[process].skip(output.skipped_lines)
+        self._logs[process].add(output.content[max(0, known - output.start) :])
+        self._reported[process] = max(known, output.start + len(output.content))
         replica, host = process
         if announcement is not None and host == 0:
             self.announced[replica] = announcement
@@ -225,6 +269,7 @@ class ControlledJob:
             self._attempts += 1
             self._ending = asyncio.Event()
             self._started.clear()
+            self._reported.clear()
             self.announced.clear()
             self._expected = len(placement.hosts)
             self._reason = f"starts {self._expected} process{'' if self._expected == 1 else 'es'}"

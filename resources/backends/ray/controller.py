@@ -13,11 +13,12 @@ from typing import Any
 
 from resources.backends.ray import placement as ray_placement
 from resources.backends.ray.controlled_job import ControlledJob
-from resources.backends.ray.orders import JobOrder
+from resources.backends.ray.orders import JobOrder, Output
 from resources.backends.ray.turns import Turns
 from resources.config import ResourceConfig
 from resources.errors import AssayError, BadInput
 from resources.jobs.jobs import JobAlreadyExists, JobDetails, JobStatus
+from resources.jobs.logs import LogPart
 
 _KEPT_JOBS = 200
 _KEPT_BYTES = 64 << 20  # logs and results of finished jobs together
@@ -49,6 +50,7 @@ class Controller:
                 self.details,
                 self.jobs,
                 self.logs,
+                self.read_log,
                 self.announced,
                 self.result,
                 self.stop,
@@ -121,6 +123,10 @@ class Controller:
         """See `JobHandle.logs`."""
         return self._job(job_id).logs(max_lines, replica=replica)
 
+    async def read_log(self, *, job_id: str, after: str, replica: int) -> LogPart:
+        """See `JobHandle.read_log`."""
+        return self._job(job_id).read_log(after, replica=replica)
+
     async def announced(self, *, job_id: str, replica: int) -> str | None:
         """See `JobHandle.announced`."""
         return self._job(job_id).announced.get(replica)
@@ -158,7 +164,7 @@ class Controller:
         attempt: int,
         replica: int,
         host: int,
-        output: bytes,
+        output: Output,
         announcement: str | None,
         started: bool,
     ) -> None:

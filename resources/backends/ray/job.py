@@ -8,6 +8,7 @@ from typing import Any
 from resources.backends.ray.connection import ControllerGone, RayConnection
 from resources.errors import JobTimeout
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.logs import LogPart
 from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import wait_until_finished
 
@@ -75,6 +76,13 @@ class RayJob:
             return self._ask("logs", max_lines=max_lines, replica=replica)
         except ControllerGone:
             return ""
+
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        """See `JobHandle.read_log`; nothing more once the job's controller has ended."""
+        try:
+            return self._ask("read_log", after=after, replica=replica)
+        except ControllerGone:
+            return LogPart(b"", after)
 
     def announced(self, replica: int = 0) -> str | None:
         """See `JobHandle.announced`."""

@@ -15,8 +15,8 @@ DETACHED = "controller-detached"
 """Prefix of the names of controllers whose jobs outlive their parent."""
 NAMESPACE = "assay"
 """Of all actors of ours in a Ray cluster."""
-LOG_BYTES = 1 << 20
-"""Part of each process's output that is kept."""
+KEPT_LOG_BYTES = 8 << 20
+"""Part of a job's output that its controller keeps in memory, for all its processes; each has a part at least."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +68,24 @@ class JobOrder:
     """Under which processes of the job find the cluster."""
 
 
+@dataclass(frozen=True)
+class Output:
+    """A piece of what a process has written."""
+
+    content: bytes = b""
+    start: int = 0
+    """Bytes that it had written before: a piece that is sent twice is known by it."""
+    skipped_lines: int = 0
+    """Lines before this piece that are not sent, since the process writes faster than can be reported."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ProcessEnd:
     """End of a process of a job."""
 
     outcome: Literal["succeeded", "failed", "preempted", "stopped", "refused"]
     reason: str | None = None
-    output: bytes = b""
+    output: Output = Output()
     """The part of its output that was not reported yet."""
     announcement: str | None = None
     result: bytes | None = None

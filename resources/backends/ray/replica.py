@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from resources.backends.processes import PROGRAMS, argv_of, interpreter_of, variables_of
-from resources.backends.ray.orders import LOG_BYTES, ProcessEnd, ProcessOrder
+from resources.backends.ray.orders import KEPT_LOG_BYTES, Output, ProcessEnd, ProcessOrder
 from resources.errors import AssayError, BadInput
+from resources.jobs.logs import PART_BYTES
 from resources.jobs.preemption_notice import preemption_announced
 from resources.jobs.tpu_lockfile import remove_tpu_lockfile_on_exit
 from resources.jobs.waiting import growing_pauses
@@ -178,7 +179,10 @@ class _Run:
                 self._supervisor.wait(pause_seconds)
                 break
             except subprocess.TimeoutExpired:
-                self._report()
+                while self._report():
+                    pass
+        while self._report():
+            pass
         status = self._status()
         outcome = status.get("status")
         match outcome:
@@ -209,26 +213,34 @@ class _Run:
             self._supervisor.stdin.close()
             self._supervisor.wait()
 
-    def _report(self) -> None:
+    def _report(self) -> bool:
+        """Returns True if the controller has taken a piece of output, so that there may be another one."""
+        before = self._read_bytes
         now = (self._announcement(), self._status().get("status") not in (None, "pending"))
         output = self._new_output()
-        if not output and now == self._reported:
-            return
+        if not output.content and now == self._reported:
+            return False
         try:
             self._ask("report", **self._who, output=output, announcement=now[0], started=now[1])
             self._reported = now
         except Exception:  # noqa: BLE001 ray's: the controller cannot be reached for a while; the thread sees its death
-            self._read_bytes -= len(output)
+            self._read_bytes = before
+            return False
+        return bool(output.content)
 
-    def _new_output(self) -> bytes:
-        """Returns the output since the last time, of which at most the last megabyte."""
+    def _new_output(self) -> Output:
+        """Returns the next piece of the output; what the controller could not keep is only counted."""
         with suppress(FileNotFoundError), (self._folder / "replica-0.log").open("rb") as log:
             size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._read_bytes, size - LOG_BYTES))
-            output = log.read(LOG_BYTES)
+            log.seek(self._read_bytes)
+            skipped = 0
+            while size - log.tell() > KEPT_LOG_BYTES:
+                skipped += log.read(PART_BYTES).count(b"\n")
+            skipped += bool(skipped and log.readline())
+            start, content = log.tell(), log.read(PART_BYTES)
             self._read_bytes = log.tell()
-            return output
-        return b""
+            return Output(content, start, skipped)
+        return Output(start=self._read_bytes)
 
     def _announcement(self) -> str | None:
         with suppress(FileNotFoundError):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from flows.cli.app import app
 from flows.cli.options.jobs import SubmitOptions, client_of, job_name, request_of
-from flows.console.job_following import LogTail, ending_of, follow, is_lost
+from flows.console.job_following import ending_of, follow, is_lost
 from resources.backends.local.client import LocalClient
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, NoMatchingRegion
 from resources.jobs.jobs import Command, JobDetails, JobRequest, JobStatus
+from resources.jobs.logs import LogPart
 
 
 def job(workspace: Path, *command: str, **options: object) -> JobRequest:
@@ -122,53 +122,40 @@ def test_job_is_lost_only_if_it_never_failed_by_its_own_doing():
     assert ending_of(details(JobStatus.FAILED, preemptions=2)) == "a-1 failed: why, after 2 preemptions"
 
 
-@given(
-    lines=st.lists(st.sampled_from(["a", "b", "", "ab"]), max_size=30),
-    cuts=st.lists(st.integers(0, 120), max_size=8),
-)
-def test_log_tail_returns_each_line_once_however_the_log_grows(lines: list[str], cuts: list[int]):
-    text = "".join(f"{line}\n" for line in lines)
-    tail, returned = LogTail(), []
-    for cut in sorted(cuts):
-        returned += tail.new_lines(text[:cut])
-    returned += tail.new_lines(text, final=True)
-    assert "".join(returned) == "".join(lines)
-    assert returned == lines or len(set(cuts)) < len(cuts), "only a half that is seen twice is taken for whole"
+def followed(parts: list[LogPart], *, replicas: int = 1) -> tuple[str, list[str]]:
+    """The text that is shown of a job whose log comes in parts, the same ones for each replica, and the notes."""
+
+    class Writing(FlakyJob):
+        def details(self) -> JobDetails:
+            return details(JobStatus.SUCCEEDED)
+
+        def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+            number = int(after or 0)
+            return replace(parts[number], end=str(number + 1)) if number < len(parts) else LogPart(b"", after)
+
+    shown: list[bytes] = []
+    notes: list[str] = []
+    follow(Writing(0), replicas=range(replicas), write=shown.append, note=notes.append)
+    return b"".join(shown).decode(), notes
 
 
-@given(steps=st.lists(st.integers(0, 9), max_size=12))
-def test_log_tail_joins_ends_that_overlap(steps: list[int]):
-    every = [f"line {number}" for number in range(sum(steps))]
-    tail, returned, end = LogTail(), [], 0
-    for step in steps:
-        end += step
-        returned += tail.new_lines("\n".join(every[max(0, end - 10) : end]))
-    returned += tail.new_lines("\n".join(every[-10:]), final=True)
-    assert returned == every
+LOADING = [LogPart(text.encode(), "") for text in ("Load", "ing…", " done\n10%\r", "20%\n\nla", "st")]
 
 
-def test_log_tail_shows_an_unfinished_line_once_it_stays():
-    tail = LogTail()
-    assert tail.new_lines("first\nsec") == ["first"]
-    assert tail.new_lines("first\nsec") == ["sec"]
-    assert tail.new_lines("first\nsec\nthird\n", final=True) == ["third"]
+def test_following_one_replica_shows_its_log_as_it_was_written():
+    assert followed(LOADING) == ("Loading… done\n10%\r20%\n\nlast\n", [])
 
 
-def test_log_tail_shows_what_a_line_grows_by_after_it_was_shown():
-    tail = LogTail()
-    tail.new_lines("first\nLoading…")
-    assert tail.new_lines("first\nLoading…") == ["Loading…"]
-    assert tail.new_lines("first\nLoading… done") == [" done"]
-    assert tail.new_lines("first\nLoading… done\nsecond\n", final=True) == ["second"]
-    assert not tail.missed
+def test_following_several_replicas_shows_whole_lines_behind_their_number():
+    shown, _ = followed(LOADING, replicas=2)
+    lines = [f"[{replica}] {line}" for replica in range(2) for line in ("Loading… done", "10%\r20%", "", "last")]
+    assert sorted(shown.removesuffix("\n").split("\n")) == sorted(lines)
 
 
-def test_log_tail_says_where_lines_are_missing():
-    tail = LogTail()
-    tail.new_lines("1\n2\n3")
-    assert not tail.missed
-    assert tail.new_lines("7\n8\n9") == ["7", "8"] and tail.missed
-    assert tail.new_lines("8\n9\n10", final=True) == ["9", "10"] and not tail.missed
+def test_following_says_how_many_lines_are_not_shown():
+    shown, notes = followed([LogPart(b"1\n", ""), LogPart(b"2003\n", "", 2001), LogPart(b"9\n", "", None)])
+    assert shown == "1\n2003\n9\n"
+    assert [" ".join(note.split()[:4]) for note in notes] == ["replica 0: 2,001 lines", "replica 0: some lines"]
 
 
 class FlakyJob:
@@ -188,6 +175,9 @@ class FlakyJob:
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         return f"from {replica}"
 
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        return LogPart(b"", after) if after else LogPart(b"from %d" % replica, "read")
+
     def status(self) -> JobStatus:
         return self.details().status
 
@@ -205,13 +195,13 @@ class FlakyJob:
 
 
 def test_following_bears_a_backend_that_is_silent_for_a_while():
-    lines: list[str] = []
+    shown: list[bytes] = []
     notes: list[str] = []
-    ended = follow(FlakyJob(2), replicas=range(2), write=lines.append, note=notes.append)
-    assert ended.status is JobStatus.SUCCEEDED and lines == ["[0] from 0", "[1] from 1"]
+    ended = follow(FlakyJob(2), replicas=range(2), write=shown.append, note=notes.append)
+    assert ended.status is JobStatus.SUCCEEDED and b"".join(shown) == b"[0] from 0\n[1] from 1\n"
     assert len(notes) == 2 and "nobody" in notes[0]
     with pytest.raises(BackendUnavailable):
-        follow(FlakyJob(2), replicas=[0], write=lines.append, note=notes.append, patience_seconds=0)
+        follow(FlakyJob(2), replicas=[0], write=shown.append, note=notes.append, patience_seconds=0)
 
 
 def test_submit_no_wait_with_auto_stop_is_refused():

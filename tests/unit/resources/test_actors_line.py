@@ -15,6 +15,7 @@ from resources.actors.actor_line import ActorLine, Patience
 from resources.actors.actor_wire import Frame, Kind, greet_caller, receive, send
 from resources.errors import ActorCallLost, ActorDied, ActorRestarted, BackendUnavailable, StorageError
 from resources.jobs.jobs import JobDetails, JobStatus
+from resources.jobs.logs import LogPart
 from resources.jobs.user_key import USER_KEY_VARIABLE, user_key
 from resources.settings import settings
 
@@ -48,6 +49,9 @@ class ScriptedJob:
 
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         return "last line"
+
+    def read_log(self, after: str = "", *, replica: int = 0) -> LogPart:
+        return LogPart(b"", after)
 
     def wait(self, timeout: float | None = None, *, raise_on_failure: bool = True) -> JobStatus:
         return self.now

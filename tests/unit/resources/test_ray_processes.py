@@ -14,16 +14,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fakes.polling import eventual_pid, eventually
 from resources.backends.ray.code import SentFolder, this_machine
-from resources.backends.ray.controlled_job import ControlledJob
+from resources.backends.ray.controlled_job import ControlledJob, LogTail
 from resources.backends.ray.controller import Controller
-from resources.backends.ray.orders import JobOrder, ProcessEnd, ProcessOrder
+from resources.backends.ray.orders import JobOrder, Output, ProcessEnd, ProcessOrder
 from resources.backends.ray.replica import run_process
 from resources.backends.ray.turns import Turns
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Command, EnvironmentConfig, JobStatus
+from resources.jobs.logs import PART_BYTES
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -85,11 +88,11 @@ def run_until(condition: Callable[[], object], workspace: Path, script: str) -> 
     def ask(method: str, **arguments: Any) -> Any:
         if method == "until_end":
             return bool(eventually(condition, seconds=50))
-        reported.append(arguments["output"])
+        reported.append(arguments["output"].content)
         return None
 
     end = run_process(process_order(workspace, script), ask=ask, package=bytes)
-    return end, b"".join([*reported, end.output])
+    return end, b"".join([*reported, end.output.content])
 
 
 def test_process_told_to_end_as_its_supervisor_begins_was_stopped_and_not_preempted(
@@ -154,8 +157,64 @@ async def test_job_that_has_ended_keeps_no_callable_in_memory(tmp_path: Path) ->
 def test_host_0_speaks_for_a_replica_of_several(tmp_path: Path) -> None:
     job = ControlledJob(None, job_order(tmp_path), turns=Turns(), package=[], start=lambda *_: None)
     for host in (1, 0, 1, 2):
-        job.report(0, (0, host), output=b"", announcement=f"from {host}", started=True)
+        job.report(0, (0, host), output=Output(), announcement=f"from {host}", started=True)
     assert job.announced == {0: "from 0"}
+
+
+def read_all(tail: LogTail, after: str = "") -> tuple[bytes, str, int]:
+    """Everything after a position, the position after it, and the lines that are missing."""
+    output, missing = b"", 0
+    while True:
+        part = tail.part(after, whole_lines=False)
+        output, after, missing = output + part.output, part.end, missing + (part.dropped_lines or 0)
+        if not part.output:
+            return output, after, missing
+
+
+@given(
+    pieces=st.lists(st.integers(0, 300_000), max_size=12), reads=st.sets(st.integers(0, 11)), skip=st.integers(0, 20)
+)
+@settings(deadline=None, max_examples=25)
+def test_end_of_a_log_gives_each_line_once_and_counts_those_that_are_gone(
+    pieces: list[int], reads: set[int], skip: int
+) -> None:
+    tail = LogTail(PART_BYTES)
+    written, read, missing, position = 0, 0, 0, ""
+    for number, lines in enumerate(pieces):
+        if number == skip:
+            tail.skip(7)
+            written += 7
+        tail.add(b"".join(b"%07d\n" % line for line in range(written, written + lines)))
+        written += lines
+        if number in reads or number == len(pieces) - 1:
+            output, position, gone = read_all(tail, position)
+            read, missing = read + output.count(b"\n"), missing + gone
+            assert not lines or output.endswith(b"%07d\n" % (written - 1))
+    assert read + missing == written
+
+
+def test_output_that_is_reported_twice_is_in_the_log_once(tmp_path: Path) -> None:
+    job = ControlledJob(None, job_order(tmp_path), turns=Turns(), package=[], start=lambda *_: None)
+    for output in (Output(b"1\n2"), Output(b"1\n2"), Output(b"\n3\n", 3), Output(b"90\n", 100, skipped_lines=5)):
+        job.report(0, (0, 0), output=output, announcement=None, started=True)
+        job.read_log("", replica=0)
+    part = job.read_log("", replica=0)
+    assert (part.output, part.dropped_lines) == (b"90\n", 3 + 5)
+
+
+def test_process_that_writes_faster_than_is_kept_has_the_lines_between_counted(tmp_path: Path) -> None:
+    reported: list[Output] = []
+
+    def ask(method: str, **arguments: Any) -> Any:
+        if method == "until_end":
+            return bool(eventually(lambda: False, seconds=50))
+        reported.append(arguments["output"])
+        return None
+
+    end = run_process(process_order(tmp_path, "seq 1 3000000"), ask=ask, package=bytes)
+    pieces = [*reported, end.output]
+    assert sum(piece.content.count(b"\n") + piece.skipped_lines for piece in pieces) == 3_000_000
+    assert b"".join(piece.content for piece in pieces).endswith(b"\n3000000\n")
 
 
 @pytest.mark.parametrize("taken", ["folder", "link", "written by others", "of somebody else"])
