@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 from pools.config import REQUEST_GENERATION_PARAMS, EngineDevice, InferencePoolConfig
@@ -51,6 +52,7 @@ TENSOR_PARALLEL = "tensor_parallel_size"
 PARALLEL_SIZES = (TENSOR_PARALLEL, "pipeline_parallel_size", "data_parallel_size")
 """Engine arguments whose product is the number of chips or GPUs that an engine takes."""
 
+_LONGEST_SOCKET_FOLDER = 107 - len("/") - 36  # a socket's path in Linux, less the name that vLLM gives it
 _OTHER_LENGTHS = (
     *("n_positions", "max_seq_len", "seq_length", "model_max_length", "max_target_positions", "max_sequence_length"),
     *("max_seq_length", "seq_len", "text_config"),
@@ -216,6 +218,8 @@ def engine_variables(
         variables["OMP_NUM_THREADS"] = str(max(1, cpu - 1))
     if offline:
         variables.update({"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"})
+    if len(gettempdir()) > _LONGEST_SOCKET_FOLDER:  # as that of a job on Iris is
+        variables["VLLM_RPC_BASE_PATH"] = "/tmp"
     return variables
 
 

@@ -25,18 +25,14 @@ from __future__ import annotations
 
 import argparse
 import os
-import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +40,7 @@ from typing import Any, Literal
 if __name__ == "__main__":  # beside the package of stand-ins
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from backends import BACKENDS, START_SECONDS, Backend, Ends, seconds_until
 from side_by_side import (
     BENCH,
     Comparison,
@@ -56,23 +53,16 @@ from side_by_side import (
 )
 
 from fakes import ray_variables  # noqa: F401 before ray is imported
-from resources.backends.choice import client_from_url
 from resources.config import ResourceConfig
 from resources.jobs.jobs import Client, Entrypoint, JobRequest, create_environment
 
 WORK = BENCH / "jobs"
-BACKENDS = ("local", "iris", "ray")
-"""Ray last: processes of its dashboard go on for a minute."""
 RUNS_SECONDS = 600
-_LOOK_SECONDS = 0.001
-_START_SECONDS = 120.0
 _END_SECONDS = 60.0
 _QUIET_SECONDS = 1.0  # between a start and the end: what a start leaves to do is not to be measured with the end
 _numbers = count()
 
 Side = Literal["ours", "theirs"]
-Ends = Callable[[], object]
-"""Asks for the end of what was started."""
 Starts = Callable[[Path], Ends]
 """Starts a program that writes its process id into a file, and runs until it is ended."""
 
@@ -125,17 +115,6 @@ def through_client(client: Client, path: Path, *, call: bool = False) -> Ends:
     ).terminate
 
 
-def as_process(path: Path) -> Ends:
-    """Starts it as a bare process."""
-    process = subprocess.Popen(command(path))
-
-    def end() -> None:
-        process.terminate()
-        process.wait()
-
-    return end
-
-
 def is_gone(pid: int) -> bool:
     """True if a process has ended, even if its parent has yet to ask how."""
     try:
@@ -145,15 +124,6 @@ def is_gone(pid: int) -> bool:
         return True
     except FileNotFoundError:  # it has ended in between, or the system has no such files
         return Path("/proc/self/stat").is_file()
-
-
-def seconds_until(condition: Callable[[], bool], since: float, *, at_most: float, event: str) -> float:
-    """Wall seconds from `since` until something holds; ends the script if that takes too long."""
-    while not condition():
-        if time.monotonic() - since > at_most:
-            give_up(f"{event} took more than {at_most:g} s")
-        time.sleep(_LOOK_SECONDS)
-    return time.monotonic() - since
 
 
 def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: float = _QUIET_SECONDS) -> Times:
@@ -167,7 +137,7 @@ def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: fl
     """
     began = time.monotonic()
     ends = starts(path)
-    started = seconds_until(path.exists, began, at_most=_START_SECONDS, event="a start")
+    started = seconds_until(path.exists, began, at_most=START_SECONDS, event="a start")
     pid = int(path.read_text())
     time.sleep(quiet_seconds)
     began = time.monotonic()
@@ -191,87 +161,29 @@ def measured(contest: Contest, *, rounds: int) -> dict[Side, list[Times]]:
     return dict(found)
 
 
-@contextmanager
-def local_contests() -> Iterator[list[Contest]]:
-    """This machine, with a process for each job and one for its supervisor."""
-    client = client_from_url("local")
-    try:
-        yield [Contest("local", partial(through_client, client), as_process)]
-    finally:
-        client.shutdown()
+def contests(backend: Backend) -> list[Contest]:
+    """The contests on a backend; on Ray a callable has a peer of its own."""
 
+    def by_its_own_client(path: Path) -> Ends:
+        return backend.starts(command(path), {})
 
-@contextmanager
-def ray_contests() -> Iterator[list[Contest]]:
-    """A Ray of one node, with the dashboard, through which its own client submits."""
+    if backend.name != "ray":
+        return [Contest(backend.name, partial(through_client, backend.client), by_its_own_client, backend.facts)]
     import ray
-    from ray.job_submission import JobSubmissionClient
 
-    from fakes.ray_cluster import connected, ray_cluster
+    task = ray.remote(max_retries=0)(begin)
 
-    with ray_cluster(num_cpus=8, include_dashboard=True, dashboard_port=0) as cluster, connected(str(cluster.address)):
-        assert cluster.head_node is not None
-        submission = JobSubmissionClient(f"http://{cluster.head_node.webui_url}")
+    def as_task(path: Path) -> Ends:
+        return partial(ray.cancel, task.remote(path), force=True)
 
-        def takes_jobs() -> bool:
-            try:
-                return bool(submission.submit_job(entrypoint="true"))
-            except RuntimeError as error:  # the node's agent is there seconds after the node
-                say(f"Ray takes no jobs yet: {error}")
-                time.sleep(_QUIET_SECONDS)
-                return False
+    def have_idle_worker() -> None:
+        ray.get(ray.remote(lambda: None).remote())
 
-        seconds_until(takes_jobs, time.monotonic(), at_most=_START_SECONDS, event="the start of Ray's job agent")
-        task = ray.remote(max_retries=0)(begin)
-
-        def as_submission(path: Path) -> Ends:
-            # Its shell would stay between our program and the stop; a job of ours has none.
-            submitted = submission.submit_job(entrypoint=f"exec {shlex.join(command(path))}")
-            return partial(submission.stop_job, submitted)
-
-        def as_task(path: Path) -> Ends:
-            return partial(ray.cancel, task.remote(path), force=True)
-
-        def have_idle_worker() -> None:
-            ray.get(ray.remote(lambda: None).remote())
-
-        client = client_from_url("ray://auto")
-        facts = {"ray": ray.__version__}
-        try:
-            yield [
-                Contest("ray", partial(through_client, client), as_submission, facts, have_idle_worker),
-                Contest("ray_call", partial(through_client, client, call=True), as_task, facts, have_idle_worker),
-            ]
-        finally:
-            client.shutdown()
-
-
-@contextmanager
-def iris_contests() -> Iterator[list[Contest]]:
-    """An Iris of one process: controller, autoscaler and workers."""
-    from iris.client import IrisClient
-    from iris.cluster.types import Entrypoint as IrisEntrypoint
-    from iris.cluster.types import ResourceSpec
-
-    from fakes.iris_cluster import start_cluster
-
-    cluster = start_cluster()
-    client = client_from_url(f"iris://{cluster.address}")
-    own = IrisClient.remote(f"http://{cluster.address}", workspace=WORK)
-
-    def as_iris_job(path: Path) -> Ends:
-        resources = ResourceSpec(cpu=1, memory="4g", disk="16g")
-        return own.submit(IrisEntrypoint.from_command(*command(path)), f"bare-{next(_numbers)}", resources).terminate
-
-    try:
-        yield [Contest("iris", partial(through_client, client), as_iris_job, {"iris": metadata.version("marin-iris")})]
-    finally:
-        client.shutdown()
-        own.shutdown()
-        cluster.end()
-
-
-CONTESTS: Mapping[str, Callable[[], Any]] = {"local": local_contests, "iris": iris_contests, "ray": ray_contests}
+    command_of_ours = partial(through_client, backend.client)
+    return [
+        Contest("ray", command_of_ours, by_its_own_client, backend.facts, have_idle_worker),
+        Contest("ray_call", partial(command_of_ours, call=True), as_task, backend.facts, have_idle_worker),
+    ]
 
 
 def comparisons(contest: Contest, times: Mapping[Side, list[Times]]) -> list[Comparison]:
@@ -302,14 +214,14 @@ def main() -> None:
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7, help="counted jobs of each side (default: 7)")
-    parser.add_argument("--backends", nargs="+", choices=BACKENDS, default=BACKENDS, help="which (default: all)")
+    parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="which (default: all)")
     given = parser.parse_args()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     found: list[Comparison] = []
     for backend in given.backends:
-        with ExitStack() as stack:
-            for contest in stack.enter_context(CONTESTS[backend]()):
+        with BACKENDS[backend](WORK) as standing:
+            for contest in contests(standing):
                 found += comparisons(contest, measured(contest, rounds=given.rounds))
     print_table(
         f"Median milliseconds of {given.rounds} jobs",

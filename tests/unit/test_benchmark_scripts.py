@@ -379,11 +379,11 @@ def test_resume_may_ask_for_what_was_not_answered_and_what_was_under_way(script:
 def test_job_that_is_timed_is_gone_at_the_end_and_both_times_are_seen_from_outside(
     script: Callable[[str], ModuleType], tmp_path: Path
 ):
-    jobs = script("jobs")
+    jobs, backends = script("jobs"), script("backends")
     slow_to_end = 0.1
 
     def starts(path: Path) -> Callable[[], object]:
-        ends = jobs.as_process(path)
+        ends = backends.as_process(jobs.command(path), {})
         return lambda: (time.sleep(slow_to_end), ends())
 
     times = jobs.timed(starts, tmp_path / "pid", gone_at_return=True, quiet_seconds=0)
@@ -392,11 +392,11 @@ def test_job_that_is_timed_is_gone_at_the_end_and_both_times_are_seen_from_outsi
 
 
 def test_job_of_ours_whose_process_outlives_its_end_is_no_result(script: Callable[[str], ModuleType], tmp_path: Path):
-    jobs = script("jobs")
+    jobs, backends = script("jobs"), script("backends")
     started: list[Callable[[], object]] = []
 
     def starts(path: Path) -> Callable[[], object]:
-        started.append(jobs.as_process(path))
+        started.append(backends.as_process(jobs.command(path), {}))
         return lambda: None
 
     with pytest.raises(SystemExit, match="its process was there"):
@@ -410,7 +410,7 @@ def test_jobs_are_compared_by_the_medians_of_each_side(script: Callable[[str], M
         "ours": [jobs.Times(seconds, seconds / 10) for seconds in (3.0, 1.0, 9.0)],
         "theirs": [jobs.Times(6.0, 0.1)] * 3,
     }
-    started, ended = jobs.comparisons(jobs.Contest("some", jobs.as_process, jobs.as_process, {"ray": "2"}), times)
+    started, ended = jobs.comparisons(jobs.Contest("some", jobs.is_gone, jobs.is_gone, {"ray": "2"}), times)
     assert (started.name, started.ours, started.theirs, started.ratio) == ("jobs.some.started", 3000, 6000, 2.0)
     assert (ended.ours, ended.facts["ours_slowest"], ended.facts["ray"]) == (pytest.approx(300), 900.0, "2")
 

@@ -119,6 +119,15 @@ def test_variables_keep_caches_and_stay_off_the_hub() -> None:
     assert engine_variables("cpu", cache=Path("/c"), cpu=1, offline=False)["OMP_NUM_THREADS"] == "1"
 
 
+@pytest.mark.parametrize(("length", "sockets"), [(70, None), (71, "/tmp")])
+def test_engine_whose_temporary_folder_is_too_long_for_a_socket_has_its_sockets_elsewhere(
+    length: int, sockets: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/tmp/".ljust(length, "x"))
+    variables = engine_variables("cpu", cache=Path("/c"), cpu=1, offline=False)
+    assert variables.get("VLLM_RPC_BASE_PATH") == sockets
+
+
 @pytest.mark.parametrize("device", ["cuda", "tpu"])
 def test_compile_caches_lie_apart_by_engine_arguments(device: Any) -> None:
     def variables(**kwargs: Any) -> dict[str, str]:

