@@ -24,6 +24,8 @@ class IrisCluster:
 
     address: str
     process: subprocess.Popen[str]
+    temporary: Path
+    """The folder for temporary files of its workers and their jobs."""
 
     def tell(self, command: str) -> None:
         """Has the cluster obey, and returns when it has."""
@@ -63,6 +65,8 @@ class IrisCluster:
 def start_cluster() -> IrisCluster:
     """A new cluster with a home folder of its own, where Iris keeps credentials."""
     home = Path(tempfile.mkdtemp(prefix="iris-home-"))
+    temporary = home / "temporary"
+    temporary.mkdir()
     port = free_port()
     with (home / "cluster.log").open("wb") as log:
         process = subprocess.Popen(
@@ -71,9 +75,9 @@ def start_cluster() -> IrisCluster:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
-            env={**os.environ, "HOME": str(home), "PYTHONPATH": ""},
+            env={**os.environ, "HOME": str(home), "TMPDIR": str(temporary), "PYTHONPATH": ""},
         )
-    cluster = IrisCluster(f"127.0.0.1:{port}", process)
+    cluster = IrisCluster(f"127.0.0.1:{port}", process, temporary)
     cluster.tell("start")
     return cluster
 

@@ -1,4 +1,4 @@
-"""A pool whose proxy and replicas are jobs of a real Ray: machines, agents, proxy and owner lost while clients ask."""
+"""A pool whose proxy and replicas are jobs of a real Ray: agents, proxy and owner lost while clients ask."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint, write_nano_llama
 from fakes.polling import eventually
 from fakes.processes import running_program
-from fakes.ray_cluster import add_node, client_of, ray_cluster
+from fakes.ray_cluster import client_of, ray_cluster
 from fakes.tokenizers import write_byte_tokenizer
 from faults.scenarios.load import LoadPlan
-from faults.scenarios.processes import ancestors, command_line, descendants, job_of, send
+from faults.scenarios.processes import command_line, descendants, job_of, send
 from faults.scenarios.target import Target
 from faults.scenarios.trial import Fault, Trial, tried
 from pools.engine.launch import Launcher, Servable
@@ -46,12 +46,10 @@ MARKED = {**MARK, "ASSAY_INHERIT": next(iter(MARK))}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """A head with room for one proxy, and machines with room for one replica each, of which one is to spare."""
-    with pytest.MonkeyPatch.context() as patch, ray_cluster(num_cpus=1, env_vars=MARKED) as cluster:
+    """A node with room for one proxy and the replicas."""
+    with pytest.MonkeyPatch.context() as patch, ray_cluster(num_cpus=1 + REPLICAS, env_vars=MARKED) as cluster:
         patch.setenv("ASSAY_INSECURE", "1")  # this machine's own address, which only this machine uses
         settings.cache_clear()
-        for _ in range(REPLICAS + 1):
-            add_node(cluster, num_cpus=1, env_vars=MARKED)
         yield cluster
     settings.cache_clear()
 
@@ -98,12 +96,6 @@ def agent_of(replica: str) -> int:
         if job.startswith(f"{replica}-") and "run_call.py" in " ".join(command_line(pid))
     ]
     return pid
-
-
-def machine_with_a_replica(cluster: Cluster) -> Any:
-    """A node of the cluster, not its head, that a replica runs on."""
-    above = {pid for number in range(REPLICAS) for pid in ancestors(agent_of(f"replica-{number}"))}
-    return next(node for node in cluster.worker_nodes if node.all_processes["raylet"][0].process.pid in above)
 
 
 def instances(target: Target) -> set[str]:
@@ -173,30 +165,12 @@ def test_vllm_behind_an_ingress_survives_the_loss_of_its_agent_with_the_engine(c
 
 @pytest.fixture(scope="module")
 def pool(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Target]:
-    """A pool on the deterministic engine, for the tests to the end of this module: it fills the head."""
+    """A pool on the deterministic engine, for the tests to the end of this module: it fills the node."""
     folder = tmp_path_factory.mktemp("pool")
     checkpoint = write_checkpoint(folder / "step-1", seed=1)
     launcher = FakeLauncher(folder, faults={"fresh_samples": True})
     with running_pool(cluster, checkpoint, launcher=launcher, proxy_host="127.0.0.1") as target:
         yield target
-
-
-def test_machine_lost_under_load_fails_no_request_and_its_replica_comes_back_on_another(
-    cluster: Cluster, pool: Target
-) -> None:
-    while len(cluster.worker_nodes) <= REPLICAS:  # where it is tried again
-        add_node(cluster, num_cpus=1, env_vars=MARKED)
-    assert asyncio.run(pool.settled()) is None
-    before = instances(pool)
-    machine = machine_with_a_replica(cluster)
-
-    async def lose_it() -> None:
-        await asyncio.to_thread(cluster.remove_node, machine, allow_graceful=False)
-
-    trial = under_load(pool, lose_it, requests=600)
-    assert trial.broken_rules(most_upstream=600 + CLIENTS, broken_streams=CLIENTS) == []
-    eventually(lambda: len(before & instances(pool)) == REPLICAS - 1, seconds=60)  # Ray notices later
-    assert asyncio.run(pool.settled()) is None
 
 
 def test_proxy_killed_under_load_is_a_new_job_on_its_address_and_clients_that_ask_again_see_no_error(

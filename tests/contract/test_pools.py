@@ -1,0 +1,139 @@
+"""Behaviour of a pool, whatever runs its jobs. A backend is added by one entry in `fakes.pool_places.PLACES`."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import cloudpickle
+import httpx
+import pytest
+
+from fakes import launcher
+from fakes.fault_target import pool_config
+from fakes.launcher import FakeLauncher
+from fakes.models import write_checkpoint
+from fakes.polling import eventually
+from fakes.pool_places import PLACES, Place
+from faults.scenarios.load import LoadPlan
+from faults.scenarios.processes import command_line, job_of
+from faults.scenarios.target import Target
+from faults.scenarios.trial import tried
+from pools.endpoint import RunningModel
+from pools.engine.launch import Servable
+from pools.pool.inference import InferencePool
+from resources.jobs.jobs import JobDetails
+from resources.settings import settings
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc"),
+]
+
+CLIENTS = 16
+REQUESTS = 300
+
+
+@pytest.fixture(autouse=True)
+def _launcher_travels() -> Iterator[None]:
+    """Sends the tests' launcher whole: where the code lies in an image, nobody has its file."""
+    cloudpickle.register_pickle_by_value(launcher)
+    yield
+    cloudpickle.unregister_pickle_by_value(launcher)
+
+
+@pytest.fixture(params=sorted(PLACES))
+def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    monkeypatch.setenv("ASSAY_INSECURE", "1")  # this machine's own address, which only this machine uses
+    settings.cache_clear()
+    with PLACES[request.param](tmp_path) as place:
+        yield place
+
+
+def log_probabilities(running: RunningModel) -> list[float]:
+    answer = httpx.post(
+        f"{running.base_url}/completions",
+        json={"model": running.model, "prompt": "hello", "max_tokens": 4, "logprobs": 1, "echo": True},
+        headers={"Authorization": f"Bearer {running.api_key}"},
+        timeout=60,
+        verify=False,
+    )
+    return answer.raise_for_status().json()["choices"][0]["logprobs"]["token_logprobs"]
+
+
+def jobs_of(place: Place, label: str) -> list[JobDetails]:
+    """The pool's jobs that have not finished."""
+    return [job for job in place.client.jobs() if label in job.name and not job.status.finished]
+
+
+def processes_of(label: str, folder: Path) -> list[str]:
+    """Command lines of the pool's jobs, and of its engines, which read from the test's folder."""
+    pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
+    commands = {pid: " ".join(command_line(pid)) for pid in pids}
+    return [commands[pid] for pid in pids if label in job_of(pid) or f"--weights {folder}" in commands[pid]]
+
+
+def listens(url: str) -> bool:
+    parts = urlsplit(url)
+    with socket.socket() as probe:
+        return probe.connect_ex((parts.hostname, parts.port)) == 0
+
+
+def models(target: Target) -> set[str | None]:
+    """The checkpoints that replicas hold."""
+    return {replica.announcement.model for replica in target.status().replicas}
+
+
+def instances(target: Target) -> dict[str, str]:
+    """The agents that the pool has heard of last, by replica."""
+    return {replica.name: replica.announcement.instance for replica in target.status().replicas}
+
+
+def test_pool_serves_from_two_replicas_swaps_survives_the_loss_of_one_and_leaves_nothing(
+    place: Place, tmp_path: Path
+) -> None:
+    label = f"contract-{secrets.token_hex(4)}"
+    served = [
+        Servable.from_uri(f"run-{step}", str(write_checkpoint(tmp_path / f"step-{step}", seed=step))) for step in (1, 2)
+    ]
+    fake = FakeLauncher(tmp_path, faults={"fresh_samples": True})
+    config = pool_config(resource_config={"replicas": 2, **place.resources})
+    events: list[str] = []
+    before_all = set(place.temporary.iterdir())
+    with InferencePool(config, served, client=place.client, launcher=fake, label=label, on_event=events.append) as pool:
+        target = Target(pool, "run-1", owner_pid=os.getpid(), recovery_seconds=120)
+        answers = []
+        for name in ("run-1", "run-2", "run-1"):
+            running, _ = pool.load(name)
+            eventually(lambda name=name: models(target) == {name}, seconds=60)
+            assert asyncio.run(target.settled()) is None, events
+            answers.append(log_probabilities(running))
+        assert answers[0] == answers[2] != answers[1]
+        assert len(jobs_of(place, label)) == 3  # the proxy and two agents
+
+        before, jobs, lost = instances(target), jobs_of(place, label), list[JobDetails]()
+
+        async def lose_it() -> None:
+            lost.append(await asyncio.to_thread(place.lose, jobs))
+
+        plan = LoadPlan(f"contract-{os.urandom(4).hex()}", requests=REQUESTS, concurrency=CLIENTS)
+        trial = asyncio.run(tried(target, plan, lose_it))
+        assert trial.broken_rules(most_upstream=REQUESTS + CLIENTS, broken_streams=CLIENTS) == [], events
+        name = lost[0].name[: len("replica-0")]
+        eventually(lambda: instances(target)[name] != before[name], seconds=60)
+        assert asyncio.run(target.settled()) is None, events
+        assert {other for other in before if instances(target)[other] == before[other]} == {*before} - {name}
+        addresses = [pool.base_url, *pool.engine_urls()]
+        assert all(map(listens, addresses))
+        assert processes_of(label, tmp_path)
+    assert not any(map(listens, addresses))
+    assert processes_of(label, tmp_path) == []
+    assert jobs_of(place, label) == []
+    left = {path.name for path in set(place.temporary.iterdir()) - before_all if lost[0].name not in path.name}
+    assert left <= place.lasting  # and what the lost machine held

@@ -1,0 +1,149 @@
+"""Places for a pool, one for each backend: its client, room for two replicas, a way to lose one as it is lost there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fakes.clients import GRACE_SECONDS
+from faults.scenarios.processes import ancestors, command_line, job_of
+from resources.backends.local.client import LocalClient
+from resources.jobs.jobs import Client, JobDetails
+
+
+@dataclass(frozen=True)
+class Place:
+    """A backend as a pool finds it."""
+
+    client: Client
+    lose: Callable[[Sequence[JobDetails]], JobDetails]
+    """Loses the agent of a replica, with the machine that it runs on, given the jobs of its pool; says which."""
+    temporary: Path
+    """The folder for temporary files of all that runs there."""
+    resources: dict[str, Any] = field(default_factory=dict)
+    """Fields of a replica's resources with which each gets a machine of its own."""
+    lasting: frozenset[str] = frozenset()
+    """Names in it of what a machine has once, whatever runs there."""
+
+
+def agents(jobs: Sequence[JobDetails]) -> list[JobDetails]:
+    """Those of a pool's jobs that are agents."""
+    return [job for job in jobs if job.name.startswith("replica-")]
+
+
+def _process(job: JobDetails) -> int:
+    """The process of an agent, found by its job on this machine, which plays every machine."""
+    pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    of_the_job = [pid for pid in pids if job_of(pid) == job.job_id]
+    [agent] = [pid for pid in of_the_job if any("run_call.py" in word for word in command_line(pid))]
+    return agent
+
+
+@contextmanager
+def _own_temporary_folder() -> Iterator[Path]:
+    """Has this process, and those that it starts, use one; pytest's are too long for the sockets of Ray."""
+    with tempfile.TemporaryDirectory(prefix="pools-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield Path(folder)
+
+
+@contextmanager
+def _local(folder: Path) -> Iterator[Place]:
+    with _own_temporary_folder() as temporary:
+        client = LocalClient(folder / "jobs", grace_seconds=GRACE_SECONDS)
+
+        def lose(jobs: Sequence[JobDetails]) -> JobDetails:
+            lost = agents(jobs)[0]
+            os.kill(_process(lost), signal.SIGKILL)
+            return lost
+
+        yield Place(client, lose, temporary)
+        client.shutdown()
+
+
+@contextmanager
+def _ray(folder: Path) -> Iterator[Place]:
+    """A head with room for the proxy, and machines with room for one replica each, of which one is to spare."""
+    from fakes.ray_cluster import add_node, client_of, ray_cluster
+
+    with _own_temporary_folder() as temporary, ray_cluster(num_cpus=1) as cluster:
+        for _ in range(3):
+            add_node(cluster, num_cpus=1)
+
+        def lose(jobs: Sequence[JobDetails]) -> JobDetails:
+            lost = agents(jobs)[0]
+            above = ancestors(_process(lost))
+            machines = cluster.worker_nodes
+            [machine] = [node for node in machines if node.all_processes["raylet"][0].process.pid in above]
+            cluster.remove_node(machine, allow_graceful=False)
+            return lost
+
+        client = client_of(str(cluster.address), grace_seconds=GRACE_SECONDS)
+        user = os.getuid()
+        yield Place(client, lose, temporary, lasting=frozenset({f"assay-code-{user}", f"assay-machine-{user}"}))
+        client.shutdown()
+
+
+@contextmanager
+def _iris(folder: Path) -> Iterator[Place]:
+    """The tests' cluster of two machines with 900 cores, of which one has no room for two replicas."""
+    from fakes.iris_cluster import shared_cluster
+    from resources.backends.programs.iris_records import call_controller
+
+    cluster = shared_cluster()
+
+    def lose(jobs: Sequence[JobDetails]) -> JobDetails:
+        """Takes the replica whose machine does not run the proxy too."""
+        tasks = {
+            job.name: call_controller(cluster.address, "GetTaskStatus", taskId=f"{job.job_id}/0")["task"]
+            for job in jobs
+        }
+        [kept] = [task["workerId"] for name, task in tasks.items() if name.startswith("proxy-")]
+        lost = next(job for job in agents(jobs) if tasks[job.name]["workerId"] != kept)
+        cluster.tell(f"lose {tasks[lost.name]['workerId']}")
+        return lost
+
+    client = cluster.client(grace_seconds=GRACE_SECONDS)
+    yield Place(client, lose, cluster.temporary, {"cpu": 600})
+    client.shutdown()
+
+
+@contextmanager
+def _kubernetes(folder: Path) -> Iterator[Place]:
+    """A stand-in of its own, whose image keeps what it writes below `folder`."""
+    from fakes.kubernetes_cluster import client_of
+    from fakes.kubernetes_server import KubernetesServer
+
+    with _own_temporary_folder() as temporary:
+        variables = {name: os.environ[name] for name in ("TMPDIR", "ASSAY_CACHE_DIR")}
+        server = KubernetesServer(folder / "kubernetes", variables=variables)
+        try:
+            client = client_of(server, grace_seconds=GRACE_SECONDS)
+
+            def lose(jobs: Sequence[JobDetails]) -> JobDetails:
+                lost = agents(jobs)[0]
+                server.lose_node_of(server.pods(lost.job_id)[0])
+                return lost
+
+            yield Place(client, lose, temporary)
+            client.shutdown()
+        finally:
+            server.close()
+
+
+PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
+    "iris": _iris,
+    "kubernetes": _kubernetes,
+    "local": _local,
+    "ray": _ray,
+}
+"""From a folder of the test's own to a place, which is gone with the block."""
