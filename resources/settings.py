@@ -57,7 +57,8 @@ class Settings(BaseSettings):
     """Pinned lists in place of Assay's own, by environment, as JSON: `{"lm-eval": "/lists/lm-eval-0.4.12.txt"}`."""
 
     jobs: str | None = None
-    """Place of jobs: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`, `kubernetes://context/namespace`.
+    """Place of jobs: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`,
+    `kubernetes://context/namespace?queue=name`.
     Set in every job, for the jobs inside it."""
 
     job_image: str | None = None

@@ -9,7 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from resources.addresses import refuse_user_information
 from resources.errors import BadInput
@@ -26,6 +26,8 @@ class Backend(NamedTuple):
     """Spelling of its addresses."""
     package: str | None = None
     """The package that it needs, and the extra that brings it."""
+    options: frozenset[str] = frozenset()
+    """Further arguments of its entry, given as `?option=value`."""
 
 
 BACKENDS: dict[str, Backend] = {
@@ -33,7 +35,10 @@ BACKENDS: dict[str, Backend] = {
     "ray": Backend("resources.backends.ray.entry", "ray://auto, ray://host:10001", package="ray"),
     "iris": Backend("resources.backends.iris.entry", "iris://host:port", package="iris"),
     "kubernetes": Backend(
-        "resources.backends.kubernetes.entry", "kubernetes://context/namespace", package="kubernetes"
+        "resources.backends.kubernetes.entry",
+        "kubernetes://context/namespace?queue=name",
+        package="kubernetes",
+        options=frozenset({"queue"}),
     ),
 }
 """By the scheme of their addresses."""
@@ -77,4 +82,13 @@ def _client_of(url: str, process_id: int) -> Client:  # a forked child gets its 
             found="it is not installed",
             remedy=f"Install the extra: pip install 'assay-evals[{backend.package}]'",
         )
-    return import_module(backend.entry).client_from_address(parts.netloc, parts.path)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if wrong := {name for name, value in options.items() if name not in backend.options or not value}:
+        raise BadInput(
+            expected=f"an address such as {backend.forms}",
+            found=f"{url!r}, with {' and '.join(sorted(wrong))}",
+            remedy=f"leave it out, or give one of {', '.join(backend.options)} a value"
+            if backend.options
+            else "leave out what follows the question mark",
+        )
+    return import_module(backend.entry).client_from_address(parts.netloc, parts.path, **options)

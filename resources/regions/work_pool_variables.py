@@ -109,7 +109,7 @@ def _on_one_machine(resources: ResourceConfig, region: Region, kind: WorkPoolTyp
 
 
 def _kubernetes(resources: ResourceConfig) -> dict[str, Any]:
-    placed = placement(resources, replicas=1)
+    placed = placement(resources)
     share = resources.replicas  # engines side by side on one node
     variables: dict[str, Any] = {
         "cpu": str(resources.cpu * share),

@@ -251,16 +251,18 @@ class KubernetesConfig(Config):
     ttl_seconds: int = Field(default=1800, ge=0)
     """Time that the finished Job stays, with its pods and their logs."""
     backoff_limit: int = Field(default=3, ge=0)
-    """Number of failed pods after which the Job has failed."""
+    """Number of failed pods after which the Job has failed; a pod whose node was taken away or drained is none."""
+    queue_name: str | None = None
+    """Kueue's queue that the Job waits in until Kueue admits it; it starts at once when unset."""
     storage_class: str = "standard-rwo"
     """Storage class of the scratch volume; premium-rwo is GKE's faster one."""
     secrets: dict[str, str] = {}
     """Variables from Secrets of the cluster: MLFLOW_TRACKING_PASSWORD: secret/key."""
 
-    @field_validator("namespace", "service_account", "storage_class")
+    @field_validator("namespace", "service_account", "storage_class", "queue_name")
     @classmethod
-    def _is_a_name(cls, name: str) -> str:
-        if not _LABEL.fullmatch(name):
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not _LABEL.fullmatch(name):
             raise ValueError(f"expected a name of lower-case letters, digits and dashes, found {name!r}")
         return name
 

@@ -14,7 +14,8 @@ from coolname import RandomGenerator
 from coolname.data import config as words
 
 from resources.backends.kubernetes.devices import GPU_RESOURCE, placement
-from resources.backends.kubernetes.names import JOB_LABEL, MANAGED_BY, PART_LABEL, PREFIX, dns_label
+from resources.backends.kubernetes.manifests import NO_FAILURE_OF_THE_POD
+from resources.backends.kubernetes.names import JOB_LABEL, MANAGED_BY, PART_LABEL, PREFIX, QUEUE_LABEL, dns_label
 from resources.config import ResourceConfig
 from resources.errors import BadInput
 from tasks.eval_jobs.helm_conf import HELM_CONFIGURATION
@@ -102,13 +103,22 @@ def manifests(job: JobFile, texts: JobTexts, origin: Origin) -> list[dict[str, A
     }
     stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # or it would be moved to empty a node
     template = {"metadata": {"labels": labels, "annotations": stays}, "spec": _pod(job, origin)}
+    queued = {"suspend": True} if cluster.queue_name else {}
+    queue = {QUEUE_LABEL: cluster.queue_name} if cluster.queue_name else {}
     spec = {
+        **queued,
         "ttlSecondsAfterFinished": cluster.ttl_seconds,
         "backoffLimit": cluster.backoff_limit,
+        "podFailurePolicy": NO_FAILURE_OF_THE_POD,
         "template": template,
     }
     return [
-        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": name, **metadata}, "spec": spec},
+        {
+            "apiVersion": "batch/v1",
+            "kind": "Job",
+            "metadata": {"name": name, **metadata, "labels": {**labels, **queue}},
+            "spec": spec,
+        },
         config_map,
     ]
 
@@ -148,7 +158,7 @@ def renamed(documents: list[dict[str, Any]], name: str, new: str) -> list[dict[s
 def _pod(job: JobFile, origin: Origin) -> dict[str, Any]:
     cluster, compute = job.kubernetes_config, job.compute_config
     resources = ResourceConfig(cpu=compute.cpu, ram=compute.memory, device=compute.device, preemptible=compute.spot)
-    where = placement(resources, replicas=1)
+    where = placement(resources)
     selector = {
         **where.node_selector,
         **({_SPOT: "true"} if compute.spot else {}),

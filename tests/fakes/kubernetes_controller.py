@@ -1,4 +1,4 @@
-"""Stand-in for Kubernetes' Job controller and scheduler, as far as `batch/v1` Jobs and node labels go."""
+"""Stand-in for the controllers of Jobs and JobSets, and for a scheduler that knows the labels of nodes."""
 
 from __future__ import annotations
 
@@ -51,6 +51,77 @@ def advance_job(job: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[st
         taken = {known[uid] for uid in active}
         return [_new_pod(job, index) for index in range(completions) if index not in taken | done | lost]
     return []
+
+
+def advance_jobset(jobset: dict[str, Any], jobs: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Decides whether a JobSet has ended; returns the Jobs that are to be created, and names of those to be deleted.
+
+    As its controller does where `maxRestarts` is 0: the first Job that fails ends the set, and the set ends the others.
+    """
+    spec, status, name = jobset["spec"], jobset.setdefault("status", {}), jobset["metadata"]["name"]
+    ended = {kind: {job["metadata"]["name"] for job in jobs if has_ended(job, kind)} for kind in ("Complete", "Failed")}
+    wanted = {
+        f"{name}-{part['name']}-{index}": (part, index)
+        for part in spec["replicatedJobs"]
+        for index in range(part["replicas"])
+    }
+    if not status.get("conditions"):
+        if ended["Failed"]:
+            status["conditions"] = [
+                _condition("Failed", "FailedJobs", message="jobset failed due to one or more job failures")
+            ]
+        elif len(ended["Complete"]) == len(wanted):
+            status["conditions"] = [_condition("Completed", "AllJobsCompleted")]
+    for job in jobs:
+        job["spec"]["suspend"] = spec.get("suspend", False)
+    if has_ended(jobset, "Failed"):
+        return [], [
+            job["metadata"]["name"]
+            for job in jobs
+            if job["metadata"]["name"] not in ended["Complete"] | ended["Failed"]
+        ]
+    present = {job["metadata"]["name"] for job in jobs}
+    if status.get("conditions") or "deletionTimestamp" in jobset["metadata"]:
+        return [], []
+    return [_new_job(jobset, job, *wanted[job]) for job in sorted(wanted.keys() - present)], []
+
+
+def has_ended(job: dict[str, Any], kind: str) -> bool:
+    return any(condition["type"] == kind for condition in job.get("status", {}).get("conditions", ()))
+
+
+def _new_job(jobset: dict[str, Any], name: str, part: dict[str, Any], index: int) -> dict[str, Any]:
+    template = json.loads(json.dumps(part["template"]))
+    set_name = jobset["metadata"]["name"]
+    pod = template["spec"]["template"]
+    for made in (template, pod):
+        tags = {"jobset-name": set_name, "replicatedjob-name": part["name"], "job-index": str(index)}
+        made.setdefault("metadata", {}).setdefault("labels", {}).update(
+            {f"jobset.sigs.k8s.io/{tag}": value for tag, value in tags.items()}
+        )
+    pod["spec"]["subdomain"] = set_name
+    template["spec"]["suspend"] = jobset["spec"].get("suspend", False)
+    reference = {
+        "apiVersion": jobset["apiVersion"],
+        "kind": "JobSet",
+        "name": set_name,
+        "uid": jobset["metadata"]["uid"],
+    }
+    metadata = {**template["metadata"], "name": name, "ownerReferences": [reference]}
+    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": template["spec"]}
+
+
+def headless_service(jobset: dict[str, Any]) -> dict[str, Any]:
+    """The Service that gives the pods of a set their host names."""
+    name = jobset["metadata"]["name"]
+    reference = {"apiVersion": jobset["apiVersion"], "kind": "JobSet", "name": name, "uid": jobset["metadata"]["uid"]}
+    spec = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"jobset.sigs.k8s.io/jobset-name": name}}
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": name, "ownerReferences": [reference]},
+        "spec": spec,
+    }
 
 
 def can_go(pod: dict[str, Any], objects: dict[tuple[str, str], dict[str, Any]]) -> bool:

@@ -132,6 +132,11 @@ class RunningPod:
         status["phase"] = "Succeeded" if terminated["exitCode"] == 0 else "Failed"
         self.ended = True
 
+    def _value(self, variable: dict[str, Any]) -> str:
+        if field := variable.get("valueFrom", {}).get("fieldRef"):
+            return self.pod["metadata"]["labels"][field["fieldPath"].partition("'")[2].removesuffix("']")]
+        return variable.get("value", "")
+
     def _start(self, container: dict[str, Any]) -> dict[str, Any] | None:
         places = {
             mount["mountPath"]: str(self.folder / "volumes" / mount["name"]) for mount in container["volumeMounts"]
@@ -143,7 +148,7 @@ class RunningPod:
             return places[place] + word.removeprefix(place) if place else word
 
         argv = [here(word) for word in [*(container.get("command") or self._entrypoint), *container.get("args", ())]]
-        variables = {variable["name"]: here(variable.get("value", "")) for variable in container.get("env", ())}
+        variables = {variable["name"]: here(self._value(variable)) for variable in container.get("env", ())}
         self.began[container["name"]] = time.time_ns()
         with self.log_path(container["name"]).open("ab", buffering=0) as log:
             try:

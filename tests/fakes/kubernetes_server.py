@@ -1,8 +1,8 @@
 """Stand-in for a Kubernetes API server with its controllers, for the real `kubernetes` client over real HTTP.
 
-Every manifest is checked against the published schemas, strictly. There are Jobs with their controller, pods that run
-as processes of this machine, logs, deletion with grace and propagation, owners and their garbage collection, and a
-scheduler that knows labels. Refusals can be ordered.
+Every manifest is checked against the published schemas, strictly. There are Jobs and JobSets with their controllers,
+queues of Kueue whose admission is ordered, pods that run as processes of this machine, logs, deletion with grace and
+propagation, owners and their garbage collection, and a scheduler that knows labels. Refusals can be ordered.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import cache
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-import kubernetes_validate
 import yaml
 
-from fakes.kubernetes_controller import advance_job, can_go, new_pod_status, place
+from fakes.kubernetes_controller import advance_job, advance_jobset, can_go, headless_service, new_pod_status, place
 from fakes.kubernetes_http import Refused, handler_of
 from fakes.kubernetes_kubelet import RunningPod, now, volume_files
+from fakes.kubernetes_schemas import ValidationError, validate
 
 KINDS = {
-    "jobs": "Job", "pods": "Pod", "configmaps": "ConfigMap", "secrets": "Secret", "services": "Service", "nodes": "Node"
+    "jobs": "Job", "pods": "Pod", "configmaps": "ConfigMap", "secrets": "Secret", "services": "Service",
+    "nodes": "Node", "jobsets": "JobSet", "localqueues": "LocalQueue",
 }  # fmt: skip
-_PATH = re.compile(r"/(?:api/v1|apis/batch/v1)(?:/namespaces/([\w-]+))?/(\w+)(?:/([\w.-]+))?(?:/(log))?")
+RESOURCES = {kind: resource for resource, kind in KINDS.items()}
+_GROUPS = {"jobs": "batch", "jobsets": "jobset.x-k8s.io", "localqueues": "kueue.x-k8s.io"}
+_PATH = re.compile(
+    r"/(?:api/v1|apis/(batch|jobset\.x-k8s\.io|kueue\.x-k8s\.io)/(?:v1|v1alpha2|v1beta1))"
+    r"(?:/namespaces/([\w-]+))?/(\w+)(?:/([\w.-]+))?(?:/(log))?"
+)
+QUEUE = "kueue.x-k8s.io/queue-name"
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 _VERSION = "1.34"
 _LARGEST_BYTES = 1 << 20
 _TICK_SECONDS = 0.04
-
-kubernetes_validate.utils.schema_contents = cache(
-    kubernetes_validate.utils.schema_contents
-)  # 1.5 MB, read for each object
 
 
 @dataclass
@@ -73,7 +75,7 @@ class KubernetesServer:
         self.objects: dict[tuple[str, str], dict[str, Any]] = {}
         self.running: dict[str, RunningPod] = {}
         self.missing_images: set[str] = set()
-        self.lost_nodes: set[str] = set()
+        self.installed = {"jobset.x-k8s.io", "kueue.x-k8s.io"}
         self.pod_slots = 1000
         self.refusals: list[Refusal] = []
         self.requests: list[tuple[str, str]] = []
@@ -136,6 +138,24 @@ class KubernetesServer:
         """The node is gone without a word: its pods are removed, by force, and nobody knows how they ended."""
         self.delete("pods", pod["metadata"]["name"], {"gracePeriodSeconds": 0})
 
+    def add_queue(self, name: str) -> None:
+        self.objects["localqueues", name] = {"kind": "LocalQueue", "metadata": {"name": name}}
+
+    def admit(self, job_id: str) -> None:
+        """Kueue lets what waits of a job start."""
+        self._queued(job_id)["spec"]["suspend"] = False
+
+    def take_back(self, job_id: str) -> None:
+        """Kueue takes the place of a running attempt for a workload of higher priority."""
+        self._queued(job_id)["spec"]["suspend"] = True
+
+    def _queued(self, job_id: str) -> dict[str, Any]:
+        with self.lock:
+            return next(
+                found for (_, name), found in self.objects.items()
+                if job_id in name and QUEUE in found["metadata"].get("labels", {})
+            )  # fmt: skip
+
     # What the API does.
 
     def handle(self, verb: str, path: str, token: str, body: dict[str, Any] | None) -> Any:
@@ -143,9 +163,10 @@ class KubernetesServer:
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
         if token != f"Bearer {self._token}":
             raise Refused(401, "Unauthorized")
-        if (match := _PATH.fullmatch(parts.path)) is None or match[2] not in KINDS:
+        match = _PATH.fullmatch(parts.path)
+        if match is None or _GROUPS.get(match[3]) != match[1] or match[1] not in {None, "batch", *self.installed}:
             raise Refused(404, f"the server could not find the requested resource {parts.path}")
-        _, resource, name, log = match.groups()
+        _, _, resource, name, log = match.groups()
         with self.lock:
             self.requests.append((verb, resource))
             self._refuse_if_ordered(verb, f"{resource}/log" if log else resource)
@@ -166,8 +187,8 @@ class KubernetesServer:
 
     def create(self, resource: str, manifest: dict[str, Any]) -> dict[str, Any]:
         try:
-            kubernetes_validate.validate(manifest, _VERSION, strict=True)
-        except kubernetes_validate.ValidationError as error:
+            validate(manifest, _VERSION)
+        except ValidationError as error:
             raise Refused(422, f"{manifest.get('kind')} is invalid: {list(error.path)}: {error.message}") from None
         name = manifest["metadata"]["name"]
         _check_names(manifest)
@@ -176,7 +197,8 @@ class KubernetesServer:
         if (resource, name) in self.objects:
             raise Refused(409, f'{resource} "{name}" already exists', reason="AlreadyExists")
         for owner in manifest["metadata"].get("ownerReferences", ()):
-            if self.objects.get(("jobs", owner["name"]), {}).get("metadata", {}).get("uid") != owner["uid"]:
+            found = self.objects.get((RESOURCES[owner["kind"]], owner["name"]), {})
+            if found.get("metadata", {}).get("uid") != owner["uid"]:
                 return manifest  # the garbage collector would take it at once
         self.manifests.append(json.loads(json.dumps(manifest)))
         manifest["metadata"] |= {"uid": secrets.token_hex(8), "creationTimestamp": now(), "namespace": "default"}
@@ -188,7 +210,7 @@ class KubernetesServer:
     def delete(self, resource: str, name: str, options: dict[str, Any]) -> None:
         with self.lock:
             found = self.objects[resource, name]
-            if resource not in {"jobs", "pods"}:
+            if resource not in {"jobs", "jobsets", "pods"}:
                 del self.objects[resource, name]
                 return
             found["metadata"].setdefault("deletionTimestamp", now())
@@ -239,6 +261,8 @@ class KubernetesServer:
     def _patch(self, resource: str, found: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
         if resource == "jobs" and set(change.get("spec", {})) - {"suspend", "parallelism", "activeDeadlineSeconds"}:
             raise Refused(422, "Job is invalid: field is immutable")
+        if QUEUE in found["metadata"].get("labels", {}) and "suspend" in change.get("spec", {}):
+            raise Refused(403, "what is in a queue is suspended and let go by Kueue")
         _merge(found, change)
         return self._changed(found)
 
@@ -263,24 +287,49 @@ class KubernetesServer:
                 for (resource, _), found in list(self.objects.items()):
                     if resource == "jobs":
                         self._control_job(found)
+                    elif resource == "jobsets":
+                        self._control_jobset(found)
                     elif resource == "pods":
                         self._control_pod(found)
 
     def _control_job(self, job: dict[str, Any]) -> None:
-        uid = job["metadata"]["uid"]
-        pods = [
-            pod for (kind, _), pod in self.objects.items()
-            if kind == "pods" and pod["metadata"]["ownerReferences"][0]["uid"] == uid
-        ]  # fmt: skip
+        pods = self._owned("pods", job)
         for pod in advance_job(job, pods):
             self.create("pods", pod)
-        if "deletionTimestamp" in job["metadata"]:
-            for pod in pods:
-                if "deletionTimestamp" not in pod["metadata"]:
-                    self.delete("pods", pod["metadata"]["name"], {})
-            if not pods:
-                del self.objects["jobs", job["metadata"]["name"]]
-                self._collect_garbage(uid)
+        suspended = job["spec"].get("suspend") and not job["status"].get("conditions")
+        if suspended or "deletionTimestamp" in job["metadata"]:
+            self._delete_all("pods", pods)
+        self._remove_if_deleted("jobs", job, rest=pods)
+
+    def _control_jobset(self, jobset: dict[str, Any]) -> None:
+        jobs = self._owned("jobs", jobset)
+        wanted, unwanted = advance_jobset(jobset, jobs)
+        if ("services", jobset["metadata"]["name"]) not in self.objects and "deletionTimestamp" not in jobset[
+            "metadata"
+        ]:
+            self.create("services", headless_service(jobset))
+        for job in wanted:
+            self.create("jobs", job)
+        deleted = "deletionTimestamp" in jobset["metadata"]
+        self._delete_all("jobs", [job for job in jobs if deleted or job["metadata"]["name"] in unwanted])
+        self._remove_if_deleted("jobsets", jobset, rest=jobs)
+
+    def _owned(self, resource: str, parent: dict[str, Any]) -> list[dict[str, Any]]:
+        uid = parent["metadata"]["uid"]
+        return [
+            found for (kind, _), found in self.objects.items()
+            if kind == resource and any(owner["uid"] == uid for owner in found["metadata"].get("ownerReferences", ()))
+        ]  # fmt: skip
+
+    def _delete_all(self, resource: str, found: list[dict[str, Any]]) -> None:
+        for each in found:
+            if "deletionTimestamp" not in each["metadata"]:
+                self.delete(resource, each["metadata"]["name"], {})
+
+    def _remove_if_deleted(self, resource: str, found: dict[str, Any], *, rest: list[dict[str, Any]]) -> None:
+        if "deletionTimestamp" in found["metadata"] and not rest:
+            del self.objects[resource, found["metadata"]["name"]]
+            self._collect_garbage(found["metadata"]["uid"])
 
     def _collect_garbage(self, owner: str) -> None:
         for (resource, name), found in list(self.objects.items()):

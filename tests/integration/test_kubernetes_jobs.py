@@ -21,7 +21,8 @@ from resources.backends.choice import client_from_url
 from resources.backends.kubernetes.attempts import Bounds
 from resources.backends.kubernetes.client import KubernetesClient
 from resources.config import ResourceConfig
-from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources
+from resources.errors import BackendUnavailable, BadInput, JobFailed, UnsatisfiableResources
+from resources.jobs.announcements import announce
 from resources.jobs.jobs import Call, Command, JobHandle, JobRequest, JobStatus, create_environment
 
 pytestmark = pytest.mark.timeout(90)
@@ -192,6 +193,111 @@ def test_slice_of_several_vms_is_one_replica_that_announces_by_its_first(
     eventually(lambda: job.logs().count("0 of 1") == 4)
     assert "==> replica 0 worker 3 <==" in job.logs()
     assert "services" in {kind for (kind, name) in server.objects if job.job_id in name}
+
+
+TWO_SLICES = ResourceConfig.with_tpu("v6e-16", slice_count=2)
+
+
+def test_several_slices_are_replicas_with_a_pod_for_each_vm_whose_logs_results_and_announcements_are_told_apart(
+    client: KubernetesClient, server: KubernetesServer, tmp_path: Path
+) -> None:
+    def place(folder: Path) -> str:
+        found = [os.environ[f"ASSAY_{name}"] for name in ("REPLICA_INDEX", "REPLICA_COUNT", "HOST_INDEX", "HOST_COUNT")]
+        print("slice", *found, os.environ["MEGASCALE_SLICE_ID"], "of", os.environ["MEGASCALE_NUM_SLICES"])
+        announce("-".join(found))
+        while not (folder / "end").exists():
+            time.sleep(0.02)
+        return found[0]
+
+    job = client.submit(JobRequest("slices", Call(place, (tmp_path,)), resources=TWO_SLICES))
+    eventually(lambda: [job.announced(index) for index in range(2)] == ["0-2-0-4", "1-2-0-4"])
+    assert {kind for (kind, name) in server.objects if name.startswith(f"{job.job_id}-1")} >= {"jobsets", "services"}
+    (tmp_path / "end").touch()
+    assert job.wait(30) is JobStatus.SUCCEEDED
+    assert [job.result(10, replica=index) for index in range(2)] == ["0", "1"]
+    assert "==> replica 1 worker 3 <==\nslice 1 2 3 4 1 of 2" in job.logs()
+
+
+@pytest.mark.parametrize(
+    ("harm", "counted"), [("evict", "preemptions"), ("run_out_of_memory", "failures"), ("exit 3", "failures")]
+)
+def test_slice_that_is_lost_ends_all_and_counts_once_in_the_budget_of_its_kind(
+    server: KubernetesServer, tmp_path: Path, harm: str, counted: str
+) -> None:
+    """`exit 3` ends all pods of one slice at once: JobSet ends the other slice, which is no preemption."""
+    script = (
+        f"[ -e {tmp_path}/again ] && exit 0; touch {tmp_path}/$ASSAY_REPLICA_INDEX-$ASSAY_HOST_INDEX; "
+        f"while :; do if [ $ASSAY_REPLICA_INDEX = 1 ] && [ -e {tmp_path}/exit ]; then exit 3; fi; sleep 0.1; done"
+    )
+    client = client_of(server, lease_seconds=60)  # the stand-in may take ten seconds to kill eight pods
+    job = client.submit(request(script, resources=TWO_SLICES, max_retries_failure=1, max_retries_preemption=1))
+    eventually(lambda: len(list(tmp_path.iterdir())) == 8)
+    eventually(lambda: job.status() is JobStatus.RUNNING)
+    (tmp_path / "again").touch()
+    if harm == "exit 3":
+        (tmp_path / "exit").touch()
+    else:
+        getattr(server, harm)(server.pods(job.job_id)[5])
+    assert job.wait(60) is JobStatus.SUCCEEDED
+    details = job.details()
+    found = {"attempts": details.attempts, "failures": details.failures, "preemptions": details.preemptions}
+    assert found == {"attempts": 2, "failures": 0, "preemptions": 0, counted: 1}
+    client.shutdown()
+
+
+def test_terminated_slices_leave_nothing_and_are_refused_where_there_is_no_jobset(
+    client: KubernetesClient, server: KubernetesServer
+) -> None:
+    job = client.submit(request(FOR_EVER, resources=TWO_SLICES))
+    eventually(lambda: job.status() is JobStatus.RUNNING)
+    client.attach(job.job_id).terminate()
+    assert {kind for (kind, name) in server.objects if job.job_id in name} == {"configmaps"}
+    server.installed.discard("jobset.x-k8s.io")
+    try:
+        with pytest.raises(UnsatisfiableResources, match=r"have JobSet's controller installed"):
+            client.submit(request("true", resources=TWO_SLICES))
+        with pytest.raises(UnsatisfiableResources, match=r"2 slices of 4 VMs each"):
+            client.check_resources(TWO_SLICES)
+    finally:
+        server.installed.add("jobset.x-k8s.io")
+
+
+@pytest.mark.parametrize("resources", [ResourceConfig(), TWO_SLICES], ids=["job", "jobset"])
+def test_job_in_a_queue_waits_until_kueue_admits_it_and_again_when_its_place_is_taken(
+    server: KubernetesServer, tmp_path: Path, resources: ResourceConfig
+) -> None:
+    server.add_queue("team")
+    client = client_of(server, queue="team")
+    script = f"if [ -e {tmp_path}/taken ]; then exit 0; fi; touch {tmp_path}/started; {FOR_EVER}"
+    try:
+        job = client.submit(request(script, resources=resources))
+        eventually(lambda: "Kueue has not admitted it yet" in (job.details().reason or ""))
+        assert (job.status(), server.pods(job.job_id)) == (JobStatus.PENDING, [])
+        server.admit(job.job_id)
+        eventually(lambda: job.status() is JobStatus.RUNNING and (tmp_path / "started").exists())
+        (tmp_path / "taken").touch()
+        server.take_back(job.job_id)
+        eventually(lambda: job.details().attempts == 2 and "Kueue" in (job.details().reason or ""))
+        assert job.details().preemptions == 1
+        eventually(lambda: "has not admitted it yet" in (job.details().reason or ""))
+        server.admit(job.job_id)
+        assert job.wait(30) is JobStatus.SUCCEEDED
+    finally:
+        client.shutdown()
+
+
+def test_queue_that_is_not_there_is_refused_and_stands_in_the_address_of_jobs_inside(
+    monkeypatch: pytest.MonkeyPatch, server: KubernetesServer
+) -> None:
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(server.kubeconfig))
+    client = client_from_url("kubernetes://fake/default?queue=nobodys")
+    assert client.url == "kubernetes:///default?queue=nobodys"
+    with pytest.raises(BadInput, match="kubectl get localqueues"):
+        client.check_resources(ResourceConfig())
+    server.refusals.append(Refusal("GET", "localqueues", 403))
+    client.check_resources(ResourceConfig())  # who may not see queues is not stopped
+    with pytest.raises(BadInput, match="leave it out, or give one of queue a value"):
+        client_from_url("kubernetes://fake/default?quue=team")
 
 
 @pytest.mark.parametrize("pool", ["cloud.google.com/gke-nodepool", "karpenter.sh/nodepool"])

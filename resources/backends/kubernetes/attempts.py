@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from resources.backends.kubernetes.devices import Placement
 from resources.backends.kubernetes.endings import end_attempt, keep_results
-from resources.backends.kubernetes.manifests import Owner, job_manifest, secret_manifest, service_manifest
+from resources.backends.kubernetes.manifests import Owner, attempt_manifest, secret_manifest, service_manifest
 from resources.backends.kubernetes.names import attempt_name, selector
-from resources.backends.kubernetes.pods import GONE, PodState, attempt_outcome, states_by_index
+from resources.backends.kubernetes.pods import (
+    GONE,
+    PodState,
+    attempt_outcome,
+    given_up,
+    states_by_index,
+    without_collateral,
+)
 from resources.backends.kubernetes.records import Record, read_record, write_record
 from resources.backends.programs.run_in_pod import ORPHANED
 from resources.jobs.jobs import EnvironmentConfig, JobRequest, JobStatus
@@ -79,7 +86,7 @@ class OwnedJob:
         """Asks the cluster to end the present attempt, and does not wait for that."""
         with self._lock:
             if not self._record.finished and self._record.attempts:
-                self._cluster.delete("jobs", attempt_name(self._record.job_id, self._record.attempts))
+                self._cluster.delete(self._record.kind, attempt_name(self._record.job_id, self._record.attempts))
 
     def abandon(self) -> None:
         """Ends the job as its parent ends: as `step` after a request to stop, but the last logs are not kept."""
@@ -111,7 +118,7 @@ class OwnedJob:
     def _start(self) -> None:
         """Creates what the attempt consists of; safe to do again after a half of it."""
         record = self._record
-        manifest = job_manifest(
+        manifest = attempt_manifest(
             self._request,
             self._environment,
             job_id=record.job_id,
@@ -120,31 +127,52 @@ class OwnedJob:
             where=self._where,
             owner=self._owner,
         )
-        job = self._cluster.create("jobs", manifest)
+        job = self._cluster.create(record.kind, manifest)
         self._cluster.create("secrets", secret_manifest(self._files, job=job))
-        if record.pods > 1:
+        if record.pods > 1 and record.kind == "jobs":  # a JobSet makes its own
             self._cluster.create("services", service_manifest(job=job))
-        self._cluster.patch("jobs", attempt_name(record.job_id, record.attempts), {"spec": {"suspend": False}})
+        if self._owner.queue is None:
+            self._cluster.patch(record.kind, attempt_name(record.job_id, record.attempts), {"spec": {"suspend": False}})
         self._started.add(record.attempts)
         self._since = {}
 
     def _watch(self) -> None:
         record = self._record
-        job = self._cluster.get("jobs", attempt_name(record.job_id, record.attempts))
+        mine = selector(job=record.job_id, attempt=record.attempts)
+        pods = self._cluster.list("pods", mine)  # before the rest: Kueue may admit it in between
+        job = self._cluster.get(record.kind, attempt_name(record.job_id, record.attempts))
         if record.attempts not in self._started and (job is None or job["spec"].get("suspend")):
             self._start()  # an owner before us died in the middle of it
             return
         self._started.add(record.attempts)
         if job is None:
             outcome: PodState | None = replace(GONE, reason="its Job was deleted")
+        elif self._owner.queue is not None and job["spec"].get("suspend"):
+            outcome = self._queued(pods)
         else:
-            pods = self._cluster.list("pods", selector(job=record.job_id, attempt=record.attempts))
-            states = states_by_index(pods, count=record.pods, job=job)
-            outcome = attempt_outcome(states) or self._overdue(states)
-            if outcome is None:
-                self._write(**_progress(states))
-                return
-        self._conclude(outcome)
+            outcome = self._outcome(job, pods, mine)
+        if outcome is not None:
+            self._conclude(outcome)
+
+    def _queued(self, pods: list[dict[str, Any]]) -> PodState | None:
+        """Returns a preemption where Kueue has suspended what ran; else writes down that it still waits."""
+        if pods or self._record.status == JobStatus.RUNNING:
+            return replace(GONE, reason=f"Kueue has given its place in the queue {self._owner.queue} to another")
+        waits = f"waits in the queue {self._owner.queue}: Kueue has not admitted it yet"
+        self._write(status=JobStatus.PENDING, reason=waits)
+        return None
+
+    def _outcome(self, job: dict[str, Any], pods: list[dict[str, Any]], mine: str) -> PodState | None:
+        """Returns how the attempt has ended; writes down how far it is where it has not."""
+        record = self._record
+        jobs = [job]
+        if record.kind == "jobsets":
+            jobs, pods = (without_collateral(found, job) for found in (self._cluster.list("jobs", mine), pods))
+        states = states_by_index(pods, count=record.pods, vms=record.vms, jobs=jobs)
+        outcome = attempt_outcome(states) or given_up(job) or self._overdue(states)
+        if outcome is None:
+            self._write(**_progress(states))
+        return outcome
 
     def _conclude(self, outcome: PodState) -> None:
         """Counts an ending; what is left of the attempt goes first, unless all of it has ended by itself."""

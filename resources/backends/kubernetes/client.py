@@ -14,6 +14,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from urllib.parse import quote, urlencode
 
 import cloudpickle
 
@@ -40,7 +41,7 @@ from resources.backends.kubernetes.records import (
     write_record,
 )
 from resources.config import ResourceConfig
-from resources.errors import AssayError, BackendUnavailable, BadInput
+from resources.errors import AssayError, BackendUnavailable, BadInput, UnsatisfiableResources
 from resources.jobs.jobs import (
     Call,
     Command,
@@ -64,6 +65,7 @@ class KubernetesClient:
     Args:
         cluster: the namespace.
         image: container image of jobs that name none.
+        queue: Kueue's queue that attempts wait in until Kueue admits them; without one they start at once.
         grace_seconds: what processes get between SIGTERM and SIGKILL.
         lease_seconds: how long pods go on without a sign of this process.
         poll_seconds: how often each job of this process is looked at.
@@ -75,19 +77,21 @@ class KubernetesClient:
         cluster: Cluster,
         *,
         image: str | None = None,
+        queue: str | None = None,
         grace_seconds: float = 10.0,
         lease_seconds: float = 300.0,
         poll_seconds: float = 2.0,
         bounds: Bounds | None = None,
     ) -> None:
         self._cluster = cluster
-        self._image = image
+        self._image, self._queue = image, queue
         self._poll_seconds = poll_seconds
         self._bounds = bounds or Bounds()
         self._owner = Owner(
             name=f"owner-{secrets.token_hex(6)}",
             jobs_url=self.url,
             image=image,
+            queue=queue,
             grace_seconds=grace_seconds,
             lease_seconds=lease_seconds,
         )
@@ -100,7 +104,8 @@ class KubernetesClient:
     @property
     def url(self) -> str:
         """See `Client.url`: in a pod, the cluster is the one around it."""
-        return f"kubernetes:///{self._cluster.namespace}"
+        queue = f"?{urlencode({'queue': self._queue})}" if self._queue else ""
+        return f"kubernetes:///{self._cluster.namespace}{queue}"
 
     @property
     def description(self) -> str:
@@ -118,16 +123,16 @@ class KubernetesClient:
         Raises:
             JobAlreadyExists: this client has a running job of that name; with `adopt_existing` its handle is returned.
             UnsatisfiableResources: no node can ever have what is asked for, or no image is named.
-            BadInput: the callable cannot be pickled, or is too large for a Secret.
+            BadInput: the callable cannot be pickled, or is too large for a Secret; there is no such queue.
             BackendUnavailable: the cluster does not answer, or does not let us.
         """
         with self._lock:
             if running := while_running(self._handles.get(request.name), adopt_existing=adopt_existing):
                 return running
-            self.check_resources(request.resources)
+            self.check_resources(request.resources.model_copy(update={"replicas": request.replica_count}))
             environment = request.environment or create_environment()
             job_id = new_job_id(request.name)
-            where = placement(request.resources, replicas=request.replica_count)
+            where = placement(request.resources)
             image = image_of(request, environment, default=self._image)
             owner = self._owner_of(request, job_id)
             record = Record(
@@ -186,7 +191,15 @@ class KubernetesClient:
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """See `Client.check_resources`. Where node pools may grow from nothing, the scheduler has the last word."""
-        where = placement(resources, replicas=resources.replicas)
+        where = placement(resources)
+        if where.vms > 1 and resources.replicas > 1 and not self._cluster.serves("jobsets"):
+            raise UnsatisfiableResources(
+                expected="a cluster with JobSet, which keeps several slices of several VMs apart",
+                found=f"{resources.replicas} slices of {where.vms} VMs each, and no jobset.x-k8s.io/v1alpha2",
+                remedy="have JobSet's controller installed (kubernetes-sigs/jobset), or submit one job for each slice",
+            )
+        if self._queue is not None:
+            self._require_queue(self._queue)
         if where.node_resource is None:
             return
         try:
@@ -217,6 +230,18 @@ class KubernetesClient:
             self._beater = None
         if problems:
             raise problems[0]
+
+    def _require_queue(self, queue: str) -> None:
+        try:
+            found = self._cluster.get("localqueues", quote(queue, safe=""))
+        except BackendUnavailable:  # who may submit jobs need not be allowed to see queues
+            return
+        if found is None:
+            raise BadInput(
+                expected=f"Kueue's queue {queue!r} in the namespace {self._cluster.namespace}",
+                found="none, or no Kueue on the cluster",
+                remedy="choose one that `kubectl get localqueues` lists, or leave ?queue= out of the backend's address",
+            )
 
     def _handle(self, record: Record, *, step: Callable[[], Record] | None = None) -> KubernetesJob:
         return KubernetesJob(self._cluster, record, step=step, poll_seconds=self._poll_seconds)

@@ -15,7 +15,15 @@ from kubernetes.config.config_exception import ConfigException
 
 from resources.errors import BackendUnavailable
 
-Resource = Literal["jobs", "pods", "configmaps", "secrets", "services", "nodes"]
+Resource = Literal["jobs", "jobsets", "pods", "configmaps", "secrets", "services", "nodes", "localqueues"]
+
+_CORE = "api/v1"
+_GROUPS: dict[Resource, tuple[str, ...]] = {
+    "jobs": ("apis/batch/v1",),
+    "jobsets": ("apis/jobset.x-k8s.io/v1alpha2",),
+    "localqueues": ("apis/kueue.x-k8s.io/v1beta2", "apis/kueue.x-k8s.io/v1beta1"),
+}
+"""Versions in which resources that are not of the core are looked for, the best first."""
 
 _CONNECT_SECONDS, _READ_SECONDS = 10.0, 60.0
 _PATIENCE_SECONDS = 120.0  # a regional control plane is upgraded without a pause, a zonal one is gone for minutes
@@ -55,6 +63,10 @@ class Cluster:
             if not (more := page.get("metadata", {}).get("continue")):
                 return found
             query = {**query, "continue": more}
+
+    def serves(self, resource: Resource) -> bool:
+        """Returns True if there is that kind of object: some are installed on top of Kubernetes."""
+        return self._json("GET", resource, query={"limit": "1"}) is not None
 
     def create(self, resource: Resource, manifest: Mapping[str, Any]) -> dict[str, Any]:
         """Makes an object; one of that name that exists already is taken for the same, and returned."""
@@ -118,8 +130,11 @@ class Cluster:
         body: Mapping[str, Any] | None = None,
     ) -> dict[str, Any] | None:
         absent = {409} if verb == "POST" else {404}
-        answer = self._request(verb, resource, name, query=query, body=body, absent=absent)
-        return None if answer is None else json.loads(answer.data)
+        for group in _GROUPS.get(resource, (_CORE,)):
+            answer = self._request(verb, resource, name, group=group, query=query, body=body, absent=absent)
+            if answer is not None:
+                return json.loads(answer.data)
+        return None
 
     def _request(
         self,
@@ -128,12 +143,12 @@ class Cluster:
         name: str,
         *,
         absent: set[int],
+        group: str = _CORE,
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         stream: bool = False,
     ) -> Any:
         """The answer, read unless `stream`; None for a status in `absent`."""
-        group = "apis/batch/v1" if resource == "jobs" else "api/v1"
         inside = "" if resource == "nodes" else f"/namespaces/{self.namespace}"
         path = f"/{group}{inside}/{resource}" + (f"/{name}" if name else "")
         kind = "application/merge-patch+json" if verb == "PATCH" else "application/json"

@@ -81,11 +81,11 @@ class Placement:
         return next((name for name in (GPU_RESOURCE, TPU_RESOURCE) if name in self.limits), None)
 
 
-def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
+def placement(resources: ResourceConfig) -> Placement:
     """Returns the requests of a replica's pods.
 
     Raises:
-        UnsatisfiableResources: no node of any cluster is like that, or a plain Job cannot express it.
+        UnsatisfiableResources: no node of any cluster is like that.
     """
     limits = {
         "cpu": str(resources.cpu),
@@ -102,12 +102,6 @@ def placement(resources: ResourceConfig, *, replicas: int) -> Placement:
             selector |= {} if variant == "auto" else {GPU_LABEL: _gpu_name(variant)}
         case TpuConfig() as tpu:
             vms = tpu.slice.vms
-            if vms > 1 and replicas > 1:
-                raise UnsatisfiableResources(
-                    expected="one slice of several VMs, or several slices of one VM each, in one job",
-                    found=f"{replicas} slices {tpu.variant} of {vms} VMs each: one Job cannot keep slices apart",
-                    remedy="Submit one job for each slice.",
-                )
             limits[TPU_RESOURCE] = str(tpu.slice.chips_per_vm)
             selector |= {TPU_LABEL: TPU_NAMES[tpu.variant.split("-")[0]], TPU_TOPOLOGY_LABEL: tpu_shape(tpu)}
     tolerated = [name for name in (GPU_RESOURCE, TPU_RESOURCE) if name in limits]

@@ -41,12 +41,12 @@ def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> 
     name = attempt_name(record.job_id, record.attempts)
     pods = selector(job=record.job_id, attempt=record.attempts)
     present = cluster.list("pods", pods) if keep_logs else []
-    followers = [_Follower(cluster, pod["metadata"]["name"], pod_index(pod)) for pod in present]
-    cluster.delete("jobs", name)
+    followers = [_Follower(cluster, pod["metadata"]["name"], pod_index(pod, vms=record.vms)) for pod in present]
+    cluster.delete(record.kind, name)
     force_at = time.monotonic() + record.grace_seconds + _NODE_SECONDS
     give_up_at = force_at + _NODE_SECONDS
     pauses = growing_pauses()
-    while (left := cluster.list("pods", pods)) or cluster.get("jobs", name):
+    while (left := cluster.list("pods", pods)) or cluster.get(record.kind, name):
         if time.monotonic() > give_up_at:
             raise JobTimeout(
                 expected=f"the pods of {name} to be gone, {2 * _NODE_SECONDS + record.grace_seconds:g} s after the end",
@@ -67,7 +67,7 @@ def end_attempt(cluster: Cluster, record: Record, *, keep_logs: bool = True) -> 
 def keep_results(cluster: Cluster, record: Record) -> None:
     """Copies what the replicas of the present attempt have left for `JobHandle.result`, while their pods are there."""
     for pod in cluster.list("pods", selector(job=record.job_id, attempt=record.attempts)):
-        replica, vm = divmod(pod_index(pod), record.vms)
+        replica, vm = divmod(pod_index(pod, vms=record.vms), record.vms)
         with suppress(BackendUnavailable):  # a job whose result is refused still ends
             if vm == 0 and (text := _result_in(cluster, pod["metadata"]["name"])):
                 tags = labels(record.job_id, "result", attempt=record.attempts)
@@ -127,7 +127,7 @@ def part_of_log(cluster: Cluster, record: Record, *, pod: int, after: str) -> Lo
 def pod_name_of(cluster: Cluster, record: Record, *, attempt: int, pod: int) -> str | None:
     """The name of a pod that is still there."""
     for found in cluster.list("pods", selector(job=record.job_id, attempt=attempt)):
-        if pod_index(found) == pod:
+        if pod_index(found, vms=record.vms) == pod:
             return found["metadata"]["name"]
     return None
 

@@ -11,12 +11,13 @@ LEAST_LEASE_SECONDS = 180.0
 """A kubelet looks about once a minute, at a copy up to a minute old, and the owner shows itself ten times a lease."""
 
 
-def client_from_address(host: str, path: str) -> KubernetesClient:
+def client_from_address(host: str, path: str, *, queue: str | None = None) -> KubernetesClient:
     """Returns a client with the settings of this machine; for further errors see `connect`.
 
     Args:
         host: the context.
         path: the namespace, after a slash.
+        queue: Kueue's queue for the jobs.
 
     Raises:
         BadInput: the lease of the settings is too short for any pod to live.
@@ -28,4 +29,6 @@ def client_from_address(host: str, path: str) -> KubernetesClient:
             found=f"{lease_seconds:g}: a pod may see a sign of life two minutes late, and would end itself meanwhile",
             remedy="set more, or leave it out for 300",
         )
-    return KubernetesClient(connect(host, path.strip("/")), image=settings().job_image, lease_seconds=lease_seconds)
+    return KubernetesClient(
+        connect(host, path.strip("/")), image=settings().job_image, queue=queue, lease_seconds=lease_seconds
+    )

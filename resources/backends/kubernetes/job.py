@@ -141,7 +141,7 @@ class KubernetesJob:
                 raise JobTimeout(
                     expected=f"the owner of {self.job_id} to end it",
                     found=f"it is {record.status}: {record.reason}",
-                    remedy=f"Delete it: kubectl delete jobs -l assay-evals/job={self.job_id}",
+                    remedy=f"Delete it: kubectl delete {record.kind} -l assay-evals/job={self.job_id}",
                 )
             time.sleep(min(_OWNER_POLL_SECONDS, self._poll_seconds))
 

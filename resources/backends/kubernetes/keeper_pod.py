@@ -11,6 +11,7 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import cloudpickle
 
@@ -45,7 +46,7 @@ def keep(
     found = read_record(cluster, job_id)
     if found is None:
         raise BadInput(expected="the id of a job", found=repr(job_id), remedy="Its record is gone: submit it again.")
-    where = placement(request.resources, replicas=request.replica_count)
+    where = placement(request.resources)
     job = OwnedJob(
         cluster,
         found[0],
@@ -72,7 +73,7 @@ def main(arguments: list[str]) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the first process of a pod ignores it otherwise
     job_id, path = arguments
     request, environment, image, files, owner, bounds = cloudpickle.loads(Path(path).read_bytes())
-    cluster = connect("", owner.jobs_url.rpartition("/")[2])
+    cluster = connect("", urlsplit(owner.jobs_url).path.strip("/"))
     keep(
         cluster, job_id, request=request, environment=environment, image=image, files=files, owner=owner, bounds=bounds
     )

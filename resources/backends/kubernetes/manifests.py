@@ -1,8 +1,9 @@
 """Objects of a job in a cluster, as data: pure functions from a request to manifests.
 
-An attempt is one Indexed `batch/v1` Job that never restarts a pod by itself (`backoffLimitPerIndex: 0`), so that each
-ending can be told apart and counted by `attempts.py`. Variables, callable and programs travel in a Secret
-that the Job owns. The record of the job and its owner's heartbeat are ConfigMaps without anything secret.
+An attempt is one Indexed `batch/v1` Job, or for several slices of several VMs one JobSet of such Jobs. Neither restarts
+anything by itself (`backoffLimitPerIndex: 0`, `maxRestarts: 0`), so that each ending can be told apart and counted by
+`attempts.py`. Variables, callable and programs travel in a Secret that the Job or JobSet owns. The record of the job
+and its owner's heartbeat are ConfigMaps without anything secret.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from resources.backends.kubernetes.devices import Placement
-from resources.backends.kubernetes.names import NAME_ANNOTATION, attempt_name, heartbeat_name, labels
+from resources.backends.kubernetes.names import (
+    JOBSET_LABEL,
+    NAME_ANNOTATION,
+    QUEUE_LABEL,
+    SLICE,
+    SLICE_LABEL,
+    attempt_name,
+    heartbeat_name,
+    labels,
+)
 from resources.backends.processes import device_variables
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs.calls import pickled
@@ -32,6 +42,11 @@ _JOB, _RUN, _HEARTBEAT = "/assay/job", "/assay/run", "/assay/heartbeat"
 _MESSAGE = "/dev/termination-log"
 _UNPRIVILEGED: dict[str, Any] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 _NOT_ROOT: dict[str, Any] = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+NO_FAILURE_OF_THE_POD: dict[str, Any] = {
+    "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
+}
+"""`podFailurePolicy` of Jobs that Kubernetes itself starts again: what a node does to a pod is not counted."""
+_A_NODE_POOL_FOR_EACH_SLICE = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
 _ANNOUNCER_LIMITS = {"cpu": "50m", "memory": "64Mi", "ephemeral-storage": "64Mi"}
 
 
@@ -45,6 +60,8 @@ class Owner:
     """Value of `ASSAY_JOBS` in the job."""
     image: str | None
     """Image of jobs that name none."""
+    queue: str | None = None
+    """Kueue's queue for the attempts; Kueue lets them start then, and nobody else."""
     grace_seconds: float
     """Between SIGTERM and SIGKILL."""
     lease_seconds: float
@@ -121,7 +138,7 @@ def bounded(files: dict[str, bytes]) -> dict[str, bytes]:
     return files
 
 
-def job_manifest(
+def attempt_manifest(
     request: JobRequest,
     environment: EnvironmentConfig,
     *,
@@ -131,12 +148,13 @@ def job_manifest(
     where: Placement,
     owner: Owner,
 ) -> dict[str, Any]:
-    """The Job of one attempt. It is created suspended, since its Secret, which it owns, comes after it."""
+    """The Job or JobSet of one attempt. It is created suspended, since its Secret, which it owns, comes after it."""
     name = attempt_name(job_id, attempt)
     tags = labels(job_id, "attempt", attempt=attempt)
     annotations = {NAME_ANNOTATION: request.name}
+    queued = {QUEUE_LABEL: owner.queue} if owner.queue else {}
+    slices = request.replica_count if where.vms > 1 else 1
     stays = {"cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}  # or it would be moved to empty a node
-    pods = request.replica_count * where.vms
     container: dict[str, Any] = {
         "name": MAIN,
         "image": image,
@@ -152,6 +170,11 @@ def job_manifest(
     }
     if request.working_directory is not None:
         container["workingDir"] = str(request.working_directory)
+    if slices > 1:  # the pod's own labels say which slice of which set it is
+        container["env"] = [
+            {"name": variable, "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{label}']"}}}
+            for variable, label in (("ASSAY_JOBSET", JOBSET_LABEL), ("ASSAY_SLICE_INDEX", SLICE_LABEL))
+        ]
     announcer = {
         "name": ANNOUNCER,
         "image": image,
@@ -184,18 +207,27 @@ def job_manifest(
             {"name": "heartbeat", "configMap": {"name": heartbeat_name(owner.name), "optional": True}},
         ],
     }
+    pods = where.vms if slices > 1 else request.replica_count * where.vms
+    job = {
+        "completionMode": "Indexed",
+        "completions": pods,
+        "parallelism": pods,
+        "backoffLimitPerIndex": 0,
+        "template": {"metadata": {"labels": tags, "annotations": {**annotations, **stays}}, "spec": pod},
+    }
+    rest: dict[str, Any] = {"suspend": True, "ttlSecondsAfterFinished": KEPT_SECONDS}
+    metadata = {"name": name, "labels": {**tags, **queued}, "annotations": annotations}
+    if slices == 1:
+        return {"apiVersion": "batch/v1", "kind": "Job", "metadata": metadata, "spec": {**job, **rest}}
+    template = {"metadata": {"labels": tags, "annotations": annotations}, "spec": job}
     return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {"name": name, "labels": tags, "annotations": annotations},
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {**metadata, "annotations": {**annotations, **_A_NODE_POOL_FOR_EACH_SLICE}},
         "spec": {
-            "completionMode": "Indexed",
-            "completions": pods,
-            "parallelism": pods,
-            "backoffLimitPerIndex": 0,
-            "suspend": True,
-            "ttlSecondsAfterFinished": KEPT_SECONDS,
-            "template": {"metadata": {"labels": tags, "annotations": {**annotations, **stays}}, "spec": pod},
+            "replicatedJobs": [{"name": SLICE, "replicas": slices, "template": template}],
+            "failurePolicy": {"maxRestarts": 0},
+            **rest,
         },
     }
 
@@ -217,9 +249,7 @@ def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> d
         "metadata": {"name": name, "labels": tags},
         "spec": {
             "backoffLimit": 6,
-            "podFailurePolicy": {
-                "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-            },
+            "podFailurePolicy": NO_FAILURE_OF_THE_POD,
             "suspend": True,
             "ttlSecondsAfterFinished": KEPT_SECONDS,
             "template": {
@@ -238,7 +268,7 @@ def keeper_pod_manifest(*, job_id: str, name: str, image: str, python: str) -> d
 
 
 def secret_manifest(files: Mapping[str, bytes], *, job: Mapping[str, Any]) -> dict[str, Any]:
-    """The Secret of a Job that exists already, and owns it: one goes with the other."""
+    """The Secret of a Job or JobSet that exists already, and owns it: one goes with the other."""
     return {
         "apiVersion": "v1",
         "kind": "Secret",
@@ -257,7 +287,7 @@ def service_manifest(*, job: Mapping[str, Any]) -> dict[str, Any]:
         "spec": {
             "clusterIP": "None",
             "publishNotReadyAddresses": True,
-            "selector": dict(job["metadata"]["labels"]),
+            "selector": {name: value for name, value in job["metadata"]["labels"].items() if name != QUEUE_LABEL},
         },
     }
 
@@ -283,8 +313,8 @@ def _of(job: Mapping[str, Any]) -> dict[str, Any]:
 
 def _owned_by(job: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
+        "apiVersion": job["apiVersion"],
+        "kind": job["kind"],
         "name": job["metadata"]["name"],
         "uid": job["metadata"]["uid"],
         "blockOwnerDeletion": False,

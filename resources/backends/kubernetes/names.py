@@ -1,6 +1,7 @@
 """Names and labels of what a job puts into a cluster.
 
-Kubernetes allows lower-case letters, digits and dashes, 63 of them, less what it appends to a Job's name for its pods.
+Kubernetes allows lower-case letters, digits and dashes, 63 of them, less what it and JobSet append to the name of an
+attempt for its pods: `-slice-99-9999-abcde`.
 The name as it was given stays in an annotation.
 """
 
@@ -17,7 +18,11 @@ PART_LABEL = f"{PREFIX}/part"
 """Role of an object in the job: its record, an attempt, kept logs, its keeper pod; or the heartbeat of an owner."""
 NAME_ANNOTATION = f"{PREFIX}/name"
 INDEX_LABEL = "batch.kubernetes.io/job-completion-index"
-_LONGEST_STEM = 38
+SLICE = "slice"
+"""The part of a JobSet that is one Job for each slice."""
+JOBSET_LABEL, SLICE_LABEL = "jobset.sigs.k8s.io/jobset-name", "jobset.sigs.k8s.io/job-index"
+QUEUE_LABEL = "kueue.x-k8s.io/queue-name"
+_LONGEST_STEM = 30
 
 
 def dns_label(name: str, *, longest: int = _LONGEST_STEM) -> str:
@@ -33,7 +38,7 @@ def new_job_id(name: str) -> str:
 
 
 def attempt_name(job_id: str, attempt: int) -> str:
-    """The Job of one attempt; its Secret and its headless Service are called the same."""
+    """The Job or JobSet of one attempt; its Secret and its headless Service are called the same."""
     return f"{job_id}-{attempt}"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from resources.backends.kubernetes.manifests import MAIN
-from resources.backends.kubernetes.names import INDEX_LABEL
+from resources.backends.kubernetes.names import INDEX_LABEL, SLICE_LABEL
 from resources.backends.programs.endings import ENDINGS, OUT_OF_MEMORY, Cause, Outcome, classify_exit
 from resources.backends.programs.run_in_pod import ORPHANED
 
@@ -83,11 +83,26 @@ def classify_pod(pod: Mapping[str, Any]) -> PodState:
     return _unfinished(status)
 
 
-def states_by_index(pods: Sequence[Mapping[str, Any]], *, count: int, job: Mapping[str, Any]) -> list[PodState]:
-    """Returns the state of each pod of an attempt, those included that are not there, or not any more."""
-    present = {pod_index(pod): classify_pod(pod) for pod in pods}
-    lost = _indexes(job.get("status", {}).get("failedIndexes"))
-    done = _indexes(job.get("status", {}).get("completedIndexes"))
+def states_by_index(
+    pods: Sequence[Mapping[str, Any]], *, count: int, vms: int, jobs: Sequence[Mapping[str, Any]]
+) -> list[PodState]:
+    """Returns the state of each pod of an attempt, those included that are not there, or not any more.
+
+    Args:
+        pods: those that are there.
+        count: of all.
+        vms: pods of each slice.
+        jobs: the Job of the attempt, or those of its JobSet.
+    """
+    present = {pod_index(pod, vms=vms): classify_pod(pod) for pod in pods}
+    lost, done = (
+        {
+            _slice_index(job) * vms + index
+            for job in jobs
+            for index in _indexes(job.get("status", {}).get(f"{ending}Indexes"))
+        }
+        for ending in ("failed", "completed")
+    )
     waiting = PodState("pending", "its pod is not created yet")
     return [
         present.get(index) or (_end("finished") if index in done else GONE if index in lost else waiting)
@@ -95,11 +110,32 @@ def states_by_index(pods: Sequence[Mapping[str, Any]], *, count: int, job: Mappi
     ]
 
 
-def pod_index(pod: Mapping[str, Any]) -> int:
-    """Returns the index of a pod in its Job."""
+def pod_index(pod: Mapping[str, Any], *, vms: int) -> int:
+    """Returns the index of a pod among all of its attempt, slice by slice of so many VMs."""
     metadata = pod["metadata"]
     labels, annotations = metadata.get("labels", {}), metadata.get("annotations", {})
-    return int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
+    return _slice_index(pod) * vms + int(labels.get(INDEX_LABEL) or annotations.get(INDEX_LABEL) or 0)
+
+
+def without_collateral(found: Sequence[dict[str, Any]], job: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the pods or Jobs that tell why a JobSet has ended: not those that it deletes since it has failed."""
+    if given_up(job) is None:
+        return list(found)
+    return [
+        each
+        for each in found
+        if "deletionTimestamp" not in each["metadata"] or _condition(each.get("status", {}), "DisruptionTarget", "True")
+    ]
+
+
+def given_up(job: Mapping[str, Any]) -> PodState | None:
+    """Returns a failure where Kubernetes or JobSet has given an attempt up; only pods tell which kind of end it is."""
+    failed = _condition(job.get("status", {}), "Failed", "True")
+    return None if failed is None else _end("crashed", failed.get("message") or failed.get("reason"))
+
+
+def _slice_index(found: Mapping[str, Any]) -> int:
+    return int(found["metadata"].get("labels", {}).get(SLICE_LABEL, 0))
 
 
 def attempt_outcome(states: Sequence[PodState]) -> PodState | None:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from resources.backends.kubernetes.manifests import config_map_manifest
 from resources.backends.kubernetes.names import (
@@ -61,6 +61,11 @@ class Record:
     def finished(self) -> bool:
         """Returns True if the job has ended, and nothing of it is left."""
         return JobStatus(self.status).finished
+
+    @property
+    def kind(self) -> Literal["jobs", "jobsets"]:
+        """Kind of each attempt: several slices of several VMs each are a JobSet, which keeps them apart."""
+        return "jobsets" if self.replicas > 1 and self.vms > 1 else "jobs"
 
     @property
     def pods(self) -> int:

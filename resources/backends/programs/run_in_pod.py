@@ -29,13 +29,24 @@ _LOOKS_PER_LEASE = 10
 _ANNOUNCEMENT_SECONDS = 0.2
 _POLL_SECONDS = 0.05
 _PRINTING_SECONDS = 60.0  # the other container may be starting anew
+_MEGASCALE_PORT = 8081
 _PRINTED_BYTES = 6 * 1024  # of a result in one line: container runtimes split lines of 16 KiB
 
 
 def variables(specification: dict[str, Any], inherited: dict[str, str], *, run_folder: Path) -> dict[str, str]:
-    """The environment of a replica's process."""
+    """The environment of a replica's process; what GKE says of its slices wins over what follows from their names."""
     replica, host = divmod(int(inherited.get("JOB_COMPLETION_INDEX", "0")), specification["vms"])
+    slices: dict[str, str] = {}
+    if jobset := inherited.pop("ASSAY_JOBSET", ""):
+        replica = int(inherited.pop("ASSAY_SLICE_INDEX"))
+        slices = {
+            "MEGASCALE_COORDINATOR_ADDRESS": f"{jobset}-slice-0-0.{jobset}:{_MEGASCALE_PORT}",
+            "MEGASCALE_PORT": str(_MEGASCALE_PORT),
+            "MEGASCALE_NUM_SLICES": str(specification["replicas"]),
+            "MEGASCALE_SLICE_ID": str(replica),
+        }
     found = {
+        **slices,
         **inherited,
         "PYTHONUNBUFFERED": "1",
         **specification["env_vars"],

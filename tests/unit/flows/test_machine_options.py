@@ -100,7 +100,7 @@ def test_region_that_nobody_described_is_refused() -> None:
 
 
 def test_options_reach_the_pods_of_kubernetes() -> None:
-    where = on_kubernetes(resources_of(*ON_DEMAND), replicas=3)
+    where = on_kubernetes(resources_of(*ON_DEMAND))
     assert where.limits == {
         "cpu": "11",
         "memory": str(77 * GIB),

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import kubernetes_validate
 import pytest
 
+from fakes.kubernetes_schemas import ValidationError, validate
 from resources.backends.kubernetes.devices import placement
 from resources.backends.kubernetes.entry import client_from_address
 from resources.backends.kubernetes.manifests import (
     LARGEST_SECRET_BYTES,
     Owner,
+    attempt_manifest,
     image_of,
-    job_manifest,
     keeper_pod_manifest,
     secret_content,
     secret_manifest,
     service_manifest,
 )
 from resources.backends.kubernetes.names import dns_label, new_job_id
+from resources.backends.programs import run_in_pod
 from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
 from resources.jobs import inheritance
@@ -38,6 +40,7 @@ def manifest(
     *,
     replicas: int | None = None,
     environment: EnvironmentConfig | None = None,
+    owner: Owner = OWNER,
     **options: Any,
 ) -> dict[str, Any]:
     environment = environment or create_environment(
@@ -46,15 +49,15 @@ def manifest(
     request = JobRequest(
         "Eval_7B.step", Command("train", (SECRET_WORD,)), resources=resources, replicas=replicas, **options
     )
-    where = placement(resources, replicas=request.replica_count)
-    return job_manifest(
+    where = placement(resources)
+    return attempt_manifest(
         request,
         environment,
         job_id="eval-7b-step-1",
         attempt=2,
         image="registry.example/a:1",
         where=where,
-        owner=OWNER,
+        owner=owner,
     )
 
 
@@ -66,8 +69,9 @@ def manifest(
             "A100-80GB", count=4, preemptible=False, regions=("us-central1",), zone="us-central1-a"
         ),
         ResourceConfig.with_tpu("v6e-16", regions=("us-east5", "europe-west4")),
+        ResourceConfig.with_tpu("v6e-16", slice_count=2),
     ],
-    ids=["cpu", "gpu", "tpu"],
+    ids=["cpu", "gpu", "tpu", "slices"],
 )
 @pytest.mark.parametrize("version", ["1.29", "1.34"])
 def test_manifests_of_a_job_follow_the_published_schemas(resources: ResourceConfig, version: str) -> None:
@@ -75,7 +79,10 @@ def test_manifests_of_a_job_follow_the_published_schemas(resources: ResourceConf
     owner = {**job, "metadata": {**job["metadata"], "uid": "123"}}
     keeper_pod = keeper_pod_manifest(job_id="a-1", name="a-1-keeper", image="registry.example/a:1", python="python3")
     for made in (job, secret_manifest({"pod.json": b"{}"}, job=owner), service_manifest(job=owner), keeper_pod):
-        kubernetes_validate.validate(made, version, strict=True)
+        validate(made, version)
+    (job["spec"].get("replicatedJobs") or [job])[0]["typo"] = 1
+    with pytest.raises(ValidationError, match="typo"):
+        validate(job, version)
 
 
 def test_pods_have_no_privileges_and_only_programs_of_users_and_keepers_a_token_of_the_cluster() -> None:
@@ -132,14 +139,14 @@ def test_manifest_shows_no_variable_and_no_argument_but_the_given_name() -> None
     ],
 )
 def test_gpu_model_becomes_the_label_of_its_nodes(variant: str, gke: str) -> None:
-    where = placement(ResourceConfig.with_gpu(variant), replicas=1)
+    where = placement(ResourceConfig.with_gpu(variant))
     assert where.node_selector == {"cloud.google.com/gke-accelerator": gke}
-    assert not placement(ResourceConfig.with_gpu(), replicas=1).node_selector
+    assert not placement(ResourceConfig.with_gpu()).node_selector
 
 
 def test_gpu_model_that_no_node_is_labelled_with_is_refused() -> None:
     with pytest.raises(UnsatisfiableResources, match="h100-80gb"):
-        placement(ResourceConfig.with_gpu("Voodoo2"), replicas=1)
+        placement(ResourceConfig.with_gpu("Voodoo2"))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +179,7 @@ def test_tpu_slice_has_a_pod_for_each_vm_on_nodes_of_its_shape(
 
 @pytest.mark.parametrize("variant", sorted(set(TPU_TOPOLOGIES) - {"v5litepod-2"}))
 def test_every_tpu_shape_has_as_many_chips_as_its_slice(variant: str) -> None:
-    shape = placement(ResourceConfig.with_tpu(variant), replicas=1).node_selector["cloud.google.com/gke-tpu-topology"]
+    shape = placement(ResourceConfig.with_tpu(variant)).node_selector["cloud.google.com/gke-tpu-topology"]
     chips = 1
     for side in shape.split("x"):
         chips *= int(side)
@@ -188,22 +195,64 @@ def test_every_tpu_shape_has_as_many_chips_as_its_slice(variant: str) -> None:
     ],
 )
 def test_shape_of_a_slice_is_as_near_to_a_cube_as_it_can_be(variant: str, shape: str) -> None:
-    where = placement(ResourceConfig.with_tpu(variant), replicas=1)
+    where = placement(ResourceConfig.with_tpu(variant))
     assert where.node_selector["cloud.google.com/gke-tpu-topology"] == shape
 
 
-def test_tpu_slices_that_one_job_cannot_give_are_refused() -> None:
-    with pytest.raises(UnsatisfiableResources, match="one job for each slice"):
-        placement(ResourceConfig.with_tpu("v6e-16", slice_count=2), replicas=2)
+def test_several_slices_of_several_vms_are_a_jobset_with_a_job_and_a_node_pool_for_each_slice() -> None:
+    jobset = manifest(ResourceConfig.with_tpu("v6e-16", slice_count=3))
+    assert (jobset["kind"], jobset["metadata"]["name"]) == ("JobSet", "eval-7b-step-1-2")
+    assert jobset["metadata"]["annotations"]["alpha.jobset.sigs.k8s.io/exclusive-topology"] == (
+        "cloud.google.com/gke-nodepool"
+    )
+    assert (jobset["spec"]["suspend"], jobset["spec"]["failurePolicy"]) == (True, {"maxRestarts": 0})
+    [slices] = jobset["spec"]["replicatedJobs"]
+    job = slices["template"]["spec"]
+    assert (slices["replicas"], job["completions"], job["parallelism"]) == (3, 4, 4)
+    assert job["backoffLimitPerIndex"] == 0
+    assert slices["template"]["metadata"]["labels"] == job["template"]["metadata"]["labels"]
+    assert manifest(ResourceConfig.with_tpu("v6e-8", slice_count=2))["kind"] == "Job"
+
+
+def test_queue_stands_on_what_waits_in_it_and_nowhere_else() -> None:
+    queued = replace(OWNER, queue="team")
+    for resources in (ResourceConfig(), ResourceConfig.with_tpu("v6e-16", slice_count=2)):
+        made = manifest(resources, owner=queued)
+        assert made["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+        assert made["spec"]["suspend"]
+        assert json.dumps(made).count("kueue") == 1
+        owned = {**made, "metadata": {**made["metadata"], "uid": "123"}}
+        assert "kueue" not in json.dumps(service_manifest(job=owned)["spec"])
+    assert "kueue" not in json.dumps(manifest(ResourceConfig()))
+
+
+@pytest.mark.parametrize(
+    ("given", "coordinator"), [({}, "a-1-slice-0-0.a-1:8081"), ({"MEGASCALE_COORDINATOR_ADDRESS": "gke"}, "gke")]
+)
+def test_pod_of_a_slice_knows_its_replica_and_where_slices_find_each_other_unless_the_cluster_says_so(
+    given: dict[str, str], coordinator: str
+) -> None:
+    specification = {"vms": 4, "replicas": 2, "env_vars": {}, "jobs": "", "job_id": "a", "path_first": ""}
+    pod = {"JOB_COMPLETION_INDEX": "3", "ASSAY_JOBSET": "a-1", "ASSAY_SLICE_INDEX": "1", **given}
+    found = run_in_pod.variables(specification, pod, run_folder=Path("/run"))
+    assert {name: found[f"ASSAY_{name}"] for name in ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")} == {
+        "REPLICA_INDEX": "1",
+        "HOST_INDEX": "3",
+        "HOST_COUNT": "4",
+    }
+    assert found["MEGASCALE_COORDINATOR_ADDRESS"] == coordinator
+    assert (found["MEGASCALE_NUM_SLICES"], found["MEGASCALE_SLICE_ID"]) == ("2", "1")
+
+
+def test_tpu_slice_that_gke_has_no_nodes_for_is_refused_and_a_topology_that_is_given_wins() -> None:
     with pytest.raises(UnsatisfiableResources, match="v5litepod-2"):
-        placement(ResourceConfig.with_tpu("v5litepod-2"), replicas=1)
-    assert placement(ResourceConfig.with_tpu("v6e-8", slice_count=2), replicas=2).vms == 1
+        placement(ResourceConfig.with_tpu("v5litepod-2"))
     given = ResourceConfig(device=TpuConfig(variant="v4-32", topology="1x4x4"))
-    assert placement(given, replicas=1).node_selector["cloud.google.com/gke-tpu-topology"] == "1x4x4"
+    assert placement(given).node_selector["cloud.google.com/gke-tpu-topology"] == "1x4x4"
 
 
 def test_preemptible_jobs_prefer_cheap_nodes_and_others_refuse_them() -> None:
-    cheap, safe = (placement(ResourceConfig(preemptible=answer), replicas=1) for answer in (True, False))
+    cheap, safe = (placement(ResourceConfig(preemptible=answer)) for answer in (True, False))
     assert "cloud.google.com/gke-spot" in {toleration["key"] for toleration in cheap.tolerations}
     assert not safe.tolerations
     rules = json.dumps(safe.affinity)
@@ -215,7 +264,7 @@ def test_job_ids_are_names_that_kubernetes_allows(name: str) -> None:
     job_id = new_job_id(name)
     assert job_id.replace("-", "").isalnum() and job_id == job_id.lower()
     assert job_id[0].isalpha()  # Services must begin with a letter
-    assert len(f"{job_id}-1234-1234") <= 63  # the host name of a pod: attempt and index
+    assert len(f"{job_id}-123-slice-99-9999-abcde") <= 63  # of a pod: attempt, slice, index, what makes it unique
     assert dns_label("Eval_7B.step") == "eval-7b-step"
 
 

@@ -101,8 +101,8 @@ def test_pod_stands_where_the_table_says_and_says_why(name: str) -> None:
 
 
 def test_pods_that_are_not_there_are_told_apart_by_what_their_job_counted() -> None:
-    job = {"status": {"failedIndexes": "1,4-5", "completedIndexes": "2"}}
-    states = states_by_index([pod(index=0, **main(running={}))], count=5, job=job)
+    job = {"metadata": {}, "status": {"failedIndexes": "1,4-5", "completedIndexes": "2"}}
+    states = states_by_index([pod(index=0, **main(running={}))], count=5, vms=1, jobs=[job])
     assert [state.standing for state in states] == ["running", "preempted", "succeeded", "pending", "preempted"]
 
 

@@ -256,7 +256,7 @@ def test_job_variables_are_all_declared_by_the_template(kind: WorkPoolType, want
 
 def test_kubernetes_job_is_valid_and_asks_for_the_slice() -> None:
     variables = choose_work_pool(ResourceConfig.with_tpu("v5litepod-8"), regions=THREE).job_variables
-    values = rendered("kubernetes", variables | {"service_account_name": "assay"})
+    values = rendered("kubernetes", variables | {"service_account_name": "assay", "queue_name": "team"})
     configuration = KubernetesWorkerJobConfiguration.model_validate(values)
     configuration.prepare_for_flow_run(FlowRun(name="evaluate", flow_id=uuid4()))
     manifest = configuration.job_manifest
@@ -264,6 +264,8 @@ def test_kubernetes_job_is_valid_and_asks_for_the_slice() -> None:
     pod = manifest["spec"]["template"]["spec"]
     assert pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x4"
     assert pod["serviceAccountName"] == "assay"
+    assert manifest["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert "kueue" not in str(rendered("kubernetes", variables))
     resources = pod["containers"][0]["resources"]
     assert resources["limits"]["google.com/tpu"] == resources["requests"]["google.com/tpu"] == 8
     assert "nvidia.com/gpu" not in resources["limits"]

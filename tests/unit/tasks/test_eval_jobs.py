@@ -178,10 +178,20 @@ def test_manifests_follow_the_published_schemas_and_are_the_same_bytes_twice(tmp
             kubernetes_validate.validate(document, version, strict=True)
 
 
+def test_job_in_a_queue_is_suspended_until_kueue_admits_it(tmp_path: Path) -> None:
+    job, config_map = rendered(tmp_path, kubernetes_config={"queue_name": "team"})
+    assert (job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"], job["spec"]["suspend"]) == ("team", True)
+    assert "kueue" not in json.dumps([config_map, job["spec"]])
+
+
 def test_job_has_the_parts_that_evaluation_jobs_have_had(tmp_path: Path) -> None:
     job, config_map = documents = rendered(tmp_path)
     spec, pod = job["spec"], pod_of(documents)
     assert (spec["ttlSecondsAfterFinished"], spec["backoffLimit"], pod["restartPolicy"]) == (1800, 3, "Never")
+    assert spec["podFailurePolicy"]["rules"] == [
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    ]
+    assert "suspend" not in spec
     assert (pod["serviceAccountName"], pod["nodeSelector"]) == (
         "kubernetes",
         {"cloud.google.com/gke-accelerator": "nvidia-tesla-t4"},
