@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import platform
+import re
 import shutil
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -15,9 +17,12 @@ from resources.regions.regions import known_regions, regions_file, where_to_writ
 from resources.settings import deployment_data, pip_find_links, settings
 from tasks.evaluators.evaluator import harness_environments
 from tasks.prefect_server.client import server_address
-from tasks.records.provenance import git_state, versions
+from tasks.records.provenance import git_output, git_state, versions
 
 _ENGINE_DISK_BYTES = 6 * 1024**3
+_COMMIT, _VERSION = re.compile(r"[0-9a-f]{7,40}"), re.compile(r"v?\d+\.\d+(\.\d+)?")
+_IN_IMAGES = ("flows", "tasks", "pools", "resources", "deployments", "pyproject.toml")
+_REBUILD = "build it anew, as docs/how-to/build-the-images.md says, and name that one"
 _ENGINE_MEMORY_BYTES = 4 * 1024**3
 
 
@@ -38,7 +43,7 @@ class Finding:
 def examine() -> list[Finding]:
     """Looks at the machine; changes nothing."""
     machine = [_assay(), _python(), _cpu_engine(), _gpu(), _tpu(), _memory(), _disk()]
-    return [*machine, *_environments(), _prefect(), _deployments(), *_regions(), _wheels()]
+    return [*machine, *_environments(), _prefect(), _deployments(), *_regions(), *_images(), _wheels()]
 
 
 def _assay() -> Finding:
@@ -133,6 +138,50 @@ def _regions() -> list[Finding]:
         remedy = where_to_write(lacking[0].name, lacking[0].unwritten()[name])
         findings.append(Finding("Regions", "note", f"no {name} for {', '.join(each.name for each in lacking)}", remedy))
     return findings
+
+
+def _images() -> list[Finding]:
+    """Every image that this machine's settings and the regions name, beside the code that runs here."""
+    try:
+        named = [image for region in known_regions().regions for image in region.named_images]
+    except BadInput:  # said by `_regions`
+        named = []
+    commit, changed = git_state()
+    every = dict.fromkeys([*filter(None, [settings().job_image]), *named])
+    return [image_finding(image, commit, changed=bool(changed), since=commits_since) for image in every]
+
+
+def image_finding(image: str, commit: str | None, *, changed: bool, since: Callable[[str], int | None]) -> Finding:
+    """Returns whether an image is older than this code, as far as its tag, a commit or a version, tells.
+
+    Args:
+        image: its name.
+        commit: this code's, if that is known.
+        changed: True if it has changes that are not committed.
+        since: see `commits_since`.
+    """
+    tag, version = image.rpartition("/")[2].partition(":")[2].partition("@")[0], versions()["assay"]
+
+    def finding(fresh: bool, seen: str, remedy: str = _REBUILD) -> Finding:
+        return Finding(f"Image {image}", "ok" if fresh else "note", seen, "" if fresh else remedy)
+
+    if _VERSION.fullmatch(tag):
+        same = tag.removeprefix("v") == version
+        return finding(same, f"{'this' if same else 'another version than this'} code's, {version}")
+    if not _COMMIT.fullmatch(tag):
+        return finding(False, "its tag does not say how old it is", "tag it with the commit that it is built from")
+    newer = 0 if (commit or "").startswith(tag) else since(tag)
+    if newer is None:
+        return finding(False, f"of another commit than this code, which is of {(commit or 'an unknown one')[:12]}")
+    if newer:
+        return finding(False, f"{newer} {'commit' if newer == 1 else 'commits'} older than this code")
+    return finding(not changed, "lacks changes that are not committed" if changed else "no older than this code")
+
+
+def commits_since(commit: str) -> int | None:
+    """Returns how many commits since then have changed what is in images; None if this is no clone that knows it."""
+    count = git_output(Path(__file__).parents[2], "rev-list", "--count", f"{commit}..HEAD", "--", *_IN_IMAGES)
+    return None if count is None else int(count)
 
 
 def _wheels() -> Finding:

@@ -16,6 +16,10 @@ from resources.errors import BadInput
 
 WorkPoolType = Literal["process", "kubernetes", "cloud-run-v2", "vertex-ai"]
 """The types of Prefect work pools that there are templates for."""
+ImageKind = Literal["orchestrator", "cpu", "cuda", "tpu"]
+"""The images of `deployments/images/`."""
+IMAGES_LINE = "images: {orchestrator: IMAGE, cpu: IMAGE, cuda: IMAGE, tpu: IMAGE}"
+"""The line that names the images of a region's work pool."""
 ADDRESS_LINE = "ray_address: ray://HEAD:10001"
 """The line that says where the Ray of a region is."""
 _GPU_NAMES = {"A100-40GB": "A100", "H100-80GB": "H100", "H100-MEGA-80GB": "H100"}
@@ -92,6 +96,9 @@ class Region(Config):
     """Place where that work pool runs flow runs."""
     work_pool_variables: dict[str, Any] = {}
     """Defaults of its job variables, such as image, namespace and service_account_name."""
+    images: dict[ImageKind, str] = {}
+    """Images of its flow runs, each with its tag: cpu, cuda or tpu by their device, orchestrator for what sends jobs to
+    the region's cluster. Otherwise `image` of `work_pool_variables`."""
     ray_address: str | None = None
     """Address of its Ray, such as ray://10.0.0.2:10001."""
     ray_cluster: RayCluster | None = None
@@ -122,12 +129,20 @@ class Region(Config):
         """Returns the address for jobs of this region, as `ASSAY_JOBS` names it; None if nothing is known of it."""
         return self.ray_address or self.iris_address
 
+    @property
+    def named_images(self) -> list[str]:
+        """Returns every image that flow runs of its work pool may have."""
+        usual = self.work_pool_variables.get("image")
+        return [*self.images.values(), *([usual] if isinstance(usual, str) else [])]
+
     def unwritten(self) -> dict[str, str]:
-        """Lines that the file lacks for the Ray cluster of this region, each by the name of what it says."""
-        cluster = self.ray_cluster
+        """Lines that the file lacks for work pool and Ray cluster of this region, each by the name of what it says."""
+        cluster, lines = self.ray_cluster, {}
+        if self.work_pool and self.work_pool_type != "process" and not self.named_images:
+            lines["images"] = IMAGES_LINE
         if cluster is None:
-            return {}
-        lines = {} if self.backend_url else {"ray_address": ADDRESS_LINE}
+            return lines
+        lines |= {} if self.backend_url else {"ray_address": ADDRESS_LINE}
         if cluster.project is None:
             lines["project"] = f"ray_cluster: {{file: {cluster.file}, zone: {cluster.zone}, project: PROJECT}}"
         return lines

@@ -8,13 +8,14 @@ from typing import Any
 from resources.backends.kubernetes.devices import GPU_RESOURCE, TPU_RESOURCE, placement, tpu_shape
 from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig, size_in_bytes
 from resources.errors import UnsatisfiableResources
-from resources.regions.region_table import ADDRESS_LINE, Region, WorkPoolType, gpu_model, tpu_generation
+from resources.regions.region_table import ADDRESS_LINE, ImageKind, Region, gpu_model, tpu_generation
 from resources.regions.regions import where_to_write
 from resources.tpu import largest_of_one_vm
 
 _GIB = 2**30
 _COORDINATOR_CORES, _COORDINATOR_MEMORY = 4, 16 * _GIB
 
+_IMAGE_KINDS: dict[str, ImageKind] = {"cpu": "cpu", "gpu": "cuda", "tpu": "tpu"}
 _CLOUD_RUN_CORES = (1, 2, 4, 8)
 _CLOUD_RUN_MEMORY = 32 * _GIB
 _CLOUD_RUN_GPU_CORES, _CLOUD_RUN_GPU_MEMORY = 4, 16 * _GIB
@@ -70,7 +71,6 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
     Raises:
         UnsatisfiableResources: jobs of that type cannot have it; the message names what comes nearest.
     """
-    kind = region.work_pool_type
     if _needs_a_cluster(resources):
         if region.backend_url is None:
             raise _too_large(resources, region)
@@ -83,8 +83,8 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
                 "preemptible": False,
             }
         )
-        return _on_one_machine(here, region, kind) | {"env": {"ASSAY_JOBS": region.backend_url}}
-    return _on_one_machine(resources, region, kind)
+        return _on_one_machine(here, region, "orchestrator") | {"env": {"ASSAY_JOBS": region.backend_url}}
+    return _on_one_machine(resources, region, _IMAGE_KINDS[resources.device.kind])
 
 
 def _needs_a_cluster(resources: ResourceConfig) -> bool:
@@ -95,9 +95,10 @@ def _needs_a_cluster(resources: ResourceConfig) -> bool:
             return False
 
 
-def _on_one_machine(resources: ResourceConfig, region: Region, kind: WorkPoolType) -> dict[str, Any]:
-    image = {"image": resources.image} if resources.image else {}
-    match kind:
+def _on_one_machine(resources: ResourceConfig, region: Region, kind: ImageKind) -> dict[str, Any]:
+    named = resources.image or region.images.get(kind)
+    image = {"image": named} if named else {}
+    match region.work_pool_type:
         case "process":
             return {}
         case "kubernetes":

@@ -160,7 +160,11 @@ def test_lines_that_doctor_says_a_regions_file_lacks_are_all_that_it_lacks(
         findings = json.loads(CliRunner().invoke(app, ["doctor", "--json"]).stdout)
         return [each for each in findings if each["subject"] == "Regions" and each["level"] != "ok"]
 
-    assert [note["seen"].partition(" for ")[0] for note in notes()] == ["no project", "no ray_address"]
+    assert [note["seen"].partition(" for ")[0] for note in notes()] == [
+        "no images",
+        "no project",
+        "no ray_address",
+    ]
     own = tmp_path / "regions.yaml"
     shutil.copy(deployment_data("regions.yaml"), own)
     monkeypatch.setenv("ASSAY_REGIONS", str(own))

@@ -254,6 +254,24 @@ def test_job_variables_are_all_declared_by_the_template(kind: WorkPoolType, want
     rendered(kind, variables)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "image"),
+    [
+        (ResourceConfig(), "assay-cpu:1"),
+        (ResourceConfig.with_gpu("H100"), "assay-cuda:1"),
+        (ResourceConfig.with_tpu("v6e-8"), "assay-tpu:1"),
+        (ResourceConfig.with_tpu("v6e-16"), "assay-orchestrator:1"),
+        (ResourceConfig.with_gpu("H100", image="own:2"), "own:2"),
+    ],
+)
+def test_image_of_a_flow_run_is_the_regions_for_its_device_unless_it_names_its_own(
+    wanted: ResourceConfig, image: str
+) -> None:
+    images = {name: f"assay-{name}:1" for name in ("orchestrator", "cpu", "cuda", "tpu")}
+    here = region("us-east5", "kubernetes", images=images, ray_address="ray://10.0.0.2:10001")
+    assert choose_work_pool(wanted, regions=regions(here)).job_variables["image"] == image
+
+
 def test_kubernetes_job_is_valid_and_asks_for_the_slice() -> None:
     variables = choose_work_pool(ResourceConfig.with_tpu("v5litepod-8"), regions=THREE).job_variables
     values = rendered("kubernetes", variables | {"service_account_name": "assay", "queue_name": "team"})

@@ -1,0 +1,64 @@
+"""Findings of `assay doctor` that do not depend on the machine: images beside the code."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from flows.cli.doctor import commits_since, examine, image_finding
+from resources.settings import settings
+from tasks.records.provenance import versions
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+NEWER = {"aaaaaaa": 3, "bbbbbbb": 1, "ccccccc": 0}
+
+
+@pytest.mark.parametrize(
+    ("image", "changed", "level", "seen"),
+    [
+        (f"r.example:5000/team/assay-cpu:{COMMIT}", False, "ok", "no older"),
+        (f"assay-cpu:{COMMIT[:12]}@sha256:{'e' * 64}", False, "ok", "no older"),
+        (f"assay-cpu:{COMMIT[:7]}", True, "note", "lacks changes that are not committed"),
+        ("assay-cpu:aaaaaaa", False, "note", "3 commits older than this code"),
+        ("assay-cpu:bbbbbbb", False, "note", "1 commit older than this code"),
+        ("assay-cpu:ccccccc", False, "ok", "no older"),
+        ("assay-cpu:ddddddd", False, "note", "of another commit than this code, which is of 0123456789ab"),
+        (f"assay-cpu:v{versions()['assay']}", False, "ok", "this code's"),
+        ("assay-cpu:0.0.1", False, "note", "another version than this code's"),
+        ("r.example:5000/assay-cpu", False, "note", "its tag does not say"),
+        ("assay-cpu:latest", False, "note", "its tag does not say"),
+        (f"assay-cpu@sha256:{'a' * 64}", False, "note", "its tag does not say"),
+    ],
+)
+def test_image_is_as_old_as_its_tag_says(image: str, changed: bool, level: str, seen: str) -> None:
+    found = image_finding(image, COMMIT, changed=changed, since=NEWER.get)
+    assert (found.subject, found.level) == (f"Image {image}", level)
+    assert seen in found.seen
+    assert bool(found.remedy) == (level == "note")
+
+
+def test_commits_are_counted_from_those_that_this_clone_knows() -> None:
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert commits_since(head.stdout.strip()) == 0
+    assert commits_since("d" * 40) is None
+
+
+def test_images_of_settings_and_regions_are_examined_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    regions = tmp_path / "regions.yaml"
+    regions.write_text(
+        """
+        prices: {as_of: 2026-11-01, vcpu_hour: {on_demand: 1}, memory_gb_hour: {on_demand: 1},
+                 egress_gb: {same_continent: 0, other_continent: 0}}
+        regions:
+          - {name: a, continent: europe, work_pool: a, images: {cpu: "cpu:1.2", tpu: "tpu:1.2"}}
+          - {name: b, continent: europe, work_pool: b, work_pool_variables: {image: "cpu:1.2"}}
+        """
+    )
+    monkeypatch.setenv("ASSAY_REGIONS", str(regions))
+    monkeypatch.setenv("ASSAY_JOB_IMAGE", "jobs:1.2")
+    settings.cache_clear()
+    found = [each.subject for each in examine() if each.subject.startswith("Image ")]
+    assert found == ["Image jobs:1.2", "Image cpu:1.2", "Image tpu:1.2"]
+    settings.cache_clear()
