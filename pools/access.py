@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import SecretStr, field_serializer
 
 from pools.config import InferencePoolConfig
 from pools.engine.engines import engine_kwargs
+from pools.engine.launch import Servable
+from pools.engine.parallelism import require_divisible
 from pools.proxy.client import ProxyAddress, ProxyClient
 from resources.config import Config
+from resources.jobs.addresses import is_loopback
+from resources.regions.region_check import check_reads
 
 _NOTHING_TO_DO_WITH_ANSWERS = frozenset(
     {
@@ -61,6 +66,19 @@ class PoolAccess(Config):
             "arguments": engine_kwargs(self.config),
             **self.config.model.unnamed_inputs(),
         }
+
+
+def require_usable(access: PoolAccess, checkpoints: Sequence[Servable]) -> None:
+    """Refuses what a pool cannot serve, or should not read; where it runs is known if it names regions, or is here.
+
+    Raises:
+        BadInput: its engines cannot divide a checkpoint over their chips.
+        WrongRegion: one lies in another region, and reading it from there would cost too much.
+    """
+    require_divisible(access.config, checkpoints)
+    resources = access.config.resource_config
+    if resources.regions or is_loopback(access.address.host):
+        check_reads([checkpoint.uri for checkpoint in checkpoints], resources, backend=None)
 
 
 def engine_digest(config: InferencePoolConfig, build: str) -> str:

@@ -30,6 +30,7 @@ POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
 POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
 POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
 ENGINE_KEY_VARIABLE = "ASSAY_ENGINE_KEY"
+MAX_EGRESS_VARIABLE = "ASSAY_MAX_EGRESS_USD"
 
 
 def _user_cache() -> Path:
@@ -69,6 +70,9 @@ class Settings(BaseSettings):
 
     regions: Path | None = None
     """File that describes regions, buckets and prices, in place of `deployments/regions.yaml`."""
+
+    max_egress_usd: float = Field(default=0.0, ge=0)
+    """Most that reading the checkpoints of a pool, or of a job that loads them itself, from another region may cost."""
 
     prefix: str | None = None
     """Place of this machine's data, such as `gs://marin-us-central2`, which says its region; else `MARIN_PREFIX`."""

@@ -26,6 +26,7 @@ from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment, pinned_versions, planned_identity
 from resources.errors import ProxyFailed
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
+from resources.regions.region_check import check_reads
 from resources.settings import POOL_JOIN_TOKEN_VARIABLE, ProxyKeys
 
 _PREEMPTIONS = 100
@@ -51,6 +52,7 @@ class InferencePool:
         EnvironmentBuildFailed: the engine's environment could not be built.
         ProxyFailed: the proxy did not start; whatever had been started is ended first.
         BadInput: its keys would leave the machine unencrypted, or a replica cannot run on what it gets.
+        WrongRegion: its checkpoints lie in another region, and reading them there would cost too much.
     """
 
     def __init__(
@@ -96,6 +98,11 @@ class InferencePool:
         """Starts everything, in this order; `ending` ends it in the reverse one."""
         check_network(self.config, is_local=self._client.is_local)
         require_divisible(self.config, self._checkpoints)
+        check_reads(
+            [checkpoint.uri for checkpoint in self._checkpoints],
+            self.config.resource_config,
+            backend=None if self._client.is_local else self._client.url,
+        )
         own = None if self._is_foreign else ENVIRONMENTS[environment_name(self.config)]
         build = self._build_engine()
         if self._launcher is not None and self._client.is_local:  # imported once, for every replica of this machine

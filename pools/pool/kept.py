@@ -29,6 +29,7 @@ from resources.backends.local.client import LocalClient
 from resources.config import Config, ResourceConfig
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment
+from resources.regions.region_check import check_reads
 from resources.settings import job_id, settings
 
 _POOL_FILE_POLL_SECONDS = 0.1
@@ -85,13 +86,17 @@ def keep_up(
 
     Raises:
         BadInput: the name cannot be used, a pool of that name is up, or a replica cannot run on what it gets.
+        WrongRegion: a checkpoint lies in another region, and reading it from there would cost too much.
         ProxyFailed: it ended, or did not answer in time.
     """
     _require_name(name)
     require_divisible(config, checkpoints)
     if (standing := find(name)) is not None:
         raise _is_up(standing)
-    backend = current_client().url  # the job that keeps it up is of this machine; its replicas may not be
+    client = current_client()
+    uris = [checkpoint.uri for checkpoint in checkpoints]
+    check_reads(uris, config.resource_config, backend=None if client.is_local else client.url)
+    backend = client.url  # the job that keeps it up is of this machine; its replicas may not be
     try:
         job = LocalClient().submit(
             JobRequest(

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
 
-from pools.access import PoolAccess, engine_digest
+from pools.access import PoolAccess, engine_digest, require_usable
 from pools.endpoint import RunningModel
 from pools.engine.engines import replica_capacity
 from pools.engine.launch import Servable
-from pools.engine.parallelism import require_divisible
 from pools.pool.abilities import Abilities
 from pools.pool.loads import loads_of
 from pools.protocol import Lease, LoadReport, ProxyStatus, ReplicaStatus, RequestCounters
@@ -53,6 +52,7 @@ class PoolSession:
 
     Raises:
         BadInput: there is no checkpoint, or the pool's engines cannot divide it over their chips.
+        WrongRegion: one lies in another region, and reading it from there would cost too much.
         ProxyFailed: the pool is gone, or refuses.
     """
 
@@ -66,7 +66,7 @@ class PoolSession:
     ) -> None:
         if not checkpoints:
             raise BadInput(expected="at least one checkpoint to serve", found="none", remedy="name one")
-        require_divisible(access.config, checkpoints)
+        require_usable(access, checkpoints)
         self.access = access
         self._checkpoints = {checkpoint.name: checkpoint for checkpoint in checkpoints}
         self._proxy = access.proxy()
@@ -110,9 +110,10 @@ class PoolSession:
 
         Raises:
             BadInput: the pool's engines cannot divide one over their chips.
+            WrongRegion: one lies in another region, and reading it from there would cost too much.
             ProxyFailed: the pool is gone.
         """
-        require_divisible(self.access.config, checkpoints)
+        require_usable(self.access, checkpoints)
         with self._changing:
             self._checkpoints = {**self._checkpoints, **{checkpoint.name: checkpoint for checkpoint in checkpoints}}
         self._take_lease()

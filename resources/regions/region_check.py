@@ -13,7 +13,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
+from decimal import ROUND_UP, Decimal
+from functools import cache
 from pathlib import PurePath
 from typing import Any
 
@@ -24,7 +25,7 @@ from resources.errors import BadInput, WrongRegion
 from resources.regions.buckets import bucket_location, size_of
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
-from resources.settings import data_prefix
+from resources.settings import MAX_EGRESS_VARIABLE, data_prefix, settings
 
 _METADATA = "http://169.254.169.254"  # of a VM at Google; by number, since looking the name up can hang elsewhere
 _METADATA_SECONDS = 1.0
@@ -71,8 +72,9 @@ def check_gcs_paths_same_region(
     region_getter: Callable[[], str | None] | None = None,
     path_checker: PathChecker | None = None,
     resources: ResourceConfig | None = None,
+    max_egress_usd: Decimal | None = None,
 ) -> str | None:
-    """Checks that every `gs://` path of a configuration lies in the region that uses it.
+    """Checks that every `gs://` path of a configuration lies in the region that uses it, or costs little to read there.
 
     Args:
         obj: a configuration: mappings, sequences, sets, dataclasses, pydantic models and paths, in any nesting.
@@ -82,9 +84,11 @@ def check_gcs_paths_same_region(
         region_getter: finds the region out; `region_of_this_machine` when None.
         path_checker: looks at one path; `check_path` when None.
         resources: whose `regions`, best first, override the machine's; `obj.resources` when None.
+        max_egress_usd: what reading all that lies elsewhere once may cost; nothing, whatever is allowed, when None.
 
     Returns:
-        The region in which all paths lie, the first of those allowed; None where that is not known.
+        The region in which all paths lie, the first of those allowed, or in which the fewest lie elsewhere; None where
+        that is not known.
 
     Raises:
         WrongRegion: a path lies elsewhere; all that do are named, with what reading them would cost.
@@ -110,7 +114,38 @@ def check_gcs_paths_same_region(
         if not by_region[name]:
             return name
     best = min(by_region, key=lambda name: len(by_region[name]))
-    raise _wrong(by_region[best], region=best, allowed=allowed)
+    reads = _reads(by_region[best])
+    usd = sum((read.usd for read in reads), Decimal(0)) if all(read.is_whole for read in reads) else None
+    if max_egress_usd is not None and usd is not None and usd <= max_egress_usd:
+        return best
+    way = "" if max_egress_usd is None else f" Or allow it: {MAX_EGRESS_VARIABLE}={_cents(usd) or 'USD'}."
+    raise _wrong(reads, region=best, allowed=allowed, way_to_allow=way)
+
+
+def check_reads(uris: Sequence[str], resources: ResourceConfig, *, backend: str | None) -> None:
+    """Checks that what a pool or a job is to read lies in its region, or costs no more than `ASSAY_MAX_EGRESS_USD`.
+
+    Args:
+        uris: what it is to read.
+        resources: of the pool or job, which may name its regions.
+        backend: where it runs if they do not, as in `Client.url`; None is this machine.
+
+    Raises:
+        WrongRegion: it would cost more.
+    """
+
+    def region_of_backend() -> str | None:
+        if backend is None:
+            return region_of_this_machine()
+        return next((region.name for region in known_regions().regions if region.backend_url == backend), None)
+
+    check_gcs_paths_same_region(
+        {"reads": list(dict.fromkeys(uris))},
+        local_ok=True,
+        region_getter=region_of_backend,
+        resources=resources,
+        max_egress_usd=Decimal(str(settings().max_egress_usd)),
+    )
 
 
 def find_gcs_paths(obj: Any, place: str = "") -> list[GcsPath]:
@@ -146,6 +181,11 @@ def check_path(path: GcsPath, region: str, regions: Regions | None = None) -> El
 
 def region_of_this_machine(metadata_address: str = _METADATA) -> str | None:
     """The region this machine is in: the zone that a VM's metadata names, else what the data prefix says; or None."""
+    return _region_of_vm(metadata_address) or region_of_prefix(data_prefix(), known_regions())
+
+
+@cache  # a machine that is no VM at Google takes a second to say so
+def _region_of_vm(metadata_address: str) -> str | None:
     request = urllib.request.Request(
         f"{metadata_address}/computeMetadata/v1/instance/zone", headers={"Metadata-Flavor": "Google"}
     )
@@ -156,7 +196,7 @@ def region_of_this_machine(metadata_address: str = _METADATA) -> str | None:
                 return answer.read().decode().rpartition("/")[2].rpartition("-")[0]  # projects/1/zones/us-east1-d
     except OSError:
         pass  # not a VM at Google
-    return region_of_prefix(data_prefix(), known_regions())
+    return None
 
 
 def region_of_prefix(prefix: str | None, regions: Regions) -> str | None:
@@ -236,12 +276,36 @@ def _covers(location: str, region: str) -> bool:
     return location == region or (around is not None and region.startswith(around))
 
 
-def _cost(found: Elsewhere, timeout_seconds: float) -> str:
-    size, whole = size_of(found.path.uri, timeout_seconds) if timeout_seconds > 0 else (0, False)
-    if not size:
-        return f"reading it costs {found.price} USD per GB"
-    least, cost = "" if whole else "more than ", found.price * size / _GB
-    return f"reading {least}{size / _GB:,.3g} GB once costs {least}{cost:,.2g} USD, {found.price} per GB"
+@dataclass(frozen=True)
+class _Read:
+    """One read from elsewhere; `is_whole` says that all of its bytes could be counted."""
+
+    found: Elsewhere
+    size_bytes: int
+    is_whole: bool
+
+    @property
+    def usd(self) -> Decimal:
+        return self.found.price * self.size_bytes / _GB
+
+    def __str__(self) -> str:
+        path, price = self.found.path, self.found.price
+        where = f"  {path.place}: {path.uri} is in {self.found.location}; "
+        if not self.size_bytes:
+            return f"{where}reading it costs {price} USD per GB"
+        least = "" if self.is_whole else "more than "
+        size = f"{least}{self.size_bytes / _GB:,.3g} GB"
+        return f"{where}reading {size} once costs {least}{self.usd:,.2g} USD, {price} per GB"
+
+
+def _reads(elsewhere: list[Elsewhere]) -> list[_Read]:
+    until = time.monotonic() + _SIZES_SECONDS
+    reads = []
+    for found in elsewhere:
+        left = until - time.monotonic()
+        size, whole = size_of(found.path.uri, left) if left > 0 else (0, False)
+        reads.append(_Read(found, size, whole and size > 0))
+    return reads
 
 
 def _unknown_region(paths: list[GcsPath], *, local_ok: bool) -> None:
@@ -255,15 +319,15 @@ def _unknown_region(paths: list[GcsPath], *, local_ok: bool) -> None:
     )
 
 
-def _wrong(elsewhere: list[Elsewhere], *, region: str, allowed: Sequence[str]) -> WrongRegion:
-    until = time.monotonic() + _SIZES_SECONDS
-    listed = "\n".join(
-        f"  {found.path.place}: {found.path.uri} is in {found.location}; {_cost(found, until - time.monotonic())}"
-        for found in elsewhere
-    )
+def _cents(usd: Decimal | None) -> Decimal | None:
+    return None if usd is None else usd.quantize(Decimal("0.01"), ROUND_UP)
+
+
+def _wrong(reads: list[_Read], *, region: str, allowed: Sequence[str], way_to_allow: str) -> WrongRegion:
     among = f", the best of {', '.join(allowed)}" if len(allowed) > 1 else ""
     return WrongRegion(
         expected=f"all gs:// paths of the configuration in the region {region}{among}",
-        found=f"{len(elsewhere)} that are not in the same region\n{listed}",
-        remedy="Copy the data to a bucket of the region, use one there, or run the job where the data is.",
+        found="\n".join([f"{len(reads)} that are not in the same region", *map(str, reads)]),
+        remedy="Copy the data to a bucket of the region, use one there, or run the job where the data is."
+        + way_to_allow,
     )

@@ -12,6 +12,7 @@ from resources.errors import NoUsableWorkPool, UnsatisfiableResources
 from resources.regions.region_table import Region, Regions
 from resources.regions.regions import known_regions, price_per_hour, regions_for
 from resources.regions.work_pool_variables import job_variables
+from resources.settings import MAX_EGRESS_VARIABLE
 
 _GB = 10**9
 
@@ -134,6 +135,8 @@ def choose_work_pool(
             nearest = nearest or f"{region.work_pool}, for {egress:.2f} USD of egress"
             passed_over[region.name] = f"would cost {egress:.2f} USD for reading the checkpoints from another region"
             continue
+        if egress:  # what begins there looks again
+            variables |= {"env": {**variables.get("env", {}), MAX_EGRESS_VARIABLE: str(max_egress_usd)}}
         price = price_per_hour(region, resources)
         return WorkPoolChoice(region.work_pool, region, variables, egress, price, passed_over)
     if impossible is not None and all(reason.startswith("cannot: ") for reason in passed_over.values()):

@@ -33,7 +33,7 @@ from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
 from tasks.reports.artifacts import browser_address
-from tasks.running.provisioning import start_pool
+from tasks.running.provisioning import require_near, start_pool
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import artifact_key, how_many, job_name
 from tasks.spec.paths import check_deployed_paths
@@ -140,6 +140,7 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently:
 
     Raises:
         BadInput: there is no such kept pool.
+        WrongRegion: the checkpoints lie in another region, and reading them from there would cost too much.
         EnvironmentBuildFailed, ProxyFailed: the pool does not start.
     """
     config = planned.config
@@ -150,6 +151,7 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently:
             yield session
         return
     assert config.pool_config is not None
+    require_near(config.pool_config.resource_config, [servable.uri for servable in servables])
     ensure_environment(ENVIRONMENTS[environment_name(config.pool_config)], on_progress=report_event)
     with accelerators_reserved(config.pool_config.resource_config):
         pool = start_pool(config.pool_config, servables)

@@ -17,8 +17,11 @@ from pools.engine.launch import Launcher, Servable, environment_name
 from pools.pool.inference import InferencePool
 from pools.pool.kept import require
 from pools.pool.session import PoolSession
+from resources.backends.current import current_client
+from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import BadInput, EndpointUnusable
+from resources.regions.region_check import check_reads
 from resources.settings import settings
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.accelerators import accelerators_reserved
@@ -39,8 +42,15 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
     Raises:
         BadInput: the evaluations want to be served in different ways.
         UnsatisfiableResources: more accelerators than the Prefect server's limit leaves.
+        WrongRegion: checkpoints lie in another region, and reading them from there would cost too much.
     """
     served = [config for config in configs if not config.native]
+    uris = [checkpoint.uri for checkpoint in checkpoints]
+    for config in configs:
+        if config.native:
+            require_near(config.resource_config or ResourceConfig(), uris)
+        elif config.pool_config is not None and config.pool_name is None:
+            require_near(config.pool_config.resource_config, uris)
     prepare_environments(configs)
     if not served:
         yield None
@@ -68,6 +78,16 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
                 warm.end(pool.close)
             else:
                 pool.close()  # before what it has reserved is given back
+
+
+def require_near(resources: ResourceConfig, uris: Sequence[str]) -> None:
+    """Refuses checkpoints that would cost too much to read where a job of ours gets these resources.
+
+    Raises:
+        WrongRegion: they lie in another region.
+    """
+    client = current_client()
+    check_reads(uris, resources, backend=None if client.is_local else client.url)
 
 
 def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:

@@ -12,6 +12,7 @@ from typing import Any
 
 import gcsfs
 import pytest
+import yaml
 from pydantic import BaseModel
 
 from fakes.gcs import FakeGcs, fake_gcs
@@ -19,13 +20,14 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput, WrongRegion
 from resources.regions.region_check import (
     check_gcs_paths_same_region,
+    check_reads,
     find_gcs_paths,
     region_of_data,
     region_of_prefix,
     region_of_this_machine,
 )
 from resources.regions.regions import known_regions
-from resources.settings import settings
+from resources.settings import deployment_data, settings
 
 
 class Model(BaseModel):
@@ -148,6 +150,20 @@ def test_bucket_that_may_not_be_looked_at_is_a_warning(store: FakeGcs, caplog: p
     with caplog.at_level(logging.WARNING):
         check_gcs_paths_same_region({"path": "gs://check-nobody-s/m"}, local_ok=False, region="us-central2")
     assert "check-nobody-s" in caplog.text and "path" in caplog.text
+
+
+def test_region_of_a_job_elsewhere_is_the_one_whose_cluster_it_runs_on(
+    store: FakeGcs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    described = yaml.safe_load((deployment_data() / "regions.yaml").read_text())
+    next(region for region in described["regions"] if region["name"] == "us-east5")["ray_address"] = "ray://head:10001"
+    (tmp_path / "regions.yaml").write_text(yaml.safe_dump(described))
+    monkeypatch.setenv("ASSAY_REGIONS", str(tmp_path / "regions.yaml"))
+    settings.cache_clear()
+    with pytest.raises(WrongRegion, match=r"(?s)us-east5.*gs://marin-eu-west4/m is in europe-west4"):
+        check_reads(["gs://marin-eu-west4/m"], ResourceConfig(), backend="ray://head:10001")
+    check_reads(["gs://marin-us-east5/m"], ResourceConfig(), backend="ray://head:10001")
+    check_reads(["gs://marin-eu-west4/m"], ResourceConfig(), backend="ray://nobody-knows:10001")
 
 
 @pytest.fixture

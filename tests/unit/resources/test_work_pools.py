@@ -115,6 +115,7 @@ def test_failover_costs_egress_which_is_shown_and_refused_above_the_limit() -> N
         choose_work_pool(V6E, regions=THREE, states=paused, source=source)
     choice = choose_work_pool(V6E, regions=THREE, states=paused, source=source, max_egress_usd=Decimal(10))
     assert (choice.work_pool, choice.egress_usd) == ("pool-us-central1", Decimal("10.00"))
+    assert choice.job_variables["env"] == {"ASSAY_MAX_EGRESS_USD": "10"}  # or it would be refused there
     assert "10.00 USD for reading from another region" in choice.described()
 
 
