@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from typing import Any, ClassVar, Literal
 
 RecordStatus = Literal["succeeded", "failed", "infra_failed", "withheld"]
@@ -141,6 +142,10 @@ class ActorCallLost(AssayError):
 
 class ActorRestarted(ActorCallLost):
     """An actor was ended from outside during a call, and begins anew, without what it knew."""
+
+
+class ActorCallCancelled(AssayError, CancelledError):
+    """A call of an actor was cancelled before it began."""
 
 
 class ActorMethodFailed(AssayError):

@@ -17,7 +17,7 @@ import cloudpickle
 
 from resources.actors.actor_line import ActorLine, death_of
 from resources.actors.actor_wire import Frame, Kind
-from resources.errors import ActorMethodFailed, BadInput, JobTimeout
+from resources.errors import ActorCallCancelled, ActorMethodFailed, BadInput, JobTimeout
 from resources.jobs.jobs import Client, JobHandle
 from resources.jobs.results import Raised
 from resources.jobs.waiting import growing_pauses
@@ -26,19 +26,31 @@ from resources.jobs.waiting import growing_pauses
 class ActorFuture:
     """The answer of an actor that will come."""
 
-    def __init__(self, answer: Future[Frame], *, full_name: str) -> None:
+    def __init__(self, answer: Future[Frame], *, line: ActorLine, full_name: str) -> None:
         self._answer = answer
+        self._line = line
         self._full_name = full_name
 
     def done(self) -> bool:
         """Returns True if the answer, or the reason why there is none, is here."""
         return self._answer.done()
 
+    is_done = done
+
+    def cancel(self) -> bool:
+        """Returns True if the call has not begun, and never will: waiting for its result is an error then.
+
+        A call that runs is not interrupted, goes on, and can be waited for as before: False, as for one that has
+        ended, and for one whose actor is gone.
+        """
+        return not self.done() and self._line.cancel(self._answer)
+
     def result(self, timeout: float | None = None) -> Any:
         """Returns the method's result; blocks for at most `timeout` seconds.
 
         Raises:
             JobTimeout: no answer by then; the call goes on.
+            ActorCallCancelled: it was cancelled before it began.
             ActorDied: the actor is gone for good.
             ActorRestarted: it was ended during the call and begins anew; the call may have had its effect.
             ActorCallLost: the connection broke during the call, likewise.
@@ -58,6 +70,12 @@ class ActorFuture:
             ) from None
         if frame.kind is Kind.RESULT:
             return self._read(frame)
+        if frame.kind is Kind.CANCELLED:
+            raise ActorCallCancelled(
+                expected=f"an answer of {self._full_name}",
+                found="the call was cancelled before it began",
+                remedy="Make it again.",
+            )
         if frame.kind is Kind.RAISED:
             Raised(*pickle.loads(frame.body)).raise_here(self._failed)
         raise self._unreadable(frame.body.decode())
@@ -109,7 +127,7 @@ class ActorMethod:
                 found=f"{type(error).__name__}: {error}",
                 remedy="Pass values; open files, locks and connections inside the method.",
             ) from error
-        return ActorFuture(self._line.call(self._method, body), full_name=self._full_name)
+        return ActorFuture(self._line.call(self._method, body), line=self._line, full_name=self._full_name)
 
 
 class ActorHandle:

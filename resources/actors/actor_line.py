@@ -83,6 +83,23 @@ class ActorLine:
                     threading.Thread(target=self._work, name=f"actor {self._name}", daemon=True).start()
         return future
 
+    def cancel(self, answer: Future[Frame]) -> bool:
+        """Sees to it that a call never begins; False where that is too late, or cannot be known."""
+        with self._lock:
+            for waiting in [waiting for waiting in self._waiting if waiting[1] is answer]:
+                self._waiting.remove(waiting)
+                answer.set_result(Frame(waiting[0].call, Kind.CANCELLED, "", b""))
+                return True
+            number = next((number for number, sent in self._on_their_way.items() if sent is answer), None)
+            if number is None or self._connection is None:
+                return False
+            heard: Future[Frame] = Future()
+            self._send(Frame(next(self._numbers), Kind.CANCEL, "", b"%d" % number), heard)
+        try:
+            return heard.result().kind is Kind.CANCELLED
+        except AssayError:  # it has died, which ends the call too
+            return False
+
     def _send(self, frame: Frame, future: Future[Frame]) -> None:
         assert self._connection is not None
         self._on_their_way[frame.call] = future

@@ -15,7 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from queue import SimpleQueue
 from typing import Any
@@ -107,9 +107,14 @@ class ActorServer:
             finally:
                 self._strangers.remove(connection)
             threading.Thread(target=_write, args=(connection, outbox), daemon=True).start()
+            calls: dict[int, Future[None]] = {}
             try:
                 while (frame := receive(connection)) is not None:
-                    self._workers.submit(self._call, frame, outbox)
+                    if frame.kind is Kind.CANCEL:
+                        _cancel(frame, calls, outbox)
+                        continue
+                    call = calls[frame.call] = self._workers.submit(self._call, frame, outbox)
+                    call.add_done_callback(lambda _, number=frame.call: calls.pop(number, None))
             finally:
                 outbox.put(None)
 
@@ -167,6 +172,16 @@ class _Strangers:
     def remove(self, connection: socket.socket) -> None:
         with self._lock:
             self._connections.pop(connection, None)
+
+
+def _cancel(order: Frame, calls: Mapping[int, Future[None]], outbox: SimpleQueue[Frame | None]) -> None:
+    """Answers for a call that has not begun, which it now never will, and then the order itself."""
+    number = int(order.body)
+    call = calls.get(number)  # none where it has ended
+    kind = Kind.CANCELLED if call is not None and call.cancel() else Kind.RESULT
+    if kind is Kind.CANCELLED:
+        outbox.put(Frame(number, kind, "", b""))
+    outbox.put(Frame(order.call, kind, "", b""))
 
 
 async def _awaited(value: Any) -> Any:

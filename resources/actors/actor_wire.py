@@ -36,6 +36,10 @@ class Kind(IntEnum):
     """A pickle of the fields of `resources.jobs.results.Raised`."""
     UNREADABLE = 3
     """UTF-8: why arguments could not be unpickled, or a result not pickled."""
+    CANCEL = 4
+    """The number of another call, in digits, which is not to begin."""
+    CANCELLED = 5
+    """Nothing: the call was cancelled before it began; the answer to `CANCEL` is this too, or `RESULT`."""
 
 
 class Frame(NamedTuple):

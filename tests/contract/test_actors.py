@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import cloudpickle
@@ -88,6 +89,12 @@ class Kit:
     def touch_and_hang(self, path: Path) -> None:
         path.touch()
         time.sleep(300)
+
+    def wait_for(self, path: Path, began: Path) -> str:
+        began.touch()
+        while not path.exists():
+            time.sleep(0.02)
+        return "gone on"
 
     def kill(self, number: int) -> None:
         os.kill(os.getpid(), number)
@@ -198,6 +205,25 @@ def test_result_that_takes_too_long_is_a_timeout_and_can_still_come(kit: ActorHa
     assert futures[0].result(ANSWER_SECONDS) == AT_ONCE
 
 
+def test_call_that_has_not_begun_is_cancelled_and_one_that_runs_goes_on(client: Client, tmp_path: Path) -> None:
+    actor = create_actor(client, Kit, 0, name="busy")
+    early = actor.add.remote(100)
+    assert early.cancel() or early.result(ANSWER_SECONDS) == 100  # before the actor has an address, or just after
+    known = actor.add(0)
+    running = actor.wait_for.remote(tmp_path / "go", tmp_path / "began")
+    eventually((tmp_path / "began").exists)
+    waiting = [actor.add.remote(1000) for _ in range(3)]
+    assert [future.cancel() for future in waiting[:2]] == [True, True]
+    assert waiting[0].is_done() and not waiting[0].cancel() and not waiting[2].is_done()
+    with pytest.raises(CancelledError, match=r"busy\.add"):
+        waiting[0].result(ANSWER_SECONDS)
+    assert not running.cancel()
+    (tmp_path / "go").touch()
+    assert running.result(ANSWER_SECONDS) == "gone on"
+    assert waiting[2].result(ANSWER_SECONDS) == known + 1000
+    actor.job.terminate()
+
+
 def test_names_of_living_actors_are_taken_and_unknown_ones_are_refused(client: Client, kit: ActorHandle) -> None:
     kit.pid()
     assert get_actor(client, "kit").pid() == kit.pid()
@@ -275,8 +301,8 @@ def test_job_calls_actors_it_was_sent_or_looked_up_and_those_it_creates_die_with
 
 
 def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_path: Path) -> None:
-    group = create_actor_group(client, Gated, tmp_path, name="gated", count=2)
-    assert [actor.name for actor in group] == ["gated-0", "gated-1"]
+    group = create_actor_group(client, Gated, tmp_path, name="gated", count=3)
+    assert [actor.name for actor in group] == ["gated-0", "gated-1", "gated-2"]
     assert group.ready_count == 0
     with pytest.raises(JobTimeout, match="gated"):
         group.wait_ready(1, timeout=0.05)
@@ -285,11 +311,13 @@ def test_group_becomes_ready_one_by_one_and_ends_together(client: Client, tmp_pa
     assert [actor.name for actor in group.discover_new()] == [first.name]
     assert group.discover_new() == []
     (tmp_path / "go").touch()
-    assert len(group.wait_ready(timeout=ANSWER_SECONDS)) == 2
-    assert {actor.name for actor in group.discover_new()} == {"gated-0", "gated-1"} - {first.name}
-    assert group.statuses() == [JobStatus.RUNNING] * 2
+    ready = group.wait_ready(2, timeout=ANSWER_SECONDS)  # and not all three
+    assert {actor.name for actor in group.discover_new()} == {actor.name for actor in ready} - {first.name}
+    (tmp_path / "go").touch()
+    assert len(group.wait_ready(timeout=ANSWER_SECONDS)) == 3
+    assert group.statuses() == [JobStatus.RUNNING] * 3
     group.shutdown()
-    assert group.statuses() == [JobStatus.STOPPED] * 2
+    assert group.statuses() == [JobStatus.STOPPED] * 3
     assert group.ready_count == 0
 
 

@@ -16,6 +16,7 @@ import pytest
 from fakes.iris_cluster import IrisCluster, shared_cluster, start_cluster
 from fakes.polling import eventual_pid, eventually, is_alive
 from resources.backends.iris.client import IrisClient
+from resources.backends.iris.connection import IrisController
 from resources.backends.programs.iris_records import call_controller
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, JobTimeout, UnsatisfiableResources
@@ -243,6 +244,14 @@ def test_iris_runs_many_jobs_at_once(workspace: Path) -> None:
     client = shared_cluster().client(poll_seconds=2.0)
     handles = [client.submit(job("true", workspace, name=f"job-{number}")) for number in range(MANY)]
     assert wait_all(handles, 110) == [JobStatus.SUCCEEDED] * MANY
+
+
+def test_iris_jobs_and_actors_are_found_beyond_the_first_page(client: IrisClient, workspace: Path) -> None:
+    ids = [client.submit(job(FOR_EVER, workspace, name=f"listed-{index}")).job_id for index in range(5)]
+    by_twos = IrisClient(IrisController(shared_cluster().address, page=2))
+    listed = [details.job_id for details in by_twos.jobs()]
+    assert [job_id for job_id in listed if job_id in ids] == ids[::-1]
+    assert len(listed) == len(set(listed))
 
 
 def test_iris_job_inside_a_job_is_named_below_it(client: IrisClient, workspace: Path, tmp_path: Path) -> None:

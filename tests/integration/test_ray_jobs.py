@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from fakes.ray_cluster import add_node, client_of, connected, ray_cluster
 from faults.scenarios.processes import command_line, descendants, send
 from resources.backends.choice import client_from_url
 from resources.backends.ray.client import RayClient
+from resources.backends.ray.job import RayJob
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, JobFailed, UnsatisfiableResources
 from resources.jobs.jobs import Entrypoint, JobAlreadyExists, JobRequest, JobStatus, create_environment, wait_all
@@ -36,6 +39,7 @@ FOR_EVER = "while :; do sleep 1; done"
 HERE = {"ray.io/availability-region": "here"}
 THERE = {"ray.io/availability-region": "there"}
 ROOT = Path(__file__).parents[2]
+LARGE_BYTES = 12 << 20
 
 
 @pytest.fixture(scope="module")
@@ -268,6 +272,40 @@ def test_many_jobs_at_once_all_succeed_with_few_workers(client: RayClient) -> No
     assert set(wait_all(jobs, 110)) == {JobStatus.SUCCEEDED}
     workers = subprocess.run(["pgrep", "-fc", "ray::assay"], capture_output=True, text=True, check=False)
     assert int(workers.stdout) < 15
+
+
+def test_large_callables_lie_in_the_object_store_once_and_not_in_the_controller(
+    client: RayClient, tmp_path: Path
+) -> None:
+    def own_memory() -> int:
+        """Bytes of our controllers' own memory, without what they share with the object store."""
+        found = 0
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # a process that has ended meanwhile
+                if b"ray::ControllerShell" in (folder / "cmdline").read_bytes():
+                    lines = (folder / "status").read_text().splitlines()
+                    found += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+        return found
+
+    def measure(content: bytes, go: Path) -> int:
+        while not go.exists():
+            time.sleep(0.05)
+        return len(content)
+
+    def submit(index: int) -> RayJob:
+        call = Entrypoint.from_callable(measure, [bytes([index]) * LARGE_BYTES, tmp_path / "go"])
+        handle = client.submit(JobRequest(f"large-{index}", call, resources=ResourceConfig()))
+        eventually(lambda: handle.status() is JobStatus.RUNNING, seconds=60)
+        return handle
+
+    jobs = [submit(0), submit(1)]
+    before = own_memory()  # with what was freed since, which stays in reach of the process
+    assert before > 0
+    jobs += [submit(index) for index in range(2, 5)]
+    assert own_memory() - before < LARGE_BYTES
+    (tmp_path / "go").touch()
+    assert [handle.result(60) for handle in jobs] == [LARGE_BYTES] * 5
+    assert own_memory() - before < LARGE_BYTES
 
 
 def test_client_protocol_of_ray_is_enough(cluster: Cluster, client_port: int, tmp_path: Path) -> None:

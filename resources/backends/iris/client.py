@@ -120,7 +120,7 @@ class IrisClient:
         return self._handle(job_id, hosts=seen.hosts)
 
     def jobs(self) -> list[JobDetails]:
-        """See `Client.jobs`: at most 500, those of our user; counted as Iris does, without ends on one machine."""
+        """See `Client.jobs`: those of our user; counted as Iris does, without ends on one machine."""
         return [
             JobDetails(
                 job_id=seen.job_id,

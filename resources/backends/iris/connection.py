@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from connectrpc.code import Code
@@ -33,7 +34,7 @@ _CALL_SECONDS = 30.0
 _LAUNCH_SECONDS = 180.0  # a large workspace on a slow line
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS = 0.1, 2.0
 _PASSING = {Code.UNAVAILABLE, Code.INTERNAL, Code.DEADLINE_EXCEEDED, Code.RESOURCE_EXHAUSTED}
-_LISTED_JOBS = 500
+_PAGE = 500  # the most that it gives at once
 Answer = TypeVar("Answer")
 _C = controller_pb2.Controller
 
@@ -44,10 +45,12 @@ class IrisController:
     Args:
         address: `host:port`, or a whole URL.
         patience_seconds: how long a controller that does not answer is asked again; a restart takes a few.
+        page: jobs that are asked for at once.
     """
 
-    def __init__(self, address: str, *, patience_seconds: float = 20.0) -> None:
+    def __init__(self, address: str, *, patience_seconds: float = 20.0, page: int = _PAGE) -> None:
         self.address = address
+        self._page = page
         self._patience_seconds = patience_seconds
         url = address if "://" in address else f"http://{address}"
         credential = load_token(cluster_name_from_url(url))
@@ -140,15 +143,22 @@ class IrisController:
         return replace(_seen(found.job), command=tuple(found.request.entrypoint.run_command.argv))
 
     def jobs(self, prefix: str) -> list[Seen]:
-        """Up to 500 jobs whose ids begin so, the newest first."""
-        query = _C.JobQuery(
-            job_id_prefix=prefix,
-            limit=_LISTED_JOBS,
-            sort_field=_C.JOB_SORT_FIELD_DATE,
-            sort_direction=_C.SORT_DIRECTION_DESC,
-        )
-        found = self.ask(lambda: self._calls.list_jobs(_C.ListJobsRequest(query=query)))
-        return [_seen(job) for job in found.jobs]
+        """Every job whose id begins so, the newest first."""
+        found: dict[str, Seen] = {}  # one that is submitted meanwhile moves the others to the next page
+        offset = 0
+        while True:
+            query = _C.JobQuery(
+                job_id_prefix=prefix,
+                limit=self._page,
+                offset=offset,
+                sort_field=_C.JOB_SORT_FIELD_DATE,
+                sort_direction=_C.SORT_DIRECTION_DESC,
+            )
+            page = self.ask(partial(self._calls.list_jobs, _C.ListJobsRequest(query=query)))
+            found.update((job.job_id, _seen(job)) for job in page.jobs)
+            offset += len(page.jobs)
+            if not (page.has_more and page.jobs):
+                return list(found.values())
 
     def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Task]:
         """The tasks of a job, in order; each with its last attempt, or with all of them, which costs more calls."""

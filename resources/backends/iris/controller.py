@@ -55,7 +55,7 @@ class Controller(Protocol):
         ...
 
     def jobs(self, prefix: str) -> list[Seen]:
-        """Up to 500 jobs whose ids begin so, the newest first."""
+        """Every job whose id begins so, the newest first."""
         ...
 
     def tasks(self, job_id: str, *, every_attempt: bool = False) -> list[Task]:

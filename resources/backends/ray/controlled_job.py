@@ -7,7 +7,7 @@ import pickle
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
@@ -82,8 +82,8 @@ class ControlledJob:
         ray: the module, connected to the cluster.
         order: what to run.
         turns: at asking for places, of all jobs of the controller.
-        package: holds a reference to the workspace's package, if one was sent.
-        start: begins one process, given its place, a pickled `ProcessOrder` and `package`; the result can be awaited.
+        sent: references to what lies in Ray's object store: the package of its `workspace`, a large `call`.
+        start: begins one process, given its place, a pickled `ProcessOrder` and `sent`; the result can be awaited.
     """
 
     def __init__(
@@ -92,13 +92,13 @@ class ControlledJob:
         order: JobOrder,
         *,
         turns: Turns,
-        package: list[Any],
-        start: Callable[[Any, bytes, list[Any]], Any],
+        sent: Mapping[str, Any],
+        start: Callable[[Any, bytes, Mapping[str, Any]], Any],
     ) -> None:
         self._ray = ray
         self._turns = turns
         self._order = order
-        self._package = package
+        self._sent = sent
         self._start = start
         self.status = JobStatus.PENDING
         self._reason: str | None = None
@@ -232,7 +232,7 @@ class ControlledJob:
             reason = f"its controller failed: {traceback.format_exc()}"
         finally:
             self.status, self._reason = status, reason
-            self._package = []  # finished jobs are remembered, and would keep it in Ray's memory
+            self._sent = {}  # finished jobs are remembered, and would keep it in Ray's memory
             if isinstance(self._order.entrypoint, bytes):
                 self._order = replace(self._order, entrypoint=b"")
             self._finished.set()
@@ -308,7 +308,7 @@ class ControlledJob:
             process = (place.replica, place.host)
             if self._attempts > 1:
                 self._logs[process].add(f"--- attempt {self._attempts} ---\n".encode())
-            reference = self._start(place, pickle.dumps(self._process(place, places)), self._package)
+            reference = self._start(place, pickle.dumps(self._process(place, places)), self._sent)
             references.append(reference)
             ends[asyncio.ensure_future(_ended(reference))] = process
         stopping: asyncio.Future[Any] = asyncio.ensure_future(self._stopping.wait())

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from resources.backends.ray import placement as ray_placement
@@ -23,6 +24,7 @@ from resources.jobs.logs import LogPart
 _KEPT_JOBS = 200
 _KEPT_BYTES = 64 << 20  # logs and results of finished jobs together
 _KEPT_PACKAGES = 4
+_LARGE_BYTES = 64 << 10  # of a callable, which is then put into Ray's object store, once for all processes
 
 
 class Controller:
@@ -33,7 +35,7 @@ class Controller:
         start: begins one process, see `ControlledJob`; the result can be awaited.
     """
 
-    def __init__(self, ray: Any, *, start: Callable[[Any, bytes, list[Any]], Any]) -> None:
+    def __init__(self, ray: Any, *, start: Callable[[Any, bytes, Mapping[str, Any]], Any]) -> None:
         self._ray = ray
         self._start = start
         self._turns = Turns()
@@ -102,9 +104,12 @@ class Controller:
                 return existing
             raise JobAlreadyExists.of(self._jobs[existing].details())
         self._prune()
-        package = [self._packages[order.workspace.digest]] if order.workspace.digest in self._packages else []
+        sent = {"workspace": self._packages[digest]} if (digest := order.workspace.digest) in self._packages else {}
+        if isinstance(order.entrypoint, bytes) and len(order.entrypoint) > _LARGE_BYTES:
+            sent["call"] = self._ray.put(order.entrypoint)
+            order = replace(order, entrypoint=b"")
         job = self._jobs[order.job_id] = ControlledJob(
-            self._ray, order, turns=self._turns, package=package, start=self._start
+            self._ray, order, turns=self._turns, sent=sent, start=self._start
         )
         task = asyncio.get_running_loop().create_task(job.run())
         self._tasks.add(task)

@@ -30,7 +30,7 @@ class ProcessOrder:
     host: int
     hosts: int
     entrypoint: Command | bytes
-    """A command, or a pickled call."""
+    """A command, or a pickled call; empty for a large one, which is fetched apart."""
     environment: EnvironmentConfig
     device_variables: Mapping[str, str]
     """Variables for the device; the environment's own win."""

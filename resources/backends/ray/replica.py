@@ -36,26 +36,26 @@ _LOST_CONTROLLER_SECONDS = 60.0
 Ask = Callable[..., Any]
 
 
-def run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes]) -> ProcessEnd:
+def run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]) -> ProcessEnd:
     """Runs the process to its end, and everything it started with it.
 
     Args:
         order: what to run.
         ask: calls a method of the controller by name.
-        package: fetches the workspace's package.
+        fetch: gives what lies in Ray's object store: the package of the `workspace`, or a large `call`.
     """
     # A whole TPU host is ours, so what locks it is left from a process that has ended.
     with remove_tpu_lockfile_on_exit() if order.is_tpu else nullcontext():
-        return _run_process(order, ask=ask, package=package)
+        return _run_process(order, ask=ask, fetch=fetch)
 
 
-def _run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes]) -> ProcessEnd:
+def _run_process(order: ProcessOrder, *, ask: Ask, fetch: Callable[[str], bytes]) -> ProcessEnd:
     run = _Run(order, ask)
     threading.Thread(target=run.end_on_request, daemon=True).start()
     folder = Path(tempfile.mkdtemp(prefix=f"assay-{order.job_id}-"))
     try:
         try:
-            variables, specification = _prepare(order, folder, package)
+            variables, specification = _prepare(order, folder, fetch)
         except AssayError as error:
             return ProcessEnd(outcome="refused", refusal=error)
         if not run.start(folder, specification, variables):
@@ -66,9 +66,9 @@ def _run_process(order: ProcessOrder, *, ask: Ask, package: Callable[[], bytes])
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prepare(order: ProcessOrder, folder: Path, package: Callable[[], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
+def _prepare(order: ProcessOrder, folder: Path, fetch: Callable[[str], bytes]) -> tuple[dict[str, str], dict[str, Any]]:
     """Variables and specification for the supervisor, once code and packages are here."""
-    workspace = order.workspace.brought_here(package)
+    workspace = order.workspace.brought_here(lambda: fetch("workspace"))
     moved = [order.working_directory, *order.imports]
     if workspace != order.workspace.path:
         moved = order.workspace.moved(moved, to=workspace)
@@ -82,7 +82,7 @@ def _prepare(order: ProcessOrder, folder: Path, package: Callable[[], bytes]) ->
     python = interpreter_of(order.environment, workspace=workspace)
     entrypoint = order.entrypoint
     if isinstance(entrypoint, bytes):
-        (folder / "call.pickle").write_bytes(entrypoint)
+        (folder / "call.pickle").write_bytes(entrypoint or fetch("call"))
         entrypoint = folder / "call.pickle"
         imports = [str(workspace), *imports, str(Path(__file__).parents[3])]
     specification = {

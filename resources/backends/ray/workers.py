@@ -16,6 +16,7 @@ import stat
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class ControllerShell:
         cloudpickle.register_pickle_by_value(ray_workers)
         code = [ray.put(content)]  # in a list: fetched where it is missing only
 
-        def start(place: Any, order: bytes, package: list[Any]) -> Any:
+        def start(place: Any, order: bytes, sent: Mapping[str, Any]) -> Any:
             """Begins one process of a job in its place; what it returns can be awaited."""
             task = ray.remote(ray_workers.run_on_node).options(
                 num_cpus=place.num_cpus,
@@ -76,7 +77,7 @@ class ControllerShell:
                 max_retries=0,
                 name="assay",
             )
-            return task.remote(digest, code, order, package, ray.get_runtime_context().current_actor)
+            return task.remote(digest, code, order, dict(sent), ray.get_runtime_context().current_actor)
 
         self._controller = Controller(ray, start=start)
 
@@ -85,14 +86,15 @@ class ControllerShell:
         return await self._controller.answer(method, arguments)
 
 
-def run_on_node(digest: str, code: list[Any], order: bytes, package: list[Any], controller: Any) -> bytes:
+def run_on_node(digest: str, code: list[Any], order: bytes, sent: dict[str, Any], controller: Any) -> bytes:
     """Runs one process of a job in this worker, and returns the pickled `ProcessEnd`.
 
     Args:
         digest: see `bring_code`.
         code: holds a reference to the content of that digest.
         order: a pickled `ProcessOrder`.
-        package: holds a reference to the workspace's package, if one was sent; pickled by us, it would lose its owner.
+        sent: references to what lies in Ray's object store, see `ControlledJob`; pickled by us, they would lose their
+            owner.
         controller: handle on the actor that started this.
     """
     bring_code(digest, ray.get(code[0]))
@@ -103,4 +105,4 @@ def run_on_node(digest: str, code: list[Any], order: bytes, package: list[Any], 
         answer = controller.call.remote(method, pickle.dumps(arguments))
         return pickle.loads(ray.get(answer, timeout=_GET_SECONDS + arguments.get("seconds", 0.0)))
 
-    return pickle.dumps(run_process(pickle.loads(order), ask=ask, package=lambda: ray.get(package[0])))
+    return pickle.dumps(run_process(pickle.loads(order), ask=ask, fetch=lambda name: ray.get(sent[name])))

@@ -91,7 +91,7 @@ def run_until(condition: Callable[[], object], workspace: Path, script: str) -> 
         reported.append(arguments["output"].content)
         return None
 
-    end = run_process(process_order(workspace, script), ask=ask, package=bytes)
+    end = run_process(process_order(workspace, script), ask=ask, fetch=lambda name: b"")
     return end, b"".join([*reported, end.output.content])
 
 
@@ -126,7 +126,7 @@ def test_worker_whose_process_never_began_is_left_to_the_next_one_when_the_order
     monkeypatch.setattr(os, "_exit", exits.append)
     over, threads = threading.Event(), set(threading.enumerate())
     order = replace(process_order(tmp_path, FOR_EVER), working_directory=str(tmp_path / "no-such-folder"))
-    end = run_process(order, ask=lambda method, **arguments: over.wait(50), package=bytes)
+    end = run_process(order, ask=lambda method, **arguments: over.wait(50), fetch=lambda name: b"")
     assert end.outcome == "refused"
     over.set()
     for thread in set(threading.enumerate()) - threads:
@@ -136,7 +136,7 @@ def test_worker_whose_process_never_began_is_left_to_the_next_one_when_the_order
 
 async def test_order_that_reaches_the_controller_twice_is_one_job_and_no_conflict_with_itself(tmp_path: Path) -> None:
     controller = Controller(
-        None, start=lambda place, order, package: asyncio.Future()
+        None, start=lambda place, order, sent: asyncio.Future()
     )  # never placed: there is no cluster
     order = job_order(tmp_path)
     assert await controller.submit(order=order, adopt_existing=False) == JOB_ID
@@ -147,7 +147,7 @@ async def test_order_that_reaches_the_controller_twice_is_one_job_and_no_conflic
 
 async def test_job_that_has_ended_keeps_no_callable_in_memory(tmp_path: Path) -> None:
     order = replace(job_order(tmp_path), entrypoint=b"x" * 1000)
-    job = ControlledJob(None, order, turns=Turns(), package=[], start=lambda *_: None)
+    job = ControlledJob(None, order, turns=Turns(), sent={}, start=lambda *_: None)
     assert job.kept_bytes == 1000
     job.stop("terminated")
     await job.run()
@@ -155,7 +155,7 @@ async def test_job_that_has_ended_keeps_no_callable_in_memory(tmp_path: Path) ->
 
 
 def test_host_0_speaks_for_a_replica_of_several(tmp_path: Path) -> None:
-    job = ControlledJob(None, job_order(tmp_path), turns=Turns(), package=[], start=lambda *_: None)
+    job = ControlledJob(None, job_order(tmp_path), turns=Turns(), sent={}, start=lambda *_: None)
     for host in (1, 0, 1, 2):
         job.report(0, (0, host), output=Output(), announcement=f"from {host}", started=True)
     assert job.announced == {0: "from 0"}
@@ -194,7 +194,7 @@ def test_end_of_a_log_gives_each_line_once_and_counts_those_that_are_gone(
 
 
 def test_output_that_is_reported_twice_is_in_the_log_once(tmp_path: Path) -> None:
-    job = ControlledJob(None, job_order(tmp_path), turns=Turns(), package=[], start=lambda *_: None)
+    job = ControlledJob(None, job_order(tmp_path), turns=Turns(), sent={}, start=lambda *_: None)
     for output in (Output(b"1\n2"), Output(b"1\n2"), Output(b"\n3\n", 3), Output(b"90\n", 100, skipped_lines=5)):
         job.report(0, (0, 0), output=output, announcement=None, started=True)
         job.read_log("", replica=0)
@@ -211,7 +211,7 @@ def test_process_that_writes_faster_than_is_kept_has_the_lines_between_counted(t
         reported.append(arguments["output"])
         return None
 
-    end = run_process(process_order(tmp_path, "seq 1 3000000"), ask=ask, package=bytes)
+    end = run_process(process_order(tmp_path, "seq 1 3000000"), ask=ask, fetch=lambda name: b"")
     pieces = [*reported, end.output]
     assert sum(piece.content.count(b"\n") + piece.skipped_lines for piece in pieces) == 3_000_000
     assert b"".join(piece.content for piece in pieces).endswith(b"\n3000000\n")
