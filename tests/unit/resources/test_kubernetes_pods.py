@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from resources.backends.kubernetes.names import INDEX_LABEL
-from resources.backends.kubernetes.pods import PodState, attempt_outcome, classify_pod, states_by_index
+from resources.backends.kubernetes.pods import (
+    PodState,
+    attempt_outcome,
+    classify_pod,
+    given_up,
+    states_by_index,
+    without_collateral,
+)
 
 
 def pod(phase: str = "Running", *, index: int = 0, deleted: bool = False, **status: Any) -> dict[str, Any]:
@@ -119,3 +126,37 @@ def test_pods_that_are_not_there_are_told_apart_by_what_their_job_counted() -> N
 def test_attempt_ends_with_its_first_loss_and_preemption_wins(standings: str, outcome: str | None) -> None:
     found = attempt_outcome([PodState(standing, "why") for standing in standings.split()])  # pyright: ignore[reportArgumentType]
     assert (found.standing if found else None) == outcome
+
+
+SLICE_LABEL = "jobset.sigs.k8s.io/job-index"
+FAILED_SET = {"status": condition("Failed", "True", "FailedJobs", "a job failed")}
+
+
+def of_slice(found: dict[str, Any], number: int) -> dict[str, Any]:
+    found["metadata"].setdefault("labels", {})[SLICE_LABEL] = str(number)
+    return found
+
+
+def test_slices_that_a_failed_jobset_deletes_do_not_make_a_preemption_of_its_failure() -> None:
+    """All pods of the first slice have failed between two looks; of the second, one is gone and one is going."""
+    jobs = [
+        of_slice({"metadata": {}, "status": {"failedIndexes": "0-1"}}, 0),
+        of_slice({"metadata": {"deletionTimestamp": "now"}, "status": {"failedIndexes": "0-1"}}, 1),
+    ]
+    pods = [of_slice(pod("Failed", index=index, **exited(3)), 0) for index in range(2)]
+    pods.append(of_slice(pod("Running", index=1, deleted=True, **main(running={})), 1))
+
+    def outcome(jobset: dict[str, Any]) -> PodState | None:
+        present, counted = without_collateral(pods, jobset), without_collateral(jobs, jobset)
+        return attempt_outcome(states_by_index(present, count=4, vms=2, jobs=counted))
+
+    assert outcome(FAILED_SET) == PodState("failed", "pod 0: exit code 3")
+    assert outcome({"status": {}}) == PodState("preempted", "pod 2: its pod was deleted")
+    evicted = pod("Running", index=0, deleted=True, **condition("DisruptionTarget", "True", "X"))
+    pods.append(of_slice(evicted, 1))
+    assert outcome(FAILED_SET) == PodState("preempted", "pod 2: X")
+
+
+def test_jobset_that_was_given_up_and_left_no_pod_has_failed_with_its_own_words() -> None:
+    assert given_up(FAILED_SET) == PodState("failed", "a job failed")
+    assert given_up({"status": {}}) is None
