@@ -113,6 +113,11 @@ class ModelConfig(Config):
         ours = {"host", "port", "model", "served_model_name", "api_key", "override_generation_config"} & set(normal)
         if ours:
             raise ValueError(f"{', '.join(sorted(ours))} is set by the pool: remove it from engine_kwargs")
+        if of_hosts := {"nnodes", "node_rank", "master_addr", "master_port", "headless"} & set(normal):
+            raise ValueError(
+                f"{', '.join(sorted(of_hosts))} follows from the resources: remove it from engine_kwargs, and say how "
+                "many machines a replica has as hosts of resource_config"
+            )
         for key, value in normal.items():
             for text in _named_files(value):
                 may_be_here = "://" not in text and not text.startswith(("/", "~"))

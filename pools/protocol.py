@@ -111,6 +111,8 @@ class Announcement(Config):
     """First line of each connection to that address, where the engine is behind an ingress."""
     engine_key: str | None = Field(default=None, pattern=_KEY_PATTERN, repr=False)
     """Key that its engine asks for, known to agent and proxy alone."""
+    door: str | None = Field(default=None, pattern=_URL_PATTERN)
+    """Address at which its other hosts are told what to do, where it has several."""
     capacity: int = Field(default=1, ge=1)
     """Requests it works on at once; load is measured against it."""
     state: ReplicaState = "starting"

@@ -79,14 +79,14 @@ class CpuConfig(Config):
 
 
 class GpuConfig(Config):
-    """NVIDIA GPUs of one kind in one machine."""
+    """NVIDIA GPUs of one kind in each machine."""
 
     kind: Literal["gpu"] = "gpu"
     """Says that this device is a GPU."""
     variant: str = "auto"
     """GPU model, such as H100; "auto" takes what the machine has. `type` is accepted too."""
     count: int = Field(default=1, ge=1)
-    """GPUs per replica."""
+    """GPUs of each machine: per replica, unless that has several `hosts`."""
 
     @model_validator(mode="before")
     @classmethod
@@ -211,6 +211,8 @@ class ResourceConfig(Config):
     """Memory per replica, such as 512m or 128g; what goes with the device when unset: 4g without one."""
     disk: str = Field(default_factory=lambda known: default_share(known["device"]).disk)
     """Local disk per replica, such as 100g; what goes with the device when unset: 16g without one."""
+    hosts: int = Field(default=1, ge=1)
+    """Machines of each replica of a pool, each with this device, cores, memory and disk. A TPU slice has its own."""
     replicas: int = Field(default=1, ge=1)
     """Number of replicas; for a pool, engine servers behind its proxy."""
     regions: tuple[str, ...] | None = None
@@ -229,6 +231,15 @@ class ResourceConfig(Config):
             raise ValueError(f"expected a size such as 512m or 128g, found {size!r}")
         return size.strip().lower()
 
+    @model_validator(mode="after")
+    def _slice_has_its_own_hosts(self) -> ResourceConfig:
+        if isinstance(self.device, TpuConfig) and self.hosts > 1:
+            raise ValueError(
+                f"expected no hosts beside a TPU, found {self.hosts}: {self.device.variant} has "
+                f"{self.device.slice.vms} VMs, choose another type for another number"
+            )
+        return self
+
     @classmethod
     def with_tpu(cls, variant: str, slice_count: int = 1, **overrides: Any) -> ResourceConfig:
         """`slice_count` slices of one TPU type; each slice is one replica, whatever its number of VMs."""
@@ -246,13 +257,22 @@ class ResourceConfig(Config):
         return cls(**{**overrides, "device": CpuConfig()})
 
     @property
+    def hosts_per_replica(self) -> int:
+        """Machines of one replica: VMs, for a TPU slice."""
+        return self.device.slice.vms if isinstance(self.device, TpuConfig) else self.hosts
+
+    def by_machine(self) -> ResourceConfig:
+        """The same as jobs count: each machine is a replica, but those of a slice are one."""
+        return self.model_copy(update={"replicas": self.replicas * self.hosts, "hosts": 1})
+
+    @property
     def chips_per_replica(self) -> int:
-        """Chips or GPUs of one replica; 0 on CPU."""
+        """Chips or GPUs of one replica, on all of its machines; 0 on CPU."""
         match self.device:
             case TpuConfig() as tpu:
                 return tpu.slice.chips
             case GpuConfig(count=count):
-                return count
+                return count * self.hosts
             case CpuConfig():
                 return 0
 

@@ -29,6 +29,7 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
 POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
 POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
+_PLACE = ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")
 ENGINE_KEY_VARIABLE = "ASSAY_ENGINE_KEY"
 MAX_EGRESS_VARIABLE = "ASSAY_MAX_EGRESS_USD"
 
@@ -355,6 +356,12 @@ def announcement_path() -> Path | None:
     """The file whose content the backend passes to holders of this job's handle; None outside of jobs."""
     name = os.environ.get("ASSAY_ANNOUNCEMENT")
     return Path(name) if name else None
+
+
+def process_rank() -> int:
+    """Number of this process among those of its job, where each host of a replica has one; 0 outside of jobs."""
+    replica, host, hosts = (int(os.environ.get(f"ASSAY_{name}", "0")) for name in _PLACE)
+    return replica * hosts + host
 
 
 def job_id() -> str:

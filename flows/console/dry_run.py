@@ -32,7 +32,8 @@ class Asked:
         parts += ["preemptible" if found.preemptible else "on demand"]
         parts += [f"zone {found.zone}"] if found.zone else []
         parts += [f"image {found.image}"] if found.image else []
-        yield f"{found.replicas} × {', '.join(parts)}; on {self.backend}"
+        machines = f"{found.replicas} × {found.hosts}" if found.hosts > 1 else f"{found.replicas}"
+        yield f"{machines} × {', '.join(parts)}; on {self.backend}"
         for region, price in self.usd_per_hour.items():
             yield f"  {region}: " + ("price not known" if price is None else f"{price:.2f} USD an hour")
 

@@ -147,26 +147,29 @@ class EngineClient:
             raise _no_finite_numbers(model, self.base_url, f"log-probabilities {values[:4]}")
         return tuple(float(value) for value in values)
 
-    def reload_weights(self, folder: str, *, version: str) -> None:
+    def reload_weights(self, folders: Sequence[str], *, version: str, ranks: int | None = None) -> None:
         """Loads other weights of the same shape into the running engine, with nothing in flight meanwhile.
 
         The engine dies on files that do not fit it, so they are checked before.
 
         Args:
-            folder: that holds them.
+            folders: that hold them, one on each of the engine's hosts.
             version: their name, see `name_weights`.
+            ranks: of the engine, each of which has to load them; not looked at when None.
 
         Raises:
             ReloadUnavailable: the engine has no such call.
             SwapRefused: it failed; the weights are in doubt.
         """
-        steps = (
-            ("/pause?mode=wait", None),
-            ("/collective_rpc", {"method": "assay_reload", "kwargs": {"folder": folder}}),
-            ("/reset_prefix_cache", None),
-        )
-        for path, body in steps:
-            self._change(path, body)
+        self._change("/pause?mode=wait")
+        done = self._change("/collective_rpc", {"method": "assay_reload", "kwargs": {"folders": list(folders)}})
+        if ranks is not None and (loaded := len(done.get("results") or ())) != ranks:
+            raise SwapRefused(
+                expected=f"{ranks} ranks of the engine to load the weights",
+                found=f"an answer of {loaded}",
+                remedy="restart the engine",
+            )
+        self._change("/reset_prefix_cache")
         self.name_weights(version)
         self._change("/resume", None)
 
@@ -225,7 +228,7 @@ class EngineClient:
         results = self._change("/collective_rpc", {"method": method}).get("results")
         return [part for part in results or [] if isinstance(part, dict)]
 
-    def _change(self, path: str, body: Any) -> dict[str, Any]:
+    def _change(self, path: str, body: Any = None) -> dict[str, Any]:
         try:
             return self._request("POST", path, body, timeout=_RELOAD_SECONDS)
         except EndpointUnusable as error:

@@ -48,8 +48,11 @@ _QUIET = {
     "VLLM_MAX_STOP_STRINGS": "1024",
 }
 
-TENSOR_PARALLEL = "tensor_parallel_size"
-PARALLEL_SIZES = (TENSOR_PARALLEL, "pipeline_parallel_size", "data_parallel_size")
+SLICE_PROGRAM = _PROGRAMS / "serve_vllm_slice.py"
+"""Serves on a TPU slice of several VMs."""
+TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL = (f"{kind}_parallel_size" for kind in ("tensor", "pipeline", "data"))
+EXECUTOR = "distributed_executor_backend"
+PARALLEL_SIZES = (TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL)
 """Engine arguments whose product is the number of chips or GPUs that an engine takes."""
 
 _LONGEST_SOCKET_FOLDER = 107 - len("/") - 36  # a socket's path in Linux, less the name that vLLM gives it
@@ -80,7 +83,7 @@ ENGINES: dict[EngineDevice, Engine] = {
     ),
     "tpu": Engine(
         environment="vllm-tpu",
-        kwargs={"distributed_executor_backend": "mp"},
+        kwargs={EXECUTOR: "mp"},
         capacity=128,
         variables={**_QUIET, "TPU_MIN_LOG_LEVEL": "2"},
     ),
@@ -121,19 +124,36 @@ def engine_kwargs(config: InferencePoolConfig) -> dict[str, Any]:
     """Engine arguments of a pool: the engine's defaults under the user's own.
 
     On a CPU vLLM would reserve 92 % of the machine's memory for its KV cache, and not start where that is not free;
-    a quarter of the memory asked for is taken instead. All chips or GPUs of a replica share its model: what other sizes
-    leave of them, each tensor is divided over.
+    a quarter of the memory asked for is taken instead. All chips or GPUs of a replica share its model: each tensor is
+    divided over those of a host, or of a whole slice, and over several hosts with GPUs the stack of layers, unless
+    sizes are said. Several hosts without either divide each tensor: vLLM 0.32 dies on a CPU of a divided stack.
     """
     kwargs = {**ENGINES[config.device].kwargs, **config.model.engine_kwargs}
+    resources = config.resource_config
+    if config.device == "tpu" and resources.hosts_per_replica > 1 and EXECUTOR not in config.model.engine_kwargs:
+        del kwargs[EXECUTOR]  # tpu-inference chooses it
     if config.device == "cpu" and not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(kwargs):
         kwargs["kv_cache_memory_bytes"] = size_in_bytes(config.resource_config.ram) // 4
-    taken = math.prod(size for name in PARALLEL_SIZES if type(size := kwargs.get(name)) is int and size > 0)
-    if TENSOR_PARALLEL not in kwargs and (parts := config.resource_config.chips_per_replica // taken) > 1:
+    ranks = resources.chips_per_replica or resources.hosts
+    if config.device == "cuda" and PIPELINE_PARALLEL not in kwargs:
+        left = ranks // _taken(kwargs)
+        if (stages := min(left, resources.hosts) if TENSOR_PARALLEL not in kwargs else left) > 1 < resources.hosts:
+            kwargs[PIPELINE_PARALLEL] = stages
+    if TENSOR_PARALLEL not in kwargs and (parts := ranks // _taken(kwargs)) > 1:
         kwargs[TENSOR_PARALLEL] = parts
     params = config.model.generation_params or {}
     if defaults := {name: value for name, value in params.items() if name not in REQUEST_GENERATION_PARAMS}:
         kwargs["override_generation_config"] = defaults
     return kwargs
+
+
+def ranks_of(config: InferencePoolConfig) -> int:
+    """Parts that an engine's model is divided into."""
+    return _taken(engine_kwargs(config))
+
+
+def _taken(kwargs: Mapping[str, Any]) -> int:
+    return math.prod(size for name in PARALLEL_SIZES if type(size := kwargs.get(name)) is int and size > 0)
 
 
 def with_last_token(kwargs: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from pools.config import InferencePoolConfig
+from pools.config import EngineDevice, InferencePoolConfig
 from pools.engine.engines import (
     ENGINES,
+    SLICE_PROGRAM,
     engine_arguments,
     engine_kwargs,
     engine_variables,
@@ -31,10 +33,12 @@ from pools.weights.model_files import (
 )
 from pools.weights.shared_tensors import tensor_in_common
 from pools.weights.staging import Staging
+from resources.backends.processes import device_variables
+from resources.config import ResourceConfig, TpuConfig
 from resources.environments.environments import Environment
 from resources.jobs import inheritance
-from resources.jobs.jobs import Client
-from resources.settings import settings
+from resources.jobs.jobs import Client, Command, JobRequest, create_environment
+from resources.settings import ENGINE_KEY_VARIABLE, settings
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer, WarmProgram
 
@@ -98,7 +102,7 @@ class ServedCheckpoint:
     """A checkpoint in a local folder, as an engine loads it.
 
     `verify` passes if the files in it are still those of its digests, and raises a `CheckpointError` or a
-    `StorageError` otherwise.
+    `StorageError` otherwise. `elsewhere` has its folder on each further host of the replica.
     """
 
     name: str
@@ -106,6 +110,12 @@ class ServedCheckpoint:
     files: ModelFolder = field(repr=False)
     digests: ModelDigests = field(repr=False)
     verify: Callable[[], None] = field(repr=False, compare=False)
+    elsewhere: tuple[str, ...] = ()
+
+    @property
+    def folders(self) -> list[str]:
+        """Its folder on each host of the replica, in their order."""
+        return [str(self.folder), *self.elsewhere]
 
     @property
     def architecture(self) -> tuple[str, str]:
@@ -114,10 +124,16 @@ class ServedCheckpoint:
 
     @classmethod
     def from_folder(
-        cls, name: str, folder: Path, digests: ModelDigests, *, verify: Callable[[], None] = lambda: None
+        cls,
+        name: str,
+        folder: Path,
+        digests: ModelDigests,
+        *,
+        verify: Callable[[], None] = lambda: None,
+        elsewhere: Sequence[str] = (),
     ) -> ServedCheckpoint:
-        """A checkpoint that was staged into a folder of this machine."""
-        return cls(name, folder, inspect_model_folder(str(folder)), digests, verify)
+        """A checkpoint that was staged into a folder of this machine, and of the replica's other ones."""
+        return cls(name, folder, inspect_model_folder(str(folder)), digests, verify, tuple(elsewhere))
 
 
 def digests_of(served: ServedModel) -> ModelDigests:
@@ -166,6 +182,23 @@ def _shown(tensor: Tensor) -> str:
 
 
 @dataclass(frozen=True)
+class HostPart:
+    """The part of one host in an engine that runs on several: host 0 has the server.
+
+    Attributes:
+        rank: of the host.
+        hosts: their number.
+        meeting: address of host 0, and a free port of it, where the parts find each other.
+        address: of this host, as the others reach it.
+    """
+
+    rank: int
+    hosts: int
+    meeting: tuple[str, int]
+    address: str
+
+
+@dataclass(frozen=True)
 class Launch:
     """A start of an engine server as data."""
 
@@ -186,8 +219,8 @@ class Launcher(Protocol):
         """Names the build of the engine; another build may behave differently."""
         ...
 
-    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
-        """The start of a server on loopback at `port` that answers to any model name."""
+    def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
+        """The start of a server on loopback at `port` that answers to any model name; or of a host's part of one."""
         ...
 
     def warmed(self, client: Client) -> AbstractContextManager[Launcher]:
@@ -209,28 +242,42 @@ class VllmLauncher:
         """See `Launcher.identity`."""
         return self.environment.identity
 
-    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
+    def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
         """See `Launcher.launch`."""
         kwargs = engine_kwargs(self.config)
         if self.config.device != "tpu":  # has no log-probabilities of prompts, and compiles for each length
             kwargs = with_last_token(kwargs, checkpoint.files.config)
+        elif part is not None:
+            return self._launch_on_slice(kwargs, str(checkpoint.folder), port, part)
+        if part is not None:
+            kwargs |= part_arguments(part)
         # Answers carry this name, whichever checkpoint they are from: the proxy passes them on byte for byte.
         folder, names = str(checkpoint.folder), (self.config.model.name,)
         if self.server is not None:
             arguments = server_arguments(kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port)
             command = self.server.command(*arguments)
-            return Launch(command.command, command.args, self._variables())
+            return Launch(command.command, command.args, self._variables(part))
         program = ENGINES[self.config.device].program
         arguments = engine_arguments(
             kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port, program=program
         )
-        return Launch(str(self.environment.python), arguments, self._variables())
+        return Launch(str(self.environment.python), arguments, self._variables(part))
+
+    def _launch_on_slice(self, kwargs: Mapping[str, Any], folder: str, port: int, part: HostPart) -> Launch:
+        """The start of a node of the slice's own Ray, by which tpu-inference reaches its VMs; and of the server."""
+        device = self.config.resource_config.device
+        assert isinstance(device, TpuConfig)
+        names = (self.config.model.name,)
+        served = server_arguments(kwargs, folder=folder, served_names=names, host="127.0.0.1", port=port)
+        place = (part.hosts, part.rank, *part.meeting, part.address, device.slice.chips_per_vm)
+        arguments = ("-I", "-u", str(SLICE_PROGRAM), *map(str, place), *(() if part.rank else served))
+        return Launch(str(self.environment.python), arguments, self._variables(part))
 
     @contextmanager
     def warmed(self, client: Client) -> Iterator[Launcher]:
         """See `Launcher.warmed`."""
         program = ENGINES[self.config.device].program
-        if program is None or self.server is not None:
+        if program is None or self.server is not None or self.config.resource_config.hosts_per_replica > 1:
             yield self
             return
         python = self.environment.python
@@ -240,7 +287,7 @@ class VllmLauncher:
         ) as server:
             yield replace(self, server=server.warm)
 
-    def _variables(self) -> dict[str, str]:
+    def _variables(self, part: HostPart | None = None) -> dict[str, str]:
         variables = engine_variables(
             self.config.device,
             cache=settings().engine_cache_dir / self.environment.identity,
@@ -248,7 +295,24 @@ class VllmLauncher:
             offline=True,  # the checkpoint is a local folder: there is nothing to ask a hub for
             kwargs=engine_kwargs(self.config),
         )
-        return {**(self.config.model.engine_variables or {}), **variables, **_ANY_NAME}
+        of_part = part_variables(self.config.device, part) if part is not None else {}
+        return {**(self.config.model.engine_variables or {}), **variables, **of_part, **_ANY_NAME}
+
+
+def engine_job(name: str, config: InferencePoolConfig, launch: Launch, *, key: str | None = None) -> JobRequest:
+    """The job of an engine, or of a host's part of one, beside its agent; a server asks for `key`.
+
+    It asks for no device: its agent has its machine, which may be one of several that a slice has.
+    """
+    own = {ENGINE_KEY_VARIABLE: key} if key is not None else {}
+    device = device_variables(config.resource_config.device)
+    return JobRequest(
+        name=f"engine-{name}-{random.randrange(16**6):06x}",
+        entrypoint=Command(launch.command, launch.arguments),
+        resources=ResourceConfig(),
+        environment=create_environment(env_vars={**device, **launch.variables, **own}, inherited=inheritance.ENGINE),
+        max_retries_preemption=0,  # a restart must prove its model again, so it is decided by the agent
+    )
 
 
 def environment_name(config: InferencePoolConfig) -> str:
@@ -256,8 +320,24 @@ def environment_name(config: InferencePoolConfig) -> str:
     return ENGINES[config.device].environment
 
 
-def free_port() -> int:
+def part_arguments(part: HostPart) -> dict[str, Any]:
+    """Engine arguments of a host's part, for vLLM's executor of processes."""
+    host, port = part.meeting
+    found = {"nnodes": part.hosts, "node_rank": part.rank, "master_addr": host, "master_port": port}
+    return {**found, "headless": True} if part.rank else found
+
+
+def part_variables(device: EngineDevice, part: HostPart) -> dict[str, str]:
+    """Variables of a host's part.
+
+    On a CPU vLLM would bind each rank to cores of its own, by NUMA nodes, of which there may be fewer than ranks.
+    """
+    special = {"cpu": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, "tpu": {"TPU_MULTIHOST_BACKEND": "ray"}}
+    return {"VLLM_HOST_IP": part.address, **special.get(device, {})}
+
+
+def free_port(host: str = "127.0.0.1") -> int:
     """A port of this machine that nothing listens on."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
         return probe.getsockname()[1]

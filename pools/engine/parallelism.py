@@ -7,13 +7,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pools.config import InferencePoolConfig
-from pools.engine.engines import PARALLEL_SIZES, TENSOR_PARALLEL, engine_kwargs
+from pools.engine.engines import (
+    DATA_PARALLEL,
+    EXECUTOR,
+    PARALLEL_SIZES,
+    PIPELINE_PARALLEL,
+    TENSOR_PARALLEL,
+    engine_kwargs,
+)
 from pools.engine.launch import Servable
-from resources.config import GpuConfig, ResourceConfig, TpuConfig
+from resources.config import CpuConfig, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
-from resources.tpu import largest_of_one_vm
 
-_PIPELINE = "pipeline_parallel_size"
 _HEADS = ("num_attention_heads", "n_head", "n_heads")
 _KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
@@ -27,7 +32,6 @@ def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servabl
         BadInput: it says which number does not fit, and which would.
     """
     resources = config.resource_config
-    _require_one_machine(resources)
     chips = resources.chips_per_replica
     kwargs = engine_kwargs(config)
     sizes = {name: kwargs.get(name, 1) for name in PARALLEL_SIZES}
@@ -44,7 +48,9 @@ def require_divisible(config: InferencePoolConfig, checkpoints: Iterable[Servabl
             found=shown,
             remedy=f"ask for more, or leave {TENSOR_PARALLEL} out: what is left by the others is taken",
         )
-    tensor, pipeline = sizes[TENSOR_PARALLEL], sizes[_PIPELINE]
+    if resources.hosts_per_replica > 1:
+        _require_shares(resources, kwargs, sizes, shown=shown)
+    tensor, pipeline = sizes[TENSOR_PARALLEL], sizes[PIPELINE_PARALLEL]
     for checkpoint in checkpoints if max(tensor, pipeline) > 1 else ():
         described = checkpoint.described
         if (why := why_not_divided(described, tensor=tensor, pipeline=pipeline)) is not None:
@@ -84,22 +90,61 @@ def _number(described: Mapping[str, Any], names: Iterable[str]) -> int | None:
     return next((described[name] for name in names if type(described.get(name)) is int and described[name] > 0), None)
 
 
-def _require_one_machine(resources: ResourceConfig) -> None:
-    if not isinstance(resources.device, TpuConfig) or (slice_ := resources.device.slice).vms == 1:
+def _require_shares(
+    resources: ResourceConfig, kwargs: Mapping[str, Any], sizes: Mapping[str, int], *, shown: str
+) -> None:
+    """Passes if each of several hosts gets as large a part of the engine as the others."""
+    hosts, is_slice = resources.hosts_per_replica, isinstance(resources.device, TpuConfig)
+    if sizes[DATA_PARALLEL] > 1:
+        raise BadInput(
+            expected=f"one engine on the {hosts} hosts of a replica",
+            found=shown,
+            remedy=f"leave {DATA_PARALLEL} out, and ask for more replicas",
+        )
+    if is_slice:
+        if sizes[PIPELINE_PARALLEL] not in (1, hosts):
+            raise BadInput(
+                expected=f"a stack of layers that is whole, or divided over the {hosts} VMs of a slice",
+                found=shown,
+                remedy=f"leave {PIPELINE_PARALLEL} out, or make it {hosts}",
+            )
         return
-    raise BadInput(
-        expected="a slice of one VM for each replica of a pool",
-        found=f"{slice_.variant}, whose {slice_.chips} chips are on {slice_.vms} VMs",
-        remedy=f"take {largest_of_one_vm(slice_.variant)}, and more replicas",
-    )
+    if (executor := kwargs.get(EXECUTOR, "mp")) != "mp":
+        raise BadInput(
+            expected="hosts that find each other as the pool says",
+            found=f"{EXECUTOR}: {executor}",
+            remedy="leave it out",
+        )
+    ranks = math.prod(sizes.values())
+    if ranks % hosts:
+        raise BadInput(
+            expected=f"engine_kwargs that divide a model over {hosts} hosts alike",
+            found=f"{shown or 'one part'}, {ranks} in all",
+            remedy="leave sizes out, or choose some whose product divides by the hosts",
+        )
+
+
+def require_place(resources: ResourceConfig, *, is_local: bool) -> None:
+    """Passes if a replica's hosts can be had: of one machine only processes that compute on its CPU.
+
+    Raises:
+        BadInput: they cannot.
+    """
+    if resources.hosts > 1 and is_local and not isinstance(resources.device, CpuConfig):
+        raise BadInput(
+            expected="one host for each replica of a pool on this machine",
+            found=f"hosts: {resources.hosts}",
+            remedy=f"ask for all {resources.chips_per_replica} GPUs of one machine, or use a cluster (ASSAY_JOBS)",
+        )
 
 
 def _unit(resources: ResourceConfig, count: int) -> str:
-    return ("GPU" if isinstance(resources.device, GpuConfig) else "chip") + ("s" if count != 1 else "")
+    unit = {"gpu": "GPU", "tpu": "chip", "cpu": "host"}[resources.device.kind]
+    return unit + ("s" if count != 1 else "")
 
 
 def _remedy(described: Mapping[str, Any], resources: ResourceConfig) -> str:
-    chips = resources.chips_per_replica or 1
+    chips = resources.chips_per_replica or resources.hosts
     most = max(
         size for size in range(1, chips + 1) if chips % size == 0 and not why_not_divided(described, tensor=size)
     )
@@ -107,5 +152,5 @@ def _remedy(described: Mapping[str, Any], resources: ResourceConfig) -> str:
     if rest == 1:
         return f"use {sizes} alone in engine_kwargs"
     if isinstance(resources.device, GpuConfig) and why_not_divided(described, tensor=most, pipeline=rest) is None:
-        sizes += f" and {_PIPELINE}: {rest}"
+        sizes += f" and {PIPELINE_PARALLEL}: {rest}"
     return f"use {sizes} in engine_kwargs, or ask for {most} {_unit(resources, most)}"

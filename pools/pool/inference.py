@@ -14,7 +14,7 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable, VllmLauncher, environment_name
-from pools.engine.parallelism import require_divisible
+from pools.engine.parallelism import require_divisible, require_place
 from pools.jobs import labelled, pool_environment
 from pools.pool.director_loop import DirectorLoop
 from pools.pool.session import PoolSession
@@ -97,6 +97,7 @@ class InferencePool:
     def _start(self, ending: ExitStack) -> None:
         """Starts everything, in this order; `ending` ends it in the reverse one."""
         check_network(self.config, is_local=self._client.is_local)
+        require_place(self.config.resource_config, is_local=self._client.is_local)
         require_divisible(self.config, self._checkpoints)
         check_reads(
             [checkpoint.uri for checkpoint in self._checkpoints],
@@ -162,7 +163,7 @@ class InferencePool:
             JobRequest(
                 name=labelled(name, self._label, secrets.token_hex(3)),
                 entrypoint=Call(run_agent, (name, self.config, self._launcher, self.access.address, start)),
-                resources=self.config.resource_config.model_copy(update={"replicas": 1}),
+                resources=self.config.resource_config.model_copy(update={"replicas": 1}).by_machine(),
                 environment=pool_environment(self.config, env_vars=token),
                 # Here the director starts it again, and counts; elsewhere a machine that is taken away is replaced.
                 max_retries_preemption=0 if self._client.is_local else _PREEMPTIONS,

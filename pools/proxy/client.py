@@ -197,6 +197,15 @@ class ProxyClient:
         """
         return ProxyStatus.model_validate_json(self._ask_for("DELETE", f"/admin/leases/{name}"))
 
+    def announced(self, name: str, *, join_token: str) -> Announcement:
+        """The last announcement that counts under a replica's name, without keys.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+        ProxyRefused: it answers, and refuses; or has heard of none.
+        """
+        return Announcement.model_validate_json(self._ask_for("GET", f"/replicas/{name}", key=join_token))
+
     def open_cell(self, cell: str, attempt: str, *, mirror: str | None) -> None:
         """Begins an attempt at a cell: its requests come under `/cells/<cell>/<attempt>/v1`.
 

@@ -102,7 +102,7 @@ class ProxyServer:
             "/admin/status": _Route(("GET",), admin, self._status),
             "/admin/leases/": _Route(("PUT", "DELETE"), admin, self._lease),
             "/admin/cells/": _Route(("PUT", "GET", "DELETE"), admin, self._cell),
-            "/replicas/": _Route(("POST",), join, self._announced),
+            "/replicas/": _Route(("POST", "GET"), join, self._announced),
         }
         self._found = {path: _Found(route, path, None) for path, route in self._routes.items() if path[-1] != "/"}
         table.on_news = self._wake
@@ -234,6 +234,11 @@ class ProxyServer:
         return _value(self._status_now())
 
     async def _announced(self, request: Request, name: str) -> Reply:
+        if request.head.method == "GET":
+            heard = next((replica.announcement for replica in self._table.status() if replica.name == name), None)
+            if heard is None:
+                raise Refusal(404, f"Nothing has been heard of {name} yet.")
+            return _value(heard)
         announcement = _read(Announcement, request)
         self._tally.announced(name, announcement)
         self._change(self._table.announce(name, announcement))

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections import deque
+from functools import partial
 from urllib.parse import urlsplit
 
 from pools.config import InferencePoolConfig
@@ -21,6 +22,8 @@ from pools.engine.device import device_name
 from pools.engine.launch import Launcher, ServedCheckpoint, VllmLauncher, digests_of, environment_name, staging
 from pools.protocol import Announcement, Failure, LoadReport, Orders, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient
+from pools.replica.follower import Follower
+from pools.replica.gang import Gang, leave
 from pools.replica.ingress import Ingress
 from pools.replica.loading import Loading
 from pools.replica.replica import ReplicaEngine
@@ -30,7 +33,7 @@ from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.errors import AssayError, EngineDied, ProxyFailed
 from resources.jobs.addresses import is_loopback, own_address
 from resources.jobs.jobs import Client
-from resources.settings import join_token
+from resources.settings import join_token, process_rank
 
 _WATCH_SECONDS = 0.25
 _HEALTH_SECONDS = 1.0
@@ -44,7 +47,7 @@ _log = logging.getLogger("assay.agent")
 def run_agent(
     name: str, config: InferencePoolConfig, launcher: Launcher | None, address: ProxyAddress, start: int
 ) -> None:
-    """Runs a replica until the pool does not want it any more, or has been gone for two minutes.
+    """Runs a replica, or a further host of it, until the pool does not want it any more or has been gone for long.
 
     Args:
         name: of the replica, unique in its pool.
@@ -60,8 +63,10 @@ def run_agent(
         environment = ensure_environment(ENVIRONMENTS[environment_name(config)], on_progress=_log.info)
         launcher = VllmLauncher(config, environment)
     client = local_client()  # wherever the agent was sent: its engine belongs beside it
+    rank, token = process_rank(), join_token()
     with launcher.warmed(client) as warm:
-        Agent(name, config, launcher=warm, client=client, address=address, token=join_token(), start=start).run()
+        beside = {"launcher": warm, "client": client, "address": address, "token": token, "start": start}
+        (Follower(name, config, rank=rank, **beside) if rank else Agent(name, config, **beside)).run()
 
 
 def _end_process(failure: threading.ExceptHookArgs) -> None:
@@ -110,11 +115,18 @@ class Agent:
         self._snapshot = threading.Lock()
         self._stop = threading.Event()
         self._healthy_at = time.monotonic()
+        here = own_address((address.host, address.port))
+        self._gang = Gang(name, config, host=here, token=token, start=start)
         self._replica = ReplicaEngine(
-            name, config, launcher=launcher, client=client, on_change=self._changed, drain=self._drain
+            name,
+            config,
+            launcher=launcher,
+            client=client,
+            on_change=self._changed,
+            drain=self._drain,
+            gang=self._gang,
         )
-        proxy = (address.host, address.port)
-        self._ingress = None if is_loopback(address.host) else Ingress(own_address(proxy), self._engine_port)
+        self._ingress = None if is_loopback(address.host) else Ingress(here, self._engine_port)
         self._staging = staging()
         self._held: StagedFolder | None = None
         self._failed: tuple[str, str] | None = None
@@ -148,6 +160,7 @@ class Agent:
         finally:
             self._stop.set()
             self._replica.stop()
+            self._gang.close()
             if self._ingress is not None:
                 self._ingress.close()
             self._staging.close()
@@ -185,6 +198,7 @@ class Agent:
     def _prefetch(self, model: str, served: ServedModel) -> None:
         if served.uri:
             self._staging.prefetch(served.uri, digests_of(served))
+            self._gang.prefetch(served)
 
     def _load(self, model: str, served: ServedModel) -> None:
         loading = Loading()
@@ -192,9 +206,11 @@ class Agent:
         staged: StagedFolder | None = None
         try:
             with loading.phase("stage"):
-                digests = digests_of(served)
+                digests, check = digests_of(served), self._gang.check(served)
                 staged = self._staging.stage(served.uri, digests)
-            checkpoint = ServedCheckpoint.from_folder(model, staged.path, digests, verify=staged.verify)
+                elsewhere = self._gang.folders(check)
+            verify = partial(self._verify, staged, served)
+            checkpoint = ServedCheckpoint.from_folder(model, staged.path, digests, verify=verify, elsewhere=elsewhere)
             self._replica.load(checkpoint, loading)
         except AssayError as error:
             failure = error
@@ -226,12 +242,20 @@ class Agent:
             self._reported = self._replica.checkpoint
             self._say_at_once()
 
+    def _verify(self, staged: StagedFolder, served: ServedModel) -> None:
+        """Passes if every host of the replica has the files that were digested."""
+        check = self._gang.check(served)
+        staged.verify()
+        self._gang.folders(check)
+
     def _watch(self) -> None:
-        """Looks whether the engine lives and answers; starts one again that does not."""
+        """Looks whether the engine lives and answers, and the other hosts do; starts an engine again that does not."""
         lease = self._config.lease_seconds
         looked_at = 0.0
         replica = self._replica
         while not self._stop.wait(_WATCH_SECONDS):
+            if (lost := self._gang.lost) is not None:
+                leave(lost)
             if replica.state != "ready":
                 self._healthy_at = time.monotonic()
             elif replica.engine_ended:
@@ -271,6 +295,7 @@ class Agent:
                 url=self._ingress.url if self._ingress and replica.url else replica.url,
                 ingress_key=self._ingress.key if self._ingress else None,
                 engine_key=replica.key,
+                door=self._gang.door,
                 capacity=replica.capacity,
                 state="dead" if replica.engine_ended or self._hangs else state,
                 model=checkpoint.name if checkpoint else None,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import secrets
 import threading
 import time
@@ -14,12 +13,21 @@ from pools.config import InferencePoolConfig
 from pools.endpoint import Scoring
 from pools.engine.engine_client import EngineClient
 from pools.engine.engine_log import SEARCHED_LINES, explained, first_error
-from pools.engine.engines import RELOADING_WORKER, engine_kwargs, replica_capacity
-from pools.engine.launch import Launch, Launcher, ServedCheckpoint, free_port, why_not_reload, why_unprovable
+from pools.engine.engines import RELOADING_WORKER, engine_kwargs, ranks_of, replica_capacity
+from pools.engine.launch import (
+    Launch,
+    Launcher,
+    ServedCheckpoint,
+    engine_job,
+    free_port,
+    why_not_reload,
+    why_unprovable,
+)
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, largest_difference
 from pools.engine.scoring import scoring_of
 from pools.jobs import Restarts
 from pools.protocol import ReplicaState
+from pools.replica.gang import Gang
 from pools.replica.loading import Loading, Standing
 from pools.replica.memory import WeightsInMemory
 from pools.weights.model_files import read_tensors
@@ -32,9 +40,7 @@ from resources.errors import (
     ReloadUnavailable,
     SwapRefused,
 )
-from resources.jobs import inheritance
-from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, create_environment
-from resources.settings import ENGINE_KEY_VARIABLE
+from resources.jobs.jobs import Client, JobHandle
 
 _log = logging.getLogger("assay.agent")
 _ENGINE_POLL_SECONDS = 0.05
@@ -51,6 +57,7 @@ class ReplicaEngine:
         client: who runs it.
         on_change: called after every change of state, from the thread that made it.
         drain: waits until nothing is in flight on this replica any more.
+        gang: the other hosts of the replica.
     """
 
     def __init__(
@@ -62,6 +69,7 @@ class ReplicaEngine:
         client: Client,
         on_change: Callable[[], None],
         drain: Callable[[], None],
+        gang: Gang,
     ) -> None:
         self.name = name
         self.key = secrets.token_urlsafe(24)
@@ -85,6 +93,7 @@ class ReplicaEngine:
         self._client = client
         self._on_change = on_change
         self._drain = drain
+        self._gang = gang
         self._job: JobHandle | None = None
         self._canary: tuple[float, ...] = ()
         self._canaries: dict[str, tuple[float, ...]] = {}
@@ -180,7 +189,7 @@ class ReplicaEngine:
         try:
             before = engine.reading(self._canary) if compared else None
             with loading.phase("reload"):
-                engine.reload_weights(str(wanted.folder), version=wanted.digests.checkpoint)
+                engine.reload_weights(wanted.folders, version=wanted.digests.checkpoint, ranks=ranks_of(self._config))
             with loading.phase("canary"):
                 canary = engine.canary(wanted.name, prompt_logprobs=self.prompt_logprobs)
             reloaded = engine.reading(canary, weights=True) if compared else None
@@ -242,19 +251,9 @@ class ReplicaEngine:
         try:
             with loading.phase("verify"):
                 checkpoint.verify()
-            launch = self._launcher.launch(checkpoint, port=port)
+            launch = self._launcher.launch(checkpoint, port=port, part=self._gang.begin_parts())
             with loading.phase("start"):
-                self._job = self._client.submit(
-                    JobRequest(
-                        name=f"engine-{self.name}-{random.randrange(16**6):06x}",
-                        entrypoint=Command(launch.command, launch.arguments),
-                        resources=self._config.resource_config.model_copy(update={"replicas": 1}),
-                        environment=create_environment(
-                            env_vars={**launch.variables, ENGINE_KEY_VARIABLE: self.key}, inherited=inheritance.ENGINE
-                        ),
-                        max_retries_preemption=0,  # a restart must prove its model again, so it is decided here
-                    )
-                )
+                self._job = self._client.submit(engine_job(self.name, self._config, launch, key=self.key))
                 self._wait_until_answers(self._job, engine, checkpoint.name, launch)
             with loading.phase("canary"):
                 self.prompt_logprobs = engine.has_prompt_logprobs(checkpoint.name)
@@ -305,7 +304,7 @@ class ReplicaEngine:
             if self._stopping:
                 found = "it was stopped while starting"
                 break
-            if job.status().finished:
+            if job.status().finished or self._gang.ended_part is not None:
                 found = "it ended before its model answered"
                 break
             if engine.healthy():
@@ -319,7 +318,7 @@ class ReplicaEngine:
             time.sleep(_ENGINE_POLL_SECONDS)
         raise EngineStartFailed(
             expected=f"the engine of {self.name} to answer for {model}",
-            found=f"{found}. {explained(job.logs(max_lines=SEARCHED_LINES))}",
+            found=f"{found}. {explained(self._log_of(job))}",
             remedy=f"read the log; to see it by hand:\n{launch.by_hand()}",
         )
 
@@ -330,7 +329,7 @@ class ReplicaEngine:
 
     @property
     def _lives(self) -> bool:
-        return self._job is not None and not self._job.status().finished
+        return self._job is not None and not self._job.status().finished and self._gang.ended_part is None
 
     def healthy(self, timeout_seconds: float) -> bool:
         """True if the engine's server answers at all in that time; a busy one answers late."""
@@ -360,7 +359,7 @@ class ReplicaEngine:
         Raises:
             EngineDied: it was one too many; the replica is dead.
         """
-        log = self._job.logs(max_lines=SEARCHED_LINES).replace(self.key, "***") if self._job else ""
+        log = self._log_of(self._job).replace(self.key, "***") if self._job else ""
         self.last_death = first_error(log) or f"none in its log; it {why}"
         if self._restarts.allow():
             self.revived += 1
@@ -374,6 +373,10 @@ class ReplicaEngine:
         self._become("dead", self.checkpoint)
         raise self.failure
 
+    def _log_of(self, job: JobHandle) -> str:
+        """The log of a part on another host that has ended, which the server's own only follows; else of the server."""
+        return self._gang.ended_part or job.logs(max_lines=SEARCHED_LINES)
+
     def stop(self) -> None:
         """Ends the engine's whole process tree; safe to call twice, and while it starts."""
         self._stopping = True
@@ -385,6 +388,7 @@ class ReplicaEngine:
     def _end_job(self) -> None:
         if self._job is not None:
             self._job.terminate()
+        self._gang.end_parts()
 
     def _become(self, state: ReplicaState, checkpoint: ServedCheckpoint | None) -> None:
         self.standing = Standing(state, checkpoint)

@@ -190,6 +190,12 @@ class JobRequest:
                 found=repr(self.name),
                 remedy="Replace spaces and slashes with dashes.",
             )
+        if self.resources.hosts > 1:
+            raise BadInput(
+                expected="one machine for each replica of a job",
+                found=f"hosts: {self.resources.hosts}, which a pool's replicas have",
+                remedy="Ask for replicas instead: those of one job start and end together.",
+            )
         if self.replica_count < 1 or self.max_retries_failure < 0 or self.max_retries_preemption < 0:
             raise BadInput(
                 expected="at least one replica, and retries of at least 0",

@@ -97,16 +97,17 @@ def price_per_hour(region: Region, resources: ResourceConfig) -> Decimal | None:
             return None
         return cores * resources.cpu + memory * Decimal(size_in_bytes(resources.ram)) / _GB
 
+    machines = resources.hosts * resources.replicas
     match resources.device:
         case TpuConfig(variant=variant):
             chip = rate(region.chip_hour.get(tpu_generation(variant)))
             return None if chip is None else chip * resources.chip_count()
         case GpuConfig(variant=variant, count=count):
             chip, machine = rate(region.chip_hour.get(gpu_model(variant))), host()
-            return None if chip is None or machine is None else (chip * count + machine) * resources.replicas
+            return None if chip is None or machine is None else (chip * count + machine) * machines
         case CpuConfig():
             machine = host()
-            return None if machine is None else machine * resources.replicas
+            return None if machine is None else machine * machines
 
 
 def _offers(region: Region, resources: ResourceConfig) -> bool:

@@ -92,7 +92,7 @@ def _needs_a_cluster(resources: ResourceConfig) -> bool:
         case TpuConfig() as tpu:
             return tpu.slice.vms > 1 or resources.replicas > 1
         case _:
-            return False
+            return resources.hosts > 1
 
 
 def _on_one_machine(resources: ResourceConfig, region: Region, kind: ImageKind) -> dict[str, Any]:
@@ -207,11 +207,13 @@ def _beyond(service: str, found: str, nearest: str) -> UnsatisfiableResources:
 
 
 def _too_large(resources: ResourceConfig, region: Region) -> UnsatisfiableResources:
-    assert isinstance(resources.device, TpuConfig)
-    variant = resources.device.variant
+    tpu, machines = resources.device, resources.hosts_per_replica
+    found, nearest = ("replicas", "one machine for each")
+    if isinstance(tpu, TpuConfig):
+        found, nearest = tpu.variant, f"one {largest_of_one_vm(tpu.variant)}"
     return UnsatisfiableResources(
-        expected=f"a slice that one job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
-        found=f"{resources.replicas} x {variant}, {resources.device.slice.vms} VMs each, and no ray_address or "
-        f"iris_address for {region.name}",
-        remedy=f"what comes nearest: one {largest_of_one_vm(variant)}; or {where_to_write(region.name, ADDRESS_LINE)}",
+        expected=f"replicas that one job of the work pool {region.work_pool} can hold, or a cluster in {region.name}",
+        found=f"{resources.replicas} x {found}, {machines} {'VMs' if isinstance(tpu, TpuConfig) else 'machines'} each, "
+        f"and no ray_address or iris_address for {region.name}",
+        remedy=f"what comes nearest: {nearest}; or {where_to_write(region.name, ADDRESS_LINE)}",
     )

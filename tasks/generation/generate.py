@@ -85,7 +85,7 @@ def plan_generation(config: GenerationConfig) -> PlannedGeneration:
     config = _as_served(config)
     storage.check_writable(config.output_path)
     if config.pool_config is not None:
-        current_client().check_resources(config.pool_config.resource_config)
+        current_client().check_resources(config.pool_config.resource_config.by_machine())
     current_client().check_resources(config.worker_resources)
     plan = plan_prompts(config.prompts, prompts_per_shard=config.prompts_per_shard)
     targets = tuple(_target(config, plan, name, checkpoint) for name, checkpoint in _checkpoints(config))

@@ -201,7 +201,7 @@ def _check_resources(config: EvaluationConfig, checkpoints: Sequence[Checkpoint]
     pool = config.pool_config if config.pool_name is None else None
     wanted = config.resource_config if config.native else pool.resource_config if pool else None
     if wanted is not None:
-        current_client().check_resources(wanted)
+        current_client().check_resources(wanted.by_machine())
     behind = [found for found in checkpoints if config.native and is_behind_server(found.uri)]
     if behind and (not current_client().is_local or behind[0].kind == "levanter"):
         raise BadInput(

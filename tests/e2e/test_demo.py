@@ -241,7 +241,7 @@ def test_key_of_a_client_does_not_reach_the_engines_own_calls(
         attack.close()
     with pytest.raises(SwapRefused, match="401"):
         EngineClient(pool.engine_urls()[0], running.api_key).reload_weights(
-            str(checkpoints["last"].uri), version="last"
+            [str(checkpoints["last"].uri)], version="last"
         )
     assert engine_of(pool).canary("first", prompt_logprobs=True) == before
 

@@ -22,6 +22,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -151,6 +152,8 @@ class FakeEngine:
     """The last paths, with their queries, of completion requests."""
     asked_file: Path | None = None
     """Gets a line for each completion request: the time in nanoseconds, and its body."""
+    ranks: int = 1
+    """Parts that it runs in, each of which has to load the weights of a folder of its own."""
     cache: PrefixCache = field(default_factory=PrefixCache)
     _wholes: int = 0
     _weights_name: str = "default"
@@ -446,15 +449,17 @@ class FakeEngine:
             return web.json_response({"results": [{"all": self.label, "head": "wrong" if wrong else self.label}]})
         if call.get("method") != "assay_reload":
             return _error(400, f"no method {call.get('method')}")
-        folder = Path(call.get("kwargs", {}).get("folder", ""))
-        if self.faults.fail_reload or not (folder / "model.safetensors").is_file():
+        folders = [Path(folder) for folder in call.get("kwargs", {}).get("folders", [])]
+        fits = len(folders) == self.ranks and all((folder / "model.safetensors").is_file() for folder in folders)
+        if self.faults.fail_reload or not fits or len(set(map(weights_label, folders))) != 1:
             return _error(500, "assay_reload failed")
+        folder = folders[0]
         self.stats.reloads += 1
         if self.faults.partial_reload:
             self.label = f"{weights_label(folder)} in part, else {self.label}"
         elif not self.faults.skip_reload:
             self.label = weights_label(folder)
-        return web.json_response({"results": [None]})
+        return web.json_response({"results": [None] * self.ranks})
 
     async def _name_weights(self, request: web.Request) -> web.Response:
         if not self.faults.forgets_name:
@@ -562,6 +567,23 @@ async def _serve(engine: FakeEngine, address_file: Path) -> None:
             await stop.wait()
 
 
+def meet(parts: int, *, address: str, port: int, label: str) -> None:
+    """Waits for the parts on further hosts, which must have the same weights; ends the process when one is gone."""
+    listener = socket.create_server((address, port))
+    for _ in range(parts):
+        part, _ = listener.accept()
+        if (theirs := part.recv(64).decode()) != label:
+            sys.exit(f"RuntimeError: a part of the engine has weights {theirs}, not {label}")
+        threading.Thread(target=_end_after, args=(part,), daemon=True).start()
+
+
+def _end_after(part: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        part.recv(1)
+    print("RuntimeError: a part of the engine is gone", file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 def main() -> None:
     """Runs one engine until SIGTERM."""
     parser = argparse.ArgumentParser()
@@ -572,9 +594,13 @@ def main() -> None:
     parser.add_argument("--label", default="w0", help="label of the weights where there is no --weights")
     parser.add_argument("--weights", type=Path, help="folder with model.safetensors")
     parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--ranks", type=int, default=1, help="parts of the engine, each on a host of its own")
+    parser.add_argument("--meeting", nargs=2, help="address and port where parts on further hosts come")
     parser.add_argument("--asked-file", type=Path, help="gets a line for each completion request")
     parser.add_argument("--faults", type=json.loads, default={}, help="JSON object of faults to begin with")
     given = parser.parse_args()
+    if given.ranks > 1:
+        meet(given.ranks - 1, address=given.meeting[0], port=int(given.meeting[1]), label=weights_label(given.weights))
     engine = FakeEngine(
         models=tuple(given.model),
         label=given.label,
@@ -584,6 +610,7 @@ def main() -> None:
         port=given.port,
         max_model_len=given.max_model_len,
         asked_file=given.asked_file,
+        ranks=given.ranks,
         faults=Faults(**given.faults),
     )
     asyncio.run(_serve(engine, given.address_file))

@@ -10,9 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pools.engine.launch import Launch, Launcher, ServedCheckpoint
+from pools.engine.launch import HostPart, Launch, Launcher, ServedCheckpoint
 from resources.jobs.jobs import Client
 
+_RANK = """
+import hashlib, pathlib, socket, sys, threading, time
+host, port, folder = sys.argv[1:]
+label = hashlib.sha256((pathlib.Path(folder) / "model.safetensors").read_bytes()).hexdigest()[:16]
+while True:
+    try:
+        server = socket.create_connection((host, int(port)))
+        break
+    except OSError:
+        time.sleep(0.05)
+server.sendall(label.encode())
+threading.Event().wait()
+"""
+"""A part of an engine on a further host: shows its weights to the server, and does not end when that is gone."""
 _ENGINE = Path(__file__).with_name("engine.py")
 
 
@@ -36,8 +50,10 @@ class FakeLauncher:
         noted = self.folder / "launches.txt"
         return noted.read_text().split() if noted.is_file() else []
 
-    def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
+    def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
         """See `pools.engine.launch.Launcher`."""
+        if part is not None and part.rank:
+            return Launch(sys.executable, ("-c", _RANK, *map(str, part.meeting), str(checkpoint.folder)), {})
         with (self.folder / "launches.txt").open("a+") as noted:
             fcntl.flock(noted, fcntl.LOCK_EX)  # replicas launch at once
             noted.seek(0)
@@ -47,6 +63,7 @@ class FakeLauncher:
             return Launch(sys.executable, ("-c", self.scripts[number], str(port)), {})
         arguments = [str(_ENGINE), "--port", str(port), "--weights", str(checkpoint.folder)]
         arguments += ["--address-file", str(self.folder / f"engine-{port}.json"), "--faults", json.dumps(self.faults)]
+        arguments += ["--ranks", str(part.hosts), "--meeting", *map(str, part.meeting)] if part is not None else []
         arguments += ["--asked-file", str(self.folder / "asked.txt")] if self.notes_requests else []
         return Launch(sys.executable, tuple(arguments), {})
 

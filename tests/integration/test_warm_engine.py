@@ -196,7 +196,7 @@ def check_reloads(port: int, model: Path, other: Path) -> None:
     engine = EngineClient(f"http://127.0.0.1:{port}", KEY)
     found = []
     for folder, name in ((model, "a"), (other, "b"), (model, "a")):
-        engine.reload_weights(str(folder), version=name)
+        engine.reload_weights([str(folder)], version=name)
         assert engine.weights_name() == name
         found.append(engine.weights_in_memory())
     assert found[0] == found[2] != found[1]

@@ -129,6 +129,7 @@ def pool_content(options: EvaluationOptions) -> dict[str, Any]:
 
 
 _CORES = 2
+_PLAIN = ("cpu", "hosts", "ram", "disk", "zone", "image")
 _SHARES = ("max_truncated", "max_at_limit")
 _JUDGE = ("judge_url", "judge_pool", "judge_model", "judge_annotator")
 
@@ -204,7 +205,7 @@ def resources_asked(options: EvaluationOptions, *, regions: Regions | None = Non
     if options.gpu is not None and options.tpu is not None:
         raise BadInput(expected="one of --gpu and --tpu", found="both", remedy="keep one of them")
     asked: dict[str, Any] = {"replicas": options.replicas or 1, "preemptible": not options.on_demand}
-    asked |= {name: value for name in ("cpu", "ram", "disk", "zone", "image") if (value := getattr(options, name))}
+    asked |= {name: value for name in _PLAIN if (value := getattr(options, name))}
     if options.region:
         known = regions or known_regions()
         asked["regions"] = tuple(known.named(name).name for name in options.region)

@@ -30,6 +30,7 @@ class MachineOptions:
 
     gpu: Annotated[str | None, typer.Option(help="GPU of each engine, such as H100:2 or auto.")] = None
     tpu: Annotated[str | None, typer.Option(help="TPU slice of each engine, such as v5litepod-8.")] = None
+    hosts: Annotated[int | None, typer.Option(min=1, help="Machines of each engine, each with such a GPU.")] = None
     ram: Annotated[str | None, typer.Option(help="Memory per engine, such as 32g; as its device needs else.")] = None
     disk: Annotated[str | None, typer.Option(help="Local disk per engine, likewise.")] = None
     region: Annotated[tuple[str, ...], typer.Option("--region", help="Region allowed, best first; repeatable.")] = ()
@@ -40,7 +41,20 @@ class MachineOptions:
     image: Annotated[str | None, typer.Option(help="Container image, on backends that run containers.")] = None
 
 
-POOL_OPTIONS = ("replicas", "cpu", "engine", "gpu", "tpu", "ram", "disk", "region", "zone", "on_demand", "image")
+POOL_OPTIONS = (
+    "replicas",
+    "cpu",
+    "engine",
+    "gpu",
+    "tpu",
+    "hosts",
+    "ram",
+    "disk",
+    "region",
+    "zone",
+    "on_demand",
+    "image",
+)
 """Options that describe a pool that is started, and nothing else."""
 
 

@@ -37,8 +37,11 @@ class ReloadingWorker:
 
     model_runner: Any
 
-    def assay_reload(self, folder: str) -> None:
+    def assay_reload(self, folders: list[str]) -> None:
         """Loads the weights of a folder into the running model.
+
+        Args:
+            folders: one on each host of the engine, in the order of their ranks.
 
         Raises:
             RuntimeError: whether this model's embeddings are tied was read from its weights, not from its config.
@@ -49,7 +52,7 @@ class ReloadingWorker:
         on_cpu = current_platform.is_cpu()
         if on_cpu:
             forget_kernels_of_experts(model)
-        self.reload_weights(weights_path=folder)  # type: ignore[attr-defined]
+        self.reload_weights(weights_path=folders[self.model_runner.parallel_config.node_rank])  # type: ignore[attr-defined]
         if on_cpu:
             pack_again(model)
             fill_convolutions(model)

@@ -78,8 +78,19 @@ def main(arguments: list[str]) -> None:
     entry: Any = importlib.import_module("vllm.entrypoints.launchers.api_server.entry")
     keep_address_from_forks(entry)
     sys.path.append(str(Path(__file__).parent))  # an isolated interpreter does not look there for door and worker
+    run(entry, arguments)
+
+
+def run(entry: Any, arguments: list[str]) -> None:
+    """Serves; or, where the server is on another host, computes this host's part of what it answers."""
     sys.argv = ["vllm", *arguments]
-    entry.main()
+    if "--headless" not in arguments:
+        entry.main()
+        return
+    commands: Any = importlib.import_module("vllm.entrypoints.launchers.cli_args")
+    parsing: Any = importlib.import_module("vllm.utils.argparse_utils")
+    serve: Any = importlib.import_module("vllm.entrypoints.cli.serve")
+    serve.ServeSubcommand.cmd(commands.make_arg_parser(parsing.FlexibleArgumentParser()).parse_args())
 
 
 def fork_one_engine_process() -> None:

@@ -26,6 +26,7 @@ from resources.backends.ray.demand import allowed_nodes, selector_of, share_of
 from resources.backends.ray.nodes import REGION_LABEL, ZONE_LABEL, RayNode
 from resources.config import GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput, UnsatisfiableResources
+from resources.jobs.jobs import Command, JobRequest
 from resources.regions.regions import known_regions, price_per_hour
 from resources.regions.work_pool_variables import job_variables
 from tasks.checkpoints.discovery import find_checkpoints
@@ -72,7 +73,7 @@ def resources_of(*arguments: str) -> ResourceConfig:
 
 def test_options_are_all_those_of_a_pool() -> None:
     assert set(POOL_OPTIONS) == {*EngineOptions.__annotations__, *MachineOptions.__annotations__} - {"chat"}
-    assert set(options_of(*ON_DEMAND, "--engine", "seed=1").given(*POOL_OPTIONS)) == {
+    assert set(options_of(*ON_DEMAND, "--hosts", "2", "--engine", "seed=1").given(*POOL_OPTIONS)) == {
         f"--{name.replace('_', '-')}" for name in POOL_OPTIONS if name != "tpu"
     }
 
@@ -84,6 +85,24 @@ def test_options_become_resources() -> None:
     assert (found.regions, found.zone, found.preemptible) == (("us-central1",), "us-central1-a", False)
     assert found.image == "team/image:1"
     assert resources_of("--gpu", "H100:2", "--preemptible").preemptible
+
+
+def test_machines_of_a_replica_reach_its_jobs_its_price_and_its_cluster(tmp_path: Path) -> None:
+    given, usual = resources_of(*ON_DEMAND, "--hosts", "2"), resources_of(*ON_DEMAND)
+    assert (given.hosts, given.chip_count(), given.chips_per_replica) == (2, 12, 4)
+    by_machine = given.by_machine()
+    assert (by_machine.replicas, by_machine.hosts, by_machine.chips_per_replica) == (6, 1, 2)
+    region = known_regions().named("us-central1").model_copy(update={"work_pool_type": "kubernetes"})
+    assert price_per_hour(region, given) == 2 * (price_per_hour(region, usual) or 0)
+    with pytest.raises(UnsatisfiableResources, match="2 machines each"):
+        job_variables(given, region)
+    with set_current_client(CloudClient()):
+        _, machine, _ = planned(*ON_DEMAND, "--hosts", "2", folder=tmp_path).lines()
+    assert machine.startswith("3 × 2 × 2 H100 GPUs, 11 cores")
+    with pytest.raises(BadInput, match="one machine for each replica of a job"):
+        JobRequest("job", Command("true"), resources=given)
+    with pytest.raises(ValueError, match="expected no hosts beside a TPU"):
+        ResourceConfig.with_tpu("v6e-8", hosts=2)
 
 
 def test_options_that_are_left_out_go_with_the_device() -> None:

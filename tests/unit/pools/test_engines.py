@@ -15,6 +15,7 @@ from pools.config import InferencePoolConfig
 from pools.engine.device import device_name
 from pools.engine.engines import (
     ENGINES,
+    SLICE_PROGRAM,
     engine_arguments,
     engine_flags,
     engine_kwargs,
@@ -25,7 +26,7 @@ from pools.engine.engines import (
     with_engine_variables,
     with_last_token,
 )
-from pools.engine.launch import ServedCheckpoint, VllmLauncher
+from pools.engine.launch import HostPart, Launch, ServedCheckpoint, VllmLauncher
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.environments.environments import Environment
 
@@ -261,3 +262,38 @@ def test_device_has_the_name_that_its_machine_gives_it(tmp_path: Path, monkeypat
         assert device_name("cuda") is None
     finally:
         device_name.cache_clear()
+
+
+def launched(tmp_path: Path, rank: int, **resources: Any) -> Launch:
+    """The start of a host's part of an engine of two hosts or more."""
+    content = {"model": {"name": "run"}, "resource_config": resources}
+    config = InferencePoolConfig.model_validate(content)
+    launcher = VllmLauncher(config, Environment(tmp_path / "bin" / "python", tmp_path, identity="b"))
+    checkpoint = write_checkpoint(tmp_path / f"m-{rank}")
+    digests = digest_model_folder(inspect_model_folder(str(checkpoint)))
+    part = HostPart(rank, config.resource_config.hosts_per_replica, ("10.0.0.1", 29500), f"10.0.0.{rank + 1}")
+    return launcher.launch(ServedCheckpoint.from_folder("m", checkpoint, digests), port=8001, part=part)
+
+
+@pytest.mark.parametrize("device", [{"kind": "gpu", "count": 8}, {"kind": "cpu"}])
+def test_parts_on_hosts_find_each_other_and_only_the_first_serves(tmp_path: Path, device: dict[str, Any]) -> None:
+    first, second = (launched(tmp_path, rank, device=device, hosts=2) for rank in (0, 1))
+    common = ("--nnodes", "2", "--node-rank")
+    for launch, rank in ((first, "0"), (second, "1")):
+        at = launch.arguments.index("--nnodes")
+        assert launch.arguments[at : at + 8] == (
+            *(*common, rank, "--master-addr", "10.0.0.1", "--master-port", "29500"),
+        )
+    assert ("--headless" in first.arguments, "--headless" in second.arguments) == (False, True)
+    assert (first.variables["VLLM_HOST_IP"], second.variables["VLLM_HOST_IP"]) == ("10.0.0.1", "10.0.0.2")
+
+
+def test_parts_on_the_vms_of_a_slice_are_nodes_of_a_ray_of_its_own_and_only_the_first_serves(tmp_path: Path) -> None:
+    first, fourth = (launched(tmp_path, rank, device={"kind": "tpu", "variant": "v6e-16"}) for rank in (0, 3))
+    own = ("-I", "-u", str(SLICE_PROGRAM))
+    assert fourth.arguments == (*own, "4", "3", "10.0.0.1", "29500", "10.0.0.4", "4")
+    assert first.arguments[:9] == (*own, "4", "0", "10.0.0.1", "29500", "10.0.0.1", "4")
+    served = " ".join(first.arguments[9:])
+    assert "--port 8001" in served and "--tensor-parallel-size 16" in served
+    assert "--distributed-executor-backend" not in served
+    assert {launch.variables["TPU_MULTIHOST_BACKEND"] for launch in (first, fourth)} == {"ray"}

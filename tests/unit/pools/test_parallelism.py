@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pools.config import InferencePoolConfig
-from pools.engine.engines import engine_flags, engine_kwargs
+from pools.engine.engines import engine_flags, engine_kwargs, ranks_of
 from pools.engine.launch import Servable
 from pools.engine.parallelism import require_divisible, why_not_divided
 from pools.pool.inference import InferencePool
@@ -34,39 +34,72 @@ def described(tmp_path: Path) -> Describe:
     return servable
 
 
-def pool(device: dict[str, Any], **kwargs: Any) -> InferencePoolConfig:
+def pool(device: dict[str, Any], *, hosts: int = 1, **kwargs: Any) -> InferencePoolConfig:
     model = {"name": "run", "engine_kwargs": kwargs}
-    return InferencePoolConfig.model_validate({"resource_config": {"device": device}, "model": model})
+    return InferencePoolConfig.model_validate({"resource_config": {"device": device, "hosts": hosts}, "model": model})
 
 
-def gpus(count: int, **kwargs: Any) -> InferencePoolConfig:
-    return pool({"kind": "gpu", "count": count}, **kwargs)
+def gpus(count: int, *, hosts: int = 1, **kwargs: Any) -> InferencePoolConfig:
+    return pool({"kind": "gpu", "count": count}, hosts=hosts, **kwargs)
 
 
 def tpu(variant: str, **kwargs: Any) -> InferencePoolConfig:
     return pool({"kind": "tpu", "variant": variant}, **kwargs)
 
 
-@pytest.mark.parametrize("variant", TPU_TOPOLOGIES)
-def test_replica_on_a_slice_takes_all_its_chips_or_is_refused(variant: str, described: Describe) -> None:
-    slice_ = TPU_TOPOLOGIES[variant]
-    config, model = tpu(variant), described({**LLAMA, "num_attention_heads": 16384, "num_key_value_heads": 16384})
+def sizes(config: InferencePoolConfig) -> tuple[int, int]:
+    """Parts of each tensor and of the stack of layers, as vLLM is told."""
     flags = engine_flags(engine_kwargs(config))
-    taken = int(flags[flags.index("--tensor-parallel-size") + 1]) if "--tensor-parallel-size" in flags else 1
-    assert taken == slice_.chips
-    if slice_.vms == 1:
-        require_divisible(config, [model])
-        return
-    with pytest.raises(BadInput, match=rf"{slice_.chips} chips are on {slice_.vms} VMs") as refused:
-        require_divisible(config, [model])
-    smaller = refused.value.remedy.split()[1].rstrip(",")
-    assert TPU_TOPOLOGIES[smaller].vms == 1
-    assert smaller.split("-")[0] == variant.split("-")[0]
+    names = ("--tensor-parallel-size", "--pipeline-parallel-size")
+    tensor, stack = (int(flags[flags.index(name) + 1]) if name in flags else 1 for name in names)
+    return tensor, stack
+
+
+WIDE = {**LLAMA, "num_attention_heads": 49152, "num_key_value_heads": 49152}
+
+
+@pytest.mark.parametrize("variant", TPU_TOPOLOGIES)
+def test_replica_on_a_slice_divides_each_tensor_over_all_its_chips(variant: str, described: Describe) -> None:
+    config, slice_ = tpu(variant), TPU_TOPOLOGIES[variant]
+    require_divisible(config, [described(WIDE)])
+    assert sizes(config) == (slice_.chips, 1)
+    assert config.resource_config.hosts_per_replica == slice_.vms
 
 
 @pytest.mark.parametrize("count", [1, 2, 4, 8, 16])
-def test_replica_with_several_gpus_divides_each_tensor_over_them(count: int) -> None:
-    assert engine_kwargs(gpus(count)).get("tensor_parallel_size", 1) == count
+@pytest.mark.parametrize("hosts", [1, 2, 3, 4, 8, 16])
+def test_replica_with_gpus_divides_each_tensor_within_a_host_and_the_layers_over_hosts(
+    count: int, hosts: int, described: Describe
+) -> None:
+    config = gpus(count, hosts=hosts)
+    require_divisible(config, [described(WIDE)])
+    assert sizes(config) == (count, hosts)
+    assert config.resource_config.chip_count() == ranks_of(config) == count * hosts
+
+
+def test_replica_on_the_cpus_of_several_hosts_divides_each_tensor_over_them(described: Describe) -> None:
+    require_divisible(pool({"kind": "cpu"}, hosts=2), [described(LLAMA)])
+    assert sizes(pool({"kind": "cpu"}, hosts=2)) == (2, 1)
+    assert sizes(pool({"kind": "cpu"})) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "tensor", "stack"),
+    [
+        ({"tensor_parallel_size": 16}, 16, 1),
+        ({"tensor_parallel_size": 8}, 8, 2),
+        ({"tensor_parallel_size": 4}, 4, 4),
+        ({"pipeline_parallel_size": 1}, 16, 1),
+        ({"pipeline_parallel_size": 4}, 4, 4),
+        ({"tensor_parallel_size": 2, "pipeline_parallel_size": 2}, 2, 2),
+    ],
+)
+def test_engine_kwargs_say_otherwise_over_two_hosts_with_eight_gpus_each(
+    kwargs: dict[str, Any], tensor: int, stack: int, described: Describe
+) -> None:
+    config = gpus(8, hosts=2, **kwargs)
+    require_divisible(config, [described(LLAMA)])
+    assert sizes(config) == (tensor, stack)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +156,19 @@ def test_model_is_divided_where_its_heads_and_layers_allow(
         (tpu("v6e-1", pipeline_parallel_size=2), LLAMA, "pipeline_parallel_size: 2", "ask for more"),
         (gpus(4, tensor_parallel_size="all"), LLAMA, "'all'", "correct engine_kwargs"),
         (gpus(4, data_parallel_size=0), LLAMA, "0", "correct engine_kwargs"),
+        (
+            tpu("v6e-16"),
+            SEVEN,
+            "56 attention heads do not divide by 16",
+            "tensor_parallel_size: 1 in engine_kwargs, or ask",
+        ),
+        (tpu("v6e-16", pipeline_parallel_size=2), LLAMA, "pipeline_parallel_size: 2", "make it 4"),
+        (gpus(8, hosts=2), SEVEN, "7 KV heads do not divide by 8", "size: 1 and pipeline_parallel_size: 16"),
+        (gpus(1, hosts=4), {"num_hidden_layers": 3}, "3 layers are fewer than 4 parts", "tensor_parallel_size: 4"),
+        (gpus(8, hosts=2, data_parallel_size=2), LLAMA, "data_parallel_size: 2", "ask for more replicas"),
+        (gpus(2, hosts=2, distributed_executor_backend="ray"), LLAMA, "backend: ray", "leave it out"),
+        (gpus(2, hosts=3, tensor_parallel_size=2, pipeline_parallel_size=2), LLAMA, "4 in all", "divides by the hosts"),
+        (pool({"kind": "cpu"}, hosts=2), SEVEN, "7 KV heads do not divide by 2", "or ask for 1 host$"),
     ],
 )
 def test_division_that_cannot_be_is_refused_with_one_that_can(
@@ -137,8 +183,10 @@ def test_division_that_cannot_be_is_refused_with_one_that_can(
 def test_pool_refuses_before_it_starts_anything(described: Describe) -> None:
     with pytest.raises(BadInput, match="7 KV heads do not divide by 4"), InferencePool(gpus(4), [described(SEVEN)]):
         pass
-    with pytest.raises(BadInput, match="16 chips are on 4 VMs"), InferencePool(tpu("v5e-16"), [described(LLAMA)]):
+    with pytest.raises(BadInput, match="hosts: 2"), InferencePool(gpus(1, hosts=2), [described(LLAMA)]):
         pass
+    with pytest.raises(ValueError, match=r"nnodes follows from the resources.* as hosts of resource_config"):
+        gpus(1, nnodes=2)
 
 
 def test_whole_machine_computes_where_a_model_allows(described: Describe) -> None:

@@ -13,6 +13,7 @@ from fakes.models import CONFIG, write_checkpoint
 from pools.config import InferencePoolConfig
 from pools.engine.launch import ServedCheckpoint
 from pools.engine.reload_trust import ROUNDING_NATS, Reading, ReloadTrust, Verdict, compare
+from pools.replica.gang import Gang
 from pools.replica.replica import Loading, ReplicaEngine
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.backends.local.client import LocalClient
@@ -106,13 +107,15 @@ def loads(
 ) -> list[Loading]:
     """The loads of a replica whose engine gets these checkpoints, one after another."""
     client = LocalClient()
+    pool = InferencePoolConfig.model_validate({"model": {"name": "run", **config}, "reload_audit_share": 0})
     replica = ReplicaEngine(
         "replica",
-        InferencePoolConfig.model_validate({"model": {"name": "run", **config}, "reload_audit_share": 0}),
+        pool,
         launcher=FakeLauncher(folder, faults=faults or {}),
         client=client,
         on_change=lambda: None,
         drain=lambda: None,
+        gang=Gang("replica", pool, host="127.0.0.1", token="join", start=0),
     )
     done = []
     try:

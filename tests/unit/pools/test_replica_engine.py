@@ -20,8 +20,9 @@ from fakes.models import write_checkpoint
 from fakes.polling import eventually
 from pools.config import InferencePoolConfig
 from pools.engine.engine_log import explained, first_error
-from pools.engine.launch import Launch, Servable, ServedCheckpoint
+from pools.engine.launch import HostPart, Launch, Servable, ServedCheckpoint
 from pools.jobs import Restarts
+from pools.replica.gang import Gang
 from pools.replica.loading import Loading
 from pools.replica.replica import ReplicaEngine
 from pools.weights.staging import Staging
@@ -46,9 +47,7 @@ def test_death_that_the_load_of_another_checkpoint_overtakes_counts(tmp_path: Pa
     )
     client, launcher = LocalClient(tmp_path / "jobs"), FakeLauncher(tmp_path)
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}, "max_replica_restarts": most})
-    replica = ReplicaEngine(
-        "replica-0", config, launcher=launcher, client=client, on_change=lambda: None, drain=lambda: None
-    )
+    replica = engine_of(config, launcher, client, drain=lambda: None)
     try:
         replica.load(first, Loading())
         [engine] = tmp_path.glob("engine-*.json")
@@ -66,6 +65,14 @@ def test_death_that_the_load_of_another_checkpoint_overtakes_counts(tmp_path: Pa
     finally:
         replica.stop()
         client.shutdown()
+
+
+def engine_of(
+    config: InferencePoolConfig, launcher: FakeLauncher, client: LocalClient, *, drain: Callable[[], None]
+) -> ReplicaEngine:
+    gang = Gang("replica-0", config, host="127.0.0.1", token="join", start=0)
+    options: dict[str, Any] = {"launcher": launcher, "client": client, "on_change": lambda: None}
+    return ReplicaEngine("replica-0", config, drain=drain, gang=gang, **options)
 
 
 VLLM_LOG = """(APIServer pid=7) INFO 11-23 12:00:00 [api_server.py:9] ready
@@ -112,7 +119,7 @@ def one_replica(
 ) -> Iterator[ReplicaEngine]:
     client = LocalClient(tmp_path / "jobs")
     config = InferencePoolConfig.model_validate({"model": {"name": "run"}, **fields})
-    replica = ReplicaEngine("replica-0", config, launcher=launcher, client=client, on_change=lambda: None, drain=drain)
+    replica = engine_of(config, launcher, client, drain=drain)
     try:
         yield replica
     finally:
@@ -133,9 +140,9 @@ def test_files_that_change_while_an_engine_starts_are_not_served(tmp_path: Path)
     class Changing(FakeLauncher):
         """Launches an engine on files that are changed between the look at them and its own."""
 
-        def launch(self, checkpoint: ServedCheckpoint, *, port: int) -> Launch:
+        def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
             flip_last_byte(folder / "model.safetensors")
-            return super().launch(checkpoint, port=port)
+            return super().launch(checkpoint, port=port, part=part)
 
     staging = Staging(tmp_path / "staged", max_bytes=10**6)
     with one_replica(tmp_path, Changing(tmp_path), lambda: None) as replica:

@@ -1,0 +1,83 @@
+"""One host's part of vLLM on a TPU slice of several VMs. Executed by the vLLM environment of each of them.
+
+    python serve_vllm_slice.py <hosts> <rank> <address of host 0> <port of host 0> <own address> <chips> [<arguments>]
+
+tpu-inference reaches further hosts by Ray, and takes every TPU of the Ray that it finds. So the slice gets a Ray of its
+own, apart from one that may run its jobs: each host is a node of it, and on host 0, once all are there, vLLM serves.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+_START_SECONDS = 600.0
+_POLL_SECONDS = 0.2
+_RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
+
+
+def main(arguments: list[str]) -> None:
+    """Is a node of the slice's Ray, and on host 0 serves as well."""
+    hosts, rank, head, port, own, chips, *served = arguments
+    address = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
+    node = [f"--node-ip-address={own}", f"--resources={json.dumps({'TPU': float(chips)})}"]
+    if rank != "0":
+        wait_for_port(head, int(port))
+        os.execv(sys.executable, [*_RAY, f"--address={address}", *node])
+    folder = tempfile.mkdtemp(prefix="assay-ray-", dir="/tmp")  # sockets in it have short names
+    alone = ["--include-dashboard=false", f"--ray-client-server-port={free_port()}", f"--temp-dir={folder}"]
+    ray_process = subprocess.Popen([*_RAY, "--head", f"--port={port}", *alone, *node])
+    wait_for_nodes(int(hosts), address, ray_process)
+    os.environ["RAY_ADDRESS"] = address
+    sys.argv = ["vllm", *served]
+    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return probe.getsockname()[1]
+
+
+def wait_for_port(host: str, port: int) -> None:
+    """Returns once something listens; ends the process if nothing comes to."""
+    while not _is_late():
+        try:
+            return socket.create_connection((host, port), _POLL_SECONDS).close()
+        except OSError:
+            time.sleep(_POLL_SECONDS)
+    sys.exit(f"RuntimeError: host 0 of the slice does not listen at {host}:{port}")
+
+
+def wait_for_nodes(hosts: int, address: str, ray_process: subprocess.Popen[bytes]) -> None:
+    """Returns once a Ray has so many nodes with TPUs; ends the process if they do not come."""
+    ray: Any = importlib.import_module("ray")
+    found = 0
+    while not _is_late() and ray_process.poll() is None:
+        try:
+            if not ray.is_initialized():
+                ray.init(address=address, log_to_driver=False)
+            found = sum(node["Alive"] and node["Resources"].get("TPU", 0) > 0 for node in ray.nodes())
+        except (ConnectionError, RuntimeError, TimeoutError, ValueError):  # it has only begun to start
+            found = 0
+        if found == hosts:
+            return ray.shutdown()
+        time.sleep(_POLL_SECONDS)
+    sys.exit(f"RuntimeError: {found} of {hosts} hosts of the slice have come")
+
+
+def _is_late(began: float = time.monotonic()) -> bool:
+    return time.monotonic() - began > _START_SECONDS
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

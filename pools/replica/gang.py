@@ -1,0 +1,279 @@
+"""The hosts of one replica on several machines: host 0 says what the others are to do, and hears how they fare.
+
+The agent of host 0 speaks for the replica, and has its engine's server. The others ask it again and again, with the
+pool's join token, and say in the same breath what they have: what is wanted holds until it changes, so a word that is
+late or said twice does no harm. They find its address at the proxy, and announce nothing there. A host that is silent
+for a lease is lost: then every agent of the replica ends itself, with its part of the engine, whose ranks would wait
+for ever, and the backend starts all of them again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable
+from hmac import compare_digest
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from pydantic import ValidationError
+
+from pools.config import InferencePoolConfig
+from pools.engine.launch import HostPart, free_port
+from pools.protocol import Failure, ServedModel
+from resources.config import Config
+from resources.errors import EngineStartFailed, error_of
+
+_log = logging.getLogger("assay.agent")
+_LONGEST_STATE_BYTES = 2**20
+_STRANGER_SECONDS = 10.0
+_GOODBYE_SECONDS = 5.0
+_LONGEST_BEAT_SECONDS = 1.0
+
+
+class HostState(Config):
+    """A host's word on itself."""
+
+    instance: str
+    """Tells its process from another one of the same rank."""
+    start: int
+    """Number of the start that it belongs to, among the pool's starts of agents."""
+    sequence: int = 0
+    """Grows with every word: an older one that arrives late changes nothing."""
+    seen: int = -1
+    """Version of the orders it knows: the answer is held back for a moment while there are no newer ones."""
+    checked: int = 0
+    """The last check that it has made."""
+    folder: str = ""
+    """Folder of this host with the checkpoint of that check."""
+    failure: Failure | None = None
+    """The reason that the check failed."""
+    part: int = 0
+    """Number of the engine's start that it runs its part of, or ran until that ended; 0 for none."""
+    ended: bool = False
+    """That part has ended by itself."""
+    log: str = ""
+    """Its last lines, where it has ended."""
+
+
+class HostOrders(Config):
+    """The wishes of host 0, in answer to a host's word."""
+
+    version: int = 0
+    """Changes with the orders."""
+    stop: bool = False
+    """It is to end: the replica does, or another process has its place."""
+    check: int = 0
+    """Counts the checks of a checkpoint: it is to be in a folder, with the digested files."""
+    served: ServedModel | None = None
+    """The checkpoint to be checked."""
+    next: ServedModel | None = None
+    """A checkpoint to be staged ahead."""
+    part: int = 0
+    """Number of the engine's start that it is to run its part of, with the checkpoint checked last; 0 for none."""
+    meeting: tuple[str, int] | None = None
+    """Address of host 0, and the port there, at which the parts find each other."""
+
+
+class Gang:
+    """Host 0's view of the others; of a replica on one host there are none, and nothing is waited for.
+
+    Args:
+        name: of the replica.
+        config: how the pool serves.
+        host: address of this host, as the others reach it.
+        token: that they know as well.
+        start: number of this start among the pool's starts of agents.
+    """
+
+    def __init__(self, name: str, config: InferencePoolConfig, *, host: str, token: str, start: int) -> None:
+        self._name = name
+        self._hosts = config.resource_config.hosts_per_replica
+        self._lease_seconds = config.lease_seconds
+        self._beat_seconds = min(_LONGEST_BEAT_SECONDS, config.lease_seconds / 4)
+        self._patience_seconds = config.startup_timeout_seconds
+        self._host = host
+        self._start = start
+        self._changed = threading.Condition()
+        self._orders = HostOrders()
+        self._states: dict[int, HostState] = {}
+        self._heard: dict[int, float] = {}
+        self._parts = 0
+        self._stopped = False
+        self._door = _Door(host, token, self._answer) if self._hosts > 1 else None
+
+    @property
+    def door(self) -> str | None:
+        """Address at which the other hosts are answered; None where there are none."""
+        if self._door is None:
+            return None
+        host, port = (f"[{self._host}]" if ":" in self._host else self._host), self._door.server_address[1]
+        return f"http://{host}:{port}"
+
+    @property
+    def lost(self) -> str | None:
+        """The reason that the replica cannot go on: a host that was there and is silent."""
+        now = time.monotonic()
+        silent = [rank for rank, heard in list(self._heard.items()) if now - heard > self._lease_seconds]
+        return f"host {silent[0]} has been silent for {self._lease_seconds:g} s" if silent else None
+
+    def prefetch(self, served: ServedModel) -> None:
+        """Has the others stage a checkpoint ahead."""
+        self._want(next=served)
+
+    def check(self, served: ServedModel) -> int:
+        """Has the others stage a checkpoint, or look whether their files of it are still those; a number to wait by."""
+        with self._changed:
+            return self._want(check=self._orders.check + 1, served=served).check
+
+    def folders(self, check: int) -> tuple[str, ...]:
+        """Folders of the other hosts with the checkpoint of a check, once all have made it.
+
+        Raises:
+            AssayError: a host could not, or is not there; or this is closed.
+        """
+        states = self._until(lambda state: state.checked >= check)
+        for rank, state in states:
+            if state.failure is not None:
+                error = error_of(state.failure.model_dump())
+                raise type(error)(
+                    expected=f"{error.expected}, on host {rank} of {self._name}",
+                    found=error.found,
+                    remedy=error.remedy,
+                )
+        return tuple(state.folder for _, state in states)
+
+    def begin_parts(self) -> HostPart | None:
+        """Has the others start their parts of an engine; this host's part, None where it is the whole."""
+        if self._hosts == 1:
+            return None
+        meeting = (self._host, free_port(self._host))
+        with self._changed:
+            self._parts += 1
+            self._want(part=self._parts, meeting=meeting)
+        return HostPart(0, self._hosts, meeting, self._host)
+
+    def end_parts(self) -> None:
+        """Has the others end their parts, and waits until they have, or are not there."""
+        self._want(part=0)
+        while True:
+            with self._changed:
+                if self._stopped or self.lost or not any(state.part for state in self._states.values()):
+                    return
+                self._changed.wait(1.0)
+
+    @property
+    def ended_part(self) -> str | None:
+        """The log of a part of the present engine that has ended by itself; None where all run, or there are none."""
+        wanted = self._orders.part
+        ended = [state for state in list(self._states.values()) if wanted and state.part == wanted and state.ended]
+        return ended[0].log if ended else None
+
+    def close(self) -> None:
+        """Tells the others to end, and answers them no more; safe to call twice."""
+        self._stopped = True
+        self._want(stop=True)
+        if self._door is None:
+            return
+        deadline = time.monotonic() + _GOODBYE_SECONDS
+        with self._changed:
+            while self._heard and (left := deadline - time.monotonic()) > 0:
+                self._changed.wait(left)
+        self._door.close()
+
+    def _want(self, **fields: object) -> HostOrders:
+        """Changes the orders, where that is news."""
+        with self._changed:
+            if any(getattr(self._orders, name) != value for name, value in fields.items()):
+                version = self._orders.version + 1
+                self._orders = self._orders.model_copy(update={**fields, "version": version})
+                self._changed.notify_all()
+            return self._orders
+
+    def _until(self, condition: Callable[[HostState], bool]) -> list[tuple[int, HostState]]:
+        """States of all other hosts once each fulfils a condition."""
+        deadline = time.monotonic() + self._patience_seconds
+        with self._changed:
+            while True:
+                missing = [rank for rank in range(1, self._hosts) if rank not in self._states]
+                if not missing and all(condition(state) for state in self._states.values()):
+                    return sorted(self._states.items())
+                if self._stopped or self.lost or (missing and time.monotonic() > deadline):
+                    raise EngineStartFailed(
+                        expected=f"all {self._hosts} hosts of {self._name}",
+                        found=self.lost or (f"host {missing[0]} has not come" if missing else "the replica's end"),
+                        remedy="look at the log of the replica's job, which has a part for each host",
+                    )
+                self._changed.wait(1.0)
+
+    def _answer(self, rank: int, state: HostState) -> HostOrders:
+        with self._changed:
+            before = self._states.get(rank)
+            another = before is not None and before.instance != state.instance
+            if another or state.start != self._start or not 0 < rank < self._hosts:
+                _log.warning("a second process, or one of another start, was refused as host %d", rank)
+                return HostOrders(stop=True)
+            self._heard[rank] = time.monotonic()
+            if before is None or state.sequence > before.sequence:
+                self._states[rank] = state
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._orders.version != state.seen, timeout=self._beat_seconds)
+            if self._orders.stop:
+                self._heard.pop(rank, None)
+                self._changed.notify_all()
+            return self._orders
+
+
+class _Door(ThreadingHTTPServer):
+    """Answers `POST /hosts/<rank>` of those who know a token."""
+
+    daemon_threads = True
+
+    def __init__(self, host: str, token: str, answer: Callable[[int, HostState], HostOrders]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+
+        class Handler(BaseHTTPRequestHandler):
+            timeout = _STRANGER_SECONDS
+
+            def do_POST(self) -> None:
+                given = self.headers.get("Authorization", "").encode()
+                length = self.headers.get("Content-Length", "")
+                if not compare_digest(given, f"Bearer {token}".encode()):
+                    return self.send_error(401)
+                if not length.isdecimal() or int(length) > _LONGEST_STATE_BYTES:
+                    return self.send_error(400)
+                try:
+                    rank = int(self.path.removeprefix("/hosts/"))
+                    state = HostState.model_validate_json(self.rfile.read(int(length)))
+                except (ValueError, ValidationError):
+                    return self.send_error(400)
+                body = answer(rank, state).model_dump_json().encode()
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, format: str, *args: object) -> None:
+                """Says nothing: hosts ask several times a second."""
+
+        super().__init__((host, 0), Handler)
+        self._thread = threading.Thread(target=self.serve_forever, name="gang-door", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops to listen."""
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Leaves out the traceback of a connection that broke."""
+
+
+def leave(reason: str) -> None:
+    """Ends this process with all that it runs, as if its machine had been taken away: the gang is started again."""
+    _log.error("this host of the replica ends: %s", reason)
+    logging.shutdown()
+    os.kill(os.getpid(), signal.SIGTERM)
