@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -418,7 +417,7 @@ def test_job_sees_and_ends_others_and_its_children_end_with_it_unless_they_outli
     assert not is_alive(pids[1])
 
 
-WRITTEN_LINES = {"local": 200_000, "ray": 100_000, "iris": 4_000, "kubernetes": 10_000}
+WRITTEN_LINES = {"local": 200_000, "ray": 100_000, "iris": 100_000, "kubernetes": 10_000}
 
 
 def test_log_that_is_read_part_by_part_has_every_line_once_over_bursts_attempts_and_a_line_completed_later(
@@ -444,8 +443,8 @@ def test_log_that_is_read_part_by_part_has_every_line_once_over_bursts_attempts_
         output, position = output + part.output, part.end
         if finished and not part.output:
             break
-    attempt = ["Loading done", "10%", "20%", *map(str, range(1, count + 1))]
-    lines = [line for line in re.split(r"[\r\n]+", output.decode()) if line and not line.startswith("--- ")]
+    attempt = ["Loading done", "10%\r20%", *map(str, range(1, count + 1))]
+    lines = [line for line in output.decode().split("\n") if line and not line.startswith("--- ")]
     assert lines == [*attempt, *attempt, "unfinished"]
     with pytest.raises(BadInput, match="replica"):
         handle.read_log(replica=1)

@@ -13,6 +13,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
@@ -61,6 +62,18 @@ def hand_over(controller: str, task: str, *, attempt: int, result: bytes) -> Non
     """
     entry = {"data": base64.b64encode(result).decode()}
     call_controller(controller, "PushLogs", service=_LOG, key=f"{RESULTS}{task}:{attempt}", entries=[entry])
+
+
+def push_lines(controller: str, task: str, *, attempt: int, lines: Sequence[str]) -> None:
+    """Gives the controller's log lines of a task's attempt, as its worker does one by one.
+
+    Raises:
+        OSError: it cannot be reached, or refuses.
+        ValueError: what it answers is no JSON.
+    """
+    now = {"epochMs": str(int(time.time() * 1000))}
+    entries = [{"timestamp": now, "source": "stdout", "data": line, "attemptId": attempt} for line in lines]
+    call_controller(controller, "PushLogs", service=_LOG, key=f"{task}:{attempt}", entries=entries)
 
 
 class Records:

@@ -21,13 +21,14 @@ import sys
 import tempfile
 import termios
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.error import HTTPError
 
-from endings import classify_exit
-from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller, hand_over
+from endings import classify_exit, end_marked
+from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller, hand_over, push_lines
 
 Outcome = Literal["succeeded", "failed", "preempted", "stopped", "rejoin"]
 
@@ -110,7 +111,7 @@ class Replica:
                 pause = min(_FIRST_RETRY_SECONDS * 2 ** min(self._restarts - 1, 20), _LAST_RETRY_SECONDS)
                 if self._stop_within(pause):
                     return self._stopped()
-                self._write(f"{MARK}{_AGAIN}\n".encode())
+                self._show([f"{MARK}{_AGAIN}".encode()])
 
     def _earlier(self) -> tuple[int, str | None]:
         """Ends from outside of earlier attempts of this task, and why the last one gave up, if it did."""
@@ -177,7 +178,7 @@ class Replica:
             os.close(log)
         status = json.loads(_read(folder / "status.json") or '{"status": "pending", "replicas": [{}]}')
         if status["status"] not in ("succeeded", "failed", "stopped"):  # somebody killed the supervisor
-            _end_marked(self._job_id, os.environ["IRIS_TASK_ID"])
+            end_marked(self._job_id, os.environ["IRIS_TASK_ID"])
             status["preemptions"] = 1 if classify_exit(ended) == "preempted" else 0
         code = status["replicas"][0].get("exit_code")
         code = ended if code is None else int(code)
@@ -341,11 +342,20 @@ class Replica:
             except BlockingIOError:
                 break
             *lines, self._unfinished = (self._unfinished + arrived).split(b"\n")
-            for line in lines:
-                self._write(line + b"\n")
+            self._show(lines)
         if self._unfinished and (not wait_seconds or len(self._unfinished) > _LONGEST_LINE_BYTES):
-            self._write(self._unfinished + b"\n")
+            self._show([self._unfinished])
             self._unfinished = b""
+
+    def _show(self, lines: Sequence[bytes]) -> None:
+        """Gives the controller lines, all at once; by way of the worker where it does not take them."""
+        texts = [line.decode(errors="replace") for line in lines]
+        try:
+            if texts:
+                push_lines(self._controller, self._task, attempt=self._attempt, lines=texts)
+        except (OSError, ValueError):
+            for text in texts:
+                self._write(f"{text}\n".encode())
 
     def _write(self, line: bytes) -> None:
         """Writes once the reader has taken what came before; a line that is no UTF-8 would fail the task.
@@ -366,17 +376,6 @@ def _unread(descriptor: int) -> int:
         return struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, b"\0\0\0\0"))[0]
     except OSError:
         return 0
-
-
-def _end_marked(job_id: str, task: str) -> None:
-    """Ends what a killed supervisor has left, known by what only this attempt's processes have in their environment."""
-    marks = {f"ASSAY_JOB_ID={job_id}".encode(), f"IRIS_TASK_ID={task}".encode()}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if marks <= set((folder / "environ").read_bytes().split(b"\0")):
-                os.kill(int(folder.name), signal.SIGKILL)
-        except OSError:
-            continue
 
 
 def _read(path: Path) -> str | None:
