@@ -277,7 +277,7 @@ class VllmLauncher:
     def warmed(self, client: Client) -> Iterator[Launcher]:
         """See `Launcher.warmed`."""
         program = ENGINES[self.config.device].program
-        if program is None or self.server is not None or self.config.resource_config.hosts_per_replica > 1:
+        if program is None or self.server is not None:
             yield self
             return
         python = self.environment.python
@@ -296,6 +296,9 @@ class VllmLauncher:
             kwargs=engine_kwargs(self.config),
         )
         of_part = part_variables(self.config.device, part) if part is not None else {}
+        if self.config.device == "cpu" and self.config.resource_config.hosts_per_replica > 1:
+            # vLLM would bind each rank to cores of its own, by NUMA nodes, of which there may be fewer than ranks.
+            variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         return {**(self.config.model.engine_variables or {}), **variables, **of_part, **_ANY_NAME}
 
 
@@ -328,12 +331,8 @@ def part_arguments(part: HostPart) -> dict[str, Any]:
 
 
 def part_variables(device: EngineDevice, part: HostPart) -> dict[str, str]:
-    """Variables of a host's part.
-
-    On a CPU vLLM would bind each rank to cores of its own, by NUMA nodes, of which there may be fewer than ranks.
-    """
-    special = {"cpu": {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}, "tpu": {"TPU_MULTIHOST_BACKEND": "ray"}}
-    return {"VLLM_HOST_IP": part.address, **special.get(device, {})}
+    """Variables of a host's part, none of which is one that a fork server must have had: programs pass them on."""
+    return {"ASSAY_ENGINE_HOST": part.address, **({"TPU_MULTIHOST_BACKEND": "ray"} if device == "tpu" else {})}
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -83,6 +83,8 @@ def main(arguments: list[str]) -> None:
 
 def run(entry: Any, arguments: list[str]) -> None:
     """Serves; or, where the server is on another host, computes this host's part of what it answers."""
+    if (address := os.environ.get("ASSAY_ENGINE_HOST")) is not None:
+        os.environ["VLLM_HOST_IP"] = address
     sys.argv = ["vllm", *arguments]
     if "--headless" not in arguments:
         entry.main()
@@ -97,17 +99,21 @@ def fork_one_engine_process() -> None:
     """Runs an engine of one rank in one process, forked from this one.
 
     vLLM starts two, each importing everything again, in order to set OpenMP's variables between them; here they are
-    set before the first import. With several ranks, threads have to be bound to cores, and vLLM does as it always does.
+    set before the first import. With several ranks on one host, threads have to be bound to cores, and vLLM does as it
+    always does. Ranks of several hosts are not bound, and forked as well, from their host's first process.
     """
     platform: Any = importlib.import_module("vllm.platforms.cpu").CpuPlatform
     check = platform.check_and_update_config.__func__
 
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        alone = vllm_config.parallel_config.distributed_executor_backend == "uni"
+        parallel = vllm_config.parallel_config
+        alone = parallel.distributed_executor_backend == "uni"
         check(cls, vllm_config)
-        if alone and not vllm_config.parallel_config.numa_bind:
-            vllm_config.parallel_config.distributed_executor_backend = "uni"
-            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if parallel.numa_bind or not (alone or parallel.nnodes > 1):
+            return
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if alone:
+            parallel.distributed_executor_backend = "uni"
 
     platform.check_and_update_config = classmethod(check_and_update_config)
 

@@ -60,8 +60,7 @@ def main(arguments: list[str]) -> None:
     shared: Any = importlib.import_module("serve_vllm")
     shared.remember_texts_of_tokens()
     shared.keep_address_from_forks(entry)
-    sys.argv = ["vllm", *arguments]
-    entry.main()
+    shared.run(entry, arguments)
 
 
 def import_everything() -> None:

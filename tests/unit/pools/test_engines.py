@@ -285,7 +285,7 @@ def test_parts_on_hosts_find_each_other_and_only_the_first_serves(tmp_path: Path
             *(*common, rank, "--master-addr", "10.0.0.1", "--master-port", "29500"),
         )
     assert ("--headless" in first.arguments, "--headless" in second.arguments) == (False, True)
-    assert (first.variables["VLLM_HOST_IP"], second.variables["VLLM_HOST_IP"]) == ("10.0.0.1", "10.0.0.2")
+    assert (first.variables["ASSAY_ENGINE_HOST"], second.variables["ASSAY_ENGINE_HOST"]) == ("10.0.0.1", "10.0.0.2")
 
 
 def test_parts_on_the_vms_of_a_slice_are_nodes_of_a_ray_of_its_own_and_only_the_first_serves(tmp_path: Path) -> None:
