@@ -60,7 +60,7 @@ class Settings(BaseSettings):
 
     jobs: str | None = None
     """Place of jobs: `local`, `ray://auto`, `ray://host:10001`, `iris://host:port`,
-    `kubernetes://context/namespace?queue=name`.
+    `kubernetes://context/namespace?queue=name`, `slurm://partition`.
     Set in every job, for the jobs inside it."""
 
     job_image: str | None = None
@@ -68,6 +68,9 @@ class Settings(BaseSettings):
 
     job_lease_seconds: float = Field(default=300.0, gt=0)
     """Time that pods on Kubernetes go on without a sign of their submitter; 180 or more."""
+
+    slurm_dir: Path = Field(default_factory=lambda: Path.home() / ".assay" / "slurm")
+    """Folder of jobs on Slurm, which all machines of the cluster see under this path."""
 
     regions: Path | None = None
     """File that describes regions, buckets and prices, in place of `deployments/regions.yaml`."""

@@ -49,7 +49,7 @@ IN_TURN = (
 )
 """Groups and files with a Ray each, one after another in one process: programs of Ray take one for the other."""
 _GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
-_ON_A_CLUSTER = re.compile(r"tests/contract/\w+\.py::\w+\[(iris|ray)[-\]]")
+_ON_A_CLUSTER = re.compile(r"tests/contract/\w+\.py::\w+\[(iris|ray|slurm)[-\]]")
 
 
 def _group_of(nodeid: str) -> str:

@@ -21,7 +21,9 @@ jobs_app = typer.Typer(help="Jobs of a backend, whoever submitted them.", no_arg
 SUBMIT_SETTINGS = {"allow_interspersed_args": False}
 """For typer: what follows the program belongs to it, with or without `--`."""
 
-_Backend = Annotated[str | None, typer.Option(help="local, ray://…, iris://… or kubernetes://…; see ASSAY_JOBS.")]
+_Backend = Annotated[
+    str | None, typer.Option(help="local, ray://…, iris://…, kubernetes://… or slurm://…; see ASSAY_JOBS.")
+]
 _Cluster = Annotated[str | None, typer.Option(help="A region whose cluster is meant, or local.")]
 _JobId = Annotated[str, typer.Argument(help="Id of the job.")]
 

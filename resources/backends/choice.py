@@ -40,6 +40,11 @@ BACKENDS: dict[str, Backend] = {
         package="kubernetes",
         options=frozenset({"queue"}),
     ),
+    "slurm": Backend(
+        "resources.backends.slurm.entry",
+        "slurm://partition?account=name&time=12:00:00",
+        options=frozenset({"account", "constraint", "qos", "reservation", "time"}),
+    ),
 }
 """By the scheme of their addresses."""
 

@@ -26,11 +26,19 @@ def _kubernetes_client() -> Client:
     return client_of(shared_server(), grace_seconds=GRACE_SECONDS)
 
 
+def _slurm_client(folder: Path) -> Client:
+    from fakes.slurm_cluster import require_slurm, shared_slurm
+
+    require_slurm()
+    return shared_slurm().client(folder / "slurm", grace_seconds=GRACE_SECONDS)
+
+
 CLIENTS: dict[str, Callable[[Path], Client]] = {
     "iris": lambda folder: shared_cluster().client(grace_seconds=GRACE_SECONDS),
     "kubernetes": lambda _: _kubernetes_client(),
     "local": lambda folder: LocalClient(folder / "jobs", grace_seconds=GRACE_SECONDS),
     "ray": lambda _: _ray_client(),
+    "slurm": _slurm_client,
 }
 """From a folder of the test's own to a client with little grace; an expensive cluster is shared, as the entry says."""
 
@@ -56,5 +64,5 @@ def kill_for_want_of_memory(client: Client, job: JobHandle, *, pid: int, counter
     os.kill(pid, signal.SIGKILL)
 
 
-WITH_ACTORS = ("iris", "local", "ray")
+WITH_ACTORS = ("iris", "local", "ray", "slurm")
 """Backends whose actors are tested; they are made of jobs and announcements, which every backend is tested for."""

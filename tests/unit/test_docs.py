@@ -120,7 +120,10 @@ WRITTEN_BY_US = (
 HAND_DOWN = (EvaluationConfig, SuiteRequest, Policy, PolicySuite)  # what one leaves unset, the one before it says
 SINKS = (ObjectStoreSink, WeightsAndBiasesSink, MlflowSink, HuggingFaceSink)
 LIMITS = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
-DEFAULTS_IN_WORDS = {("Settings", "cache_dir"): "`$XDG_CACHE_HOME/assay`, else `~/.cache/assay`"}
+DEFAULTS_IN_WORDS = {
+    ("Settings", "cache_dir"): "`$XDG_CACHE_HOME/assay`, else `~/.cache/assay`",
+    ("Settings", "slurm_dir"): "`~/.assay/slurm`",
+}
 
 
 class Fence(NamedTuple):

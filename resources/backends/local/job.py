@@ -14,11 +14,10 @@ from resources.jobs.jobs import JobDetails, JobStatus
 from resources.jobs.logs import LogPart, check_replica, logs_by_replica, part_of_file
 from resources.jobs.results import raised_by, result_of
 from resources.jobs.waiting import wait_until_finished
-from resources.storage.files import replace_json
+from resources.storage.files import replace_json, tail
 
 CALL = "call.pickle"
 """The file with the callable of a job, in its folder."""
-_TAIL_BYTES = 1 << 20
 _SUPERVISOR_START_SECONDS = 60.0  # 0.05 s on an idle machine
 _TERMINATE_MARGIN_SECONDS = 40.0  # more than the supervisor itself waits for a process to die of SIGKILL
 
@@ -98,7 +97,7 @@ class LocalJob:
     def logs(self, max_lines: int = 200, *, replica: int | None = None) -> str:
         """See `JobHandle.logs`."""
         return logs_by_replica(
-            lambda index: _tail(self._folder / f"replica-{index}.log", max_lines),
+            lambda index: tail(self._folder / f"replica-{index}.log", max_lines),
             self._specification["replicas"],
             replica=replica,
         )
@@ -178,17 +177,6 @@ class LocalJob:
         details = {**details, "status": JobStatus.FAILED, "reason": reason, "preemptions": preemptions}
         replace_json(self._folder / "status.json", details)
         return details
-
-
-def _tail(path: Path, max_lines: int) -> str:
-    try:
-        with path.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(0, size - _TAIL_BYTES))
-            lines = log.read(_TAIL_BYTES).decode(errors="replace").splitlines()
-    except FileNotFoundError:  # nothing has started yet
-        return ""
-    return "\n".join(lines[-max_lines:] if max_lines > 0 else [])
 
 
 def _send(pid: int, number: signal.Signals) -> None:

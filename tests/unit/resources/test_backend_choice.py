@@ -44,7 +44,7 @@ def test_backend_added_from_outside_runs_a_job(tmp_path: Path, monkeypatch: pyte
     client.shutdown()
 
 
-@pytest.mark.parametrize("url", ["slurm://host", "iris://", "local://elsewhere/jobs", "://", ""])
+@pytest.mark.parametrize("url", ["pbs://host", "iris://", "local://elsewhere/jobs", "://", ""])
 def test_address_of_no_backend_is_refused(url: str) -> None:
     with pytest.raises(BadInput, match="ASSAY_JOBS"):
         client_from_url(url)

@@ -1,0 +1,281 @@
+"""Runs one job as a batch job of Slurm: starts its replicas with srun, tries again, and says how it ended.
+
+    python -E -s -S slurm_batch.py <folder of the job, which all nodes see>
+
+Needs the standard library, and `endings.py` and `supervise.py` beside it. One `srun` starts all replicas, each below a
+supervisor of its own, which ends it in good order once its standard input is closed: that is a pipe from here, through
+Slurm. Signals: SIGUSR1 says that the time limit is near, SIGUSR2 that the job is to end, SIGTERM that Slurm takes the
+machines away. Slurm queues a job again that has lost them, and this program goes on counting where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from endings import ENDINGS, classify_exit
+
+_LATEST_CLOCK_SECONDS = 300.0  # munge lets no machines work together whose clocks differ by more
+_END_SECONDS = 45.0  # a supervisor takes 30 s to see that a process does not die of SIGKILL
+_WATCH_SECONDS = 0.5
+_REQUEUE_SECONDS = 60.0
+_FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
+_TIME_LIMIT = "its time limit is near"
+_FINISHED = ("succeeded", "failed", "stopped")
+_TASK = 'trap : TERM; "$1" -E -s -S "$2" "$3/task-$SLURM_PROCID"; cat "$3/task-$SLURM_PROCID/status.json"; echo'
+"""Started by srun: the supervisor, whose last words come here through Slurm, sooner than through a file system."""
+
+
+class Batch:
+    """One job, from this start of its batch job on."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._job: dict[str, Any] = json.loads((folder / "specification.json").read_text())
+        self._status: dict[str, Any] = json.loads((folder / "status.json").read_text())
+        self._attempts: int = self._status["attempts"]
+        self._failures: int = self._status["failures"]
+        self._preemptions: int = self._status["preemptions"]
+        self._ended_by: str | None = None
+        self._stop_reason: str | None = None
+        self._taken_away: str | None = None
+        self._lease = ""
+        self._lease_seen_at = time.monotonic()
+        self._looked_at = 0.0
+        self._wake_fd, wake_write_fd = os.pipe()
+        os.set_blocking(self._wake_fd, False)
+        os.set_blocking(wake_write_fd, False)
+        signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
+        signal.signal(signal.SIGUSR1, lambda *_: self._lose(_TIME_LIMIT))
+        signal.signal(signal.SIGTERM, lambda *_: self._lose("Slurm takes its machines away"))
+        signal.signal(signal.SIGUSR2, lambda *_: self._stop("terminated"))
+
+    def run(self) -> int:
+        """Attempts the job until it has ended, and has said so, or loses its machines."""
+        if self._status["status"] in _FINISHED:
+            return 0  # somebody has queued it again
+        if self._status["status"] == "running":  # an earlier start of this batch job was cut off
+            self._preemptions += 1
+        if self._is_orphan():
+            self._stop("the process that submitted it had ended before it began")
+        while not self._stop_reason and not self._taken_away:
+            if self._failures > self._job["max_retries_failure"]:
+                words = f", the last time {self._ended_by}" if self._ended_by else ""
+                return self._publish("failed", f"failed {self._failures} times{words}")
+            if self._preemptions > self._job["max_retries_preemption"]:
+                return self._publish("failed", f"ended from outside {self._preemptions} times")
+            self._attempts += 1
+            outcome = self._attempt()
+            if outcome == "succeeded":
+                return self._publish("succeeded", None)
+            if not self._stop_reason and not self._taken_away:
+                self._failures += outcome == "failed"
+                self._preemptions += outcome == "preempted"
+                self._stopped_within(min(_FIRST_RETRY_SECONDS * 2 ** min(self._attempts - 1, 20), _LAST_RETRY_SECONDS))
+        if self._stop_reason:
+            return self._publish("stopped", self._stop_reason)
+        return self._go_back_into_the_queue()
+
+    def _attempt(self) -> str:
+        """Starts all replicas, and ends those that are left once the first has not succeeded."""
+        self._ended_by = None
+        replicas: int = self._job["replicas"]
+        for index in range(replicas):
+            self._prepare(index, replicas)
+        self._publish("running", None)
+        ends: dict[int, dict[str, Any]] = {}
+        unknown: deque[str] = deque(maxlen=5)
+        srun = subprocess.Popen(
+            [
+                *("srun", "--label", "--kill-on-bad-exit=0", "--wait=0", "--mpi=none", "--export=ALL"),
+                *(f"--ntasks={replicas}", f"--cpus-per-task={self._job['cpus']}"),
+                *("sh", "-c", _TASK, "sh", sys.executable, str(Path(__file__).with_name("supervise.py"))),
+                str(self._folder),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert srun.stdin is not None and srun.stdout is not None
+        deadline: float | None = None
+        unfinished = b""
+        while True:
+            if deadline is None and (self._is_to_end() or any(end["status"] != "succeeded" for end in ends.values())):
+                srun.stdin.close()
+                deadline = time.monotonic() + self._job["grace_seconds"] + _END_SECONDS
+            if deadline is not None and time.monotonic() > deadline:
+                srun.kill()
+            ready = self._pause(_WATCH_SECONDS, srun.stdout.fileno())
+            if not ready:
+                continue
+            arrived = os.read(srun.stdout.fileno(), 65536)
+            *lines, unfinished = (unfinished + arrived).split(b"\n")
+            for line in lines:
+                if (end := _end_of(line)) is not None:
+                    ends[end[0]] = end[1]
+                elif line.strip():
+                    unknown.append(line.decode(errors="replace"))
+                    print(unknown[-1], flush=True)
+            if not arrived:
+                break
+        code = srun.wait()
+        return self._outcome(ends, code=code, words=unknown[-1] if unknown else "")
+
+    def _outcome(self, ends: dict[int, dict[str, Any]], *, code: int, words: str) -> str:
+        statuses = [end["status"] for end in ends.values()]
+        if len(statuses) == self._job["replicas"] and set(statuses) == {"succeeded"}:
+            return "succeeded"
+        # Losing one replica can make the others fail an instant later, so preemption wins.
+        if any(end["preemptions"] for end in ends.values()):
+            return "preempted"
+        if failed := [end for end in ends.values() if end["failures"]]:
+            self._ended_by = next((end["ended_by"] for end in failed if end["ended_by"]), None)
+            return "failed"
+        if "stopped" in statuses or classify_exit(code) == ENDINGS["signalled"]:  # by a signal to the supervisor
+            return "preempted"
+        self._ended_by = f"because its replicas could not be started: {words}"
+        return "failed"
+
+    def _prepare(self, index: int, replicas: int) -> None:
+        """Writes what the supervisor of a replica is to do."""
+        task = self._folder / f"task-{index}"
+        task.mkdir(exist_ok=True)
+        for name in ("status.json", "announced-0", "result-0"):  # what the last attempt said
+            (task / name).unlink(missing_ok=True)
+        if self._attempts > 1:
+            with (task / "replica-0.log").open("ab") as log:
+                log.write(f"--- attempt {self._attempts} ---\n".encode())
+        specification = {
+            "argv": self._job["argv"],
+            "working_directory": self._job["working_directory"],
+            "replicas": 1,
+            "max_retries_failure": 0,
+            "max_retries_preemption": 0,
+            "outlives_parent": False,
+            "grace_seconds": self._job["grace_seconds"],
+            "shielded": True,
+            "parent_pid": None,
+            "variables": {
+                "ASSAY_REPLICA_INDEX": str(index),
+                "ASSAY_REPLICA_COUNT": str(replicas),
+                "ASSAY_HOST_INDEX": "0",
+                "ASSAY_HOST_COUNT": "1",
+            },
+        }
+        (task / "specification.json").write_text(json.dumps(specification))
+
+    def _is_to_end(self) -> bool:
+        """Looks, now and then, whether anybody is left who wants this job."""
+        if not self._stop_reason and time.monotonic() - self._looked_at > self._job["poll_seconds"]:
+            self._looked_at = time.monotonic()
+            if self._submitter_is_silent() or self._parent_has_ended():
+                self._stop("the process that submitted it has ended")
+        return bool(self._stop_reason or self._taken_away)
+
+    def _submitter_is_silent(self) -> bool:
+        if self._job["outlives_parent"]:
+            return False
+        lease = _read(self._folder / "lease")
+        if lease != self._lease:
+            self._lease, self._lease_seen_at = lease, time.monotonic()
+        return time.monotonic() - self._lease_seen_at > self._job["lease_seconds"]
+
+    def _parent_has_ended(self) -> bool:
+        """Returns True if the job that this one was submitted in has finished."""
+        parent = None if self._job["outlives_parent"] else self._job["parent"]
+        content = _read(self._folder.parent / parent / "status.json") if parent else ""
+        return bool(content) and json.loads(content)["status"] in _FINISHED
+
+    def _is_orphan(self) -> bool:
+        """Returns True if nobody has wanted it for long: it waited in the queue, where nothing of it looked."""
+        lease = _read(self._folder / "lease")
+        if self._job["outlives_parent"] or not lease:
+            return False
+        return time.time() - float(lease) > self._job["lease_seconds"] + _LATEST_CLOCK_SECONDS
+
+    def _go_back_into_the_queue(self) -> int:
+        """Leaves the machines; where Slurm starts this program anew, its status says that it was cut off.
+
+        A job whose machines are taken away is queued again by Slurm, unless it was cancelled.
+        """
+        print(self._taken_away, flush=True)
+        self._publish("running", None, left_machines=True)
+        if self._taken_away == _TIME_LIMIT:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            requeued = subprocess.run(["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], check=False)
+            if requeued.returncode == 0:  # which ends us
+                time.sleep(_REQUEUE_SECONDS)
+        return 128 + signal.SIGTERM
+
+    def _stopped_within(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._is_to_end() and (remaining := deadline - time.monotonic()) > 0:
+            self._pause(remaining)
+
+    def _pause(self, seconds: float, *sources: int) -> bool:
+        """Waits, but not past a signal; True if one of the sources can be read."""
+        ready, _, _ = select.select([self._wake_fd, *sources], [], [], seconds)
+        if self._wake_fd in ready:
+            os.read(self._wake_fd, 4096)
+        return any(source in ready for source in sources)
+
+    def _stop(self, reason: str) -> None:
+        self._stop_reason = self._stop_reason or reason
+
+    def _lose(self, reason: str) -> None:
+        self._taken_away = self._taken_away or reason
+
+    def _publish(self, status: str, reason: str | None, *, left_machines: bool = False) -> int:
+        """Replaces `status.json` at once; the exit code for Slurm is 0 where a job has ended and has said so.
+
+        Args:
+            status: of the job.
+            reason: that it ended so.
+            left_machines: whether nothing of it runs, so that it need not wait for long before it begins again.
+        """
+        content = {
+            "status": status,
+            "reason": reason,
+            "attempts": self._attempts,
+            "failures": self._failures,
+            "preemptions": self._preemptions,
+            "left_machines": left_machines,
+        }
+        unfinished = self._folder / "status.json.unfinished"
+        unfinished.write_text(json.dumps(content))
+        unfinished.replace(self._folder / "status.json")
+        return 0
+
+
+def _end_of(line: bytes) -> tuple[int, dict[str, Any]] | None:
+    """Returns the number of a task and its supervisor's last words; None for a line that is something else."""
+    label, _, content = line.partition(b": ")
+    if not content.startswith(b'{"status"') or not label.strip().isdigit():
+        return None
+    return int(label), json.loads(content)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # a shared file system that is away for a while
+        return ""
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the job in the folder named by the first argument."""
+    code = Batch(Path(arguments[0])).run()
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,267 @@
+"""Jobs on a Slurm cluster: each is a batch job, and a folder that all machines of the cluster see.
+
+The folder (`<folder>/jobs/<job id>`) holds what is to run, status, logs, announcements and results. Variables of a job
+travel in the environment that Slurm keeps for it, never in that folder.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import secrets
+import shlex
+import shutil
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from resources.backends.processes import (
+    PROGRAMS,
+    argv_of,
+    device_variables,
+    existing_folder,
+    import_folders,
+    interpreter_of,
+    variables_of,
+    workspace_of,
+)
+from resources.backends.slurm.job import CALL, SLURM_ID, SlurmJob
+from resources.backends.slurm.lease import LeaseRenewer
+from resources.backends.slurm.resources import check_nodes, refuse_what_slurm_lacks, sbatch_options, warning_seconds
+from resources.backends.slurm.slurm import Slurm, limit_warning
+from resources.config import ResourceConfig
+from resources.errors import AssayError, BadInput, UnsatisfiableResources
+from resources.jobs.calls import pickled
+from resources.jobs.jobs import Call, Command, JobDetails, JobRequest, create_environment
+from resources.jobs.packaging import package_workspace, unpack
+from resources.jobs.waiting import while_running
+from resources.settings import job_id, settings
+from resources.storage.files import replace_json, replace_text
+
+_KEPT_JOBS = 200
+
+
+class SlurmClient:
+    """Runs jobs on one partition of a Slurm cluster.
+
+    Args:
+        slurm: the partition.
+        folder: that all machines of the cluster see; the one in the settings when None.
+        grace_seconds: what processes get between SIGTERM and SIGKILL.
+        poll_seconds: how often a job looks whether its submitter is still there.
+        lease_seconds: how long jobs that do not outlive this process go on without news of it.
+    """
+
+    def __init__(
+        self,
+        slurm: Slurm,
+        *,
+        folder: Path | None = None,
+        grace_seconds: float = 10.0,
+        poll_seconds: float = 2.0,
+        lease_seconds: float = 60.0,
+    ) -> None:
+        self._slurm = slurm
+        self._folder = (folder or settings().slurm_dir).absolute()
+        self._grace_seconds = grace_seconds
+        self._poll_seconds = poll_seconds
+        self._lease_seconds = lease_seconds
+        self._leases = LeaseRenewer(renew_seconds=lease_seconds / 12)
+        self._jobs: dict[str, SlurmJob] = {}
+        self._has_begun = False
+        self._lock = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """See `Client.url`."""
+        query = f"?{urlencode(self._slurm.options)}" if self._slurm.options else ""
+        return f"slurm://{self._slurm.partition}{query}"
+
+    @property
+    def description(self) -> str:
+        """See `Client.description`."""
+        return self.url
+
+    @property
+    def is_local(self) -> bool:
+        """See `Client.is_local`."""
+        return False
+
+    def submit(self, request: JobRequest, *, adopt_existing: bool = False) -> SlurmJob:
+        """Queues a job, after building its environment where it wants one of its own.
+
+        Raises:
+            JobAlreadyExists: a job of that name is running; with `adopt_existing` its handle is returned instead.
+            UnsatisfiableResources: no node of the partition can give what is asked for, or Slurm refuses it.
+            BadInput: the callable cannot be pickled, or a folder does not exist.
+            EnvironmentBuildFailed: the packages asked for cannot be installed.
+            BackendUnavailable: Slurm does not answer.
+        """
+        with self._lock:
+            if running := while_running(self._jobs.get(request.name), adopt_existing=adopt_existing):
+                return running
+            environment = request.environment or create_environment()
+            self._check(request.resources, image=environment.docker_image, replicas=request.replica_count)
+            if not self._has_begun:
+                self._begin()
+            payload = pickled(request.entrypoint) if isinstance(request.entrypoint, Call) else None
+            here = workspace_of(environment, backend="on Slurm we run")
+            workspace = unpack(package_workspace(here), self._folder / "workspaces")
+            python = interpreter_of(environment, workspace=workspace)
+            folder = self._folder / "jobs" / f"{request.name}-{secrets.token_hex(4)}"
+            folder.mkdir(parents=True, mode=0o700)
+            if payload is not None:
+                (folder / CALL).write_bytes(payload)
+            imports = [str(_moved(Path(path), here, to=workspace)) for path in import_folders()]
+            start_in = _moved(existing_folder(request.working_directory or here), here, to=workspace)
+            start_in.mkdir(parents=True, exist_ok=True)  # a folder without files is not packed
+            specification = {
+                "name": request.name,
+                "submitted_at": time.time(),
+                "argv": argv_of(
+                    request.entrypoint if isinstance(request.entrypoint, Command) else folder / CALL,
+                    python=python,
+                    imports=[str(workspace), *imports],
+                ),
+                "workspace": workspace.name,
+                "working_directory": str(start_in),
+                "replicas": request.replica_count,
+                "cpus": request.resources.cpu,
+                "max_retries_failure": request.max_retries_failure,
+                "max_retries_preemption": request.max_retries_preemption,
+                "outlives_parent": request.outlives_parent,
+                "parent": self._parent(),
+                "grace_seconds": self._grace_seconds,
+                "poll_seconds": self._poll_seconds,
+                "lease_seconds": self._lease_seconds,
+            }
+            given = {"ASSAY_JOB_ID": folder.name, "ASSAY_JOBS": self.url, "ASSAY_SLURM_DIR": str(self._folder)}
+            variables = {**device_variables(request.resources.device), **environment.env_vars}
+            environment = replace(environment, env_vars=variables)
+            job = self._queue(
+                folder, specification, request, variables=variables_of(environment, python=python, given=given)
+            )
+            self._jobs[request.name] = job
+            if not request.outlives_parent:
+                self._leases.add(job)
+        return job
+
+    def attach(self, job_id: str) -> SlurmJob:
+        """A handle on a job that any process has submitted with the same folder.
+
+        Raises:
+            BadInput: there is no such job.
+        """
+        folder = self._folder / "jobs" / job_id
+        if not re.fullmatch(r"\w[\w.-]*", job_id) or not (folder / "status.json").is_file():
+            raise BadInput(
+                expected=f"the id of a job in {self._folder / 'jobs'}",
+                found=repr(job_id),
+                remedy="Choose one of the folders there; those of old jobs are removed. It is no number of Slurm's.",
+            )
+        return SlurmJob(self._slurm, folder)
+
+    def jobs(self) -> list[JobDetails]:
+        """See `Client.jobs`; those of every process that uses the same folder."""
+        found: list[JobDetails] = []
+        for job in self._known():
+            with suppress(OSError, KeyError, ValueError):  # another process prunes them
+                found.append(job.details())
+        return sorted(found, key=lambda details: details.submitted_at or 0.0, reverse=True)
+
+    def check_resources(self, resources: ResourceConfig) -> None:
+        """See `Client.check_resources`."""
+        self._check(resources, image=None, replicas=resources.replicas)
+
+    def shutdown(self) -> None:
+        """Terminates all jobs of this client that do not outlive their parent."""
+        jobs = self._leases.running()
+        for job in jobs:
+            job.request_stop()
+        for job in jobs:
+            job.terminate()
+        self._leases.close()
+
+    def _check(self, resources: ResourceConfig, *, image: str | None, replicas: int) -> None:
+        refuse_what_slurm_lacks(resources, image=image)
+        check_nodes(resources, self._slurm.nodes(), replicas=replicas)
+        if not resources.preemptible and self._slurm.preempts():
+            raise UnsatisfiableResources(
+                expected=f"a partition whose jobs Slurm does not preempt, for preemptible=False, in {self.url}",
+                found="a PreemptMode that is not OFF",
+                remedy="Name another partition, or leave preemptible at True: preempted jobs begin again.",
+            )
+
+    def _queue(
+        self, folder: Path, specification: dict[str, Any], request: JobRequest, *, variables: dict[str, str]
+    ) -> SlurmJob:
+        (folder / "specification.json").write_text(json.dumps(specification))
+        waiting = {"status": "pending", "reason": None, "attempts": 0, "failures": 0, "preemptions": 0}
+        replace_json(folder / "status.json", waiting)
+        job = SlurmJob(self._slurm, folder)
+        replace_text(job.lease, str(time.time()))
+        program = [sys.executable, "-E", "-s", "-S", str(PROGRAMS / "slurm_batch.py"), str(folder)]
+        options = sbatch_options(request.resources, self._slurm.nodes(), replicas=request.replica_count)
+        options.append(limit_warning(warning_seconds(self._slurm.options.get("time"))))
+        try:
+            slurm_id = self._slurm.submit(
+                options,
+                script=f"exec {shlex.join(program)}",
+                name=request.name,
+                folder=folder,
+                variables=variables,
+            )
+        except AssayError:
+            shutil.rmtree(folder)
+            raise
+        replace_text(folder / SLURM_ID, slurm_id)
+        return job
+
+    def _begin(self) -> None:
+        """Before the first job: makes room, and sees to it that a process that ends in good order ends its jobs."""
+        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._prune()
+        owner = os.getpid()
+        atexit.register(lambda: self._end_at_exit() if os.getpid() == owner else None)
+        self._has_begun = True
+
+    def _end_at_exit(self) -> None:
+        for job in self._leases.running():
+            with suppress(AssayError, OSError):  # then the lease ends it
+                job.request_stop()
+
+    def _parent(self) -> str | None:
+        """The job of this folder that this process belongs to."""
+        mine = job_id()
+        return mine if mine and (self._folder / "jobs" / mine / "status.json").is_file() else None
+
+    def _known(self) -> list[SlurmJob]:
+        found: list[SlurmJob] = []
+        for status in (self._folder / "jobs").glob("*/status.json"):
+            with suppress(OSError, ValueError):
+                found.append(SlurmJob(self._slurm, status.parent))
+        return found
+
+    def _prune(self) -> None:
+        """Removes the folders of the oldest jobs, but of none that runs, and workspaces that no job names."""
+        jobs = sorted(self._known(), key=lambda job: job.lease.stat().st_mtime, reverse=True)
+        kept = {job.workspace for job in jobs}
+        for job in jobs[_KEPT_JOBS:]:
+            with suppress(OSError, ValueError):
+                if job.status().finished:
+                    shutil.rmtree(self._folder / "jobs" / job.job_id)
+        for workspace in (self._folder / "workspaces").glob("*"):
+            if workspace.name not in kept and time.time() - workspace.stat().st_mtime > 86400:
+                shutil.rmtree(workspace, ignore_errors=True)
+
+
+def _moved(path: Path, folder: Path, *, to: Path) -> Path:
+    """A path below a folder, as it is below `to`; another stays as it is."""
+    return to / path.relative_to(folder) if path.is_relative_to(folder) else path

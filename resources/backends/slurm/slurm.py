@@ -1,0 +1,198 @@
+"""Slurm's own commands, which are all that a client asks a cluster with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from math import inf
+from pathlib import Path
+
+from resources.backends.slurm.resources import Node, nodes_of
+from resources.backends.slurm.states import Seen, seen_by_sacct, seen_by_scontrol, seen_by_squeue
+from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
+from resources.settings import process_environment
+
+_COMMAND_SECONDS = 120.0  # they try for a while themselves where the controller is away
+_NOT_ANSWERING = (
+    *("Unable to contact slurm controller", "Connection refused", "Socket timed out", "timed out"),
+    *("Unable to establish", "authentication plugin", "Munge", "munge", "fatal:"),
+)
+_NODES_KNOWN_SECONDS = 60.0
+
+
+class Slurm:
+    """One partition of the cluster that this machine's Slurm is set up for.
+
+    Args:
+        partition: jobs go to; the cluster's default one when empty.
+        options: of `sbatch`, by name, such as account, qos and time.
+        known_seconds: how long states of jobs may be old.
+    """
+
+    def __init__(
+        self, partition: str = "", *, options: Mapping[str, str] | None = None, known_seconds: float = 2.0
+    ) -> None:
+        self.partition = partition
+        self.options = dict(options or {})
+        self._known_seconds = known_seconds
+        self._states: tuple[float, dict[str, Seen]] = (-inf, {})
+        self._nodes: tuple[float, list[Node]] = (-inf, [])
+        self._lock = threading.Lock()
+
+    def submit(
+        self, arguments: Sequence[str], *, script: str, name: str, folder: Path, variables: Mapping[str, str]
+    ) -> str:
+        """Returns Slurm's id of a new batch job, which is queued again when its machine is lost.
+
+        Args:
+            arguments: of `sbatch`, for the resources.
+            script: a line for a shell.
+            name: of the job in Slurm's lists.
+            folder: that it starts in, and writes its own output to.
+            variables: its whole environment; Slurm's controller keeps them.
+
+        Raises:
+            UnsatisfiableResources: Slurm refuses it.
+            BackendUnavailable: the controller does not answer.
+        """
+        mine = [f"--partition={self.partition}"] if self.partition else []
+        mine += [f"--{option}={value}" for option, value in self.options.items()]
+        fixed = ["--parsable", "--requeue", "--open-mode=append", "--export=ALL", f"--job-name={name}"]
+        places = [f"--chdir={folder}", f"--output={folder / 'batch.log'}", f"--wrap={script}"]
+        answer = self._run("sbatch", *fixed, *mine, *arguments, *places, variables=variables)
+        if answer.returncode:
+            raise UnsatisfiableResources(
+                expected=f"Slurm to take the job with {' '.join([*mine, *arguments])}",
+                found=answer.stderr.strip(),
+                remedy="Ask for less, or correct the partition, account, qos or time in the address.",
+            )
+        with self._lock:
+            self._states = (-inf, {})
+        return answer.stdout.strip().partition(";")[0]
+
+    def state(self, slurm_id: str) -> Seen | None:
+        """Returns the job as the last listing had it, or as Slurm knows it now; None where it knows it no more."""
+        with self._lock:
+            asked_at, states = self._states
+            if time.monotonic() - asked_at > self._known_seconds:
+                listing = self._run("squeue", "--noheader", f"--user={os.getuid()}", "--format=%i|%T|%r")
+                states = seen_by_squeue(self._stdout(listing))
+                self._states = (time.monotonic(), states)
+        seen = states.get(slurm_id)
+        return seen if seen is not None and not seen.has_ended else self.state_now(slurm_id)
+
+    def state_now(self, slurm_id: str) -> Seen | None:
+        """Returns the job as the controller knows it, for some minutes after its end, or the accounting."""
+        answer = self._run("scontrol", "--oneliner", "show", "job", slurm_id)
+        if seen := seen_by_scontrol(answer.stdout):
+            return seen
+        columns = ("--parsable2", "--noheader", "--allocations", "--format=State,ExitCode", f"--jobs={slurm_id}")
+        try:
+            return seen_by_sacct(self._run("sacct", *columns).stdout)
+        except BackendUnavailable:  # a cluster without accounting
+            return None
+
+    def signal(self, slurm_id: str, number: str) -> None:
+        """Signals the program of a running batch job; nothing happens to one that does not run."""
+        self._run("scancel", "--batch", f"--signal={number}", slurm_id)
+
+    def cancel(self, slurm_id: str) -> None:
+        """Ends a job, or takes it from the queue; Slurm gives its processes `KillWait` seconds."""
+        self._run("scancel", slurm_id)
+        self.forget()
+
+    def requeue(self, slurm_id: str) -> None:
+        """Queues a job again that has ended."""
+        self._run("scontrol", "requeue", slurm_id)
+        self.forget()
+
+    def start_now(self, slurm_id: str) -> None:
+        """Has a job not wait for the time that Slurm has set for it."""
+        self._run("scontrol", "update", f"JobId={slurm_id}", "StartTime=now")
+        self.forget()
+
+    def forget(self) -> None:
+        """Has the next question about a job be asked anew."""
+        with self._lock:
+            self._states = (-inf, {})
+
+    def nodes(self) -> list[Node]:
+        """Returns the nodes of the partition, as Slurm counts them.
+
+        Raises:
+            BadInput: there is no such partition.
+        """
+        asked_at, nodes = self._nodes
+        if time.monotonic() - asked_at > _NODES_KNOWN_SECONDS:
+            mine = [f"--partition={self.partition}"] if self.partition else []
+            answer = self._run("sinfo", "--noheader", "--exact", "--format=%D|%c|%m|%d|%P|%G", *mine)
+            nodes = nodes_of(self._stdout(answer), default_only=not self.partition)
+            if not nodes:
+                raise BadInput(
+                    expected=f"a partition of this Slurm: {self._partitions()}",
+                    found=self.partition or "none that is the default",
+                    remedy="Name one in the address: slurm://partition.",
+                )
+            self._nodes = (time.monotonic(), nodes)
+        return nodes
+
+    def preempts(self) -> bool:
+        """Returns True if jobs of the partition can be preempted by others."""
+        name = self.partition or "--all"
+        blocks = self._run("scontrol", "--oneliner", "show", "partition", name).stdout.splitlines()
+        mine = [block for block in blocks if self.partition or " Default=YES " in block]
+        return any("PreemptMode=" in block and "PreemptMode=OFF" not in block for block in mine)
+
+    def _partitions(self) -> str:
+        return ", ".join(self._run("sinfo", "--noheader", "--format=%R").stdout.split())
+
+    def _stdout(self, answer: subprocess.CompletedProcess[str]) -> str:
+        if answer.returncode:
+            raise _unavailable(answer.stderr.strip())
+        return answer.stdout
+
+    def _run(
+        self, program: str, *arguments: str, variables: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        path = shutil.which(program)
+        if path is None:
+            raise _unavailable(f"no program {program} on the PATH")
+        environment = dict(variables) if variables is not None else process_environment()
+        try:
+            answer = subprocess.run(
+                [path, *arguments],
+                env={name: value for name, value in environment.items() if not is_of_an_allocation(name)},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=_COMMAND_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise _unavailable(f"{program} had no answer after {_COMMAND_SECONDS:g} s") from None
+        if answer.returncode and any(words in answer.stderr for words in _NOT_ANSWERING):
+            raise _unavailable(answer.stderr.strip())
+        return answer
+
+
+def is_of_an_allocation(variable: str) -> bool:
+    """Returns True for variables of the job that this process is in: Slurm would take them for another's options."""
+    return variable.startswith(("SLURM_", "SLURMD_", "SRUN_")) and variable != "SLURM_CONF"
+
+
+def limit_warning(seconds: int) -> str:
+    """Returns the option of `sbatch` that has the batch program signalled before the time limit."""
+    return f"--signal=B:USR1@{seconds}"
+
+
+def _unavailable(found: str) -> BackendUnavailable:
+    return BackendUnavailable(
+        expected="Slurm's commands on this machine, and its controller to answer them",
+        found=found,
+        remedy="Submit from a login node, or set SLURM_CONF; `sinfo` shows whether it answers.",
+    )

@@ -1,0 +1,219 @@
+"""Jobs on a real Slurm of this machine: what the contract's tests cannot say, since only Slurm has it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fakes.polling import eventual_pid, eventually, is_alive
+from fakes.processes import running_program
+from fakes.slurm_cluster import SlurmCluster, require_slurm, shared_slurm
+from resources.backends.slurm.client import SlurmClient
+from resources.backends.slurm.slurm import Slurm
+from resources.config import ResourceConfig
+from resources.errors import UnsatisfiableResources
+from resources.jobs.jobs import Command, JobRequest, JobStatus, create_environment
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slurm]
+
+WHOLE_NODE = ResourceConfig(cpu=32)
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> SlurmCluster:
+    require_slurm()
+    return shared_slurm()
+
+
+@pytest.fixture
+def client(cluster: SlurmCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmClient]:
+    (tmp_path / "code").mkdir()
+    monkeypatch.chdir(tmp_path / "code")
+    client = cluster.client(tmp_path / "slurm", grace_seconds=2.0)
+    yield client
+    client.shutdown()
+
+
+def shell(script: str, name: str = "job", *, resources: ResourceConfig | None = None, replicas: int = 1) -> JobRequest:
+    return JobRequest(name, Command("sh", ("-c", script)), resources=resources or ResourceConfig(), replicas=replicas)
+
+
+def once_then_end(folder: Path) -> str:
+    """A script that runs for ever at its first start, says good-bye when asked to end, and succeeds at the second."""
+    return (
+        f"[ -e {folder}/first ] && exit 0; trap 'echo saved > {folder}/saved; exit 0' TERM; "
+        f"echo $$ > {folder}/first; while :; do sleep 0.1; done"
+    )
+
+
+def slurm_id(folder: Path, job_id: str) -> str:
+    return (folder / "slurm" / "jobs" / job_id / "slurm_id").read_text()
+
+
+def batch_pid(job_id: str) -> int:
+    """The batch program of a job, which is on this machine as all of this cluster is."""
+    [pid] = [
+        int(folder.name)
+        for folder in Path("/proc").glob("[0-9]*")
+        if (words := (folder / "cmdline").read_bytes()).startswith(os.fsencode(sys.executable))
+        and b"slurm_batch.py" in words
+        and os.fsencode(job_id) in words
+    ]
+    return pid
+
+
+def test_replicas_that_need_a_node_each_run_on_two_nodes_at_once_and_are_named_as_their_job(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    script = (
+        f"touch {tmp_path}/$ASSAY_REPLICA_INDEX; until [ -e {tmp_path}/0 -a -e {tmp_path}/1 ]; do sleep 0.05; done; "
+        f"squeue -h -o %j; echo $SLURMD_NODENAME"
+    )
+    handle = client.submit(shell(script, "gang", resources=WHOLE_NODE, replicas=2))
+    assert handle.wait(60) is JobStatus.SUCCEEDED
+    assert {handle.logs(replica=index) for index in range(2)} == {"gang\nnode-a", "gang\nnode-b"}
+
+
+def test_job_near_its_time_limit_is_asked_to_end_and_begins_again_at_once_as_preempted(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    handle = client.submit(shell(once_then_end(tmp_path)))
+    eventual_pid(tmp_path / "first")
+    cluster.command("scancel", "--batch", "--signal=USR1", slurm_id(tmp_path, handle.job_id))  # as Slurm does
+    assert handle.wait(40) is JobStatus.SUCCEEDED
+    assert (tmp_path / "saved").exists()
+    details = handle.details()
+    assert (details.attempts, details.failures, details.preemptions) == (2, 0, 1)
+
+
+def test_job_that_another_preempts_waits_and_goes_on_when_there_is_room_again(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    handle = client.submit(shell(once_then_end(tmp_path), resources=WHOLE_NODE, replicas=2))
+    eventual_pid(tmp_path / "first")
+    urgent = cluster.client(tmp_path / "slurm", partition="urgent", grace_seconds=2.0)
+    try:
+        other = urgent.submit(shell(f"touch {tmp_path}/other; sleep 300", "other", resources=WHOLE_NODE))
+        eventually((tmp_path / "other").exists, seconds=40)
+        assert "Slurm's job" in (eventually(lambda: handle.details().reason) or "")
+        assert handle.status() is JobStatus.PENDING
+        other.terminate()
+        assert handle.wait(40) is JobStatus.SUCCEEDED
+        assert (handle.details().attempts, handle.details().preemptions) == (2, 1)
+    finally:
+        urgent.shutdown()
+
+
+def test_job_whose_node_is_lost_is_queued_again_for_when_slurm_holds_it_for_gone(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    handle = client.submit(shell(f"echo $SLURMD_NODENAME; {once_then_end(tmp_path)}"))
+    eventual_pid(tmp_path / "first")
+    node = eventually(handle.logs)
+    cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
+    try:
+        eventually(lambda: "BeginTime" in (handle.details().reason or ""))
+        assert handle.status() is JobStatus.PENDING
+        handle.terminate()
+        assert handle.status() is JobStatus.STOPPED
+    finally:
+        eventually(lambda: cluster.command("sinfo", "-h", "-o", "%T").split() == ["idle"])  # its slurmd still answers
+
+
+def test_job_whose_batch_program_is_killed_begins_again_and_leaves_nothing_of_before(
+    client: SlurmClient, tmp_path: Path
+) -> None:
+    handle = client.submit(shell(once_then_end(tmp_path)))
+    pid = eventual_pid(tmp_path / "first")
+    os.kill(batch_pid(handle.job_id), signal.SIGKILL)
+    assert handle.wait(40) is JobStatus.SUCCEEDED
+    assert handle.details().preemptions == 1
+    assert not is_alive(pid)
+
+
+def test_job_that_its_owner_cancels_with_scancel_is_stopped_and_stays_so(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    handle = client.submit(shell(once_then_end(tmp_path)))
+    pid = eventual_pid(tmp_path / "first")
+    cluster.command("scancel", slurm_id(tmp_path, handle.job_id))
+    assert handle.wait(40, raise_on_failure=False) is JobStatus.STOPPED
+    assert "scancel" in (handle.details().reason or "")
+    assert not is_alive(pid)
+
+
+def test_job_whose_submitter_is_killed_ends_after_its_lease(cluster: SlurmCluster, tmp_path: Path) -> None:
+    script = f"""
+import sys, time
+from pathlib import Path
+sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]
+from fakes.slurm_cluster import SlurmCluster
+from resources.config import ResourceConfig
+from resources.jobs.jobs import Command, JobRequest, create_environment
+client = SlurmCluster(Path({str(cluster.folder)!r})).client(Path({str(tmp_path / "slurm")!r}), lease_seconds=2.0)
+(Path({str(tmp_path)!r}) / "code").mkdir()
+command = Command("sh", ("-c", "echo $$ > {tmp_path}/pid; sleep 300"))
+environment = create_environment(workspace={str(tmp_path / "code")!r})
+client.submit(JobRequest("job", command, resources=ResourceConfig(), environment=environment))
+time.sleep(300)
+"""
+    with running_program("-c", script):
+        pid = eventual_pid(tmp_path / "pid")
+    [details] = eventually(
+        lambda: [found for found in cluster.client(tmp_path / "slurm").jobs() if found.status.finished]
+    )
+    assert (details.status, details.reason) == (JobStatus.STOPPED, "the process that submitted it has ended")
+    assert not is_alive(pid)
+
+
+def test_job_waits_in_the_queue_with_slurms_reason_and_is_taken_from_it(client: SlurmClient, tmp_path: Path) -> None:
+    client.submit(shell("sleep 300", "first", resources=WHOLE_NODE, replicas=2))
+    second = client.submit(shell(f"touch {tmp_path}/ran", "second"))
+    assert second.status() is JobStatus.PENDING
+    eventually(lambda: "Resources" in (second.details().reason or "") or "Priority" in (second.details().reason or ""))
+    second.terminate()
+    assert second.status() is JobStatus.STOPPED
+    assert not (tmp_path / "ran").exists()
+
+
+def test_gpus_come_from_gres_and_more_than_a_node_has_are_refused(client: SlurmClient) -> None:
+    handle = client.submit(
+        shell("echo $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES", resources=ResourceConfig.with_gpu("H100", 2))
+    )
+    assert handle.wait(60) is JobStatus.SUCCEEDED
+    assert handle.logs() == "node-a 0,1"
+    pair = client.submit(shell("echo $CUDA_VISIBLE_DEVICES", resources=ResourceConfig.with_gpu("auto", 1), replicas=2))
+    assert pair.wait(60) is JobStatus.SUCCEEDED
+    with pytest.raises(UnsatisfiableResources, match="2 × h100"):
+        client.check_resources(ResourceConfig.with_gpu("H100", 3))
+    with pytest.raises(UnsatisfiableResources, match="H200"):
+        client.check_resources(ResourceConfig.with_gpu("H200", 1))
+
+
+def test_only_a_partition_that_is_not_preempted_takes_jobs_that_must_not_be(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    lasting = ResourceConfig(preemptible=False)
+    with pytest.raises(UnsatisfiableResources, match="PreemptMode"):
+        client.check_resources(lasting)
+    cluster.client(tmp_path, partition="urgent").check_resources(lasting)
+
+
+def test_what_slurm_refuses_itself_is_told_with_its_words(cluster: SlurmCluster, tmp_path: Path) -> None:
+    (tmp_path / "code").mkdir()
+    client = SlurmClient(Slurm("main", options={"time": "never"}), folder=tmp_path / "slurm")
+    request = JobRequest(
+        "job",
+        Command("true"),
+        resources=ResourceConfig(),
+        environment=create_environment(workspace=tmp_path / "code"),
+    )
+    with pytest.raises(UnsatisfiableResources, match=r"(?i)time"):
+        client.submit(request)
+    assert client.jobs() == []

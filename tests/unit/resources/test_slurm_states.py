@@ -1,0 +1,58 @@
+"""Slurm's answers, as its commands print them, translated into our words."""
+
+from __future__ import annotations
+
+import pytest
+
+from resources.backends.slurm.states import Seen, classify_slurm, seen_by_sacct, seen_by_scontrol, seen_by_squeue
+
+
+@pytest.mark.parametrize(
+    ("state", "exit_code", "ending"),
+    [
+        ("PENDING", 0, None),
+        ("CONFIGURING", 0, None),
+        ("RUNNING", 0, None),
+        ("COMPLETING", 0, None),
+        ("SUSPENDED", 0, None),
+        ("COMPLETED", 0, "preempted"),  # its program ends so only after it has said how the job ended
+        ("BOOT_FAIL", 0, "preempted"),
+        ("NODE_FAIL", 0, "preempted"),
+        ("PREEMPTED", 0, "preempted"),
+        ("REVOKED", 0, "preempted"),
+        ("TIMEOUT", 0, "preempted"),
+        ("DEADLINE", 0, "failed"),
+        ("SPECIAL_EXIT", 1, "failed"),
+        ("OUT_OF_MEMORY", 0, "failed"),
+        ("FAILED", 1, "failed"),
+        ("FAILED", 143, "preempted"),
+        ("FAILED", -9, "preempted"),
+        ("FAILED", -11, "failed"),
+        ("CANCELLED", -15, "stopped"),
+        ("SOME_NEW_STATE", 0, None),
+    ],
+)
+def test_state_of_a_batch_job_that_said_nothing_counts_as(state: str, exit_code: int, ending: str | None) -> None:
+    assert classify_slurm(Seen(state, exit_code=exit_code)) == ending
+
+
+def test_squeue_lists_states_and_what_jobs_wait_for() -> None:
+    listing = "12|RUNNING|None\n13|PENDING|BeginTime\n14|PENDING|Resources\n"
+    seen = seen_by_squeue(listing)
+    assert seen == {"12": Seen("RUNNING"), "13": Seen("PENDING", "BeginTime"), "14": Seen("PENDING", "Resources")}
+    assert [seen[job].waits_after_requeue for job in ("12", "13", "14")] == [False, True, False]
+
+
+def test_scontrol_says_how_a_job_ended_and_nothing_of_an_unknown_one() -> None:
+    described = (
+        "JobId=2 JobName=job UserId=root(0) Account=(null) QOS=(null) JobState=FAILED Reason=NonZeroExitCode "
+        "Dependency=(null) Requeue=1 Restarts=1 BatchFlag=1 Reboot=0 ExitCode=0:9 DerivedExitCode=0:0 RunTime=00:00:05"
+    )
+    assert seen_by_scontrol(described) == Seen("FAILED", "NonZeroExitCode", -9)
+    assert seen_by_scontrol("slurm_load_jobs error: Invalid job id specified") is None
+
+
+def test_sacct_says_how_the_last_run_of_a_job_ended() -> None:
+    assert seen_by_sacct("NODE_FAIL|0:0\nCANCELLED by 1000|0:15\n") == Seen("CANCELLED", exit_code=-15)
+    assert seen_by_sacct("TIMEOUT|0:0\n") == Seen("TIMEOUT")
+    assert seen_by_sacct("Slurm accounting storage is disabled\n") is None
