@@ -27,7 +27,7 @@ _STORES = (
     *("AWS_*", "S3_*", "GOOGLE_*", "GCS*", "GCE_*", "CLOUDSDK_*", "AZURE_*", "FSSPEC_*", "STORAGE_EMULATOR_HOST"),
     *_HUB_TOKENS,  # a hub's repository is a store as well
 )
-_CLUSTERS = ("RAY_*", "IRIS_*", "KUBECONFIG", "KUBERNETES_*")
+_CLUSTERS = ("RAY_*", "IRIS_*", "KUBECONFIG", "KUBERNETES_*", "SLURM_CONF")
 
 _ENGINE_PLACES = (
     *("VLLM_LOGGING_*", "VLLM_CONFIGURE_LOGGING", "VLLM_LOG_STATS_INTERVAL", "VLLM_DEBUG_*", "VLLM_TRACE_FUNCTION"),

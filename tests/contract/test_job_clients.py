@@ -417,7 +417,7 @@ def test_job_sees_and_ends_others_and_its_children_end_with_it_unless_they_outli
     assert not is_alive(pids[1])
 
 
-WRITTEN_LINES = {"local": 200_000, "ray": 100_000, "iris": 100_000, "kubernetes": 10_000}
+WRITTEN_LINES = {"local": 200_000, "ray": 100_000, "slurm": 100_000, "iris": 100_000, "kubernetes": 10_000}
 
 
 def test_log_that_is_read_part_by_part_has_every_line_once_over_bursts_attempts_and_a_line_completed_later(

@@ -140,10 +140,32 @@ def _kubernetes(folder: Path) -> Iterator[Place]:
             server.close()
 
 
+@contextmanager
+def _slurm(folder: Path) -> Iterator[Place]:
+    """The tests' cluster of two nodes with 32 cores, of which one has no room for two replicas."""
+    from fakes.slurm_cluster import require_slurm, shared_slurm
+
+    require_slurm()
+    cluster = shared_slurm()
+    with _own_temporary_folder() as temporary:
+        client = cluster.client(
+            folder / "slurm", partition="urgent", grace_seconds=GRACE_SECONDS
+        )  # proxies want to last
+
+        def lose(jobs: Sequence[JobDetails]) -> JobDetails:
+            lost = agents(jobs)[0]
+            os.kill(_process(lost), signal.SIGKILL)
+            return lost
+
+        yield Place(client, lose, temporary, {"cpu": 20})
+        client.shutdown()
+
+
 PLACES: dict[str, Callable[[Path], AbstractContextManager[Place]]] = {
     "iris": _iris,
     "kubernetes": _kubernetes,
     "local": _local,
     "ray": _ray,
+    "slurm": _slurm,
 }
 """From a folder of the test's own to a place, which is gone with the block."""

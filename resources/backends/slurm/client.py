@@ -178,7 +178,7 @@ class SlurmClient:
 
     def check_resources(self, resources: ResourceConfig) -> None:
         """See `Client.check_resources`."""
-        self._check(resources, image=None, replicas=resources.replicas)
+        self._check(resources, image=None, replicas=resources.replicas * resources.hosts_per_replica)
 
     def shutdown(self) -> None:
         """Terminates all jobs of this client that do not outlive their parent."""

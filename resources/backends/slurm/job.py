@@ -210,7 +210,10 @@ class SlurmJob:
                 "failed", f"Slurm knows its job {slurm_id} no more, and its program did not say how it ended"
             )
         words = f"Slurm's job {slurm_id} ended as {seen.state}"
-        match classify_slurm(seen):
+        ending = classify_slurm(seen)
+        if known.get("left_machines") and ending in ("failed", "succeeded"):
+            ending = "preempted"  # Slurm shows it so for a moment while it is queued again
+        match ending:
             case None:
                 return JobStatus.PENDING, f"Slurm's job {slurm_id} is {seen.state}", known
             case "stopped":

@@ -14,13 +14,14 @@ from pathlib import Path
 from resources.backends.slurm.resources import Node, nodes_of
 from resources.backends.slurm.states import Seen, seen_by_sacct, seen_by_scontrol, seen_by_squeue
 from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
-from resources.settings import process_environment
+from resources.settings import process_environment, variables_like
 
 _COMMAND_SECONDS = 120.0  # they try for a while themselves where the controller is away
 _NOT_ANSWERING = (
     *("Unable to contact slurm controller", "Connection refused", "Socket timed out", "timed out"),
     *("Unable to establish", "authentication plugin", "Munge", "munge", "fatal:"),
 )
+_CONFIGURATION = "SLURM_CONF"
 _NODES_KNOWN_SECONDS = 60.0
 
 
@@ -161,7 +162,7 @@ class Slurm:
         path = shutil.which(program)
         if path is None:
             raise _unavailable(f"no program {program} on the PATH")
-        environment = dict(variables) if variables is not None else process_environment()
+        environment = process_environment() if variables is None else {**variables_like(_CONFIGURATION), **variables}
         try:
             answer = subprocess.run(
                 [path, *arguments],
@@ -182,7 +183,7 @@ class Slurm:
 
 def is_of_an_allocation(variable: str) -> bool:
     """Returns True for variables of the job that this process is in: Slurm would take them for another's options."""
-    return variable.startswith(("SLURM_", "SLURMD_", "SRUN_")) and variable != "SLURM_CONF"
+    return variable.startswith(("SLURM_", "SLURMD_", "SRUN_")) and variable != _CONFIGURATION
 
 
 def limit_warning(seconds: int) -> str:
