@@ -77,7 +77,7 @@ class Evaluator(Protocol):
 
     @property
     def environments(self) -> tuple[EnvironmentSpec, ...]:
-        """Every environment that it may run in."""
+        """Every environment that it may run in; the first is what a machine that only plans asks."""
         ...
 
     def environment(self, config: EvaluationConfig) -> EnvironmentSpec:
@@ -91,7 +91,11 @@ class Evaluator(Protocol):
 
     @property
     def program(self) -> Path | None:
-        """A program of ours that runs it, which a fork server can keep imported; None where there is none."""
+        """A program of ours that runs it, which a fork server can keep imported; None where there is none.
+
+        Without arguments, that of an evaluator which loads checkpoints itself reads paths of job files from standard
+        input, and after each evaluation prints a line `evaluated`, a space, and the path.
+        """
         ...
 
     def preload_arguments(self, config: EvaluationConfig) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from resources.jobs.jobs import Client, Command, JobHandle, JobRequest, JobStatu
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from resources.warm.fork_server import ForkServer
-from tasks.evaluators.evaluator import EvaluatedModel, Evaluator, HarnessCommand, Parsed, Progress
+from tasks.evaluators.evaluator import Evaluator, HarnessCommand, Parsed, Progress
 from tasks.evaluators.isolation import isolated
 from tasks.evaluators.outcome import with_samples
 from tasks.records.samples import SAMPLES_NAME
@@ -57,7 +57,7 @@ _KEY_VARIABLES = {
 
 def run_harness(
     evaluator: Evaluator,
-    model: EvaluatedModel,
+    model: RunningModel,
     config: EvaluationConfig,
     *,
     output: Path,
@@ -70,11 +70,11 @@ def run_harness(
     server: ForkServer | None = None,
     name: str | None = None,
 ) -> Parsed:
-    """Runs one harness to its end and reads its results; its log is kept in `output`, whatever happens.
+    """Runs one harness against an endpoint and reads its results; its log is kept in `output`, whatever happens.
 
     Args:
         evaluator: the harness.
-        model: where it asks its questions, or the checkpoint it loads.
+        model: where it asks its questions.
         config: what is asked; `timeout_seconds` is the wall clock.
         output: folder for everything it writes, created here.
         python: interpreter of the harness's environment.
@@ -97,14 +97,14 @@ def run_harness(
     output = output.absolute()
     command = evaluator.command(model, config, output, python=python, judge=judge)
     variables = {**cache_variables(), **command.variables, **_past_proxies(model, judge)}
-    working_folder = _prepare(command, output)
+    working_folder = prepare(command, output)
     argv = _isolated(command, config, output, python=python, variables=variables)
     request = JobRequest(
         name or f"{evaluator.environment(config).name}-{secrets.token_hex(4)}",
         server.command(*command.arguments) if server and argv == command.argv else Command(argv[0], argv[1:]),
-        resources=(config.resource_config if not evaluator.needs_endpoint else None) or ResourceConfig(),
+        resources=ResourceConfig(),
         environment=create_environment(
-            workspace=working_folder, python=python, env_vars=variables, inherited=_inherited(evaluator)
+            workspace=working_folder, python=python, env_vars=variables, inherited=inheritance.HARNESS
         ),
         max_retries_preemption=0,  # whoever called us retries, with a fresh folder
     )
@@ -121,12 +121,21 @@ def run_harness(
             refusal = output / REFUSAL_NAME
             refusal.write_text(_without_keys(refusal.read_text(), command))  # may quote what an endpoint said
     if job.status() is not JobStatus.SUCCEEDED:
-        by_hand = _by_hand(command, working_folder)
-        raise _failure(
-            job, evaluator, output, config=config, log=log, by_hand=by_hand, late=time.monotonic() > deadline
-        )
+        remedy = f"Run it by hand: {_by_hand(command, working_folder)}"
+        late = time.monotonic() > deadline
+        raise refusal_in(output) or job_failure(job, evaluator, config, log=log, remedy=remedy, late=late)
+    return read_output(evaluator, config, output, samples=output / SAMPLES_NAME)
+
+
+def read_output(evaluator: Evaluator, config: EvaluationConfig, output: Path, *, samples: Path) -> Parsed:
+    """Reads the results that an evaluator left in a folder, and writes its samples to a new file.
+
+    Raises:
+        HarnessOutputInvalid: it left nothing that can be read.
+        StorageError: the file cannot be written.
+    """
     parsed = evaluator.parse(output, config)
-    return with_samples(parsed, evaluator.samples(output, config), output / SAMPLES_NAME)
+    return with_samples(parsed, evaluator.samples(output, config), samples)
 
 
 @contextmanager
@@ -142,7 +151,7 @@ def warmed(
         python=python,
         client=client,
         variables={**cache_variables(), **evaluator.import_variables},
-        inherited=_inherited(evaluator),
+        inherited=inheritance.HARNESS if evaluator.needs_endpoint else inheritance.NATIVE_HARNESS,
         preload_arguments=tuple(dict.fromkeys(a for config in configs for a in evaluator.preload_arguments(config))),
     ) as server:
         yield server
@@ -197,10 +206,6 @@ def verify_ends(parsed: Parsed, max_at_limit: float | None) -> None:
         )
 
 
-def _inherited(evaluator: Evaluator) -> tuple[str, ...]:
-    return inheritance.HARNESS if evaluator.needs_endpoint else inheritance.NATIVE_HARNESS
-
-
 @contextmanager
 def _writing_into(output: Path) -> Iterator[None]:
     try:
@@ -213,7 +218,12 @@ def _writing_into(output: Path) -> Iterator[None]:
         ) from error
 
 
-def _prepare(command: HarnessCommand, output: Path) -> Path:
+def prepare(command: HarnessCommand, output: Path) -> Path:
+    """Makes the folder below `output` that a command is to run in, with its files and copies.
+
+    Raises:
+        StorageError: it cannot be written, or something cannot be read.
+    """
     working_folder = output / WORKING_FOLDER
     with _writing_into(output):
         working_folder.mkdir(parents=True, exist_ok=True)
@@ -279,9 +289,9 @@ def _follow(
             return
 
 
-def _past_proxies(*asked: EvaluatedModel | None) -> dict[str, str]:
+def _past_proxies(*asked: RunningModel | None) -> dict[str, str]:
     """Names the hosts that are not to be asked through the network's HTTP proxy: pools of ours, and this machine."""
-    models = [(urlsplit(model.base_url).hostname or "", model) for model in asked if isinstance(model, RunningModel)]
+    models = [(urlsplit(model.base_url).hostname or "", model) for model in asked if model is not None]
     hosts = [host for host, model in models if model.direct or is_loopback(host)]
     return {"NO_PROXY": ",".join(dict.fromkeys(hosts))} if hosts else {}
 
@@ -293,13 +303,43 @@ def _wait(job: JobHandle, seconds: float) -> bool:
         return False
 
 
-def _failure(
-    job: JobHandle, evaluator: Evaluator, output: Path, *, config: EvaluationConfig, log: str, by_hand: str, late: bool
+def job_failure(
+    job: JobHandle, evaluator: Evaluator, config: EvaluationConfig, *, log: str, remedy: str, late: bool = False
 ) -> AssayError:
-    """Describes the end of a job that did not succeed."""
-    refusal = _refusal(output)
-    if refusal is not None:
-        return refusal
+    """Describes the end of a job that has left no results."""
+    details = job.details()
+    return failure_of(
+        evaluator,
+        config,
+        log=log,
+        found=f"it is {details.status}" + (f": {details.reason}" if details.reason else ""),
+        interrupted=details.status is JobStatus.STOPPED or details.preemptions > 0,
+        late=late,
+        remedy=remedy,
+    )
+
+
+def failure_of(
+    evaluator: Evaluator,
+    config: EvaluationConfig,
+    *,
+    log: str,
+    found: str,
+    interrupted: bool,
+    late: bool,
+    remedy: str,
+) -> AssayError:
+    """Describes the end of a harness that has left no results.
+
+    Args:
+        evaluator: the harness.
+        config: what was asked.
+        log: all that it printed.
+        found: how it ended.
+        interrupted: it was ended from outside.
+        late: its wall clock ended it.
+        remedy: what to do about an error of its own.
+    """
     lines = [line[:_SHOWN_LINE_CHARACTERS] for line in log.splitlines() if line.strip()]
     last_lines = "\n".join(lines[-_SHOWN_LOG_LINES:])
     expected = f"{evaluator.name} to end with exit code 0 within {config.timeout_seconds:g} s"
@@ -309,20 +349,17 @@ def _failure(
             found=f"it was still running then, and was ended. Its last lines:\n{last_lines}",
             remedy="Raise timeout_seconds, lower max_eval_instances, or give the pool more replicas",
         )
-    details = job.details()
-    found = f"it is {details.status}" + (f": {details.reason}" if details.reason else "")
-    if details.status is JobStatus.STOPPED or details.preemptions:
+    if interrupted:
         return HarnessInterrupted(
             expected=expected,
             found=f"it was ended from outside ({found}). Its last lines:\n{last_lines}",
             remedy="Evaluate again; if the machine ran out of memory, give it more",
         )
-    return HarnessFailed(
-        expected=expected, found=f"{found}. Its last lines:\n{last_lines}", remedy=f"Run it by hand: {by_hand}"
-    )
+    return HarnessFailed(expected=expected, found=f"{found}. Its last lines:\n{last_lines}", remedy=remedy)
 
 
-def _refusal(output: Path) -> AssayError | None:
+def refusal_in(output: Path) -> AssayError | None:
+    """The refusal that a program of ours left in its output; None where it did not refuse."""
     try:
         refusal = json.loads((output / REFUSAL_NAME).read_text())
         return error_of(refusal)

@@ -35,6 +35,8 @@ class Attempt:
     seconds: dict[str, float] = field(default_factory=dict)
     requests: dict[str, int] = field(default_factory=dict)
     opened: ServedCell | None = None
+    machine: dict[str, str] = field(default_factory=dict)
+    """The system that the evaluator ran on, where that is not this process's."""
 
     @contextmanager
     def noting_failure(self) -> Iterator[None]:
@@ -82,7 +84,7 @@ class Attempt:
             git_commit=commit,
             git_dirty=dirty,
             versions={**versions(), **self._harness_packages(), **(parsed.versions if parsed else {})},
-            hardware=hardware(cell.config),
+            hardware={**hardware(cell.config), **self.machine},
             served=self.served,
             seconds=self.seconds,
             chip_seconds=self._chip_seconds(),

@@ -119,7 +119,9 @@ def plan_cells(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkp
 
 def _look_at_request(config: EvaluationConfig) -> None:
     evaluator = evaluator_of(config)
-    evaluator.check(config, python=ensure_environment(evaluator.environment(config)).python)
+    elsewhere = config.native and not current_client().is_local  # its own is built there, for another device perhaps
+    spec = evaluator.environments[0] if elsewhere else evaluator.environment(config)
+    evaluator.check(config, python=ensure_environment(spec).python)
 
 
 def _check_together(configs: Sequence[EvaluationConfig]) -> None:

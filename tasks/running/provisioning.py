@@ -27,7 +27,7 @@ from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
 from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
-from tasks.running.warm import warm_programs
+from tasks.running.warm import runs_here, warm_programs
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import JudgedOptions
 from tasks.spec.names import pool_label
@@ -153,8 +153,11 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
     persist_result=False,
 )
 def prepare_environments(configs: Sequence[EvaluationConfig]) -> None:
-    """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then."""
-    specs = [evaluator_of(config).environment(config) for config in configs]
+    """Builds the environments of engine and evaluators, where missing; retried, since downloads fail now and then.
+
+    A job on another backend builds that of its evaluator itself, where it runs.
+    """
+    specs = [evaluator_of(config).environment(config) for config in configs if runs_here(config)]
     specs += [
         ENVIRONMENTS[environment_name(config.pool_config)]
         for config in configs

@@ -7,7 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,7 @@ from pools.endpoint import LocalCheckpoint, RunningModel
 from pools.weights.checkpoint_copy import require_planned
 from pools.weights.model_files import digest_model_folder
 from pools.weights.native_files import inspect_again
-from pools.weights.staging import Staging
-from resources.backends.current import current_client
 from resources.backends.local.client import local_client
-from resources.config import ResourceConfig
 from resources.errors import (
     AssayError,
     BenchmarksChanged,
@@ -32,12 +29,10 @@ from resources.errors import (
     EvaluationInterrupted,
     RecordUnwritten,
 )
-from resources.settings import settings
 from resources.storage import storage
-from resources.storage.mlflow_artifacts import is_behind_server
-from tasks.evaluators.evaluator import EvaluatedModel, Progress
-from tasks.evaluators.harness import run_harness, verify_counts, verify_ends
-from tasks.prefect_server.accelerators import accelerators_reserved
+from tasks.evaluators.evaluator import Parsed, Progress
+from tasks.evaluators.harness import read_output, run_harness, verify_counts, verify_ends
+from tasks.evaluators.native import NativeEvaluation, output_here
 from tasks.prefect_server.progress import CellDone, CellProgress, report, report_event
 from tasks.records.index import note_record
 from tasks.records.record import (
@@ -49,9 +44,11 @@ from tasks.records.record import (
     weighed_at_first,
     write_record,
 )
+from tasks.records.samples import SAMPLES_NAME
 from tasks.running.attempt import Attempt
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
+from tasks.running.native_jobs import NativeJobs
 from tasks.running.provisioning import judge_of
 from tasks.running.serving import Serving, same_model
 from tasks.running.warm import Harness
@@ -88,8 +85,8 @@ class CellContext:
     position: int
     cells: int
     harness_of: Callable[[EvaluationConfig], Harness]
-    native_lock: threading.Lock
-    """Held by the one cell whose evaluator loads a checkpoint itself."""
+    native_jobs: NativeJobs = field(default_factory=NativeJobs)
+    """Runs the evaluators that load checkpoints themselves."""
     on_open: Callable[[], None] = lambda: None
     """Called once the cell's checkpoint has been asked for."""
     interruption: Interruption = field(default_factory=Interruption)
@@ -176,28 +173,28 @@ def _evaluate(attempt: Attempt, serving: Serving | None, context: CellContext, o
         if attempt.opened is not None:
             attempt.opened.check()
 
-    with context.native_lock if cell.config.native else nullcontext(), ExitStack() as held:
-        context.interruption.raise_if_interrupted()
-        if cell.config.native:
-            held.enter_context(accelerators_reserved(cell.config.resource_config or ResourceConfig()))
-            model, judge = held.enter_context(_loaded_natively(attempt, context)), None
+    context.interruption.raise_if_interrupted()
+    model, judge = (None, None) if cell.config.native else _open(attempt, serving, context)
+    report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
+    with _as_planned(cell), _by_one_model(attempt):
+        if model is None:
+            attempt.parsed = _evaluate_natively(attempt, context, output, on_progress=on_progress, check=check)
         else:
-            model, judge = _open(attempt, serving, context)
-        report(CellProgress(cell.title, *place, f"starting {harness.evaluator.name}", 0, 0))
-        with _as_planned(cell), _by_one_model(attempt), attempt.timed("evaluate"):
-            attempt.parsed = run_harness(
-                harness.evaluator,
-                model,
-                cell.config,
-                output=output,
-                python=harness.python,
-                server=harness.server,
-                client=current_client() if cell.config.native else local_client(),
-                judge=judge,
-                on_progress=on_progress,
-                check_endpoint=check,
-                name=_job_name(cell, harness),
-            )
+            assert harness.python is not None, "what asks an endpoint runs here"
+            with attempt.timed("evaluate"):
+                attempt.parsed = run_harness(
+                    harness.evaluator,
+                    model,
+                    cell.config,
+                    output=output,
+                    python=harness.python,
+                    server=harness.server,
+                    client=local_client(),
+                    judge=judge,
+                    on_progress=on_progress,
+                    check_endpoint=check,
+                    name=_job_name(cell, harness),
+                )
     verify_counts(attempt.parsed)
     verify_ends(attempt.parsed, cell.config.max_at_limit)
 
@@ -248,21 +245,43 @@ def _job_name(cell: Cell, harness: Harness) -> str:
     return job_name(environment.name, cell.reference.name, *asked[:1], flow_run=flow_run.id)
 
 
-@contextmanager
-def _loaded_natively(attempt: Attempt, context: CellContext) -> Iterator[EvaluatedModel]:
-    """The checkpoint itself, for an evaluator that loads it; a copy of what only MLflow's server can read."""
+def _evaluate_natively(
+    attempt: Attempt,
+    context: CellContext,
+    output: Path,
+    *,
+    on_progress: Callable[[Progress], None],
+    check: Callable[[], None],
+) -> Parsed:
+    """Has a job load the checkpoint and evaluate it, and reads what it left beside the record, wherever that lies."""
     context.on_open()
+    cell, harness = attempt.cell, context.harness_of(attempt.cell.config)
+    reference = cell.folder.reference
+    evaluation = NativeEvaluation(
+        cell.config.model_copy(update={"sinks": ()}),
+        LocalCheckpoint(
+            cell.reference.name,
+            storage.absolute(cell.folder.uri),
+            cell.folder.kind,
+            storage.absolute(reference.uri) if reference else None,
+        ),
+        cell.digests,
+        storage.absolute(storage.join(cell.uri, attempt.name)),
+    )
     attempt.served = {"by": "the evaluator itself"}
-    folder, tokenizer = attempt.cell.folder, attempt.cell.folder.reference
-    name, reference = attempt.cell.reference.name, storage.absolute(tokenizer.uri) if tokenizer else None
-    if not is_behind_server(folder.uri):
-        yield LocalCheckpoint(name, storage.absolute(folder.uri), folder.kind, reference)
-        return
-    with (
-        Staging(settings().staging_dir, max_bytes=settings().staging_max_bytes) as staging,
-        staging.stage(folder.uri, attempt.cell.digests) as staged,
-    ):
-        yield LocalCheckpoint(name, str(staged.path), folder.kind, reference)
+    outcome = context.native_jobs.evaluate(
+        evaluation,
+        harness.native,
+        position=context.position,
+        name=_job_name(cell, harness),
+        on_progress=on_progress,
+        check=check,
+    )
+    attempt.seconds["evaluate"], attempt.machine = outcome.seconds, outcome.machine
+    outcome.raise_failure()
+    output.mkdir(parents=True, exist_ok=True)  # of a store, all that is published from here are the samples
+    results = output_here(evaluation, output.with_name(f"{output.name}-copy"))
+    return read_output(harness.evaluator, cell.config, results, samples=output / SAMPLES_NAME)
 
 
 def _open(attempt: Attempt, serving: Serving | None, context: CellContext) -> tuple[RunningModel, RunningModel | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
-from threading import Event, Lock
+from threading import Event
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
@@ -15,6 +15,7 @@ from resources.errors import AssayError, RecordUnwritten
 from tasks.prefect_server.progress import report_event
 from tasks.running.cells import Cell
 from tasks.running.claimed_cells import ClaimedCells
+from tasks.running.native_jobs import MOST_IN_A_JOB, NativeJobs
 from tasks.running.run_cell import CellContext, Interruption, run_cell
 from tasks.running.serving import Serving
 from tasks.running.warm import warm_programs
@@ -72,9 +73,9 @@ def schedule_cells(
     evaluations = sum(not config.native for config in configs)
     at_once = evaluations + (serving.checkpoints_at_once if serving else 0)
     threads = ThreadPoolExecutor(max(1, at_once), thread_name_prefix="cell")
-    # What loads a checkpoint itself has the machine's accelerators for itself, and keeps no pool waiting.
-    native_thread = ThreadPoolExecutor(1, thread_name_prefix="native-cell")
-    native_lock, interruption = Lock(), Interruption()
+    # Cells that load their checkpoints themselves keep no pool waiting; they wait for the job that they share.
+    native_threads = ThreadPoolExecutor(MOST_IN_A_JOB, thread_name_prefix="native-cell")
+    native_jobs, interruption = NativeJobs(), Interruption()
     running: list[Future[Exception | None]] = []
     with warm_programs(on_progress=report_event) as warm:
         warm.prepare(configs)
@@ -85,12 +86,14 @@ def schedule_cells(
                     position,
                     len(cells),
                     warm.harness_of,
-                    native_lock,
+                    native_jobs,
                     on_open=asked.set,
                     interruption=interruption,
                     claimed=claimed,
                 )
-                executor = native_thread if cell.config.native else threads
+                executor = native_threads if cell.config.native else threads
+                if cell.config.native:
+                    native_jobs.expect(position)
                 # The copy of the context carries the Prefect run and the listeners to progress.
                 future = executor.submit(copy_context().run, _run_and_release, cell, serving, context)
                 running.append(future)
@@ -99,20 +102,23 @@ def schedule_cells(
             unrecorded = [future.result() for future in running]
         except BaseException:  # a signal, or Prefect itself: what has begun is ended, the rest is not begun
             interruption.interrupt()
-            for executor in (threads, native_thread):
+            for executor in (threads, native_threads):
                 executor.shutdown(wait=False, cancel_futures=True)
             wait([future for future in running if not future.cancelled()], timeout=_INTERRUPTED_SECONDS)
             raise
         finally:
             threads.shutdown(wait=False)
-            native_thread.shutdown(wait=False)
+            native_threads.shutdown(wait=False)
     for error in filter(None, unrecorded):
         raise error
 
 
 def _run_and_release(cell: Cell, serving: Serving | None, context: CellContext) -> Exception | None:
     """Runs a cell and gives its claim up; returns an error that no record tells of."""
-    state = run_cell(cell, serving, context, return_state=True)
+    try:
+        state = run_cell(cell, serving, context, return_state=True)
+    finally:
+        context.native_jobs.forget(context.position)
     if context.claimed is not None:
         context.claimed.release(cell)
     error = None if state.is_completed() else state.result(raise_on_failure=False)

@@ -23,16 +23,22 @@ from resources.environments.environments import ENVIRONMENTS, Environment, Envir
 from resources.warm.fork_server import ForkServer
 from tasks.evaluators.evaluator import Evaluator, evaluator_of
 from tasks.evaluators.harness import warmed
+from tasks.evaluators.native import NativeProgram
 from tasks.spec.evaluation import EvaluationConfig
 
 
 @dataclass(frozen=True, eq=False)
 class Harness:
-    """An evaluator, the interpreter of its environment, and what keeps it imported."""
+    """An evaluator, the interpreter of its environment, and what keeps it imported; neither where it runs elsewhere."""
 
     evaluator: Evaluator
-    python: Path
+    python: Path | None
     server: ForkServer | None
+
+    @property
+    def native(self) -> NativeProgram:
+        """The evaluator as a job of the current backend runs it."""
+        return NativeProgram(self.evaluator, self.python, self.server.warm if self.server else None)
 
 
 class WarmPrograms:
@@ -65,13 +71,11 @@ class WarmPrograms:
             if (found := self._harnesses.get(_kind(configs[0]))) is not None:
                 return found
             evaluator = evaluator_of(configs[0])
-            environment = ensure_environment(evaluator.environment(configs[0]), on_progress=self._on_progress)
-            server = None
-            if current_client().is_local or not configs[0].native:  # a fork server is of use on its own machine
-                server = self._stack.enter_context(
-                    warmed(evaluator, configs, python=environment.python, client=local_client())
-                )
-            harness = self._harnesses[_kind(configs[0])] = Harness(evaluator, environment.python, server)
+            python, server = None, None
+            if runs_here(configs[0]):
+                python = ensure_environment(evaluator.environment(configs[0]), on_progress=self._on_progress).python
+                server = self._stack.enter_context(warmed(evaluator, configs, python=python, client=local_client()))
+            harness = self._harnesses[_kind(configs[0])] = Harness(evaluator, python, server)
             return harness
 
     def launcher(self, config: InferencePoolConfig) -> Launcher | None:
@@ -104,7 +108,7 @@ def begun_early(configs: Sequence[EvaluationConfig]) -> Iterator[None]:
             own = config.pool_config if config.pool_name is None and not config.native else None
             if own is not None and is_built(ENVIRONMENTS[environment_name(own)]):
                 warm.launcher(own)
-        warm.prepare([config for config in configs if is_built(_environment_of(config))])
+        warm.prepare([config for config in configs if runs_here(config) and is_built(_environment_of(config))])
         yield
 
 
@@ -118,6 +122,11 @@ def warm_programs(*, on_progress: Callable[[str], None] = lambda line: None) -> 
         warm = WarmPrograms(stack, on_progress=on_progress)
         stack.callback(_begun.reset, _begun.set(warm))
         yield warm
+
+
+def runs_here(config: EvaluationConfig) -> bool:
+    """Tells if the evaluator of an evaluation runs on this machine, which then needs its environment."""
+    return not config.native or current_client().is_local
 
 
 def _environment_of(config: EvaluationConfig) -> EnvironmentSpec:

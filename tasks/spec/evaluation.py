@@ -10,7 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name
-from resources.config import Config, JsonObject, ResourceConfig
+from resources.config import Config, JsonObject, ResourceConfig, TpuConfig
+from resources.tpu import largest_of_one_vm
 from tasks.spec.earlier_form import refuse_earlier_form
 from tasks.spec.evaluators import DEFAULT_EVALUATOR, AnyEvaluator, NativeOptions, OptionsKind, is_native, options_as
 from tasks.spec.names import in_few_words, name_of
@@ -257,12 +258,20 @@ class EvaluationConfig(Config):
         resources = self.resource_config or (self.pool_config.resource_config if self.pool_config else None)
         changed = {
             "evaluator": options,
-            "resource_config": resources.model_copy(update={"replicas": 1}) if resources else None,
+            "resource_config": _of_one_machine(resources) if resources else None,
             "apply_chat_template": self.asks_in_chat,
             "model_name": self.run_name,
         }
         served = {"pool_config", "pool_name", "base_url", "served_model_name"}
         return EvaluationConfig.model_validate({**self.model_dump(exclude={*served, "evaluator"}), **changed})
+
+
+def _of_one_machine(resources: ResourceConfig) -> ResourceConfig:
+    """As much of some resources as Levanter evaluates on."""
+    device = resources.device
+    if isinstance(device, TpuConfig) and device.slice.vms > 1:
+        device = TpuConfig(variant=largest_of_one_vm(device.variant))
+    return resources.model_copy(update={"replicas": 1, "device": device})
 
 
 def digest_of(content: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ import pytest
 from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
 from pools.endpoint import LocalCheckpoint
+from pools.weights.model_files import ModelDigests, digest_model_folder, inspect_model_folder
+from resources.backends.current import set_current_client
 from resources.backends.local.client import LocalClient
 from resources.config import ResourceConfig
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
@@ -21,10 +24,13 @@ from resources.errors import BadInput
 from resources.settings import process_environment
 from resources.warm.fork_server import ForkServer
 from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, discover_one
-from tasks.evaluators.harness import Parsed, Progress, run_harness, verify_counts, warmed
+from tasks.evaluators.evaluator import Parsed, Progress
+from tasks.evaluators.harness import read_output, verify_counts, warmed
 from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.evaluator import Levanter
-from tasks.records.samples import Sample
+from tasks.evaluators.native import NativeEvaluation, NativeProgram
+from tasks.records.samples import SAMPLES_NAME, Sample
+from tasks.running.native_jobs import NativeJobs
 from tasks.spec.evaluation import EvalTaskConfig, EvaluationConfig
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(600)]
@@ -174,28 +180,38 @@ TWENTY = make_config("demo_facts", max_eval_instances=20)
 
 
 class Runner:
-    """Evaluates in forks of one process, each into a folder of its own."""
+    """Evaluates in jobs of this machine, with a program that is kept imported, each into a folder of its own."""
 
     def __init__(self, python: Path, client: LocalClient, server: ForkServer | None, folder: Path) -> None:
-        self._given = {"python": python, "client": client, "server": server}
+        self._program = NativeProgram(Levanter(), python, server.warm if server else None)
+        self._client = client
         self._folder = folder
         self.progress: list[Progress] = []
         self.output = folder
 
-    def __call__(self, checkpoint: Path | Checkpoint, config: EvaluationConfig) -> Parsed:
+    def __call__(self, checkpoint: Path | Checkpoint | LocalCheckpoint, config: EvaluationConfig) -> Parsed:
         self.output = self._folder / str(len(list(self._folder.iterdir())))
-        return run_harness(
-            Levanter(),
-            local(checkpoint),
-            config,
-            output=self.output,
-            on_progress=self.progress.append,
-            poll_seconds=0.1,
-            **self._given,
-        )
+        asked = checkpoint if isinstance(checkpoint, LocalCheckpoint) else local(checkpoint)
+        with set_current_client(self._client):
+            outcome = NativeJobs().evaluate(
+                NativeEvaluation(config, asked, digests_of(asked), str(self.output)),
+                self._program,
+                position=1,
+                name=f"levanter-{secrets.token_hex(4)}",
+                on_progress=self.progress.append,
+                check=lambda: None,
+            )
+        outcome.raise_failure()
+        return read_output(Levanter(), config, self.output, samples=self.output / SAMPLES_NAME)
 
     def samples(self, config: EvaluationConfig) -> list[Sample]:
         return list(Levanter().samples(self.output, config))
+
+
+def digests_of(checkpoint: LocalCheckpoint) -> ModelDigests:
+    """Those that a plan has, which for a checkpoint that is not whole there is none of."""
+    found = inspect_model_folder(checkpoint.uri)
+    return digest_model_folder(found) if found.complete else ModelDigests("", "", "")
 
 
 def local(checkpoint: Path | Checkpoint) -> LocalCheckpoint:
@@ -295,11 +311,11 @@ def test_levanter_bfloat16_is_close_but_not_the_same(exported: Path, exact: tupl
     assert first(run.output) != first(exact[0].output)
 
 
-def test_levanter_refuses_generation_before_loading_anything(benchmarks: Path, run: Runner, tmp_path: Path) -> None:
+def test_levanter_refuses_generation_before_loading_anything(exported: Path, benchmarks: Path, run: Runner) -> None:
     config = make_config("hidden_writing", benchmarks_path=str(benchmarks))
     with pytest.raises(BadInput, match="lets the model write") as caught:
-        run(tmp_path / "nothing", config)
-    assert "endpoint" in caught.value.remedy
+        run(exported, config)
+    assert "endpoint" in caught.value.remedy and not list(run.output.rglob("levanter.json"))
 
 
 def test_levanter_refuses_a_device_that_is_not_there(exported: Path, run: Runner) -> None:
@@ -348,11 +364,4 @@ def test_levanter_refuses_a_reference_of_another_size(native: Checkpoint, export
     (reference / "config.json").write_text(json.dumps({**CONFIG, "hidden_size": 2 * HIDDEN}))
     checkpoint = LocalCheckpoint("other", native.uri, "levanter", str(reference))
     with pytest.raises(BadInput, match="reference"):
-        run_harness(
-            Levanter(),
-            checkpoint,
-            make_config("demo_facts", max_eval_instances=1),
-            output=run.output / "other",
-            poll_seconds=0.1,
-            **run._given,
-        )
+        run(checkpoint, make_config("demo_facts", max_eval_instances=1))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import pytest
 import yaml
 from prefect.client.orchestration import get_client
@@ -206,6 +207,15 @@ class Unreadable(Levanter):
         raise TypeError
 
 
+@pytest.fixture
+def _evaluators_travel() -> Iterator[None]:
+    """Sends the classes of this file whole: no job has the file."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+@pytest.mark.usefixtures("_evaluators_travel")
 def test_cell_that_our_own_code_breaks_is_given_up_after_the_retries_of_the_policy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -14,11 +14,12 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from pools.endpoint import LocalCheckpoint, RunningModel
-from resources.config import ResourceConfig
+from resources.config import ResourceConfig, TpuConfig
 from resources.environments.environments import EnvironmentSpec
 from resources.errors import BadInput, HarnessOutputInvalid
 from resources.settings import settings
 from resources.storage import storage
+from resources.tpu import largest_of_one_vm
 from tasks.evaluators.evaluator import EvaluatedModel, HarnessCommand, Parsed, Progress
 from tasks.evaluators.levanter.environment import LEVANTER
 from tasks.evaluators.levanter.options import LevanterOptions
@@ -155,9 +156,11 @@ class Levanter:
 
         Raises:
             UnknownBenchmark: there is none of that name.
-            BadInput: the folder of one's own does not exist, or a benchmark in it lets the model write.
+            BadInput: the folder of one's own does not exist, a benchmark in it lets the model write, or the devices are
+                those of several machines.
             EnvironmentBuildFailed, HarnessFailed: lm-eval cannot list its benchmarks.
         """
+        _check_one_machine(config.resource_config or ResourceConfig())
         _LM_EVAL.check(config, python=python)
         writing = [task.name for task in config.evals if task.name in _known_to_generate(config)]
         if writing:
@@ -166,6 +169,16 @@ class Levanter:
                 found=f"{', '.join(writing)}, which lets the model write",
                 remedy="Send generation to the endpoint: evaluate it with lm_evaluation_harness",
             )
+
+
+def _check_one_machine(resources: ResourceConfig) -> None:
+    device = resources.device
+    if isinstance(device, TpuConfig) and device.slice.vms > 1:
+        raise BadInput(
+            expected="a TPU slice of one VM, which is what Levanter evaluates on",
+            found=f"{device.variant}, which has {device.slice.vms}",
+            remedy=f"Ask for {largest_of_one_vm(device.variant)}, or serve the model to lm_evaluation_harness",
+        )
 
 
 def _known_to_generate(config: EvaluationConfig) -> set[str]:

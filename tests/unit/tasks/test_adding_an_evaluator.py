@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Lock
 
 import httpx
 import pytest
@@ -125,7 +124,7 @@ def test_evaluator_from_outside_asks_an_endpoint_and_has_a_record(folder: Path, 
     cell = cell_of(config, str(run))
     served = Servable.from_uri("run-a-100", cell.folder.uri)
     serving = EndpointServing(engine.base_url, {"run-a-100": served})
-    run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness, Lock()))
+    run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
     record = read_record(cell.uri)
     assert record is not None and record.succeeded and record.evaluator == "exact_answers"
     assert record.counts is not None and (record.counts.requested, record.counts.scored) == (2, 2)

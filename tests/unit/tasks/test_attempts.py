@@ -11,10 +11,10 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from threading import Lock
 from typing import Any
 from urllib.parse import urlsplit
 
+import cloudpickle
 import pytest
 
 from fakes.endpoints import endpoint
@@ -62,10 +62,19 @@ from tasks.spec.evaluation import EvaluationConfig
 PROGRAM = Path(__file__).parents[2] / "fakes" / "harness.py"
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _harnesses_travel() -> Iterator[None]:
+    """Sends the classes of this file whole: no job has the file."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
 @dataclass(frozen=True)
 class Hanging:
-    """A harness that loads the checkpoint itself, and never ends."""
+    """A harness that loads the checkpoint itself, and never ends; it notes its processes in a folder."""
 
+    folder: Path = Path()
     name: str = "hanging"
     needs_endpoint: bool = False
     program: Path | None = None
@@ -93,7 +102,7 @@ class Hanging:
         python: Path,
         judge: RunningModel | None = None,
     ) -> HarnessCommand:
-        return HarnessCommand(argv=(str(python), str(PROGRAM), "hang", str(output)), variables={}, files={})
+        return HarnessCommand(argv=(str(python), str(PROGRAM), "hang", str(self.folder)), variables={}, files={})
 
     def parse(self, output: Path, config: EvaluationConfig) -> Parsed:
         raise AssertionError("it never ends")
@@ -151,11 +160,12 @@ def make_cell(folder: Path, **changes: Any) -> Cell:
 @pytest.mark.timeout(60)
 def test_attempt_that_nobody_serves_ends_with_all_it_started_when_the_run_is_told_to(tmp_path: Path):
     cell, interruption = make_cell(tmp_path), Interruption()
-    harness = Harness(Hanging(), Path(sys.executable), None)
-    context = CellContext(1, 1, lambda _: harness, Lock(), interruption=interruption)
+    harness = Harness(Hanging(tmp_path), Path(sys.executable), None)
+    context = CellContext(1, 1, lambda _: harness, interruption=interruption)
 
     def pids() -> list[int]:
-        return [int(pid) for path in Path(cell.uri).glob("attempt-*/pids") for pid in path.read_text().split()]
+        noted = tmp_path / "pids"
+        return [int(pid) for pid in noted.read_text().split()] if noted.exists() else []
 
     with ThreadPoolExecutor(1) as threads:
         attempt = threads.submit(run_cell.fn, cell, None, context)
@@ -227,7 +237,7 @@ def test_attempt_at_what_was_changed_since_it_was_planned_does_not_succeed(
             write_safetensors(Path(cell.reference.uri) / "model.safetensors", seed=7)
 
     def context(harness: Changing) -> CellContext:
-        return CellContext(1, 1, lambda _: Harness(harness, Path(sys.executable), None), Lock())
+        return CellContext(1, 1, lambda _: Harness(harness, Path(sys.executable), None))
 
     run_cell.fn(cell, None, context(Changing()))
     if not meanwhile:
@@ -248,7 +258,7 @@ def test_attempt_goes_on_when_the_proxy_is_killed_under_it(tmp_path: Path):
         ThreadPoolExecutor(1) as threads,
     ):
         harness = Harness(Killing(pid=first.process.pid), Path(sys.executable), None)
-        attempt = threads.submit(run_cell.fn, cell, PoolServing(session), CellContext(1, 1, lambda _: harness, Lock()))
+        attempt = threads.submit(run_cell.fn, cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
         first.process.wait(60)
         with running_proxy(tmp_path, port=first.address.port):
             assert attempt.result(timeout=60).status == "succeeded"
@@ -270,7 +280,7 @@ def test_record_names_the_first_error_of_an_engine_that_died_meanwhile(tmp_path:
         reasons = []
         for _ in range(2):
             with pytest.raises(EndpointUnusable):
-                run_cell.fn(cell, PoolServing(session), CellContext(1, 1, lambda _: harness, Lock()))
+                run_cell.fn(cell, PoolServing(session), CellContext(1, 1, lambda _: harness))
             record = read_record(cell.uri)
             assert record is not None
             reasons.append(record.reason or "")
@@ -293,7 +303,7 @@ def test_attempt_at_an_endpoint_whose_model_is_exchanged_meanwhile_does_not_succ
         serving = EndpointServing(first.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
         harness = Harness(Changing(needs_endpoint=True, change=restart), Path(sys.executable), None)
         with nullcontext() if label == "w0" else pytest.raises(EndpointUnusable, match="to be one model"):
-            run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness, Lock()))
+            run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
     record = read_record(cell.uri)
     assert record is not None and record.status == ("succeeded" if label == "w0" else "infra_failed")
     assert not (Path(cell.uri) / SCOPE_NAME).exists(), "nothing of it is used again"
@@ -308,14 +318,14 @@ def test_attempt_uses_no_answers_of_one_at_another_model_again(tmp_path: Path):
         with endpoint(tmp_path, name, label=label) as engine:
             serving = EndpointServing(engine.base_url, {name: Servable.from_uri(name, cell.reference.uri)})
             with pytest.raises(UnexpectedError):
-                run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness, Lock()))
+                run_cell.fn(cell, serving, CellContext(1, 1, lambda _: harness))
             scopes.append((Path(cell.uri) / SCOPE_NAME).read_text())
     assert scopes[0] == scopes[1] != scopes[2] == scopes[3]
 
 
 def test_attempt_that_our_own_code_breaks_is_recorded_with_type_and_place_and_counted(tmp_path: Path):
     cell = make_cell(tmp_path)
-    context = CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None), Lock())
+    context = CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None))
     for failures in (1, 2):
         with pytest.raises(UnexpectedError):
             run_cell.fn(cell, None, context)
@@ -333,7 +343,7 @@ def test_failure_in_words_that_no_file_can_hold_is_recorded(tmp_path: Path):
 
     cell = make_cell(tmp_path)
     with pytest.raises(BadInput):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None), Lock()))
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None)))
     record = read_record(cell.uri)
     assert record is not None and "caf?" in (record.reason or "")
 
@@ -344,16 +354,14 @@ def test_attempt_is_recorded_though_opening_it_breaks(tmp_path: Path):
 
     cell = make_cell(tmp_path)
     with pytest.raises(UnexpectedError):
-        run_cell.fn(cell, None, CellContext(1, 1, no_harness, Lock()))
+        run_cell.fn(cell, None, CellContext(1, 1, no_harness))
     record = read_record(cell.uri)
     assert record is not None and (record.status, record.infra_failures) == ("infra_failed", 1)
 
 
 def test_attempt_that_a_person_interrupts_leaves_no_record(tmp_path: Path):
     cell = make_cell(tmp_path)
-    context = CellContext(
-        1, 1, lambda _: Harness(Crashing(error=KeyboardInterrupt), Path(sys.executable), None), Lock()
-    )
+    context = CellContext(1, 1, lambda _: Harness(Crashing(error=KeyboardInterrupt), Path(sys.executable), None))
     with pytest.raises(KeyboardInterrupt):
         run_cell.fn(cell, None, context)
     assert read_record(cell.uri) is None
@@ -370,7 +378,7 @@ def test_attempt_whose_results_cannot_be_written_down_is_recorded_without_them(t
 
     cell = make_cell(tmp_path)
     with pytest.raises(UnexpectedError):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None), Lock()))
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Odd(), Path(sys.executable), None)))
     record = read_record(cell.uri)
     assert record is not None and (record.status, record.counts) == ("infra_failed", None)
 
@@ -380,7 +388,7 @@ def test_attempt_whose_record_cannot_be_written_says_so(tmp_path: Path):
     Path(cell.uri).parent.mkdir(parents=True)
     Path(cell.uri).write_text("a file where the folder of the cell is to be")
     with pytest.raises(RecordUnwritten, match=r"run-a-100"):
-        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None), Lock()))
+        run_cell.fn(cell, None, CellContext(1, 1, lambda _: Harness(Crashing(), Path(sys.executable), None)))
 
 
 def with_fallback(cell: Cell) -> Cell:
@@ -415,3 +423,40 @@ def test_success_of_the_fallback_is_sent_to_the_sinks_that_lack_it(tmp_path: Pat
     noted = read_record(fallback.uri)
     assert noted is not None and [state.status for state in noted.sinks.values()] == ["published"]
     assert read_record(cell.uri) is None
+
+
+@dataclass(frozen=True)
+class ByProbe:
+    """Serving that has asked its engine for log-probabilities of prompts, with this answer."""
+
+    prompt_logprobs: bool
+
+    def has_prompt_logprobs(self, name: str) -> bool:
+        return self.prompt_logprobs
+
+
+@pytest.mark.parametrize("prompt_logprobs", [True, False])
+@pytest.mark.parametrize("device", [{"kind": "tpu", "variant": "v5litepod-16"}, {"kind": "cpu"}])
+def test_multiple_choice_goes_where_the_probe_of_the_engine_says_whatever_its_device(
+    tmp_path: Path, *, prompt_logprobs: bool, device: dict[str, Any]
+):
+    served = make_cell(
+        tmp_path,
+        evaluator={"name": "lm_evaluation_harness", "without_prompt_logprobs": "levanter"},
+        pool_config={"model": {"name": "run-a"}, "resource_config": {"device": device}},
+    )
+    config = served.config.levanter_fallback()
+    assert config is not None and config.resource_config is not None
+    assert config.resource_config.chip_count() == (8 if device["kind"] == "tpu" else 0), "what Levanter evaluates on"
+    cell = replace(served, levanter_fallback=replace(served, config=config, uri=f"{served.uri}-by-levanter"))
+    asked = []
+
+    def note(config: EvaluationConfig) -> Harness:
+        asked.append(config.evaluator.name)
+        raise KeyError("that is all")
+
+    serving: Any = ByProbe(prompt_logprobs)
+    with pytest.raises(UnexpectedError):
+        run_cell.fn(cell, serving, CellContext(1, 1, note))
+    assert asked == ["lm_evaluation_harness" if prompt_logprobs else "levanter_lm_evaluation_harness"]
+    assert (read_record(cell.uri) is not None) == prompt_logprobs

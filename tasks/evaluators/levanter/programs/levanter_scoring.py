@@ -24,6 +24,9 @@ SHORTEST_ROW = 256
 MOST_IN_A_ROW = 64
 PADDING = 0  # any token will do, since padding is a segment of its own and weighs nothing
 
+WORKERS: dict[Any, Worker] = {}
+"""Compiled scorings of this process."""
+
 Pair = tuple[Any, list[int], list[int]]
 Scored = tuple[float, bool]
 
@@ -130,16 +133,26 @@ class LevanterLM(TemplateLM):
             max_segments_per_example=MOST_IN_A_ROW if self.model.packed else 1,
         )
         batch = hax.Axis("batch", self.model.rows)
-        worker = Worker(
-            batch,
-            position,
-            self.model.network,
-            self.model.mapping,
-            self.tokenizer,
-            self.model.trainer.mp,
-            max_packed_segments=MOST_IN_A_ROW,
-        )
+        worker = worker_for(batch, position, self.model)
         for examples in list(stack_batches(iter(packed), position, batch)):  # a generator that holds a mesh of its own
             numbers, values, correct = (np.asarray(part.array) for part in worker.dispatch_loglikelihood(examples))
             real = numbers >= 0
             yield numbers[real], values[real], correct[real]
+        worker.model = None  # else it would keep the memory that the next checkpoint is loaded into
+
+
+def worker_for(batch: hax.Axis, position: hax.Axis, model: Model) -> Worker:
+    """Levanter's compiled scoring of rows of a length: one for all models, since it compiles for each that it made."""
+    key = (batch, position, model.precision, str(model.mapping))
+    if key not in WORKERS:
+        WORKERS[key] = Worker(
+            batch,
+            position,
+            model.network,
+            model.mapping,
+            model.tokenizer,
+            model.trainer.mp,
+            max_packed_segments=MOST_IN_A_ROW,
+        )
+    WORKERS[key].model = model.network
+    return WORKERS[key]

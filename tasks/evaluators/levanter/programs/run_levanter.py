@@ -1,6 +1,10 @@
 """Evaluates a checkpoint with Levanter's model code. Executed by the interpreter of the levanter environment.
 
-    python run_levanter.py <job file>
+    python run_levanter.py [<job file> ...]
+
+Without job files it reads their paths from standard input, one a line, works in the folder of each, says on a line of
+its own which was evaluated, and ends with whoever asks. What it has compiled serves all checkpoints of one
+architecture; the first that cannot be evaluated ends it.
 
 Also a program for `fork_server.py`: `preload` imports, and reads lm-eval's benchmarks if asked to, `main` evaluates.
 
@@ -11,10 +15,16 @@ as they do for an endpoint. Levanter loads the weights (`levanter_model.py`) and
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import logging
+import os
+import queue
+import signal
 import sys
+import threading
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -67,7 +77,29 @@ def main(arguments: list[str]) -> None:
     """Evaluates."""
     setup_logging("INFO")
     use_remembered_index()
-    evaluate(json.loads(Path(arguments[0]).read_text()))
+    for name in arguments or asked():
+        path = Path(name).absolute()
+        os.chdir(path.parent)
+        evaluate(json.loads(path.read_text()))
+        gc.collect()  # the model's memory is the next one's
+        print(f"evaluated {name}", flush=True)
+
+
+def asked() -> Iterator[str]:
+    """Lines of standard input, each when it is needed; this process ends as soon as whoever writes them is gone."""
+    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+    def read() -> None:
+        rest = b""
+        while block := os.read(0, 65536):
+            *whole, rest = (rest + block).split(b"\n")
+            for line in whole:
+                lines.put(os.fsdecode(line))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=read, daemon=True).start()
+    while True:
+        yield lines.get()
 
 
 def evaluate(job: dict[str, Any]) -> None:

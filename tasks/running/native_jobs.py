@@ -1,0 +1,273 @@
+"""Jobs for cells whose evaluator loads the checkpoint itself: one at a time, shared by the cells that wait for it.
+
+So its program is started once, and what it compiles serves all their checkpoints. A job runs on the current backend,
+whichever that is, and goes on where it was after a preemption.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass, field
+
+from resources.backends.current import current_client
+from resources.config import ResourceConfig
+from resources.errors import AssayError, BackendUnavailable, JobTimeout, StorageError, UnexpectedError
+from resources.jobs import inheritance
+from resources.jobs.jobs import Call, Client, EnvironmentConfig, JobHandle, JobRequest, create_environment
+from resources.settings import settings
+from resources.storage import storage
+from tasks.evaluators.evaluator import Progress
+from tasks.evaluators.harness import LOG_NAME, job_failure
+from tasks.evaluators.native import NativeEvaluation, NativeProgram, Outcome, read_outcome, with_benchmarks_there
+from tasks.evaluators.native_node import BEGINS, evaluate_there
+from tasks.prefect_server.accelerators import accelerators_reserved
+from tasks.prefect_server.progress import report_event
+
+MOST_IN_A_JOB = 8
+"""Cells that share a job at most, and so wait side by side."""
+_POLL_SECONDS = 0.2
+_JOB_POLL_SECONDS = 1.0
+_LOOK_AGAIN_SECONDS = 5.0
+_SILENCE_SECONDS = 600.0
+"""Time without an answer after which a job on a backend counts as lost; a controller may be started again."""
+_PROGRESS_LINES = 200
+_KEPT_LOG_LINES = 100_000
+
+
+@dataclass(eq=False)
+class _Wanted:
+    """A cell's evaluation: in a job as soon as one is begun, and given up when `abandoned`."""
+
+    evaluation: NativeEvaluation
+    program: NativeProgram
+    name: str
+    outcome: Outcome | None = None
+    error: Exception | None = None
+    progress: Progress | None = None
+    abandoned: bool = False
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def resources(self) -> ResourceConfig:
+        return (self.evaluation.config.resource_config or ResourceConfig()).model_copy(update={"replicas": 1})
+
+    @property
+    def kind(self) -> tuple[NativeProgram, ResourceConfig]:
+        return self.program, self.resources
+
+
+class NativeJobs:
+    """The jobs of a run's cells that load checkpoints themselves."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: list[_Wanted] = []
+        self._expected: set[int] = set()
+        self._thread: threading.Thread | None = None
+
+    def expect(self, position: int) -> None:
+        """Lets the next job wait for a cell that is about to ask for one, or to end without."""
+        with self._changed:
+            self._expected.add(position)
+
+    def forget(self, position: int) -> None:
+        """Lets no job wait for a cell any more."""
+        with self._changed:
+            self._expected.discard(position)
+            self._changed.notify_all()
+
+    def evaluate(
+        self,
+        evaluation: NativeEvaluation,
+        program: NativeProgram,
+        *,
+        position: int,
+        name: str,
+        on_progress: Callable[[Progress], None],
+        check: Callable[[], None],
+    ) -> Outcome:
+        """Has a job evaluate, alone or among others, and returns how that ended.
+
+        Args:
+            evaluation: what is evaluated, and where its output goes.
+            program: what evaluates it.
+            position: of the cell.
+            name: for a job of its own.
+            on_progress: called whenever there is news.
+            check: called at every poll; what it raises ends the evaluation and is raised from here.
+
+        Raises:
+            HarnessFailed, HarnessInterrupted: the job ended without an outcome of this evaluation.
+            UnsatisfiableResources: the backend, or the Prefect server's limit, can never give what is asked for.
+            BackendUnavailable: the backend gave no answer for ten minutes.
+        """
+        wanted, last = _Wanted(evaluation, program, name), None
+        with self._changed:
+            self._waiting.append(wanted)
+        self.forget(position)
+        try:
+            ended = False
+            while not ended:
+                self._start()
+                ended = wanted.ended.wait(_POLL_SECONDS)
+                if wanted.progress is not None and wanted.progress != last:
+                    last = wanted.progress
+                    on_progress(last)
+                if not ended:
+                    check()
+        except BaseException:
+            with self._changed:
+                wanted.abandoned = True
+                if wanted in self._waiting:
+                    self._waiting.remove(wanted)
+                    wanted.ended.set()
+            wanted.ended.wait()  # its job has ended by then, or goes on for others
+            raise
+        if wanted.error is not None:
+            raise wanted.error
+        assert wanted.outcome is not None, "it has ended one way or the other"
+        return wanted.outcome
+
+    def _start(self) -> None:
+        """Starts the thread that runs jobs, unless it is there; in the context of the cell that needs it."""
+        with self._changed:
+            if self._thread is None and self._waiting:
+                run = copy_context().run
+                self._thread = threading.Thread(target=run, args=(self._run,), name="native-jobs", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        """Runs jobs until nothing waits."""
+        while True:
+            with self._changed:
+                # Those that are expected either come, or end; all that come wait here once so many do.
+                self._changed.wait_for(lambda: len(self._waiting) >= MOST_IN_A_JOB or not self._expected)
+                if not self._waiting:
+                    self._thread = None
+                    return
+                first = self._waiting[0]
+            try:
+                with accelerators_reserved(first.resources):
+                    self._run_job(self._taken(first))
+            except Exception as error:  # noqa: BLE001 - the boundary of a thread: each cell that waits is told
+                _fail(self._taken(first), error)
+
+    def _taken(self, first: _Wanted) -> list[_Wanted]:
+        """Those that can share a job with the first, which wait no longer."""
+        with self._changed:
+            taken = [wanted for wanted in self._waiting if wanted.kind == first.kind][:MOST_IN_A_JOB]
+            self._waiting = [wanted for wanted in self._waiting if wanted not in taken]
+            return taken
+
+    def _run_job(self, together: Sequence[_Wanted]) -> None:
+        """Runs a job to its end, or until it works on what nobody wants any more: then the others wait again."""
+        if not together:
+            return
+        try:
+            client = current_client()
+            job = client.submit(_request(together, client))
+            try:
+                completed = self._follow(job, together)
+            finally:
+                job.terminate()
+            left = [wanted for wanted in together if not (wanted.ended.is_set() or wanted.abandoned)]
+            if completed:
+                for wanted in left:
+                    wanted.error = _failure(job, wanted)
+            else:
+                with self._changed:
+                    self._waiting[:0] = left
+                together = [wanted for wanted in together if wanted not in left]
+        except Exception as error:  # noqa: BLE001 - the boundary of a thread: each cell of the job is told
+            _fail(together, error)
+        finally:
+            for wanted in together:
+                wanted.ended.set()
+
+    def _follow(self, job: JobHandle, together: Sequence[_Wanted]) -> bool:
+        """Tells each of its own end; returns whether the job has ended, which else works on what was abandoned."""
+        heard_at = time.monotonic()
+        while True:
+            try:
+                finished = _finished(job)
+                done, at = (len(together), len(together) - 1) if finished else _announced(job)
+                log = job.logs(_PROGRESS_LINES)
+                heard_at = time.monotonic()
+            except BackendUnavailable as error:
+                if time.monotonic() - heard_at > _SILENCE_SECONDS:
+                    raise
+                report_event(f"the job {job.job_id} cannot be looked at: {error.found}")
+                time.sleep(_LOOK_AGAIN_SECONDS)
+                continue
+            together[at].progress = together[at].program.evaluator.progress(log.rpartition(BEGINS)[2])
+            for wanted in together[:done]:
+                if not wanted.ended.is_set() and (outcome := read_outcome(wanted.evaluation)) is not None:
+                    wanted.outcome = outcome
+                    wanted.ended.set()
+            if finished:
+                return True
+            if together[at].abandoned and not together[at].ended.is_set():
+                return False
+            for wanted in together:
+                if wanted.abandoned:
+                    wanted.ended.set()  # it is left out once its turn comes
+
+
+def _request(together: Sequence[_Wanted], client: Client) -> JobRequest:
+    """The job of some evaluations: Assay as it is installed where it runs, with nothing of this machine's paths."""
+    evaluations = [wanted.evaluation for wanted in together]
+    if not client.is_local:
+        evaluations = [with_benchmarks_there(evaluation) for evaluation in evaluations]
+    first = together[0]
+    return JobRequest(
+        first.name,
+        Call(evaluate_there, (evaluations, first.program)),
+        resources=first.resources,
+        environment=_environment(first.resources),
+    )
+
+
+def _environment(resources: ResourceConfig) -> EnvironmentConfig:
+    inherited = (*inheritance.SERVICE, *inheritance.NATIVE_HARNESS)
+    variables = {"ASSAY_OFFLINE": "1"} if settings().offline else {}
+    if resources.image is not None:
+        return create_environment(docker_image=resources.image, env_vars=variables, inherited=inherited)
+    empty = settings().cache_dir / "empty"  # nothing of the folder that we were started in is sent along
+    empty.mkdir(parents=True, exist_ok=True)
+    return create_environment(workspace=empty, env_vars=variables, inherited=inherited)
+
+
+def _finished(job: JobHandle) -> bool:
+    try:
+        return job.wait(_JOB_POLL_SECONDS, raise_on_failure=False).finished
+    except JobTimeout:
+        return False
+
+
+def _announced(job: JobHandle) -> tuple[int, int]:
+    """Numbers of evaluations that have their outcome, and of the one that it works on."""
+    done, _, at = (job.announced() or "0 0").partition(" ")
+    return int(done), int(at)
+
+
+def _failure(job: JobHandle, wanted: _Wanted) -> AssayError:
+    """Describes the end of a job that has left no outcome of an evaluation; its log is all that tells of it."""
+    log = job.logs(_KEPT_LOG_LINES)
+    output = wanted.evaluation.output
+    with suppress(StorageError):  # which must not hide how the job ended
+        storage.write_bytes(storage.join(output, LOG_NAME), log.encode())
+    remedy = "See harness.log beside the record, then evaluate again"
+    return job_failure(job, wanted.program.evaluator, wanted.evaluation.config, log=log, remedy=remedy)
+
+
+def _fail(waiting: Sequence[_Wanted], error: Exception) -> None:
+    """Tells cells of what kept their job from being run."""
+    cause = error if isinstance(error, AssayError) else UnexpectedError.of(error, expected="a job that runs")
+    for wanted in waiting:
+        if not wanted.ended.is_set():
+            wanted.error = cause
+            wanted.ended.set()
