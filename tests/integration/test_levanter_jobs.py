@@ -126,7 +126,7 @@ def outcomes_of(shared: Path) -> list[Path]:
 
 
 def compiled(home: Path) -> bool:
-    """Whether Levanter has computed on a machine."""
+    """Tells if Levanter has computed on a machine."""
     return any((home / "cache" / "jax").glob("*"))
 
 
