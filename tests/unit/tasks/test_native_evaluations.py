@@ -1,0 +1,74 @@
+"""What a job of Levanter is sent, and what is read of what it left, where outputs lie in a store."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import fsspec
+import pytest
+
+from pools.endpoint import LocalCheckpoint
+from pools.weights.model_files import ModelDigests
+from resources.errors import HarnessFailed, StorageError
+from resources.storage import storage
+from tasks.evaluators.native import (
+    OUTCOME_NAME,
+    NativeEvaluation,
+    Outcome,
+    output_here,
+    read_outcome,
+    with_benchmarks_there,
+    write_outcome,
+)
+from tasks.spec.evaluation import EvaluationConfig
+
+OUTPUT = "memory://native/attempt"
+
+
+@pytest.fixture(autouse=True)
+def _empty_store() -> None:
+    fsspec.filesystem("memory").store.clear()
+
+
+def evaluation(benchmarks: Path) -> NativeEvaluation:
+    content = {
+        "evaluator": "levanter_lm_evaluation_harness",
+        "model_path": "gs://runs/a",
+        "evals": [{"name": "mine"}],
+        "benchmarks_path": str(benchmarks),
+    }
+    config = EvaluationConfig.model_validate(content)
+    return NativeEvaluation(config, LocalCheckpoint("a", "gs://runs/a"), ModelDigests("", "", ""), OUTPUT)
+
+
+def test_outcome_in_a_store_is_read_as_it_was_written(tmp_path: Path):
+    wanted = evaluation(tmp_path)
+    assert read_outcome(wanted) is None
+    failure = HarnessFailed(expected="a score", found="none", remedy="ask again")
+    write_outcome(wanted, Outcome(failure=failure.as_values(), seconds=2.5))
+    outcome = read_outcome(wanted)
+    assert outcome is not None and outcome.seconds == 2.5 and outcome.machine.keys() == {"system", "machine"}
+    with pytest.raises(HarnessFailed, match="ask again"):
+        outcome.raise_failure()
+    storage.write_bytes(f"{OUTPUT}/{OUTCOME_NAME}", b"{}")
+    with pytest.raises(StorageError):
+        read_outcome(wanted)
+
+
+def test_output_in_a_store_is_copied_and_one_on_this_machine_is_read_where_it_lies(tmp_path: Path):
+    storage.write_bytes(f"{OUTPUT}/results/a.json", b"1")
+    copy = output_here(evaluation(tmp_path), tmp_path / "copy")
+    assert (copy / "results" / "a.json").read_bytes() == b"1"
+    here = replace(evaluation(tmp_path), output=str(tmp_path))
+    assert output_here(here, tmp_path / "unused") == tmp_path
+
+
+def test_benchmarks_of_this_machine_go_along_where_the_output_goes_into_a_store(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text("task: mine\n")
+    wanted = evaluation(tmp_path)
+    sent = with_benchmarks_there(wanted)
+    assert sent.config.benchmarks_path is not None and sent.config.benchmarks_path.startswith(OUTPUT)
+    assert storage.read_bytes(f"{sent.config.benchmarks_path}/mine.yaml") == b"task: mine\n"
+    on_shared_disk = replace(wanted, output=str(tmp_path / "out"))
+    assert with_benchmarks_there(on_shared_disk) == on_shared_disk
