@@ -1,4 +1,4 @@
-"""What a job of Levanter is sent, and what is read of what it left, where outputs lie in a store."""
+"""Native evaluations as their jobs are sent them, and as they are read, where outputs lie in a store."""
 
 from __future__ import annotations
 
