@@ -57,6 +57,11 @@ def check_name(name: str) -> str:
     return name
 
 
+def is_address(pool: str) -> bool:
+    """Returns True if a pool is named by its address rather than by its name."""
+    return "://" in pool
+
+
 def _named_files(value: Any) -> Iterator[str]:
     """Texts within a value that may name a file: as they are, within JSON, behind `name=` and `file://`."""
     if isinstance(value, dict):

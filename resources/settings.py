@@ -29,6 +29,7 @@ _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 POOL_KEY_VARIABLE = "ASSAY_POOL_KEY"
 POOL_ADMIN_KEY_VARIABLE = "ASSAY_POOL_ADMIN_KEY"
 POOL_JOIN_TOKEN_VARIABLE = "ASSAY_POOL_JOIN_TOKEN"
+POOL_DESCRIPTION_VARIABLE = "ASSAY_POOL_DESCRIPTION"
 _PLACE = ("REPLICA_INDEX", "HOST_INDEX", "HOST_COUNT")
 ENGINE_KEY_VARIABLE = "ASSAY_ENGINE_KEY"
 MAX_EGRESS_VARIABLE = "ASSAY_MAX_EGRESS_USD"
@@ -81,6 +82,16 @@ class Settings(BaseSettings):
     prefix: str | None = None
     """Place of this machine's data, such as `gs://marin-us-central2`, which says its region; else `MARIN_PREFIX`."""
 
+    pools: str | None = None
+    """Folder, or place in a store, where `assay pool up` publishes pools for all machines that share it; else they are
+    found on their own machine."""
+
+    pool_key: SecretStr | None = None
+    """Key of the pool that `--pool https://…` names; lets models be asked, and the pool's checkpoints be evaluated."""
+
+    pool_admin_key: SecretStr | None = None
+    """Admin key of that pool; needed to evaluate checkpoints that the pool was not started with."""
+
     endpoint_api_key: SecretStr | None = None
     """Key for an already running endpoint given with `--base-url`."""
 
@@ -132,7 +143,7 @@ class Settings(BaseSettings):
 
     @property
     def pools_dir(self) -> Path:
-        """Folder with one file per pool that was kept up: where it is, and its keys."""
+        """Folder with one file per pool that was kept up and published nowhere else: where it is, and its keys."""
         return self.cache_dir / "pools"
 
     @property
@@ -203,7 +214,7 @@ def _without_proxies(*environments: Mapping[str, str]) -> dict[str, str]:
 
 def may_inherit(name: str, inherited: Iterable[str]) -> bool:
     """Tells whether a variable is one of those named, of `ASSAY_INHERIT`, or a setting of ours that is no secret."""
-    ours = (f"ASSAY_{field}".upper() for field in Settings.model_fields if not field.endswith("_api_key"))
+    ours = (f"ASSAY_{field}".upper() for field in Settings.model_fields if not field.endswith("_key"))
     named = (part.strip() for part in settings().inherit.split(","))
     return any(fnmatchcase(name, pattern) for pattern in (*inherited, *named, *ours, "MARIN_PREFIX"))
 
@@ -326,6 +337,11 @@ def proxy_keys() -> ProxyKeys:
             remedy="set each to a secret of its own, such as the output of `openssl rand -hex 32`",
         )
     return ProxyKeys(**{field: SecretStr(key) for field, key in keys.items()})
+
+
+def pool_description() -> str:
+    """Returns what the pool says of itself to clients, as it gave it to this process, its proxy; else an empty text."""
+    return os.environ.get(POOL_DESCRIPTION_VARIABLE, "")
 
 
 def join_token() -> str:

@@ -46,7 +46,7 @@ IN_TURN = (
     "jobs on ray",
     *("tests/integration/test_cli_jobs.py", "tests/integration/test_pool_on_ray.py"),
     *("tests/integration/test_ray_jobs.py", "tests/integration/test_ray_tpu.py"),
-    "tests/integration/test_levanter_jobs.py",
+    *("tests/integration/test_levanter_jobs.py", "tests/integration/test_kept_pools_on_ray.py"),
 )
 """Groups and files with a Ray each, one after another in one process: programs of Ray take one for the other."""
 _GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}

@@ -26,7 +26,7 @@ from flows.console.console import ERR, OUT, Json, print_json
 def generate(
     model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None,
     *,
-    pool: Annotated[str | None, typer.Option(help="A pool that is kept up, by its name: see assay pool.")] = None,
+    pool: Annotated[str | None, typer.Option(help="A kept pool, by name or https:// address: see assay pool.")] = None,
     name: Annotated[str | None, typer.Option(help="Name of the run in the output.")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file with a GenerationConfig, in place of options.")] = None,
     asked: PromptOptions,

@@ -16,6 +16,7 @@ from rich.table import Table
 from flows.cli.options.groups import EngineOptions, EvaluationOptions, MachineOptions, flattened, refuse_beside_config
 from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import BadInput
+from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from pools.config import InferencePoolConfig
@@ -48,13 +49,16 @@ def pool_up(
 ) -> None:
     """Start a pool that stays up; any checkpoint of the run can be asked for by name."""
     options = EvaluationOptions(model=model, name=run_name, **asdict(engines), **asdict(machine))
+    from pools.pool.published import places
+
     wanted = _from_options(options, longest_wait) if config is None else _from_file(config, options, longest_wait)
     pool = start_pool(wanted, pool_name=name, idle_minutes=idle_minutes)
     OUT.print(f"{pool.name} is up at {pool.access.address.base_url}", highlight=False, soft_wrap=True)
     OUT.print(
         f"assay evaluate --pool {pool.name} …   evaluates on it\n"
         f'eval "$(assay pool env {pool.name})"    lets any OpenAI client in this shell ask it\n'
-        f"assay pool down {pool.name}            ends it; without a user it ends after {idle_minutes:g} minutes",
+        f"assay pool down {pool.name}            ends it; without a user it ends after {idle_minutes:g} minutes\n"
+        f"It runs on {pool.place}, and is found by its name through {places()[0]}.",
         highlight=False,
         soft_wrap=True,
     )
@@ -62,8 +66,9 @@ def pool_up(
 
 @pool_app.command("ls")
 def pool_ls(as_json: Json = False) -> None:
-    """Show the pools that are kept up on this machine."""
+    """Show the pools that are kept up on this machine, or published in ASSAY_POOLS."""
     from pools.pool.kept import list_kept
+    from pools.pool.published import places
 
     rows = [state_of(state) for state in list_kept()]
     if as_json:
@@ -75,27 +80,47 @@ def pool_ls(as_json: Json = False) -> None:
         replicas = "\n".join(f"{name}: {state}" for name, state in row["replicas"].items())
         users = "\n".join(row["users"]) or "none"
         table.add_row(row["name"], row["state"], row["base_url"], replicas, users, str(row["answered"]))
-    OUT.print(table if rows else "No pool is kept up on this machine.")
+    OUT.print(table if rows else f"No pool is kept up in {' or '.join(places())}.", soft_wrap=not rows)
     for row in rows:
-        if row["reason"]:
+        if row["state"] == "failed":
             OUT.print(
                 f"{row['name']} has given up: {row['reason']}\nThe next request makes it try again.", markup=False
             )
+        elif row["reason"]:
+            OUT.print(f"{row['name']} is out of reach: {row['reason']}", markup=False)
 
 
 @pool_app.command("env")
-def pool_env(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
-    """Print the variables that let OpenAI clients use a pool; its key is among them."""
-    from pools.pool.kept import require
+def pool_env(
+    name: Annotated[str, typer.Argument(help="Name or address of the pool.")],
+    admin: Annotated[bool, typer.Option("--admin", help="Its admin key too, for evaluations that bring more.")] = False,
+) -> None:
+    """Print the variables that let OpenAI clients use a pool, and evaluations by its address; its key is among them."""
+    from pools.pool.kept import access_to
 
-    access = require(name).access
-    sys.stdout.write(f"export OPENAI_BASE_URL={access.address.base_url}\n")
-    sys.stdout.write(f"export OPENAI_API_KEY={access.key.get_secret_value()}\n")
+    access = access_to(name)
+    key = access.key.get_secret_value()
+    variables = {"OPENAI_BASE_URL": access.address.base_url, "OPENAI_API_KEY": key, POOL_KEY_VARIABLE: key}
+    if admin and access.admin_key is not None:
+        variables[POOL_ADMIN_KEY_VARIABLE] = access.admin_key.get_secret_value()
+    sys.stdout.writelines(f"export {variable}={value}\n" for variable, value in variables.items())
+
+
+@pool_app.command("logs")
+def pool_logs(
+    name: Annotated[str, typer.Argument(help="Name of the pool.")],
+    lines: Annotated[int, typer.Option(help="Number of lines.")] = 200,
+) -> None:
+    """Print the log of the job that keeps a pool up, from any machine that reaches its backend."""
+    from pools.pool.kept import job_of
+
+    job = job_of(name)
+    sys.stdout.write(job.logs(lines) if job is not None else "")
 
 
 @pool_app.command("down")
 def pool_down(name: Annotated[str, typer.Argument(help="Name of the pool.")]) -> None:
-    """End a pool with everything it runs, whoever uses it."""
+    """End a pool with everything it runs, whoever uses it, from any machine that reaches its backend."""
     from pools.pool.kept import take_down
 
     take_down(name)
@@ -153,6 +178,7 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
     from pools.engine.launch import Servable, environment_name
     from pools.pool.kept import keep_up
     from pools.weights.model_files import digest_model_folder
+    from resources.backends.current import current_client
     from resources.environments.environments import ENVIRONMENTS, ensure_environment
 
     path, run_name = config.model.path, config.model.name
@@ -168,7 +194,8 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
         for checkpoint in found
         if checkpoint.folder is not None
     ]
-    ensure_environment(ENVIRONMENTS[environment_name(config)])
+    if current_client().is_local:
+        ensure_environment(ENVIRONMENTS[environment_name(config)])
     counted = config.resource_config.chip_count() > 0
     return keep_up(
         pool_name or run_name,
@@ -176,7 +203,15 @@ def start_pool(config: InferencePoolConfig, *, pool_name: str | None, idle_minut
         checkpoints,
         idle_seconds=idle_minutes * 60,
         reserved=accelerators_counted if counted else nullcontext,  # the former imports Prefect
+        variables=_server_variables() if counted else {},
     )
+
+
+def _server_variables() -> dict[str, str]:
+    """The Prefect server of this machine, as a job elsewhere finds it."""
+    from tasks.prefect_server.client import server_variables
+
+    return server_variables()
 
 
 @contextmanager
@@ -211,7 +246,7 @@ def state_of(state: KeptPoolState) -> dict[str, Any]:
     return {
         "name": pool.name,
         "state": state.state,
-        "reason": status.failed if status else None,
+        "reason": state.reason,
         "base_url": pool.access.address.base_url,
         "replicas": {
             replica.name: _of_replica(replica.lost, replica.announcement.state, replica.announcement.model)
@@ -225,6 +260,8 @@ def state_of(state: KeptPoolState) -> dict[str, Any]:
         "created": pool.created.isoformat(timespec="seconds"),
         "ends_after_idle_minutes": round(pool.idle_seconds / 60, 2),
         "job": pool.job_id,
+        "backend": pool.backend,
+        "place": pool.place,
     }
 
 

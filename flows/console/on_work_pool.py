@@ -14,6 +14,7 @@ from prefect.client.schemas.objects import FlowRun
 from flows.console.running import SeriesResult
 from flows.series import evaluate_checkpoints
 from flows.suites import evaluate_suite
+from pools.config import is_address
 from resources.errors import AssayError, BadInput, EvaluationInterrupted
 from resources.regions.region_check import region_of_data
 from resources.regions.regions import known_regions
@@ -142,11 +143,11 @@ def choose(
         AssayError: no work pool could take it, or the request cannot be right.
     """
     first = next((config for config in configs if not config.native), configs[0])
-    if first.pool_name is not None:
+    if first.pool_name is not None and not is_address(first.pool_name):
         raise BadInput(
-            expected="an endpoint or a pool of its own beside --on-work-pool",
-            found=f"--pool {first.pool_name}, a pool of this machine",
-            remedy="leave one of them out",
+            expected="an endpoint, a pool of its own or the address of a kept one beside --on-work-pool",
+            found=f"--pool {first.pool_name}, a name of this machine",
+            remedy="give the pool's https:// address, or leave one of them out",
         )
     checkpoints = discover.fn(first.model_path, selection, **layouts_for(configs))
     regions = known_regions()

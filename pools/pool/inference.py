@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from types import TracebackType
 
-from pools.access import PoolAccess, engine_digest
+from pools.access import PoolAccess, PoolDescription, engine_digest
 from pools.config import InferencePoolConfig
 from pools.endpoint import RunningModel
 from pools.engine.engines import with_engine_variables
@@ -18,7 +18,7 @@ from pools.engine.parallelism import require_divisible, require_place
 from pools.jobs import labelled, pool_environment
 from pools.pool.director_loop import DirectorLoop
 from pools.pool.session import PoolSession
-from pools.protocol import LoadReport, ProxyStatus
+from pools.protocol import LoadReport, ProxyStatus, ServedModel
 from pools.proxy.process import ProxyProcess, check_network
 from pools.replica.agent import run_agent
 from pools.replica.agent_jobs import AgentJobs
@@ -41,12 +41,13 @@ class InferencePool:
 
     Args:
         config: what to serve, on what, and how patiently.
-        checkpoints: those that `load` may be called for; users of the pool may bring others.
+        checkpoints: those that `load` may be called for; without any, the pool has no session of its own.
+        models: further checkpoints that may be asked for, as somebody else has planned them; users may bring others.
         client: runs the processes; the current client when left out.
         launcher: how an engine server is started; vLLM from its pinned environment when left out.
         on_event: told in a line what the pool is doing.
-        own_session: hold a lease of one's own, which `load` needs; a pool that is kept for others has none.
         label: what the names of its jobs on the backend contain.
+        keys: of its proxy; new ones when left out.
 
     Raises:
         EnvironmentBuildFailed: the engine's environment could not be built.
@@ -63,17 +64,18 @@ class InferencePool:
         client: Client | None = None,
         launcher: Launcher | None = None,
         on_event: Callable[[str], None] = lambda line: None,
-        own_session: bool = True,
+        models: Mapping[str, ServedModel] = {},
         label: str | None = None,
+        keys: ProxyKeys | None = None,
     ) -> None:
         self.config = with_engine_variables(config)
         self._checkpoints = list(checkpoints)
         self._client = client or current_client()
         self._launcher = launcher
         self._on_event = on_event
-        self._own_session = own_session
+        self._models = {**models, **{checkpoint.name: checkpoint.served for checkpoint in checkpoints}}
         self._label = label
-        self._keys = ProxyKeys.new()
+        self._keys = keys or ProxyKeys.new()
         self._proxy_process = ProxyProcess(config, client=self._client, keys=self._keys, label=label)
         self._director: DirectorLoop | None = None
         self._session: PoolSession | None = None
@@ -115,26 +117,31 @@ class InferencePool:
             on_event=self._on_event,
         )
         ending.callback(self._end_processes, agents)
-        self.access = PoolAccess(
-            address=self._proxy_process.start(),
-            key=self._keys.client,
-            admin_key=self._keys.admin,
+        description = PoolDescription(
             config=self.config,
             engine_build=build,
             engine_packages=pinned_versions(own) if own else {},
+            checkpoints={name: served.uri for name, served in self._models.items()},
+        )
+        self._proxy_process.description = description.model_dump_json(exclude={"checkpoints"})
+        self.access = PoolAccess(
+            **dict(description),
+            address=self._proxy_process.start(),
+            key=self._keys.client,
+            admin_key=self._keys.admin,
         )
         self._director = DirectorLoop(
             self.config,
             proxy=self.access.proxy(timeout_seconds=_DIRECTOR_SECONDS),
             proxy_process=self._proxy_process,
             agents=agents,
-            models={checkpoint.name: checkpoint.served for checkpoint in self._checkpoints},
+            models=self._models,
             engine=engine_digest(self.config, build),
             on_event=self._on_event,
         )
         ending.callback(self._director.stop)
         self._director.start([f"replica-{index}" for index in range(self.config.resource_config.replicas)])
-        if self._own_session:
+        if self._checkpoints:
             session = PoolSession(self.access, self._checkpoints, holder="the pool's owner", on_event=self._on_event)
             self._session = ending.enter_context(session)
 

@@ -1,66 +1,73 @@
-"""Pools that outlive whoever started them: kept up by a job of their own, found by name, ended when unused."""
+"""Pools that outlive whoever started them: kept up by a job of their own, found by name, ended when unused.
+
+That job is on the backend of the replicas and directs the pool, so that it goes on without the machine that started it
+where its backend does. Whoever has the pool's file has its keys, and the way to its job.
+"""
 
 from __future__ import annotations
 
-import fcntl
 import logging
-import os
+import re
+import secrets
 import signal
+import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import ValidationError
+from pydantic import SecretStr
 
-from pools.access import PoolAccess
-from pools.config import InferencePoolConfig, check_name
+from pools.access import PoolAccess, access_at, described
+from pools.config import InferencePoolConfig, is_address
+from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Launcher, Servable
 from pools.engine.parallelism import require_divisible
+from pools.jobs import labelled, placed_with, pool_environment
 from pools.pool.inference import InferencePool
-from pools.protocol import ProxyStatus
+from pools.pool.published import (
+    KeptPool,
+    PublishedPool,
+    all_published,
+    places,
+    publish,
+    published_as,
+    require_name,
+    withdraw,
+)
+from pools.protocol import ProxyStatus, ServedModel
+from pools.proxy.client import ProxyAddress
+from pools.proxy.process import check_network
 from resources.backends.choice import client_from_url
 from resources.backends.current import current_client
 from resources.backends.local.client import LocalClient
-from resources.config import Config, ResourceConfig
-from resources.errors import BadInput, ProxyFailed
-from resources.jobs.jobs import Call, JobAlreadyExists, JobHandle, JobRequest, create_environment
+from resources.config import ResourceConfig
+from resources.errors import BackendUnavailable, BadInput, ProxyFailed
+from resources.jobs.announcements import announce
+from resources.jobs.jobs import Call, Client, JobHandle, JobRequest
 from resources.regions.region_check import check_reads
-from resources.settings import job_id, settings
+from resources.settings import ProxyKeys, proxy_keys, settings
 
-_POOL_FILE_POLL_SECONDS = 0.1
-_LONGEST_NAME = 200  # a file is named after it
+_ADDRESS_POLL_SECONDS = 0.1
+_STATUS_SECONDS = 5.0
+_PREEMPTIONS = 100
 _log = logging.getLogger("assay.pool")
-
-
-class KeptPool(Config):
-    """A pool that stays up, as its file says. Holds keys: the file is its owner's alone."""
-
-    name: str
-    """Name it is found by."""
-    access: PoolAccess
-    """Its address, keys and configuration."""
-    job_id: str
-    """The job that keeps it up."""
-    created: datetime
-    """Start of the pool, UTC."""
-    idle_seconds: float
-    """Time that it stays up without a user."""
-    checkpoints: dict[str, str] = {}
-    """Locations of the checkpoints that it was started with, by name."""
 
 
 @dataclass(frozen=True)
 class KeptPoolState:
-    """A kept pool as it is now; `status` is what its proxy says, none where that does not answer."""
+    """A kept pool as it is now; `status` is what its proxy says, none where that does not answer.
+
+    `reason` says why it has failed, or why nobody here can tell.
+    """
 
     pool: KeptPool
-    state: Literal["up", "failed", "not answering"]
-    status: ProxyStatus | None
+    state: Literal["up", "failed", "not answering", "out of reach"]
+    status: ProxyStatus | None = None
+    reason: str | None = None
 
 
 def keep_up(
@@ -71,6 +78,7 @@ def keep_up(
     idle_seconds: float,
     launcher: Launcher | None = None,
     reserved: Callable[[ResourceConfig], AbstractContextManager[Any]] = nullcontext,
+    variables: Mapping[str, str] = {},
     timeout_seconds: float = 120.0,
 ) -> KeptPool:
     """Starts a pool that goes on when this process ends; returns once it can be used.
@@ -82,176 +90,254 @@ def keep_up(
         idle_seconds: how long it stays when nobody has a lease or asks anything.
         launcher: how an engine server is started; vLLM from its pinned environment when left out.
         reserved: holds the accelerators for as long as the pool is up, called by the pool's own process.
-        timeout_seconds: how long its proxy may take to answer; engines start at the first request.
+        variables: further ones for that process, which `reserved` needs.
+        timeout_seconds: how long its proxy may take to answer once there is a machine for it; engines start at the
+            first request.
 
     Raises:
         BadInput: the name cannot be used, a pool of that name is up, or a replica cannot run on what it gets.
         WrongRegion: a checkpoint lies in another region, and reading it from there would cost too much.
         ProxyFailed: it ended, or did not answer in time.
+        BackendUnavailable: the backend does not answer, or not for the pool that had the name.
+        StorageError: it cannot be published.
     """
-    _require_name(name)
+    client, config, keys = current_client(), with_engine_variables(config), ProxyKeys.new()
+    require_name(name)
+    check_network(config, is_local=client.is_local)
     require_divisible(config, checkpoints)
     if (standing := find(name)) is not None:
         raise _is_up(standing)
-    client = current_client()
     uris = [checkpoint.uri for checkpoint in checkpoints]
     check_reads(uris, config.resource_config, backend=None if client.is_local else client.url)
-    backend = client.url  # the job that keeps it up is of this machine; its replicas may not be
-    try:
-        job = LocalClient().submit(
-            JobRequest(
-                name=f"pool-{name}"[:90],
-                entrypoint=Call(_keep, (name, config, tuple(checkpoints), idle_seconds, launcher, reserved, backend)),
-                resources=ResourceConfig(preemptible=False),
-                environment=create_environment(),
-                max_retries_preemption=0,
-                outlives_parent=True,
-            )
+    models = {checkpoint.name: checkpoint.served for checkpoint in checkpoints}
+    allowed = {"ASSAY_INSECURE": "1"} if settings().insecure else {}
+    job = client.submit(
+        JobRequest(
+            labelled("pool", re.sub(r"[^A-Za-z0-9._-]", "-", name)[:60], secrets.token_hex(3)),
+            Call(_keep, (config, models, idle_seconds, launcher, reserved)),
+            resources=ResourceConfig(cpu=1, ram="2g", preemptible=False, **placed_with(config.resource_config)),
+            environment=pool_environment(config, env_vars={**variables, **allowed, **keys.as_environment()}),
+            max_retries_preemption=0 if client.is_local else _PREEMPTIONS,
+            outlives_parent=True,
         )
-    except JobAlreadyExists as error:
-        raise BadInput(expected=error.expected, found=error.found, remedy="wait until it is up") from error
-    return _wait_until_up(name, job, timeout_seconds)
-
-
-def _require_name(name: str) -> None:
+    )
     try:
-        check_name(name[:_LONGEST_NAME])
-        if len(name) > _LONGEST_NAME:
-            raise ValueError(f"expected {_LONGEST_NAME} characters at most, found {len(name)}")
-    except ValueError as error:
-        raise BadInput(expected="a name for the pool", found=str(error), remedy="choose another name") from error
+        address = _address_announced(job, name, timeout_seconds if client.is_local else config.startup_timeout_seconds)
+        access = described(address, key=keys.client, admin_key=keys.admin)
+        known = {model: served.uri for model, served in models.items()}  # the proxy may not know them yet
+        pool = KeptPool(
+            name=name,
+            access=access.model_copy(update={"checkpoints": known}),
+            job_id=job.job_id,
+            backend=_url_of(client),
+            place=_place_of(client),
+            created=datetime.now(UTC),
+            idle_seconds=idle_seconds,
+        )
+        _publish(pool)
+    except BaseException:
+        job.terminate()
+        raise
+    return pool
 
 
-def _wait_until_up(name: str, job: JobHandle, timeout_seconds: float) -> KeptPool:
-    deadline = time.monotonic() + timeout_seconds
-    while time.monotonic() < deadline and not job.status().finished:
-        pool = _read(_file_of(name))
-        if pool is not None and pool.job_id == job.job_id:
-            return pool
-        time.sleep(_POOL_FILE_POLL_SECONDS)
-    ended = job.status().finished
-    if ended and (standing := find(name)) is not None:
-        raise _is_up(standing)
-    log = job.logs(20).rstrip()
-    job.terminate()
-    raise ProxyFailed(
-        expected=f"the pool {name} to answer within {timeout_seconds:g} s",
-        found=f"{'it ended' if ended else 'it does not answer yet'}. Last lines of its log:\n{log}",
-        remedy="correct what the log complains about, and start it again",
+def _publish(pool: KeptPool) -> None:
+    for _ in range(2):  # the file of a pool that has ended is removed when it is looked at
+        if publish(pool):
+            return
+        if (standing := find(pool.name)) is not None:
+            raise _is_up(standing)
+    raise BadInput(
+        expected=f"no file {pool.name}.json in {places()[0]}",
+        found="one that is no pool's, or a link",
+        remedy="remove it, or choose another name",
     )
 
 
 def _keep(
-    name: str,
     config: InferencePoolConfig,
-    checkpoints: tuple[Servable, ...],
+    models: Mapping[str, ServedModel],
     idle_seconds: float,
     launcher: Launcher | None,
     reserved: Callable[[ResourceConfig], AbstractContextManager[Any]],
-    backend: str,
 ) -> None:
     """The pool's own job: serves until nobody uses the pool any more, or it is ended."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by itself it would skip the blocks' ends
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
     with (
         reserved(config.resource_config),
-        InferencePool(
-            config,
-            checkpoints,
-            client=client_from_url(backend),
-            launcher=launcher,
-            on_event=_log.info,
-            own_session=False,
-        ) as pool,
+        InferencePool(config, (), models=models, launcher=launcher, on_event=_log.info, keys=proxy_keys()) as pool,
     ):
-        kept = KeptPool(
-            name=name,
-            access=pool.access,
-            job_id=job_id(),
-            created=datetime.now(UTC),
-            idle_seconds=idle_seconds,
-            checkpoints={checkpoint.name: checkpoint.uri for checkpoint in checkpoints},
-        )
-        _publish(kept)
-        try:
-            pool.wait_until_unused(idle_seconds)
-            _log.info("nobody has used the pool for %g s", idle_seconds)
-        finally:
-            _remove(kept)
+        announce(pool.access.address.model_dump_json())
+        pool.wait_until_unused(idle_seconds)
+        _log.info("nobody has used the pool for %g s", idle_seconds)
+
+
+def _address_announced(job: JobHandle, name: str, timeout_seconds: float) -> ProxyAddress:
+    deadline, ended = time.monotonic() + timeout_seconds, False
+    while time.monotonic() < deadline and not (ended := job.status().finished):
+        if (announced := job.announced()) is not None:
+            return ProxyAddress.model_validate_json(announced)
+        time.sleep(_ADDRESS_POLL_SECONDS)
+    details, log = job.details(), job.logs(20).rstrip()
+    state = f"it {'ended' if ended else f'is {details.status}'}" + (f", {details.reason}" if details.reason else "")
+    raise ProxyFailed(
+        expected=f"the pool {name} to answer within {timeout_seconds:g} s",
+        found=f"{state}. Last lines of its log:\n{log}",
+        remedy="correct what the log complains about, and start it again",
+    )
+
+
+def access_to(pool: str, *, key: SecretStr | None = None, admin_key: SecretStr | None = None) -> PoolAccess:
+    """Access to the pool of a name, or at an address.
+
+    Args:
+        pool: its name, or its address.
+        key: that of the clients of the pool at an address; those of the settings when both are left out.
+        admin_key: its admin key.
+
+    Raises:
+        BadInput: there is none of that name; the address is none, or the key is missing or wrong.
+        BackendUnavailable: it does not answer, and what runs it cannot be asked.
+        ProxyFailed: nothing answers at the address.
+        StorageError: a place where pools are published cannot be read.
+    """
+    if not is_address(pool):
+        return require(pool).access
+    if key is None and admin_key is None:
+        key, admin_key = settings().pool_key, settings().pool_admin_key
+    return access_at(pool, key=key, admin_key=admin_key)
 
 
 def find(name: str) -> KeptPool | None:
-    """The kept pool of that name; None if there is none, or its job has ended (its file is removed then)."""
-    pool = _read(_file_of(name))
-    if pool is None:
+    """The kept pool of that name; None if there is none, or its job has ended (its file is removed then).
+
+    Raises:
+        BadInput: others could have read its keys.
+        BackendUnavailable: it does not answer, and what runs it cannot be asked.
+        StorageError: a place where pools are published cannot be read or written.
+    """
+    published = published_as(name)
+    if published is None or (state := _state_of(published)) is None:
         return None
-    if _job_of(pool) is None:
-        _remove(pool)
-        return None
-    return pool
+    if state.state == "out of reach":
+        raise BackendUnavailable(
+            expected=f"an answer of the pool {name} at {state.pool.access.address.base_url}, or of its backend",
+            found=f"neither: {state.reason}",
+            remedy=f"see that {state.pool.place} can be reached from here; if it is gone for good, delete "
+            f"{published.uri}",
+        )
+    return state.pool
 
 
 def require(name: str) -> KeptPool:
-    """The kept pool of that name.
+    """The kept pool of that name; see `find`.
 
     Raises:
         BadInput: there is none, or none can have it.
     """
-    _require_name(name)
+    require_name(name)
     pool = find(name)
     if pool is None:
         up = ", ".join(state.pool.name for state in list_kept())
         raise BadInput(
-            expected=f"a pool named {name}",
-            found=f"on this machine: {up or 'none'}",
-            remedy="start one: assay pool up --model PATH --name NAME",
+            expected=f"a pool named {name} in {' or '.join(places())}",
+            found=f"there: {up or 'none'}",
+            remedy="start one (assay pool up --model PATH --name NAME), set ASSAY_POOLS to where it was published, "
+            "or give its address",
         )
     return pool
 
 
 def list_kept() -> list[KeptPoolState]:
-    """Every kept pool of this machine, by name, with what it is doing."""
-    states = []
-    for file in sorted(settings().pools_dir.glob("*.json")):
-        pool = find(file.stem)
-        if pool is None:
-            continue
-        try:
-            status = pool.access.proxy().status()
-            states.append(KeptPoolState(pool, "failed" if status.failed is not None else "up", status))
-        except ProxyFailed:
-            states.append(KeptPoolState(pool, "not answering", None))
-    return states
+    """Every kept pool that is published, by name, with what it is doing; see `find`."""
+    states = (_state_of(published) for published in all_published())
+    return [state for state in states if state is not None]
 
 
 def take_down(name: str) -> KeptPool:
-    """Ends a kept pool with everything it runs, whoever uses it.
+    """Ends a kept pool with everything it runs, whoever uses it; from any machine that reaches its backend.
 
     Raises:
         BadInput: there is none of that name.
+        BackendUnavailable: its backend cannot be asked.
     """
-    pool = require(name)
-    job = _job_of(pool)
+    pool, job = require(name), job_of(name)
     if job is not None:
         job.terminate()
-    _remove(pool)
+    published = published_as(name)
+    if published is not None and published.pool.job_id == pool.job_id:
+        withdraw(published)
     return pool
 
 
-def _job_of(pool: KeptPool) -> JobHandle | None:
-    """The job that keeps a pool up, None once it has ended."""
+def job_of(name: str) -> JobHandle | None:
+    """The job that keeps a pool up, None once it has ended.
+
+    Raises:
+        BadInput: there is no pool of that name.
+        BackendUnavailable: its backend cannot be asked.
+    """
+    return _job_of(require(name))
+
+
+def _state_of(published: PublishedPool) -> KeptPoolState | None:
+    """A published pool as it is; None if its job has ended, and then it is published no more."""
+    pool = published.pool
+    if (state := _as_its_proxy_says(pool)) is not None:
+        return state
     try:
-        job = LocalClient().attach(pool.job_id)
+        job = _job_of(pool)
+    except BackendUnavailable as error:
+        return KeptPoolState(pool, "out of reach", reason=error.found)
+    if job is None:
+        withdraw(published)
+        return None
+    announced = job.announced()
+    address = ProxyAddress.model_validate_json(announced) if announced else pool.access.address
+    if address != pool.access.address:  # its machine was taken away, and it is up on another
+        pool = pool.model_copy(update={"access": pool.access.model_copy(update={"address": address})})
+        publish(pool, in_place_of=published)
+    return _as_its_proxy_says(pool) or KeptPoolState(pool, "not answering")
+
+
+def _as_its_proxy_says(pool: KeptPool) -> KeptPoolState | None:
+    try:
+        status = pool.access.proxy(timeout_seconds=_STATUS_SECONDS).status()
+    except ProxyFailed:
+        return None
+    return KeptPoolState(pool, "failed" if status.failed is not None else "up", status, status.failed)
+
+
+def _job_of(pool: KeptPool) -> JobHandle | None:
+    try:
+        client = LocalClient() if pool.backend == "local" else client_from_url(pool.backend)
+        here = _place_of(client)
+    except BadInput as error:
+        raise BackendUnavailable(expected=error.expected, found=error.found, remedy=error.remedy) from error
+    if here != pool.place:
+        raise BackendUnavailable(
+            expected=f"to reach {pool.place}, where the pool {pool.name} runs",
+            found=f"{pool.backend} is {here} on this machine",
+            remedy="ask on the machine that started it, or one that uses the same cluster",
+        )
+    try:
+        job = client.attach(pool.job_id)
     except BadInput:
         return None
     return None if job.status().finished else job
 
 
-def _read(file: Path) -> KeptPool | None:
-    try:
-        return KeptPool.model_validate_json(file.read_bytes()) if file.is_file() else None
-    except (FileNotFoundError, ValidationError):
-        return None
+def _url_of(client: Client) -> str:
+    """The address of a backend for other machines: the one that was set, since Ray's own is that of a job inside."""
+    asked = settings().jobs
+    return asked if asked and client_from_url(asked) is client else client.url
+
+
+def _place_of(client: Client) -> str:
+    if not client.is_local:
+        return client.description
+    return f"{socket.gethostname()}, {settings().jobs_dir if client.url == 'local' else client.url}"
 
 
 def _is_up(pool: KeptPool) -> BadInput:
@@ -260,48 +346,3 @@ def _is_up(pool: KeptPool) -> BadInput:
         found=f"one that is up at {pool.access.address.base_url}",
         remedy=f"use it, choose another name, or end it: assay pool down {pool.name}",
     )
-
-
-def _publish(pool: KeptPool) -> None:
-    """Writes the file of a pool at once, readable for its owner alone.
-
-    Raises:
-        BadInput: another pool of that name is up.
-    """
-    file = _file_of(pool.name)
-    with _alone():
-        standing = _read(file)
-        if standing is not None and _job_of(standing) is not None:
-            raise _is_up(standing)
-        unfinished = file.with_suffix(".part")
-        unfinished.unlink(missing_ok=True)
-        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # no link, no rights from before
-        with os.fdopen(descriptor, "w") as stream:
-            stream.write(pool.model_dump_json(indent=2))
-        unfinished.replace(file)
-
-
-def _remove(pool: KeptPool) -> None:
-    """Removes the file of a pool, unless it is another's by now."""
-    file = _file_of(pool.name)
-    with _alone():
-        standing = _read(file)
-        if standing is not None and standing.job_id == pool.job_id:
-            file.unlink()
-
-
-@contextmanager
-def _alone() -> Iterator[None]:
-    """Keeps every other process from changing files of kept pools meanwhile."""
-    folder = settings().pools_dir
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _file_of(name: str) -> Path:
-    return settings().pools_dir / f"{name}.json"

@@ -148,13 +148,14 @@ class PoolSession:
             name: of the checkpoint.
             cell: name that later attempts at the same work will have too, so that they find its answers.
             attempt: name of this attempt.
-            mirror: folder in any store for a copy of the cell's answers.
+            mirror: folder in any store for a copy of the cell's answers; only who has the admin key can have one.
 
         Raises:
             EngineStartFailed, ModelUnusable, EngineDied, StorageError, CheckpointError: as in `load`, where the pool
                 has to be asked what its engine can do.
             ProxyFailed: the pool is gone.
         """
+        mirror = mirror if self.access.admin_key is not None else None
         self._patiently(lambda: self._proxy.open_cell(cell, attempt, mirror=mirror))
         with self._introducing:
             self._cells[cell, attempt] = mirror

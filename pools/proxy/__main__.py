@@ -36,7 +36,7 @@ from pools.proxy.standing_socket import borrowed
 from resources.errors import ProxyFailed
 from resources.jobs.addresses import own_address
 from resources.jobs.announcements import announce
-from resources.settings import ProxyKeys, proxy_keys, settings
+from resources.settings import ProxyKeys, pool_description, proxy_keys, settings
 from resources.storage.files import replace_text
 
 SHUTDOWN_GRACE_SECONDS = 0.5
@@ -89,7 +89,15 @@ async def serve(
             )
         table, tally, cells = RoutingTable(), Tally(), Cells(kept)
         forwarder = Forwarder(upstream, table=table, tally=tally, limits=limits, journal=kept)
-        proxy = ProxyServer(forwarder, table=table, tally=tally, cells=cells, limits=limits, keys=keys)
+        proxy = ProxyServer(
+            forwarder,
+            table=table,
+            tally=tally,
+            cells=cells,
+            limits=limits,
+            keys=keys,
+            description=pool_description(),
+        )
         ending.push_async_callback(proxy.close)
         room = BodyRoom(max(limits.max_buffered_bytes, limits.max_body_bytes))
         bounds = Bounds(limits.max_body_bytes, head_timeout_seconds=limits.head_timeout_seconds, room=room)

@@ -25,7 +25,7 @@ class Cells:
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
         self._opening: dict[CellScope, asyncio.Task[None]] = {}
-        self._told: OrderedDict[str, None] = OrderedDict()
+        self._told: OrderedDict[str, bool] = OrderedDict()
 
     async def ensure_open(self, scope: CellScope) -> None:
         """Goes on with an attempt that a proxy before this one had begun, at its first request here.
@@ -50,18 +50,22 @@ class Cells:
         mirror = options.get("mirror")
         if mirror is not None and not isinstance(mirror, str):
             raise Refusal(400, "mirror must be the address of a folder, or null.", param="mirror")
-        self._remember(cell)
+        self._remember(cell, mirrored=mirror is not None)
         if self._journal is not None:
             await self._journal.open_cell(CellScope(cell, attempt), mirror=mirror)
 
     async def close_cell(self, cell: str, attempt: str, options: Mapping[str, object]) -> None:
         """Ends an attempt at a cell; with `drop` in the options its mirror is deleted."""
-        self._remember(cell)
+        self._remember(cell, mirrored=self.is_mirrored(cell))
         if self._journal is not None:
             await self._journal.close_cell(CellScope(cell, attempt), drop_mirror=options.get("drop") is True)
 
-    def _remember(self, cell: str) -> None:
-        self._told[cell] = None
+    def is_mirrored(self, cell: str) -> bool:
+        """Returns True if answers of a cell are copied to a folder, as far as this proxy was told."""
+        return self._told.get(cell, False)
+
+    def _remember(self, cell: str, *, mirrored: bool) -> None:
+        self._told[cell] = mirrored
         self._told.move_to_end(cell)
         if len(self._told) > _REMEMBERED:
             self._told.popitem(last=False)

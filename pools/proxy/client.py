@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 import sys
 import time
 from collections.abc import Callable
@@ -38,13 +39,17 @@ class ProxyAddress(Config):
     """Address it is bound to."""
     port: int = Field(ge=1, le=65535)
     """Port it is bound to."""
-    pid: int
-    """Its process."""
+    pid: int = 0
+    """Its process; 0 where that is not known."""
+    scheme: Literal["http", "https"] = "http"
+    """Protocol; https where something before it speaks TLS."""
+    path: str = ""
+    """Path before its own paths, where something before it has others."""
 
     @property
     def base_url(self) -> str:
         """Base URL for OpenAI clients on this machine; ends in `/v1`."""
-        return f"http://{_reachable(self.host)}:{self.port}/v1"
+        return f"{self.scheme}://{_reachable(self.host)}:{self.port}{self.path}/v1"
 
 
 class JournalFlags(Config):
@@ -130,13 +135,13 @@ class ProxyClient:
 
     Args:
         address: of the proxy.
-        admin_key: the pool's key.
+        key: the pool's admin key, or that of its clients for what they may do.
         timeout_seconds: how long the proxy may take to answer, beside what it was asked to wait.
     """
 
-    def __init__(self, address: ProxyAddress, *, admin_key: str, timeout_seconds: float = 10) -> None:
+    def __init__(self, address: ProxyAddress, *, key: str, timeout_seconds: float = 10) -> None:
         self._address = address
-        self._admin_key = admin_key
+        self._key = key
         self._timeout_seconds = timeout_seconds
 
     def set_state(self, desired: DesiredState) -> ProxyStatus:
@@ -161,6 +166,15 @@ class ProxyClient:
         """
         query = f"?after={after}&wait={wait_seconds:g}" if after is not None else ""
         return ProxyStatus.model_validate_json(self._ask_for("GET", f"/admin/status{query}", wait=wait_seconds))
+
+    def describe(self) -> bytes:
+        """Asks what the pool says of itself: a `PoolDescription`, as JSON.
+
+        Raises:
+            ProxyFailed: the proxy does not answer.
+            ProxyRefused: it answers, and refuses.
+        """
+        return self._ask_for("GET", "/pool")
 
     def announce(self, replica: str, announcement: Announcement, *, join_token: str) -> Orders:
         """Says what a replica is and holds; the answer may be held back for as long as the announcement says.
@@ -252,7 +266,7 @@ class ProxyClient:
         Raises:
             ProxyFailed: the proxy does not answer.
         """
-        status, body = self._ask("GET", "/health", body=None, key=self._admin_key, wait=0)
+        status, body = self._ask("GET", "/health", body=None, key=self._key, wait=0)
         try:
             return ProxyHealthReply.model_validate_json(body).status
         except ValidationError as error:
@@ -262,7 +276,7 @@ class ProxyClient:
         self, method: _Method, path: str, *, body: str | None = None, key: str | None = None, wait: float = 0
     ) -> bytes:
         content = body.encode() if body is not None else None
-        status, answer = self._ask(method, path, body=content, key=key or self._admin_key, wait=wait)
+        status, answer = self._ask(method, path, body=content, key=key or self._key, wait=wait)
         if status != 200:
             raise ProxyRefused(
                 expected=f"the proxy at {self._address.host}:{self._address.port} to take {method} {path}",
@@ -273,10 +287,15 @@ class ProxyClient:
 
     def _ask(self, method: _Method, path: str, *, body: bytes | None, key: str, wait: float) -> tuple[int, bytes]:
         host, port = _reachable(self._address.host, in_url=False), self._address.port
-        connection = http.client.HTTPConnection(host, port, timeout=self._timeout_seconds + wait)
+        timeout = self._timeout_seconds + wait
+        if self._address.scheme == "https":  # by the certificates of the system, or of SSL_CERT_FILE
+            context = ssl.create_default_context()
+            connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+        else:
+            connection = http.client.HTTPConnection(host, port, timeout=timeout)
         try:
             headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-            connection.request(method, path, body=body, headers=headers)
+            connection.request(method, f"{self._address.path}{path}", body=body, headers=headers)
             reply = connection.getresponse()
             return reply.status, reply.read()
         except (OSError, http.client.HTTPException) as error:
@@ -288,7 +307,9 @@ class ProxyClient:
         return ProxyFailed(
             expected=f"an answer of the proxy at {self._address.host}:{self._address.port}",
             found=found,
-            remedy=f"see whether process {self._address.pid} still runs, and read the end of its log",
+            remedy=f"see whether process {self._address.pid} still runs, and read the end of its log"
+            if self._address.pid
+            else "see whether the pool is up, and what stands before it",
         )
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from pools.protocol import Lease, LeaseStatus
+from pools.protocol import Lease, LeaseStatus, ServedModel
+from pools.proxy.connections.replies import Refusal
 
 
 @dataclass(slots=True)
@@ -54,3 +55,17 @@ class Leases:
             )
             for name, held in self._held.items()
         }
+
+
+def of_known_models(lease: Lease, known: Mapping[str, ServedModel]) -> Lease:
+    """A client's lease, with the pool's own word for where its models lie.
+
+    Raises:
+        Refusal: it brings a model, which only the admin key may.
+    """
+    for model, served in lease.models.items():
+        if model not in known or known[model].digest != served.digest:
+            problem = "has other weights in this pool" if model in known else "is no model of this pool"
+            reason = f"{model} {problem}, and only its admin key (ASSAY_POOL_ADMIN_KEY) may bring one."
+            raise Refusal(403, reason, param=model)
+    return lease.model_copy(update={"models": {model: known[model] for model in lease.models}})

@@ -15,7 +15,7 @@ from resources.config import ResourceConfig
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.addresses import is_loopback
 from resources.jobs.jobs import Client, Command, JobHandle, JobRequest
-from resources.settings import ProxyKeys, settings
+from resources.settings import POOL_DESCRIPTION_VARIABLE, ProxyKeys, settings
 
 _START_SECONDS = 60.0
 _MOST_RESTARTS = 10
@@ -49,7 +49,11 @@ class ProxyProcess:
         config: of the pool.
         client: runs it.
         keys: that it asks for.
+
+    `description` is what it is to tell clients of the pool, as JSON.
     """
+
+    description = ""
 
     def __init__(
         self, config: InferencePoolConfig, *, client: Client, keys: ProxyKeys, label: str | None = None
@@ -118,7 +122,9 @@ class ProxyProcess:
                     name=labelled("proxy", self._label, secrets.token_hex(6)),
                     entrypoint=Command("python", tuple(arguments)),
                     resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
-                    environment=pool_environment(config, env_vars=self._keys.as_environment()),
+                    environment=pool_environment(
+                        config, env_vars={**self._keys.as_environment(), POOL_DESCRIPTION_VARIABLE: self.description}
+                    ),
                     max_retries_preemption=0,  # it is started again by who knows its address
                 )
             )

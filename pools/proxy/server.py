@@ -22,7 +22,7 @@ from pools.proxy.connections.messages import Head, Reply, Request, Responder
 from pools.proxy.connections.replies import Refusal, unknown_model
 from pools.proxy.counters import Tally, prometheus_text
 from pools.proxy.forwarding import Forwarder
-from pools.proxy.leases import Leases
+from pools.proxy.leases import Leases, of_known_models
 from pools.proxy.request import CHAT, COMPLETIONS, GENERATE, RESPONSES, TOKENIZE
 from pools.proxy.routing import RoutedReplica, RoutingTable
 from resources.config import Config
@@ -43,10 +43,11 @@ Value = TypeVar("Value", bound=Config)
 
 
 class _Route(NamedTuple):
-    """The key, the method and the function of a path; a path that ends in / has a name behind it."""
+    """The methods, the keys and the function of a path, open where it has no keys; one that ends in / has a name
+    behind it."""
 
     methods: tuple[str, ...]
-    key: bytes | None
+    keys: tuple[bytes, ...]
     answer: Answerer | None
 
 
@@ -68,6 +69,7 @@ class ProxyServer:
         cells: journal and counters by cell.
         limits: bounds and time-outs.
         keys: of clients, of the pool, and of replicas that join.
+        description: what clients are told of the pool, as JSON; nothing where it is empty.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class ProxyServer:
         cells: Cells,
         limits: ProxyLimits,
         keys: ProxyKeys,
+        description: str = "",
     ) -> None:
         self._limits = limits
         self._table = table
@@ -89,19 +92,22 @@ class ProxyServer:
         self._news = asyncio.Event()
         self._started = int(time.time())
         self._instance = secrets.token_hex(6)
-        client, admin = keys.client.get_secret_value().encode(), keys.admin.get_secret_value().encode()
-        join = keys.join.get_secret_value().encode()
+        self._description = description
+        self._admin_key = keys.admin.get_secret_value().encode()
+        client, admin = (keys.client.get_secret_value().encode(),), (self._admin_key,)
+        join = (keys.join.get_secret_value().encode(),)
         self._routes: dict[str, _Route] = {
             **{path.decode(): _Route(("POST",), client, None) for path in _OF_ENGINES},
             "/v1/models": _Route(("GET",), client, self._models),
             "/v1/models/": _Route(("GET",), client, self._model),
             "/version": _Route(("GET",), client, self._version),
             "/metrics": _Route(("GET",), client, self._metrics),
-            "/health": _Route(("GET",), None, self._health),
+            "/health": _Route(("GET",), (), self._health),
+            "/pool": _Route(("GET",), client + admin, self._pool),
             "/admin/state": _Route(("PUT",), admin, self._set_state),
-            "/admin/status": _Route(("GET",), admin, self._status),
-            "/admin/leases/": _Route(("PUT", "DELETE"), admin, self._lease),
-            "/admin/cells/": _Route(("PUT", "GET", "DELETE"), admin, self._cell),
+            "/admin/status": _Route(("GET",), client + admin, self._status),
+            "/admin/leases/": _Route(("PUT", "DELETE"), client + admin, self._lease),
+            "/admin/cells/": _Route(("PUT", "GET", "DELETE"), client + admin, self._cell),
             "/replicas/": _Route(("POST", "GET"), join, self._announced),
         }
         self._found = {path: _Found(route, path, None) for path, route in self._routes.items() if path[-1] != "/"}
@@ -112,7 +118,7 @@ class ProxyServer:
         """Returns the refusal that is due before the body is read; None to go on."""
         try:
             route = self._find(head.path).route
-            if route.key is not None and not _carries(head, route.key):
+            if route.keys and not any(_carries(head, key) for key in route.keys):
                 raise Refusal(401, "The Authorization header must be Bearer and this pool's key.")
             if head.method not in route.methods:
                 raise Refusal(405, f"This path takes {' or '.join(route.methods)}.")
@@ -220,6 +226,12 @@ class ProxyServer:
         )
         return Reply(200, text.encode(), ((b"Content-Type", b"text/plain; version=0.0.4; charset=utf-8"),))
 
+    async def _pool(self, _request: Request, _name: str) -> Reply:
+        if not self._description:
+            raise Refusal(404, "This proxy was told nothing of its pool.")
+        checkpoints = {name: served.uri for name, served in (self._table.models or {}).items()}
+        return _json({**json.loads(self._description), "checkpoints": checkpoints})
+
     async def _set_state(self, request: Request, _name: str) -> Reply:
         self._change(self._table.apply(_read(DesiredState, request)))
         return _value(self._status_now())
@@ -265,6 +277,8 @@ class ProxyServer:
             self._leases.end(name)
         else:
             lease = _read(Lease, request)
+            if not _carries(request.head, self._admin_key):
+                lease = of_known_models(lease, self._table.models or {})
             self._check_digests(name, lease)
             self._leases.take(name, lease)
         self._table.bump()
@@ -283,11 +297,15 @@ class ProxyServer:
 
     async def _cell(self, request: Request, name: str) -> Reply:
         cell, _, attempt = name.partition("/")
+        options = json_object(request.body)
+        mirrored = options.get("mirror") is not None or self._cells.is_mirrored(cell)
+        if mirrored and request.head.method != "GET" and not _carries(request.head, self._admin_key):
+            raise Refusal(403, "Only the pool's admin key may have copies of answers written, or deleted.")
         match request.head.method:
             case "PUT":
-                await self._cells.open(cell, attempt, json_object(request.body))
+                await self._cells.open(cell, attempt, options)
             case "DELETE":
-                await self._cells.close_cell(cell, attempt, json_object(request.body))
+                await self._cells.close_cell(cell, attempt, options)
         return _value(self._tally.cell(cell, attempt).counters)
 
     def _status_now(self) -> ProxyStatus:

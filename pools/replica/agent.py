@@ -104,7 +104,7 @@ class Agent:
         self._config = config
         # Stays below the longest wait that the proxy grants, and renews a lease well before it ends.
         self._beat_seconds = min(10.0, config.lease_seconds / 3)
-        self._proxy = ProxyClient(address, admin_key=token)
+        self._proxy = ProxyClient(address, key=token)
         self._token = token
         self._start = start
         self._instance = secrets.token_hex(6)

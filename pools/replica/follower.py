@@ -60,7 +60,7 @@ class Follower:
     ) -> None:
         self._name, self._config, self._rank = name, config, rank
         self._launcher, self._client = launcher, client
-        self._proxy = ProxyClient(address, admin_key=token)
+        self._proxy = ProxyClient(address, key=token)
         self._token = token
         self._state = HostState(instance=secrets.token_hex(6), start=start)
         self._orders = HostOrders()

@@ -1,7 +1,7 @@
 """Variables that each kind of job of ours inherits: none that is not named here.
 
-Jobs that run a user's own code (`assay submit`, trainings, actors, the keeper of a pool) inherit everything, as their
-user's shell would give it. A name may hold `*`; `ASSAY_INHERIT` names more for every kind.
+Jobs that run a user's own code (`assay submit`, trainings, actors) inherit everything, as their user's shell would give
+it. A name may hold `*`; `ASSAY_INHERIT` names more for every kind.
 """
 
 from __future__ import annotations
@@ -62,6 +62,6 @@ ISOLATED = (
 NATIVE_HARNESS = (*HARNESS, *_STORES)
 """For a harness that loads the checkpoint itself, wherever that lies."""
 SERVICE = (*ENGINE, *_STORES, *_CLUSTERS, "UV_*", "PIP_*", "MLFLOW_TRACKING_*")
-"""For proxies and agents, our own code: they read and write stores, build environments and submit jobs."""
+"""For proxies, agents and what keeps a pool up, our own code: they use stores, build environments and submit jobs."""
 SENDER = (*_ANY, *_HUB, *_STORES, "NETRC")
 """For the process that talks to a sink, which reads records from their store, beside the variables of that sink."""

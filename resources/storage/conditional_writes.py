@@ -1,7 +1,7 @@
-"""Replacing a file only if it is still what one has read, and finding out whether a store keeps such promises.
+"""Replacing or deleting a file only if it is still what was read; finding out whether a store keeps such promises.
 
 Local disk does it under a lock of the file's folder, `memory://` under a lock of the process, `gs://` by generation,
-`s3://` by entity tag. Any other store gets a plain write, which is right as long as nobody else writes at that moment.
+`s3://` by entity tag. Any other store gets a plain one, which is right as long as nobody else writes at that moment.
 """
 
 from __future__ import annotations
@@ -51,8 +51,14 @@ def read_version(uri: str) -> Version | None:
         return None
 
 
-def replace_bytes(uri: str, content: bytes, *, standing: Version) -> bool:
+def replace_bytes(uri: str, content: bytes, *, standing: Version, mode: int = 0o644) -> bool:
     """Replaces a file if it is still what was read; False if it is another one by now, or gone.
+
+    Args:
+        uri: its location.
+        content: its new content.
+        standing: the one that was read.
+        mode: its rights, where it is on a disk.
 
     Raises:
         StorageError: the place is not writable, or full.
@@ -68,8 +74,31 @@ def replace_bytes(uri: str, content: bytes, *, standing: Version) -> bool:
         except FileNotFoundError:
             return False
         if unchanged:
-            storage.write_bytes(uri, content)
+            storage.write_bytes(uri, content, mode=mode)
         return unchanged
+
+
+def delete_version(uri: str, *, standing: Version) -> None:
+    """Deletes a file if it is still what was read.
+
+    Raises:
+        StorageError: the place is not writable.
+    """
+    protocol = uri.partition("://")[0] if "://" in uri else "file"
+    if protocol in (*_GOOGLE, *_AMAZON) and standing.tag is not None:
+        filesystem, path = _store(uri)
+        bucket, key, _ = filesystem.split_path(path)
+        with storage.reported(uri, "delete"), suppress(FileExistsError, FileNotFoundError):  # 412 and 404
+            if protocol in _AMAZON:
+                with _unless_precondition_failed():
+                    filesystem.call_s3("delete_object", Bucket=bucket, Key=key, IfMatch=standing.tag)
+            else:
+                place = f"{filesystem._location}/storage/v1/b/{quote(bucket)}/o/{quote(key, safe='')}"
+                filesystem.call("DELETE", place, ifGenerationMatch=standing.tag)
+        return
+    with _alone(uri, protocol), suppress(FileNotFoundError):
+        if storage.read_bytes(uri) == standing.content:
+            storage.delete(uri)
 
 
 @cache
@@ -160,6 +189,15 @@ def _replace_in_amazon(uri: str, content: bytes, *, entity_tag: str) -> bool:
                 raise
             return _holds(uri, content)
         return True
+
+
+@contextmanager
+def _unless_precondition_failed() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if _PRECONDITION not in str(error):
+            raise
 
 
 def _holds(uri: str, content: bytes) -> bool:

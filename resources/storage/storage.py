@@ -170,8 +170,8 @@ def _read_local(uri: str, start: int | None, end: int | None) -> bytes:
         os.close(file)
 
 
-def write_bytes(uri: str, content: bytes) -> None:
-    """Writes a file, replacing what is there; a reader sees the old content or the new one, never a part.
+def write_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> None:
+    """Writes a file, with these rights on a disk; a reader sees the old content or the new one, never a part.
 
     Raises:
         StorageError: the place is not writable, or full.
@@ -179,14 +179,14 @@ def write_bytes(uri: str, content: bytes) -> None:
     filesystem, path = _open(uri)
     with reported(uri, "write"):
         if isinstance(filesystem, LocalFileSystem):
-            with _written_aside(Path(path), content) as temporary:
+            with _written_aside(Path(path), content, mode=mode) as temporary:
                 temporary.replace(path)
         else:
             filesystem.pipe_file(path, content)
 
 
-def create_bytes(uri: str, content: bytes) -> bool:
-    """Writes a file only if nothing is there, as one step where the store can do that.
+def create_bytes(uri: str, content: bytes, *, mode: int = 0o644) -> bool:
+    """Writes a file, with these rights on a disk, only if nothing is there: as one step where the store can do that.
 
     Local disk (hard link), `memory://` (a lock), `gs://` and `s3://` (conditional put) all can.
 
@@ -199,7 +199,7 @@ def create_bytes(uri: str, content: bytes) -> bool:
     filesystem, path = _open(uri)
     with reported(uri, "create"):
         if isinstance(filesystem, LocalFileSystem):
-            with _written_aside(Path(path), content) as temporary:
+            with _written_aside(Path(path), content, mode=mode) as temporary:
                 try:
                     os.link(temporary, path)
                 except FileExistsError:
@@ -225,7 +225,7 @@ def delete(uri: str) -> None:
 
 
 @contextmanager
-def _written_aside(path: Path, content: bytes) -> Iterator[Path]:
+def _written_aside(path: Path, content: bytes, *, mode: int) -> Iterator[Path]:
     """The content, safely on disk beside `path` under a name that nobody reads; gone afterwards in any case."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
@@ -238,7 +238,7 @@ def _written_aside(path: Path, content: bytes) -> Iterator[Path]:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-            temporary.chmod(0o644)
+            temporary.chmod(mode)
             yield temporary
     finally:
         temporary.unlink(missing_ok=True)

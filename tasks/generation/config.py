@@ -105,7 +105,9 @@ class GenerationConfig(Config):
     pool_config: InferencePoolConfig | None = None
     """The pool to start; one on this machine's CPU when no pool is named."""
     pool_name: str | None = None
-    """A kept pool of this machine (`assay pool up`), in place of pool_config."""
+    """A kept pool (`assay pool up`), by its name or by its address, in place of pool_config."""
+    pool_key_block: str | None = None
+    """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     prompts: PromptsConfig
     """Prompts, and how they are put."""
     sampling: SamplingConfig = SamplingConfig()

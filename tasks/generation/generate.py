@@ -13,14 +13,14 @@ from prefect.artifacts import create_link_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import deployment, flow_run
 
+from pools.access import PoolAccess
 from pools.engine.engines import with_engine_variables
 from pools.engine.launch import Servable, environment_name
-from pools.pool.kept import require
 from pools.pool.session import PoolSession
 from pools.weights.model_files import ModelDigests, ModelFolder, digest_model_folder
 from resources.backends.current import current_client
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
-from resources.errors import BadInput
+from resources.errors import BadInput, ProxyFailed
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, discover
 from tasks.generation.asking import Origin
@@ -33,6 +33,7 @@ from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.client import show
 from tasks.prefect_server.progress import AnswersProgress, CellDone, report, report_event
 from tasks.reports.artifacts import browser_address
+from tasks.running.kept_pools import access_of
 from tasks.running.provisioning import require_near, start_pool
 from tasks.spec.evaluation import digest_of
 from tasks.spec.names import artifact_key, how_many, job_name
@@ -103,7 +104,7 @@ def _as_served(config: GenerationConfig) -> GenerationConfig:
     if config.pool_config is not None:
         return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
     assert config.pool_name is not None
-    require(config.pool_name)
+    access_of(config.pool_name, config.pool_key_block)
     return config
 
 
@@ -115,7 +116,7 @@ def _checkpoints(config: GenerationConfig) -> list[tuple[str, Checkpoint]]:
             (f"{config.run_name}{checkpoint.name.removeprefix(checkpoint.run)}", checkpoint) for checkpoint in found
         ]
     assert config.pool_name is not None
-    kept = require(config.pool_name).checkpoints
+    kept = access_of(config.pool_name, config.pool_key_block).checkpoints
     return [(name, checkpoint) for name, uri in kept.items() for checkpoint in discover(uri, config.selection)]
 
 
@@ -146,7 +147,7 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently:
     config = planned.config
     servables = [Servable.from_folder(target.name, target.folder, target.digests) for target in targets]
     if config.pool_name is not None:
-        access = _kept(config.pool_name, patiently=patiently).access
+        access = _access(config, patiently=patiently)
         with PoolSession(access, servables, holder=f"generation {config.place}", on_event=report_event) as session:
             yield session
         return
@@ -162,12 +163,13 @@ def pool_of(planned: PlannedGeneration, targets: Sequence[Target], *, patiently:
             pool.close()
 
 
-def _kept(name: str, *, patiently: bool) -> Any:
+def _access(config: GenerationConfig, *, patiently: bool) -> PoolAccess:
+    assert config.pool_name is not None
     deadline = time.monotonic() + (_POOL_PATIENCE_SECONDS if patiently else 0.0)
     while True:
         try:
-            return require(name)
-        except BadInput:
+            return access_of(config.pool_name, config.pool_key_block)
+        except (BadInput, ProxyFailed):
             if time.monotonic() >= deadline:
                 raise
         time.sleep(_POOL_LOOK_SECONDS)

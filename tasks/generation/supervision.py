@@ -17,7 +17,7 @@ from resources.actors.actor_key import actor_variables
 from resources.actors.actors import create_actor
 from resources.errors import ActorCallLost, ActorDied, BackendUnavailable, JobFailed, TooManyErrors
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus
-from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE
+from resources.settings import POOL_KEY_VARIABLE
 from tasks.generation.asking import Origin
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
@@ -160,11 +160,7 @@ class Supervision:
     def submit_worker(self, name: str, queue: ActorHandle, running: RunningModel, *, workers: int) -> JobHandle:
         """Starts one of so many workers."""
         access = self._session.access
-        keys = {
-            POOL_KEY_VARIABLE: access.key.get_secret_value(),
-            POOL_ADMIN_KEY_VARIABLE: access.admin_key.get_secret_value(),
-            **actor_variables(),
-        }
+        keys = {POOL_KEY_VARIABLE: access.key.get_secret_value(), **actor_variables()}
         order = WorkOrder(
             worker=name,
             config=self._config,

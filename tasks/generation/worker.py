@@ -20,7 +20,7 @@ from pools.proxy.client import ProxyAddress, ProxyClient
 from resources.actors.actor_handle import ActorHandle
 from resources.actors.leased_queue import Lease
 from resources.errors import AssayError, BadInput, ProxyFailed, ProxyRefused
-from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE, variable
+from resources.settings import POOL_KEY_VARIABLE, variable
 from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output, ShardSummary
@@ -70,12 +70,13 @@ def run_worker(order: WorkOrder, queue: ActorHandle) -> None:
 class _Worker:
     def __init__(self, order: WorkOrder, queue: ActorHandle) -> None:
         self._order, self._queue = order, queue
-        self._proxy = ProxyClient(order.proxy, admin_key=variable(POOL_ADMIN_KEY_VARIABLE) or "")
+        self._key = variable(POOL_KEY_VARIABLE) or ""
+        self._proxy = ProxyClient(order.proxy, key=self._key)
         self._open: dict[str, tuple[asyncio.Task[None], ShardProgress]] = {}
 
     async def work(self) -> None:
         order = self._order
-        running = replace(order.running, api_key=variable(POOL_KEY_VARIABLE) or "")
+        running = replace(order.running, api_key=self._key)
         await self._tell("begin")
         async with client_of(running, in_flight=order.in_flight) as client:
             asker = Asker(

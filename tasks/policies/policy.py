@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from pools.config import InferencePoolConfig, check_name
+from pools.config import InferencePoolConfig, check_name, is_address
 from resources.config import Config, ResourceConfig
 from tasks.checkpoints.rules import CheckpointRule
 from tasks.running.cells import as_served
@@ -42,7 +42,9 @@ class PolicyServing(Config):
     pool_config: InferencePoolConfig | None = None
     """The inference pool to start, in place of resource_config."""
     pool_name: str | None = None
-    """A pool on this machine that is kept up."""
+    """A kept pool (`assay pool up`), by its name or by its address."""
+    pool_key_block: str | None = None
+    """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint that serves the checkpoints; ends in /v1."""
     resource_config: ResourceConfig | None = None
@@ -53,7 +55,7 @@ class PolicyServing(Config):
         ways = ("pool_config", "pool_name", "base_url")
         first = self if any(getattr(self, name) is not None for name in ways) else other
         resources = self.resource_config if self.resource_config is not None else other.resource_config
-        return {**{name: getattr(first, name) for name in ways}, "resource_config": resources}
+        return {**{name: getattr(first, name) for name in (*ways, "pool_key_block")}, "resource_config": resources}
 
 
 class PolicySuite(PolicyServing):
@@ -138,8 +140,11 @@ class Policy(PolicyServing):
 
     @model_validator(mode="after")
     def _kept_pools_are_here(self) -> Policy:
-        if self.dispatch == "work_pools" and any(pooled.pool_name is not None for pooled in (self, *self.suites)):
-            raise ValueError("pool_name is a pool of this machine, which flow runs at work pools do not reach")
+        names = [pooled.pool_name for pooled in (self, *self.suites) if pooled.pool_name is not None]
+        if self.dispatch == "work_pools" and not all(map(is_address, names)):
+            raise ValueError(
+                "pool_name is a name of this machine, which flow runs at work pools do not reach: give its address"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager, contextmanager
 import httpx
 from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
 from prefect.exceptions import PrefectHTTPStatusError
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
+from pydantic import SecretStr
 
 from resources.addresses import refuse_user_information
 from resources.errors import AssayError, BadInput, PrefectUnavailable
@@ -35,6 +36,19 @@ def server_address() -> str | None:
         return None
     refuse_user_information(address, place="PREFECT_API_URL")
     return address
+
+
+def server_variables() -> dict[str, str]:
+    """The variables by which a process elsewhere finds this Prefect server, and is let in; none where there is none.
+
+    Raises:
+        BadInput: there is user information in its address.
+    """
+    if server_address() is None:
+        return {}
+    found = {setting.name: setting.value() for setting in (PREFECT_API_URL, PREFECT_API_KEY, PREFECT_API_AUTH_STRING)}
+    shown = {name: v.get_secret_value() if isinstance(v, SecretStr) else v for name, v in found.items()}
+    return {name: value for name, value in shown.items() if value}
 
 
 def require_server() -> None:

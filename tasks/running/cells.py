@@ -72,9 +72,9 @@ def as_served(config: EvaluationConfig) -> EvaluationConfig:
         return config.model_copy(update={"pool_config": with_engine_variables(config.pool_config)})
     if config.pool_name is None or config.native:
         return config
-    from pools.pool.kept import require  # with all that starts pools
+    from tasks.running.kept_pools import access_of  # with all that starts pools
 
-    served = require(config.pool_name).access.config
+    served = access_of(config.pool_name, config.pool_key_block).config
     pool_config = served.model_copy(update={"model": served.model.model_copy(update={"path": None})})
     return config.model_copy(update={"pool_config": pool_config, "model_name": config.named})
 

@@ -15,7 +15,6 @@ from pools.endpoint import RunningModel
 from pools.engine.engine_client import EngineClient
 from pools.engine.launch import Launcher, Servable, environment_name
 from pools.pool.inference import InferencePool
-from pools.pool.kept import require
 from pools.pool.session import PoolSession
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
@@ -26,6 +25,7 @@ from resources.settings import settings
 from tasks.evaluators.evaluator import evaluator_of
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
+from tasks.running.kept_pools import access_of
 from tasks.running.serving import CLIENT_CONCURRENCY, CLIENT_TIMEOUT_SECONDS, EndpointServing, PoolServing, Serving
 from tasks.running.warm import runs_here, warm_programs
 from tasks.spec.evaluation import EvaluationConfig
@@ -57,9 +57,8 @@ def provisioned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Serva
         return
     config = served_alike(served)
     if config.pool_name is not None:
-        with PoolSession(
-            require(config.pool_name).access, checkpoints, holder=f"evaluation of {config.run_name}"
-        ) as session:
+        access = access_of(config.pool_name, config.pool_key_block)
+        with PoolSession(access, checkpoints, holder=f"evaluation of {config.run_name}") as session:
             yield PoolServing(session)
         return
     if config.pool_config is None:
@@ -94,7 +93,7 @@ def served_alike(configs: Sequence[EvaluationConfig]) -> EvaluationConfig:
     """The first of some evaluations, if one pool or endpoint can answer for all."""
     first = configs[0]
     for config in configs[1:]:
-        for name in ("pool_name", "base_url", "served_model_name", "pool_config"):
+        for name in ("pool_name", "pool_key_block", "base_url", "served_model_name", "pool_config"):
             if getattr(config, name) != getattr(first, name):
                 raise BadInput(
                     expected=f"the same {name} in evaluations that are made together",
@@ -115,7 +114,7 @@ def judge_of(config: EvaluationConfig, running: RunningModel) -> RunningModel | 
         return None
     judge = config.evaluator.judge
     if judge.pool_name is not None:
-        access = require(judge.pool_name).access
+        access = access_of(judge.pool_name, judge.pool_key_block)
         base_url, key = access.address.base_url, access.key.get_secret_value()
     elif judge.base_url is not None:
         secret = settings().judge_api_key

@@ -102,7 +102,9 @@ class EvaluationConfig(Config):
     pool_config: InferencePoolConfig | None = None
     """The pool to start; one on this machine's CPU when nothing else serves the model."""
     pool_name: str | None = None
-    """A kept pool of this machine (`assay pool up`), in place of pool_config."""
+    """A kept pool (`assay pool up`), by its name or by its address, in place of pool_config."""
+    pool_key_block: str | None = None
+    """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint that serves the checkpoint, in place of a pool; ends in /v1."""
     served_model_name: str | None = None
@@ -262,7 +264,7 @@ class EvaluationConfig(Config):
             "apply_chat_template": self.asks_in_chat,
             "model_name": self.run_name,
         }
-        served = {"pool_config", "pool_name", "base_url", "served_model_name"}
+        served = {"pool_config", "pool_name", "pool_key_block", "base_url", "served_model_name"}
         return EvaluationConfig.model_validate({**self.model_dump(exclude={*served, "evaluator"}), **changed})
 
 

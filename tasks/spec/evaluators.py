@@ -94,7 +94,9 @@ class Judge(Config):
     base_url: str | None = None
     """An OpenAI-compatible endpoint, ending in /v1; its key is read from ASSAY_JUDGE_API_KEY."""
     pool_name: str | None = None
-    """A pool on this machine that is kept up."""
+    """A kept pool (`assay pool up`), by its name or by its address."""
+    pool_key_block: str | None = None
+    """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     model: str | None = None
     """The judge's name there; in a pool, a checkpoint. The evaluated checkpoint itself where its own pool judges."""
     annotator: str = "weighted_alpaca_eval_gpt4_turbo"

@@ -182,7 +182,9 @@ class SuiteRequest(Config):
     pool_config: InferencePoolConfig | None = None
     """The inference pool to start, in place of resource_config."""
     pool_name: str | None = None
-    """A pool on this machine that is kept up (`assay pool up`)."""
+    """A kept pool (`assay pool up`), by its name or by its address."""
+    pool_key_block: str | None = None
+    """Prefect secret block with the key of a pool at an address; ASSAY_POOL_KEY when unset."""
     base_url: str | None = None
     """An OpenAI-compatible endpoint that already serves the checkpoint; ends in /v1."""
     served_model_name: str | None = None
@@ -301,7 +303,7 @@ def _serving(suite: Suite, request: SuiteRequest) -> dict[str, Any]:
             expected="one of pool_config, pool_name and base_url", found=", ".join(given), remedy="keep one of them"
         )
     if request.pool_config is None and given:
-        return {name: getattr(request, name) for name in (*given, "served_model_name")}
+        return {name: getattr(request, name) for name in (*given, "served_model_name", "pool_key_block")}
     resources = request.resource_config or suite.resources or ResourceConfig()
     named = ModelConfig(name=request.model_name or name_of(request.model_path)[0])
     pool = request.pool_config or InferencePoolConfig(resource_config=resources, model=named)

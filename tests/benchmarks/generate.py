@@ -63,7 +63,7 @@ from stub_engine import MODEL
 
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
-from fakes.proxy import ADMIN_KEY, RunningProxy
+from fakes.proxy import RunningProxy
 from faults.chaos.generation import ROLES
 from faults.chaos.roles import Tree
 from pools.config import InferencePoolConfig
@@ -72,7 +72,7 @@ from pools.engine.launch import Servable
 from pools.pool.kept import keep_up, take_down
 from resources.actors.actors import create_actor
 from resources.backends.local.client import LocalClient
-from resources.settings import POOL_ADMIN_KEY_VARIABLE, POOL_KEY_VARIABLE, settings
+from resources.settings import POOL_KEY_VARIABLE, settings
 from tasks.generation.asking import Asker, Origin, client_of
 from tasks.generation.config import GenerationConfig
 from tasks.generation.output import Output
@@ -406,7 +406,7 @@ def main() -> None:
     given = parser.parse_args()
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
-    os.environ |= {POOL_KEY_VARIABLE: CLIENT_KEY, POOL_ADMIN_KEY_VARIABLE: ADMIN_KEY}
+    os.environ[POOL_KEY_VARIABLE] = CLIENT_KEY
     comparisons: list[Comparison] = []
     if given.memory:
         comparisons += memory(given.prompts)

@@ -70,10 +70,10 @@ def write_checkpoint(
     return folder
 
 
-def write_run(run: Path, steps: Sequence[int]) -> Path:
+def write_run(run: Path, steps: Sequence[int], **options: Any) -> Path:
     """A training run with a complete checkpoint at each step, its weights seeded by the step."""
     for step in steps:
-        write_checkpoint(run / "hf" / f"step-{step}", seed=step)
+        write_checkpoint(run / "hf" / f"step-{step}", seed=step, **options)
     return run
 
 

@@ -20,7 +20,7 @@ from pools.engine.launch import Servable
 from pools.pool.session import PoolSession
 from pools.protocol import Announcement, DesiredState, ProxyLimits, ReplicaState, ServedModel
 from pools.proxy.client import ProxyAddress, ProxyClient, proxy_command, wait_for_address
-from resources.settings import ProxyKeys, process_environment
+from resources.settings import POOL_DESCRIPTION_VARIABLE, ProxyKeys, process_environment
 
 CLIENT_KEY = "client-key-5eb1"
 ADMIN_KEY = "admin-key-90ca"
@@ -87,8 +87,10 @@ def text_of(file: Path) -> Callable[[], str | None]:
 
 
 @contextmanager
-def running_proxy(folder: Path, *arguments: str, port: int = 0, **limits: Any) -> Iterator[RunningProxy]:
-    """A proxy with these limits, and other arguments of its command line; ends with the block."""
+def running_proxy(
+    folder: Path, *arguments: str, port: int = 0, description: str = "", **limits: Any
+) -> Iterator[RunningProxy]:
+    """A proxy with these limits, what it says of its pool, and other arguments of its command line, for the block."""
     address_file, log_file = folder / "proxy.json", folder / "proxy.log"
     address_file.unlink(missing_ok=True)
     limits = {"lease_seconds": NEVER_EXPIRES, **limits}
@@ -96,13 +98,13 @@ def running_proxy(folder: Path, *arguments: str, port: int = 0, **limits: Any) -
     with log_file.open("ab") as log:
         process = subprocess.Popen(
             [*command, *arguments],
-            env=process_environment(KEYS.as_environment()),
+            env=process_environment({**KEYS.as_environment(), POOL_DESCRIPTION_VARIABLE: description}),
             stdout=log,
             stderr=subprocess.STDOUT,
         )
     try:
         address = wait_for_address(text_of(address_file), timeout_seconds=30, is_running=lambda: process.poll() is None)
-        yield RunningProxy(process, address, ProxyClient(address, admin_key=ADMIN_KEY), log_file)
+        yield RunningProxy(process, address, ProxyClient(address, key=ADMIN_KEY), log_file)
     finally:
         process.terminate()
         try:

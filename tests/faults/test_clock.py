@@ -41,7 +41,7 @@ def jumpy_proxy(tmp_path: Path) -> Iterator[RunningProxy]:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, cwd=Path(__file__).parents[2])
     try:
         address = wait_for_address(text_of(address_file), timeout_seconds=30, is_running=lambda: process.poll() is None)
-        yield RunningProxy(process, address, ProxyClient(address, admin_key=ADMIN_KEY), log_file)
+        yield RunningProxy(process, address, ProxyClient(address, key=ADMIN_KEY), log_file)
     finally:
         process.terminate()
         process.wait(20)

@@ -106,15 +106,17 @@ def test_kept_pool_answers_any_openai_client_for_every_checkpoint_of_the_run_and
         pass
 
 
-def test_keys_are_written_to_no_file_that_was_there_before(tmp_path: Path, checkpoints: list[Servable]) -> None:
+def test_keys_are_written_to_no_file_that_was_there_before_and_the_pool_is_not_up(
+    tmp_path: Path, checkpoints: list[Servable]
+) -> None:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.touch(mode=0o644)
     settings().pools_dir.mkdir(parents=True)
-    (settings().pools_dir / "warm.part").symlink_to(elsewhere)
-    kept(tmp_path, checkpoints)
-    [file] = settings().pools_dir.iterdir()
-    assert elsewhere.read_text() == "" and not file.is_symlink()
-    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    (settings().pools_dir / "warm.json").symlink_to(elsewhere)
+    with pytest.raises(BadInput, match=r"no file warm\.json"):
+        kept(tmp_path, checkpoints)
+    assert elsewhere.read_text() == "" and list_kept() == []
+    assert [job.name for job in LocalClient().jobs() if not job.status.finished] == []
 
 
 def test_kept_pools_of_one_name_that_are_started_at_once_are_one_and_the_other_leaves_nothing(
@@ -150,7 +152,7 @@ def test_folders_pipes_and_other_files_beside_those_of_pools_are_passed_over() -
     os.mkfifo(folder / "a-pipe.json")
     (folder / "a-text.json").write_text("text")
     assert list_kept() == []
-    with pytest.raises(BadInput, match="on this machine: none"):
+    with pytest.raises(BadInput, match="there: none"):
         require("a-folder")
 
 
@@ -222,7 +224,7 @@ def test_kept_pool_whose_owner_is_killed_leaves_nothing_and_is_not_listed(
     os.kill(status["replicas"][0]["pid"], signal.SIGKILL)
     eventually(lambda: not any(is_alive(pid) for pid in pids), seconds=20)
     eventually(lambda: not list_kept())
-    with pytest.raises(BadInput, match="on this machine: none"):
+    with pytest.raises(BadInput, match="there: none"):
         require("warm")
 
 
@@ -264,6 +266,7 @@ def test_kept_pool_that_cannot_start_says_why_and_leaves_nothing(
     tmp_path: Path, checkpoints: list[Servable], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ASSAY_INSECURE", "1")
+    settings.cache_clear()
     config = pool_config(proxy_host="203.0.113.1")
     with pytest.raises(ProxyFailed, match="to listen on"):
         keep_up("warm", config, checkpoints, idle_seconds=NEVER, launcher=FakeLauncher(tmp_path))

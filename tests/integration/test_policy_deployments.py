@@ -150,8 +150,10 @@ def test_trainings_and_kept_pools_take_accelerators_of_the_same_limit(
     config = InferencePoolConfig.model_validate({"model": {"name": "tiny"}})
     launcher = FakeLauncher(tmp_path)
     reserved = partial(counted_as, eight)
-    monkeypatch.setenv("PREFECT_API_URL", deployed.field.url)  # for the pool's own process
-    keep_up("counted", config, [checkpoint], idle_seconds=600, launcher=launcher, reserved=reserved)
+    variables = {"PREFECT_API_URL": deployed.field.url}
+    keep_up(
+        "counted", config, [checkpoint], idle_seconds=600, launcher=launcher, reserved=reserved, variables=variables
+    )
     try:
         assert slots_held(deployed) == 8
     finally:

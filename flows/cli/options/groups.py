@@ -78,12 +78,12 @@ class EvaluationOptions(EngineOptions, MachineOptions):
     benchmarks: Annotated[str | None, typer.Option(help="Folder with benchmarks of your own (YAML).")] = None
     base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the checkpoint already.")] = None
     served_name: Annotated[str | None, typer.Option(help="Its name there, where it is another one.")] = None
-    pool: Annotated[str | None, typer.Option(help="A pool that is kept up, by its name: see assay pool.")] = None
+    pool: Annotated[str | None, typer.Option(help="A kept pool, by name or https:// address: see assay pool.")] = None
     allow_code: Annotated[
         tuple[str, ...], typer.Option("--allow-code", help="A benchmark that may run code the model wrote.")
     ] = ()
     judge_url: Annotated[str | None, typer.Option(help="Endpoint of a judge; its own pool when left out.")] = None
-    judge_pool: Annotated[str | None, typer.Option(help="A pool that is kept up, as the judge.")] = None
+    judge_pool: Annotated[str | None, typer.Option(help="A kept pool, likewise, as the judge.")] = None
     judge_model: Annotated[str | None, typer.Option(help="Name of the judge there.")] = None
     judge_annotator: Annotated[str | None, typer.Option(help="AlpacaEval's configuration of the judge.")] = None
     sinks: Annotated[str | None, typer.Option(help="YAML file with sinks, where results are announced.")] = None

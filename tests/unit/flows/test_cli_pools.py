@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prefect.settings import PREFECT_API_URL, temporary_settings
 from typer.testing import CliRunner
 
 from fakes.models import write_run
@@ -69,13 +70,17 @@ def pool_up(*arguments: str | Path) -> BaseException | None:
 
 
 @pytest.mark.parametrize(("gpu", "reserved"), [(("--gpu", "H100:2"), accelerators_counted), ((), nullcontext)])
-def test_pool_up_takes_its_accelerators_of_the_limit(
+def test_pool_up_takes_its_accelerators_of_the_limit_of_the_server_that_this_machine_knows(
     gpu: tuple[str, ...], reserved: object, tmp_path: Path, kept_up: list[Kept]
 ) -> None:
     run = write_run(tmp_path / "run-a", [1])
-    assert isinstance(pool_up("--model", run, "--idle-minutes", "2", *gpu), ProxyFailed)
+    server = "http://127.0.0.1:9/api"
+    variables = {"PREFECT_API_URL": server} if gpu else {}
+    with temporary_settings({PREFECT_API_URL: server}):
+        assert isinstance(pool_up("--model", run, "--idle-minutes", "2", *gpu), ProxyFailed)
     [asked] = kept_up
-    assert (asked.name, asked.options) == ("run-a", {"idle_seconds": 120, "reserved": reserved})
+    assert asked.name == "run-a"
+    assert asked.options == {"idle_seconds": 120, "reserved": reserved, "variables": variables}
 
 
 def test_pool_up_from_a_file_is_the_pool_of_the_same_options(tmp_path: Path, kept_up: list[Kept]) -> None:

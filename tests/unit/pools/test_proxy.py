@@ -277,7 +277,7 @@ async def test_request_without_the_key_is_answered_401(
 
 
 async def test_keys_open_only_their_own_paths(proxy: RunningProxy, http: aiohttp.ClientSession) -> None:
-    async with http.get(f"{proxy.url}/admin/status") as reply:
+    async with http.put(f"{proxy.url}/admin/state") as reply:
         assert reply.status == 401
     async with http.get(f"{proxy.url}/v1/models", headers={"Authorization": f"Bearer {ADMIN_KEY}"}) as reply:
         assert reply.status == 401
@@ -1012,7 +1012,7 @@ def test_wait_for_address_that_never_comes_raises() -> None:
 
 def test_client_with_the_wrong_key_raises_the_proxys_reason(shared_proxy: RunningProxy) -> None:
     with pytest.raises(ProxyFailed, match="401"):
-        ProxyClient(shared_proxy.address, admin_key="wrong").status()
+        ProxyClient(shared_proxy.address, key="wrong").status()
 
 
 def test_command_carries_every_limit_and_no_key(tmp_path: Path) -> None:

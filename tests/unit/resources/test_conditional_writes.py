@@ -15,7 +15,7 @@ from fsspec.spec import AbstractFileSystem
 from fakes.conditional_store import conditional_store
 from fakes.records import make_record
 from resources.storage import storage
-from resources.storage.conditional_writes import creates_exclusively, read_version, replace_bytes
+from resources.storage.conditional_writes import creates_exclusively, delete_version, read_version, replace_bytes
 from tasks.records.record import read_record, write_record
 
 
@@ -50,21 +50,30 @@ class Versioned(AbstractFileSystem):
 class Google(Versioned):
     protocol = "gs"
 
-    def call(self, method: str, path: str, *, data: bytes, name: str, ifGenerationMatch: str, **_: Any) -> None:
-        assert (method, path) == ("POST", "https://storage.test/upload/storage/v1/b/bucket/o")
-        if ifGenerationMatch != str(self.objects[f"bucket/{name}"][0]):
+    def call(
+        self, method: str, path: str, *, ifGenerationMatch: str, name: str = "file", data: bytes = b"", **_: Any
+    ) -> None:
+        posted = ("POST", "https://storage.test/upload/storage/v1/b/bucket/o")
+        assert (method, path) in (posted, ("DELETE", "https://storage.test/storage/v1/b/bucket/o/file"))
+        if ifGenerationMatch != str(self.objects.get(f"bucket/{name}", (0,))[0]):
             raise FileExistsError(path)  # what gcsfs makes of 412
-        self.pipe_file(f"bucket/{name}", data)
+        if method == "DELETE":
+            del self.objects[f"bucket/{name}"]
+        else:
+            self.pipe_file(f"bucket/{name}", data)
 
 
 class Amazon(Versioned):
     protocol = "s3"
 
-    def call_s3(self, method: str, *, Bucket: str, Key: str, Body: bytes, IfMatch: str) -> None:
-        assert method == "put_object"
-        if IfMatch != f'"{self.objects[f"{Bucket}/{Key}"][0]}"':
+    def call_s3(self, method: str, *, Bucket: str, Key: str, IfMatch: str, Body: bytes = b"") -> None:
+        assert method in ("put_object", "delete_object")
+        if IfMatch != f'"{self.objects.get(f"{Bucket}/{Key}", (0,))[0]}"':
             raise OSError(22, "At least one of the pre-conditions you specified did not hold")  # what s3fs makes of 412
-        self.pipe_file(f"{Bucket}/{Key}", Body)
+        if method == "delete_object":
+            del self.objects[f"{Bucket}/{Key}"]
+        else:
+            self.pipe_file(f"{Bucket}/{Key}", Body)
 
 
 @pytest.fixture(params=["disk", "memory", "gs", "s3", "cond"])
@@ -96,6 +105,19 @@ def test_file_is_replaced_only_if_it_is_what_was_read(uri: str):
     again = read_version(uri)
     assert again is not None and replace_bytes(uri, b"mine", standing=again)
     assert storage.read_bytes(uri) == b"mine"
+
+
+def test_file_is_deleted_only_if_it_is_what_was_read(uri: str):
+    storage.write_bytes(uri, b"first")
+    first = read_version(uri)
+    storage.write_bytes(uri, b"second")
+    second = read_version(uri)
+    assert first is not None and second is not None
+    delete_version(uri, standing=first)
+    assert storage.read_bytes(uri) == b"second"
+    delete_version(uri, standing=second)
+    delete_version(uri, standing=second)  # twice is once
+    assert read_version(uri) is None
 
 
 def test_store_that_lets_two_writers_create_one_file_is_found_out(tmp_path: Path):

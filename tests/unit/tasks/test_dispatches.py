@@ -155,3 +155,6 @@ def test_plan_says_where_each_cell_goes_or_that_it_is_for_a_later_pass():
 def test_policy_that_is_sent_away_cannot_name_a_pool_of_this_machine():
     with pytest.raises(ValidationError, match="do not reach"):
         Policy.model_validate(POLICY.model_dump() | {"pool_name": "kept"})
+    sent = Policy.model_validate(POLICY.model_dump() | {"pool_name": "https://pool.test", "pool_key_block": "warm"})
+    [evaluation] = {(suite.served(sent)["pool_name"], suite.served(sent)["pool_key_block"]) for suite in sent.suites}
+    assert evaluation == ("https://pool.test", "warm")

@@ -1,0 +1,195 @@
+"""Files of kept pools: published in a folder or a store, found by name, refused where others could have read the keys.
+
+On a disk a file is its owner's alone, and is read only if it is, as ssh does with its keys. In a store whoever can
+read the bucket can use the pool.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from pools.access import PoolAccess
+from pools.config import check_name
+from resources.config import Config
+from resources.errors import BadInput, StorageError
+from resources.settings import settings
+from resources.storage import storage
+from resources.storage.conditional_writes import (
+    Version,
+    creates_exclusively,
+    delete_version,
+    read_version,
+    replace_bytes,
+)
+
+_LONGEST_NAME = 200  # a file is named after it
+_OF_OTHERS, _WRITTEN_BY_OTHERS = 0o077, 0o022
+_SUFFIX = ".json"
+
+
+class KeptPool(Config):
+    """A pool that stays up, as its file says. Holds keys."""
+
+    name: str
+    """Name it is found by."""
+    access: PoolAccess
+    """Its address, keys and configuration."""
+    job_id: str
+    """The job that keeps it up."""
+    backend: str
+    """The backend that the job is on, as `ASSAY_JOBS` names it."""
+    place: str
+    """The same as people call it; the same address may mean another backend on another machine."""
+    created: datetime
+    """Start of the pool, UTC."""
+    idle_seconds: float
+    """Time that it stays up without a user."""
+
+
+@dataclass(frozen=True)
+class PublishedPool:
+    """A kept pool, where its file lies, and which version of that was read."""
+
+    pool: KeptPool
+    uri: str
+    version: Version
+
+
+def places() -> list[str]:
+    """Returns where names are looked for; pools are published in the first."""
+    own = str(settings().pools_dir)
+    shared = settings().pools
+    return [storage.absolute(shared), own] if shared else [own]
+
+
+def require_name(name: str) -> None:
+    """Passes if a pool can have a name.
+
+    Raises:
+        BadInput: it cannot.
+    """
+    try:
+        check_name(name[:_LONGEST_NAME])
+        if len(name) > _LONGEST_NAME:
+            raise ValueError(f"expected {_LONGEST_NAME} characters at most, found {len(name)}")
+    except ValueError as error:
+        raise BadInput(expected="a name for the pool", found=str(error), remedy="choose another name") from error
+
+
+def publish(pool: KeptPool, *, in_place_of: PublishedPool | None = None) -> bool:
+    """Publishes a pool under its name, unless a file of that name is there; or in place of what was published.
+
+    Raises:
+        BadInput: others could change what is published there, or two could publish at once.
+        StorageError: the place cannot be written.
+    """
+    content = pool.model_dump_json(indent=2).encode()
+    if in_place_of is not None:
+        return replace_bytes(in_place_of.uri, content, standing=in_place_of.version, mode=0o600)
+    place = places()[0]
+    if storage.is_local(place):
+        _prepare(storage.local_path(place))
+    if not creates_exclusively(place):
+        raise BadInput(
+            expected="a store where only one of several writers can create a file",
+            found=f"{place}, where the second replaces what the first one wrote",
+            remedy="set ASSAY_POOLS to a folder that the machines share, or to gs:// or s3://",
+        )
+    return storage.create_bytes(_file(place, pool.name), content, mode=0o600)
+
+
+def withdraw(published: PublishedPool) -> None:
+    """Removes the file of a pool, unless it is another's by now.
+
+    Raises:
+        StorageError: the place cannot be written.
+    """
+    delete_version(published.uri, standing=published.version)
+
+
+def published_as(name: str) -> PublishedPool | None:
+    """Returns the pool of a name; None where no place has a file of a pool under it.
+
+    Raises:
+        BadInput: others could have read its keys, or have put it there.
+        StorageError: a place cannot be read.
+    """
+    found = (_read(_file(place, name)) for place in places())
+    return next((published for published in found if published is not None), None)
+
+
+def all_published() -> Iterator[PublishedPool]:
+    """The pools of all places by name, each name once; see `published_as`."""
+    files = {storage.basename(file.uri) for place in places() for file in storage.list_files(place)}
+    for name in sorted(file.removesuffix(_SUFFIX) for file in files if file.endswith(_SUFFIX)):
+        if (published := published_as(name)) is not None:
+            yield published
+
+
+def _file(place: str, name: str) -> str:
+    return storage.join(place, f"{name}{_SUFFIX}")
+
+
+def _read(uri: str) -> PublishedPool | None:
+    """The pool that a file names; None where there is no file of a pool.
+
+    Raises:
+        BadInput: the file is not this user's alone, or others could put one in its place.
+        StorageError: it cannot be read.
+    """
+    if not storage.is_local(uri):
+        version = read_version(uri)
+        pool = _pool_in(version.content) if version is not None else None
+        return PublishedPool(pool, uri, version) if pool is not None and version is not None else None
+    path = storage.local_path(uri)
+    try:
+        with open(path, "rb", opener=_no_link_and_no_waiting) as stream:
+            status = os.fstat(stream.fileno())
+            content = stream.read() if stat.S_ISREG(status.st_mode) else b""
+    except PermissionError as error:
+        remedy = "start a pool of your own, or use the address and the key of this one"
+        raise StorageError(expected=f"to read {path}", found=str(error), remedy=remedy) from error
+    except OSError:
+        return None  # nothing there, a link, or a folder
+    if (pool := _pool_in(content)) is None:
+        return None
+    _require_own(path, status, others=_OF_OTHERS)
+    _require_own(path.parent, path.parent.stat(), others=_WRITTEN_BY_OTHERS)
+    return PublishedPool(pool, uri, Version(content, None))
+
+
+def _no_link_and_no_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _pool_in(content: bytes) -> KeptPool | None:
+    try:
+        return KeptPool.model_validate_json(content)
+    except ValidationError:
+        return None
+
+
+def _prepare(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _require_own(folder, folder.stat(), others=_WRITTEN_BY_OTHERS)
+
+
+def _require_own(path: Path, status: os.stat_result, *, others: int) -> None:
+    mode = stat.S_IMODE(status.st_mode)
+    if status.st_uid == os.geteuid() and not mode & others:
+        return
+    rights = "600" if stat.S_ISREG(status.st_mode) else "700"
+    whose = "yours" if status.st_uid == os.geteuid() else f"user {status.st_uid}'s"
+    raise BadInput(
+        expected=f"{path} to be yours alone (mode {rights}), since it holds keys of pools",
+        found=f"it is {whose}, mode {mode:o}",
+        remedy="set ASSAY_POOLS to a folder of your own; if it is yours: chmod "
+        f"{rights} {path}, and start anew the pools whose keys others may have read",
+    )

@@ -1,0 +1,114 @@
+"""A kept pool on a real Ray, between two machines that share the cluster and the folder where pools are published."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from typer.testing import CliRunner
+
+from fakes.models import CONFIG, write_checkpoint, write_run
+from fakes.polling import eventually, is_alive
+from fakes.ray_cluster import ray_cluster
+from fakes.tokenizers import write_byte_tokenizer
+from flows.cli.app import app
+from pools.engine.launch import Servable
+from pools.pool.kept import require
+from pools.pool.session import PoolSession
+from resources.backends.choice import client_from_url
+from resources.settings import process_environment, settings
+from tasks.records.record import read_records
+
+pytestmark = [pytest.mark.harness, pytest.mark.timeout(400)]
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A cluster with room for what keeps a pool up, its proxy and one replica, that every process finds."""
+    ray.shutdown()
+    with ray_cluster(num_cpus=3) as started:
+        monkeypatch.setenv("RAY_ADDRESS", str(started.address))
+        monkeypatch.setenv("ASSAY_POOLS", str(tmp_path / "shared"))
+        yield
+        ray.shutdown()
+
+
+def machine(folder: Path, session_cache: Path) -> dict[str, str]:
+    """Variables of a machine that shares nothing with another but what they say: home and cache are its own."""
+    (folder / "cache").mkdir(parents=True)
+    for built in ("environments", "engines"):
+        (folder / "cache" / built).symlink_to(session_cache / built)
+    return {"HOME": str(folder), "ASSAY_CACHE_DIR": str(folder / "cache")}
+
+
+def printed(*arguments: str) -> str:
+    """Returns what the command prints."""
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return done.stdout
+
+
+def start_and_die(run: Path, variables: dict[str, str], folder: Path) -> None:
+    """Starts the pool "warm" in a process of another machine, which is killed once the pool is up."""
+    script = f"""
+import os, signal, sys
+from pathlib import Path
+sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]
+from fakes import ray_variables
+from fakes.launcher import FakeLauncher
+from pools.config import InferencePoolConfig
+from pools.engine.launch import Servable
+from pools.pool.kept import keep_up
+
+served = [Servable.from_uri("run-7", {str(run / "hf" / "step-7")!r})]
+config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}, "proxy_host": "127.0.0.1"}})
+keep_up("warm", config, served, idle_seconds=3600, launcher=FakeLauncher(Path({str(folder)!r})))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    environment = process_environment({**variables, "ASSAY_JOBS": "ray://auto"})
+    assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=120).returncode == -signal.SIGKILL
+
+
+def test_kept_pool_outlives_its_machine_and_is_found_used_and_taken_down_from_another(
+    cluster: None, tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", [7], config={**CONFIG, "num_attention_heads": 1})
+    write_byte_tokenizer(run / "hf" / "step-7")
+    start_and_die(run, machine(tmp_path / "a", session_cache), tmp_path)
+    for name, value in machine(tmp_path / "b", session_cache).items():
+        monkeypatch.setenv(name, value)
+    settings.cache_clear()
+    [shown] = json.loads(printed("pool", "ls", "--json"))
+    assert (shown["state"], shown["backend"], shown["users"]) == ("up", "ray://auto", [])
+    variables = dict(line.removeprefix("export ").split("=", 1) for line in printed("pool", "env", "warm").splitlines())
+    pool = require("warm")
+    other = Servable.from_uri("other", str(write_checkpoint(tmp_path / "other", seed=8)))
+    with PoolSession(pool.access, [other], holder="a test") as session:
+        session.load("other")
+    command = ("evaluate", "--pool", variables["OPENAI_BASE_URL"], "--model", run, "--eval", "demo_facts")
+    done = subprocess.run(
+        [Path(sys.executable).with_name("assay"), *command, "--limit", "3", "--output", tmp_path / "evaluations"],
+        env=process_environment({"ASSAY_POOL_KEY": variables["ASSAY_POOL_KEY"], "ASSAY_POOLS": ""}),
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [record.status for record in read_records(str(tmp_path / "evaluations"))] == ["succeeded"]
+    assert "ready" in printed("pool", "logs", "warm")
+    engines = [json.loads(path.read_text())["pid"] for path in tmp_path.glob("engine-*.json")]
+    pids = [pool.access.address.pid, *engines]
+    assert is_alive(pids[0]) and any(map(is_alive, engines))
+    assert printed("pool", "down", "warm") == "warm is down.\n"
+    eventually(lambda: not any(map(is_alive, pids)), seconds=60)
+    assert [job.name for job in client_from_url("ray://auto").jobs() if not job.status.finished] == []
+    assert json.loads(printed("pool", "ls", "--json")) == []
+    assert list((tmp_path / "shared").iterdir()) == []
