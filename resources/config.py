@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import (
@@ -103,6 +104,8 @@ class TpuConfig(Config):
     """Slice type, such as v4-8, v5litepod-16 (or v5e-16), v5p-8, v6e-8. `type` is accepted too."""
     topology: str | None = None
     """Arrangement of the chips, such as 2x2x1, where the default will not do."""
+    alternatives: tuple[str, ...] = ()
+    """Slice types that would do as well, best first, each of as many VMs with as many chips."""
 
     @model_validator(mode="before")
     @classmethod
@@ -126,6 +129,35 @@ class TpuConfig(Config):
         _known_topology(variant)
         return canonical_variant(variant)
 
+    @field_validator("alternatives")
+    @classmethod
+    def _known_alternatives(cls, alternatives: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(cls._known_variant(variant) for variant in alternatives)
+
+    @model_validator(mode="after")
+    def _alternatives_are_alike(self) -> TpuConfig:
+        if len(set(self.types)) < len(self.types):
+            raise ValueError(f"expected different TPU types, found {', '.join(self.types)}: name each once")
+        first, *others = (tpu_topology(variant) for variant in self.types)
+        unlike = [other for other in others if (other.vms, other.chips_per_vm) != (first.vms, first.chips_per_vm)]
+        if unlike:
+            found = ", ".join(f"{known.variant} has {_shape(known)}" for known in unlike)
+            raise ValueError(
+                f"expected TPU types of as many VMs and chips as {first.variant}, {_shape(first)}; found that {found}: "
+                "leave these out, or submit a job for each"
+            )
+        return self
+
+    @property
+    def types(self) -> tuple[str, ...]:
+        """All slice types that would do, best first."""
+        return (self.variant, *self.alternatives)
+
+    @property
+    def choices(self) -> tuple[TpuConfig, ...]:
+        """A slice of each of these types, without alternatives."""
+        return tuple(self.model_copy(update={"variant": variant, "alternatives": ()}) for variant in self.types)
+
     @property
     def slice(self) -> TpuTopology:
         """Chips, hosts and VMs of this slice."""
@@ -137,6 +169,10 @@ def _known_topology(variant: str) -> TpuTopology:
         return tpu_topology(variant)
     except BadInput as error:  # pydantic collects ValueErrors, with the field's place
         raise ValueError(f"{error.found}; {error.remedy}") from None
+
+
+def _shape(slice_: TpuTopology) -> str:
+    return f"{slice_.vms} VM{'' if slice_.vms == 1 else 's'} with {slice_.chips_per_vm} chips each"
 
 
 def _type_as_variant(values: Any) -> Any:
@@ -193,10 +229,10 @@ def default_share(device: Device) -> Share:
             named = re.split(r"[^a-z0-9]+", variant.lower())
             cores, gib = next((_GPU_SHARES[word] for word in named if word in _GPU_SHARES), _ANY_GPU)
             return Share(cores * count, f"{gib * count}g", "100g")
-        case TpuConfig(variant=variant, slice=slice_):
-            generation, chips = variant.partition("-")[0], slice_.chips_per_vm
-            cores = int(CORES_PER_CHIP[generation] * chips * _OF_A_VM)
-            gib = int(GIB_PER_CHIP[generation] * chips * _OF_A_VM)
+        case TpuConfig(types=types, slice=slice_):
+            generations, chips = [variant.partition("-")[0] for variant in types], slice_.chips_per_vm
+            cores = int(min(CORES_PER_CHIP[generation] for generation in generations) * chips * _OF_A_VM)
+            gib = int(min(GIB_PER_CHIP[generation] for generation in generations) * chips * _OF_A_VM)
             return Share(min(_TPU_CORES, cores), f"{min(_TPU_GIB, gib)}g", "50g")
 
 
@@ -241,10 +277,15 @@ class ResourceConfig(Config):
         return self
 
     @classmethod
-    def with_tpu(cls, variant: str, slice_count: int = 1, **overrides: Any) -> ResourceConfig:
-        """`slice_count` slices of one TPU type; each slice is one replica, whatever its number of VMs."""
+    def with_tpu(cls, variant: str | Sequence[str], slice_count: int = 1, **overrides: Any) -> ResourceConfig:
+        """`slice_count` slices of one TPU type; each slice is one replica, whatever its number of VMs.
+
+        Of several types, best first, all slices are of one.
+        """
+        first, *others = [variant] if isinstance(variant, str) else variant
+        device = TpuConfig(variant=first, alternatives=tuple(others))
         defaults: dict[str, Any] = {"cpu": 32, "ram": "128g", "disk": "50g"}
-        return cls(**{**defaults, **overrides, "device": TpuConfig(variant=variant), "replicas": slice_count})
+        return cls(**{**defaults, **overrides, "device": device, "replicas": slice_count})
 
     @classmethod
     def with_gpu(cls, variant: str = "auto", count: int = 1, **overrides: Any) -> ResourceConfig:
@@ -260,6 +301,13 @@ class ResourceConfig(Config):
     def hosts_per_replica(self) -> int:
         """Machines of one replica: VMs, for a TPU slice."""
         return self.device.slice.vms if isinstance(self.device, TpuConfig) else self.hosts
+
+    @property
+    def choices(self) -> tuple[ResourceConfig, ...]:
+        """The same with each TPU type that would do, best first; itself where there is no such choice."""
+        if not isinstance(self.device, TpuConfig) or not self.device.alternatives:
+            return (self,)
+        return tuple(self.model_copy(update={"device": tpu}) for tpu in self.device.choices)
 
     def by_machine(self) -> ResourceConfig:
         """The same as jobs count: each machine is a replica, but those of a slice are one."""

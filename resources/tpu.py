@@ -23,6 +23,9 @@ class TpuTopology:
     chips_per_vm: int
 
 
+TPU_TYPE_VARIABLE = "ASSAY_TPU_TYPE"
+"""Type of the slice that a job has got, for its processes, where the backend knows."""
+
 _V4_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _V5P_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288)
 

@@ -42,7 +42,9 @@ def submit(
     ram: Annotated[str | None, typer.Option(help="Memory per replica, likewise.")] = None,
     disk: Annotated[str | None, typer.Option(help="Local disk per replica, likewise.")] = None,
     gpu: Annotated[str | None, typer.Option(help="GPUs per replica: H100:8, H100, or 8.")] = None,
-    tpu: Annotated[str | None, typer.Option(help="TPU slice per replica, such as v5litepod-16.")] = None,
+    tpu: Annotated[
+        str | None, typer.Option(help="TPU slice per replica, such as v5litepod-16; or several that do.")
+    ] = None,
     replicas: Annotated[int, typer.Option(help="Replicas; they succeed or fail together.")] = 1,
     region: Annotated[
         list[str] | None, typer.Option("--region", help="Region allowed, best first; repeatable.")

@@ -102,5 +102,5 @@ def _device(resources: ResourceConfig) -> list[str]:
             return []
         case GpuConfig(variant=variant, count=count):
             return [how_many(count, "GPU" if variant == "auto" else f"{variant} GPU")]
-        case TpuConfig(variant=variant):
-            return [f"TPU slice {variant}"]
+        case TpuConfig(types=types):
+            return [f"TPU slice {' or '.join(types)}"]

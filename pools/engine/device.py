@@ -9,6 +9,7 @@ from pathlib import Path
 
 from pools.config import EngineDevice
 from resources.settings import process_environment
+from resources.tpu import TPU_TYPE_VARIABLE
 
 _CPU_FACTS = Path("/proc/cpuinfo")
 _ASK_SECONDS = 20.0  # the driver of a GPU that nobody uses takes some to wake up
@@ -23,7 +24,8 @@ def device_name(device: EngineDevice) -> str | None:
         case "cuda":
             return _gpu_names()
         case "tpu":
-            return process_environment().get("TPU_ACCELERATOR_TYPE")
+            variables = process_environment()
+            return variables.get(TPU_TYPE_VARIABLE) or variables.get("TPU_ACCELERATOR_TYPE")
 
 
 def _cpu_name() -> str:

@@ -88,16 +88,17 @@ def variables_of(environment: EnvironmentConfig, *, python: Path, given: Mapping
 def device_variables(device: Device) -> dict[str, str]:
     """Defaults for programs that compute on a device, which the job's own variables win over.
 
-    Each platform that JAX is given by name has to be there: it falls back to a CPU for none of them.
+    Each platform that JAX is given by name has to be there: it falls back to a CPU for none of them. Arguments of
+    libtpu are given where they are right for every type that the slice may be of.
     """
     match device:
         case CpuConfig():
             return {"JAX_PLATFORMS": "cpu"}
         case GpuConfig():
             return {"JAX_PLATFORMS": "cuda,cpu"}
-        case TpuConfig(variant=variant):
-            arguments = _LIBTPU_ARGUMENTS.get(variant.partition("-")[0])
-            return {"JAX_PLATFORMS": "tpu,cpu", **({"LIBTPU_INIT_ARGS": arguments} if arguments else {})}
+        case TpuConfig(types=types):
+            first, *others = {_LIBTPU_ARGUMENTS.get(variant.partition("-")[0]) for variant in types}
+            return {"JAX_PLATFORMS": "tpu,cpu", **({"LIBTPU_INIT_ARGS": first} if first and not others else {})}
 
 
 def interpreter_of(environment: EnvironmentConfig, *, workspace: Path) -> Path:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from resources.config import Config, CpuConfig, Device, GpuConfig, TpuConfig
+from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BadInput
 
 WorkPoolType = Literal["process", "kubernetes", "cloud-run-v2", "vertex-ai"]
@@ -123,6 +123,14 @@ class Region(Config):
                 return self.gpus.get(gpu_model(variant), ())
             case CpuConfig():
                 return self.zones
+
+    def offered(self, resources: ResourceConfig) -> ResourceConfig | None:
+        """The first choice of what is asked for that this region has, in the zone asked for; None if it has none."""
+        for choice in resources.choices:
+            zones = self.zones_for(choice.device)
+            if resources.zone in zones if resources.zone else zones:
+                return choice
+        return None
 
     @property
     def backend_url(self) -> str | None:

@@ -75,7 +75,7 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
     known = regions or known_regions()
     searched = [known.named(name) for name in resources.regions] if resources.regions else list(known.regions)
     unique = {region.name: region for region in searched}.values()
-    if found := [region for region in unique if _offers(region, resources)]:
+    if found := [region for region in unique if region.offered(resources)]:
         return found
     raise NoMatchingRegion(
         expected=f"a region that offers {_described(resources)}",
@@ -86,7 +86,11 @@ def regions_for(resources: ResourceConfig, regions: Regions | None = None) -> li
 
 
 def price_per_hour(region: Region, resources: ResourceConfig) -> Decimal | None:
-    """USD for an hour of all replicas in a region; None where the price of a part is not known there."""
+    """USD for an hour of all replicas in a region; None where the price of a part is not known there.
+
+    Of several TPU types, that of the first that the region offers.
+    """
+    resources = region.offered(resources) or resources.choices[0]
 
     def rate(price: Price | None) -> Decimal | None:
         return None if price is None else price.preemptible if resources.preemptible else price.on_demand
@@ -110,29 +114,25 @@ def price_per_hour(region: Region, resources: ResourceConfig) -> Decimal | None:
             return None if machine is None else machine * machines
 
 
-def _offers(region: Region, resources: ResourceConfig) -> bool:
-    zones = region.zones_for(resources.device)
-    return resources.zone in zones if resources.zone else bool(zones)
-
-
 def _described(resources: ResourceConfig) -> str:
     match resources.device:
         case CpuConfig():
             device = "machines without accelerators"
         case GpuConfig(variant=variant):
             device = f"{variant} GPUs" if variant != "auto" else "GPUs"
-        case TpuConfig(variant=variant):
-            device = variant
+        case TpuConfig(types=types):
+            device = " or ".join(types)
     return device + (f" in zone {resources.zone}" if resources.zone else "")
 
 
 def _nearest(resources: ResourceConfig, *, searched: Sequence[Region], known: Regions) -> str:
     """Returns the least change that helps: of the zone, the region or the device; a sentence, or nothing."""
     anywhere = resources.model_copy(update={"zone": None})
-    zones = [zone for region in searched for zone in region.zones_for(resources.device)]
+    devices = [choice.device for choice in resources.choices]
+    zones = [zone for region in searched for device in devices for zone in region.zones_for(device)]
     if resources.zone and zones:
         return f"The zones {', '.join(dict.fromkeys(zones))} do. "
-    elsewhere = [region.name for region in known.regions if _offers(region, anywhere)]
+    elsewhere = [region.name for region in known.regions if region.offered(anywhere)]
     if elsewhere:
         return f"Elsewhere {', '.join(elsewhere)} would. "
     match resources.device:

@@ -62,7 +62,8 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
     """The variables with which a flow run gets what one replica asks for; the pool inside it runs on that machine.
 
     A slice of several VMs is more than one job of a work pool can hold: where the region has a cluster, the flow run
-    gets a machine without accelerators, and sends its replicas there.
+    gets a machine without accelerators, and sends its replicas there. Of several TPU types, it is the first that the
+    region offers.
 
     Args:
         resources: what is asked for; `replicas` of one machine only.
@@ -71,6 +72,7 @@ def job_variables(resources: ResourceConfig, region: Region) -> dict[str, Any]:
     Raises:
         UnsatisfiableResources: jobs of that type cannot have it; the message names what comes nearest.
     """
+    resources = region.offered(resources) or resources.choices[0]
     if _needs_a_cluster(resources):
         if region.backend_url is None:
             raise _too_large(resources, region)

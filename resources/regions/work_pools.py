@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any
 
-from resources.config import ResourceConfig
+from resources.config import ResourceConfig, TpuConfig
 from resources.errors import NoUsableWorkPool, UnsatisfiableResources
 from resources.regions.region_table import Region, Regions
 from resources.regions.regions import known_regions, price_per_hour, regions_for
@@ -157,5 +157,6 @@ def _egress_usd(known: Regions, region: Region, source: Source | None) -> Decima
 
 
 def _in_words(resources: ResourceConfig) -> str:
-    described = resources.device.model_dump(exclude_none=True)
+    described = resources.device.model_dump(exclude_none=True, exclude={"alternatives"})
+    described |= {"variant": " or ".join(resources.device.types)} if isinstance(resources.device, TpuConfig) else {}
     return " ".join(str(value) for value in described.values())

@@ -135,6 +135,7 @@ class Estimates:
             except BadInput:
                 self._places[key] = (f"{name} here", None)
             else:
+                name = getattr((region.offered(replica) or replica).device, "variant", name)
                 self._places[key] = (f"{name} here", price_per_hour(region, replica))
         return self._places[key]
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from resources.backends.current import current_client
-from resources.config import TpuConfig
+from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, StorageError
 from resources.jobs.jobs import Call, Client, JobHandle, JobRequest, JobStatus, create_environment
 from resources.regions.region_check import check_gcs_paths_same_region
@@ -27,7 +27,7 @@ from tasks.records.provenance import git_state
 from tasks.training.config import TrainLmOnPodConfig
 from tasks.training.layout import Training, training_of
 from tasks.training.node import train
-from tasks.training.variables import variables_of
+from tasks.training.variables import accelerator_defaults, variables_of
 
 CONFIG_NAME = "train_config.json"
 SILENCE_SECONDS = 600.0
@@ -152,23 +152,30 @@ def training_job(config: TrainLmOnPodConfig, planned: Training) -> JobRequest:
         BadInput: a TPU, and no key for W&B.
     """
     workspace = Path.cwd()
+    resources = _of_one_type_where_variables_differ(config.resources, workspace)
     variables = variables_of(
         planned,
         config.env_vars,
-        device=config.resources.device,
+        device=resources.device,
         process=training_variables(),
         workspace=workspace,
         git_commit=git_state()[0],
     )
-    arguments = {"device": config.resources.device.kind, "trained": planned.trained, "digest": planned.digest}
+    arguments = {"device": resources.device.kind, "trained": planned.trained, "digest": planned.digest}
     return JobRequest(
         name=f"{_JOB_NAME}-{re.sub(r'[^A-Za-z0-9._-]', '-', planned.run_id)[:80]}",
         # The node builds the environment, or has it: nothing of this machine's paths is in the request.
         entrypoint=Call(train, (planned.train_config,), arguments),
-        resources=config.resources,
+        resources=resources,
         environment=create_environment(workspace=workspace, env_vars=variables),
         max_retries_failure=0,
     )
+
+
+def _of_one_type_where_variables_differ(resources: ResourceConfig, workspace: Path) -> ResourceConfig:
+    """Returns them with the first TPU type only, where the launcher's file says something else for another."""
+    first, *others = (accelerator_defaults(workspace, choice.device) for choice in resources.choices)
+    return resources if all(other == first for other in others) else resources.choices[0]
 
 
 def is_trained(planned: Training) -> bool:

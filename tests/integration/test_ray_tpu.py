@@ -1,4 +1,4 @@
-"""TPU slices on a real Ray of six nodes, five of which claim to be TPU VMs: whole slices, each to one claimant."""
+"""TPU slices on a real Ray of seven nodes, six of which claim to be TPU VMs: whole slices, each to one claimant."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from resources.errors import UnsatisfiableResources
 from resources.jobs.jobs import Entrypoint, JobHandle, JobRequest, JobStatus
 from resources.jobs.tpu_lockfile import TPU_LOCKFILE
 
-pytestmark = pytest.mark.timeout(300)  # six nodes start in 10 s, or in 60 on a machine that is busy with other things
+pytestmark = pytest.mark.timeout(300)  # seven nodes start in 10 s, or in 60 on a machine that is busy with other things
 
-SLICES = {"small": ("v4-8", 1), "first": ("v4-16", 2), "second": ("v4-16", 2)}
+SLICES = {"small": ("v4-8", 1), "newer": ("v6e-4", 1), "first": ("v4-16", 2), "second": ("v4-16", 2)}
 V4_8, V4_16 = (ResourceConfig.with_tpu(kind, cpu=2, ram="1g") for kind in ("v4-8", "v4-16"))
 
 
@@ -192,8 +192,8 @@ async def test_replicas_without_a_tpu_start_together_and_leave_slices_alone_whil
         assert "that stays" not in (reason := await stays.reason())
         assert reason == "waits for 2 CPUs, 1 GiB of memory: 0 of 4 CPUs, 254 of 256 GiB of memory free on 1 node"
         await stays.given_up()
-    async with placed(small):  # on one of six nodes, of which each is wanted
-        all_at_once = Waiting(ResourceConfig(cpu=3, ram="1g"), 6)
+    async with placed(small):  # on one of seven nodes, of which each is wanted
+        all_at_once = Waiting(ResourceConfig(cpu=3, ram="1g"), 7)
         await all_at_once.reason()
     (await all_at_once.granted()).release()
 
@@ -215,6 +215,30 @@ def runs_on(job: JobHandle) -> list[str]:
 async def soon(condition: Callable[[], bool]) -> None:
     """Waits in a thread: the loop of the test is busy with claims."""
     await asyncio.to_thread(eventually, condition, seconds=60.0)
+
+
+async def test_job_that_several_types_would_do_for_gets_the_first_that_is_free_and_is_told_which(tpus: Tpus) -> None:
+    either = ResourceConfig.with_tpu(["v4-8", "v6e-4"], cpu=2, ram="1g")
+    async with placed(either) as placement:
+        assert await nodes_of(placement) == [("small", 0)]
+        client = RayClient(str(tpus.cluster.address), grace_seconds=2)
+        command = Entrypoint.from_binary("sh", ["-c", "echo on $VM as $ASSAY_TPU_TYPE with $LIBTPU_INIT_ARGS"])
+        job = await asyncio.to_thread(client.submit, JobRequest("either", command, resources=either))
+        await soon(lambda: job.status().finished)
+        assert job.logs() == "on newer-0 as v6e-4 with --xla_tpu_scoped_vmem_limit_kib=98304"
+        await asyncio.to_thread(client.shutdown)
+        async with placed(either):
+            third = Waiting(either)
+            taken = "1 slice in the cluster, taken"
+            assert await third.reason() == f"waits for 1 × v4-8: {taken}; or 1 × v6e-4: {taken}"
+        granted = await third.granted()  # whichever comes first
+    try:
+        assert await nodes_of(granted) == [("newer", 0)]
+    finally:
+        granted.release()
+    # Slices of one job are of one type.
+    with pytest.raises(UnsatisfiableResources, match=r"2 × v4-8 .*, or 2 × v6e-4"):
+        check(ray, either, 2)
 
 
 async def test_slice_that_lost_a_host_is_left_for_a_whole_one_and_used_again_once_it_is_back(tpus: Tpus) -> None:

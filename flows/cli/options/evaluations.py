@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from typing import Any
 
-from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions, refuse_beside_config
+from flows.cli.options.groups import POOL_OPTIONS, EvaluationOptions, refuse_beside_config, tpu_asked
 from resources.errors import BadInput
 from resources.regions.region_table import Regions
 from resources.regions.regions import known_regions
@@ -221,7 +221,7 @@ def resources_asked(options: EvaluationOptions, *, regions: Regions | None = Non
             )
         asked["device"] = {"kind": "gpu", "variant": variant, "count": int(count or 1)}
     elif options.tpu is not None:
-        asked["device"] = {"kind": "tpu", "variant": options.tpu}
+        asked["device"] = tpu_asked(options.tpu)
     return asked
 
 

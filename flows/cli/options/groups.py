@@ -29,7 +29,9 @@ class MachineOptions:
     """The machine of each engine, but for its cores."""
 
     gpu: Annotated[str | None, typer.Option(help="GPU of each engine, such as H100:2 or auto.")] = None
-    tpu: Annotated[str | None, typer.Option(help="TPU slice of each engine, such as v5litepod-8.")] = None
+    tpu: Annotated[
+        str | None, typer.Option(help="TPU slice of each engine, such as v5litepod-8; or several that do, with commas.")
+    ] = None
     hosts: Annotated[int | None, typer.Option(min=1, help="Machines of each engine, each with such a GPU.")] = None
     ram: Annotated[str | None, typer.Option(help="Memory per engine, such as 32g; as its device needs else.")] = None
     disk: Annotated[str | None, typer.Option(help="Local disk per engine, likewise.")] = None
@@ -166,6 +168,12 @@ class GenerationOutputOptions:
     max_errors: Annotated[str, typer.Option(help="Errors before it stops: a number, a share, or any.")] = "0.05"
     workers: Annotated[int, typer.Option(help="Processes that ask the pool.")] = 1
     in_flight: Annotated[int | None, typer.Option(help="Requests at once; as the pool has room when left out.")] = None
+
+
+def tpu_asked(text: str) -> dict[str, Any]:
+    """Returns the device that `--tpu` names, by one type or several with commas, to be made a `TpuConfig`."""
+    variant, *alternatives = (name.strip() for name in text.split(","))
+    return {"kind": "tpu", "variant": variant, "alternatives": alternatives}
 
 
 def refuse_beside_config(given: Sequence[str], described: str) -> None:

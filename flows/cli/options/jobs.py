@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from pydantic import ValidationError
 
+from flows.cli.options.groups import tpu_asked
 from resources.backends.choice import client_from_url
 from resources.backends.current import current_client
 from resources.config import Config, CpuConfig, Device, GpuConfig, ResourceConfig, TpuConfig
@@ -19,7 +20,6 @@ from resources.regions.ray_clusters import LOCAL, local_cluster
 from resources.regions.region_table import ADDRESS_LINE
 from resources.regions.regions import known_regions, regions_for, where_to_write
 from resources.settings import settings, variable
-from resources.tpu import tpu_topology
 
 if TYPE_CHECKING:
     from resources.backends.kubernetes.cluster import Cluster
@@ -190,7 +190,7 @@ def _device(options: SubmitOptions) -> Device:
             expected="either --gpu or --tpu", found=f"--gpu {options.gpu} --tpu {options.tpu}", remedy="Leave one out."
         )
     if options.tpu:
-        return TpuConfig(variant=tpu_topology(options.tpu).variant)
+        return TpuConfig.model_validate(tpu_asked(options.tpu))
     if options.gpu is None:
         return CpuConfig()
     found = _GPU.fullmatch(options.gpu)

@@ -12,7 +12,13 @@ from connectrpc.code import Code
 from connectrpc.errors import ConnectError
 from finelog.rpc import logging_pb2
 from finelog.rpc.logging_connect import LogServiceClientSync
-from iris.cluster.constraints import preemptible_constraint, region_constraint, zone_constraint
+from iris.cluster.constraints import (
+    Constraint,
+    device_variant_constraint,
+    preemptible_constraint,
+    region_constraint,
+    zone_constraint,
+)
 from iris.cluster.runtime.entrypoint import build_runtime_entrypoint
 from iris.cluster.runtime.env import with_slice_topology_env
 from iris.cluster.token_store import cluster_name_from_url, load_token
@@ -27,7 +33,7 @@ from iris.version import client_revision_date
 from resources.backends.iris.controller import RESULTS, Launch
 from resources.backends.iris.resources import Group
 from resources.backends.iris.states import Attempt, Seen, Task
-from resources.config import GpuConfig, TpuConfig
+from resources.config import GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, UnsatisfiableResources
 
 _CALL_SECONDS = 30.0
@@ -85,16 +91,13 @@ class IrisController:
         )
         environment = with_slice_topology_env(environment, resources, launch.placement.tasks)
         entrypoint = Entrypoint(command=list(launch.command), workdir_files=dict(launch.files))
-        constraints = [] if launch.resources.preemptible else [preemptible_constraint(False)]
-        constraints += [region_constraint(list(launch.resources.regions))] if launch.resources.regions else []
-        constraints += [zone_constraint(launch.resources.zone)] if launch.resources.zone else []
         request = _C.LaunchJobRequest(
             name=launch.job_id,
             entrypoint=entrypoint.to_proto(),
             resources=resources,
             environment=environment,
             bundle_blob=launch.bundle,
-            constraints=[constraint.to_proto() for constraint in constraints],
+            constraints=[constraint.to_proto() for constraint in constraints_of(launch.resources)],
             replicas=launch.placement.tasks,
             max_retries_failure=launch.max_retries_failure,
             max_retries_preemption=launch.max_retries_preemption,
@@ -257,6 +260,17 @@ class IrisController:
             found=f"{error.code.value}: {error.message}",
             remedy="Correct the request.",
         )
+
+
+def constraints_of(resources: ResourceConfig) -> list[Constraint]:
+    """Returns the workers that will do, where Iris would not see it from the resources themselves."""
+    tpu = resources.device if isinstance(resources.device, TpuConfig) else None
+    return [
+        *([device_variant_constraint(tpu.types)] if tpu is not None and tpu.alternatives else []),
+        *([] if resources.preemptible else [preemptible_constraint(False)]),
+        *([region_constraint(list(resources.regions))] if resources.regions else []),
+        *([zone_constraint(resources.zone)] if resources.zone else []),
+    ]
 
 
 def _seen(job: job_pb2.JobStatus) -> Seen:

@@ -99,8 +99,8 @@ def _device_name(device: Device) -> str:
             return "cpu"
         case GpuConfig(variant=variant, count=count):
             return f"{count} × {variant} GPU"
-        case TpuConfig(variant=variant):
-            return variant
+        case TpuConfig(types=types):
+            return " or ".join(types)
 
 
 def _has_device(group: Group, device: Device) -> bool:
@@ -110,8 +110,8 @@ def _has_device(group: Group, device: Device) -> bool:
         case GpuConfig(variant=variant, count=count):
             same = variant == "auto" or group.variant.lower() == variant.lower()
             return group.device == "gpu" and same and _is_enough(group.device_count, count)
-        case TpuConfig(variant=variant):
-            return group.device == "tpu" and group.variant.lower() == variant
+        case TpuConfig(types=types):
+            return group.device == "tpu" and group.variant.lower() in types
 
 
 def _is_one_of(place: str, allowed: Sequence[str] | str | None) -> bool:

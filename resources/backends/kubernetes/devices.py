@@ -101,6 +101,12 @@ def placement(resources: ResourceConfig) -> Placement:
             limits[GPU_RESOURCE] = str(count)
             selector |= {} if variant == "auto" else {GPU_LABEL: _gpu_name(variant)}
         case TpuConfig() as tpu:
+            if tpu.alternatives:
+                raise UnsatisfiableResources(
+                    expected="one TPU type: a pod names the labels of its nodes before it knows them",
+                    found=" or ".join(tpu.types),
+                    remedy="Ask for one of them, or submit to Ray or Iris, which choose.",
+                )
             vms = tpu.slice.vms
             limits[TPU_RESOURCE] = str(tpu.slice.chips_per_vm)
             selector |= {TPU_LABEL: TPU_NAMES[tpu.variant.split("-")[0]], TPU_TOPOLOGY_LABEL: tpu_shape(tpu)}

@@ -89,8 +89,11 @@ def reason_to_wait(nodes: Sequence[RayNode], resources: ResourceConfig, replicas
     allowed = allowed_nodes(nodes, resources)
     share = share_of(nodes, resources)
     if isinstance(resources.device, TpuConfig):
-        found = describe_slices(allowed, resources.device, share=share)
-        return f"waits for {replicas} × {resources.device.variant}: {found}"
+        found = [
+            f"{replicas} × {tpu.variant}: {describe_slices(allowed, tpu, share=share)}"
+            for tpu in resources.device.choices
+        ]
+        return f"waits for {'; or '.join(found)}"
     wanted = in_words(share) if replicas == 1 else f"{replicas} × ({in_words(share)})"
     if not allowed:
         return f"waits for {wanted}: no node {_where(resources)} at present"
@@ -106,7 +109,8 @@ def refusal(nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int) 
     if not allowed:
         return _refused_place(nodes, resources)
     if isinstance(resources.device, TpuConfig):
-        return _refused_slices(allowed, resources, resources.device, replicas)
+        refused = [_refused_slices(allowed, resources, tpu, replicas) for tpu in resources.device.choices]
+        return None if None in refused else _all_of(refused)
     share = share_of(nodes, resources)
     fits = room((node.total for node in allowed), share)
     if fits >= replicas:
@@ -154,6 +158,16 @@ def _refused_slices(
         expected=f"{in_words(share)} on each host of {wanted}",
         found=f"hosts with {total_in_words(lacking[0], share)}",
         remedy="Ask for no more cpu and ram than one host has; the slice is yours as a whole in any case.",
+    )
+
+
+def _all_of(refused: Sequence[UnsatisfiableResources | None]) -> UnsatisfiableResources:
+    """Returns one refusal of all types that would do."""
+    found = [each for each in refused if each is not None]
+    return UnsatisfiableResources(
+        expected=", or ".join(each.expected for each in found),
+        found="; ".join(dict.fromkeys(each.found for each in found)),
+        remedy=found[0].remedy,
     )
 
 

@@ -18,10 +18,12 @@ from resources.backends.ray.demand import allowed_nodes, best_selector, reason_t
 from resources.backends.ray.nodes import NODE_LABEL, RayNode, has_autoscaler, read_nodes
 from resources.backends.ray.tpu import choose_slices, head_resource, slice_variables
 from resources.config import ResourceConfig, TpuConfig
+from resources.tpu import TPU_TYPE_VARIABLE
 
 _QUIET_SECONDS = 1.0  # what every job waits is no news
 _LAST_LOOK_SECONDS = 10.0  # 200 waiting jobs then read the nodes 20 times a second, 3 ms each
 _LAST_SLICE_LOOK_SECONDS = 3.0  # a free slice is found by looking
+_SHOWN_SECONDS = 60.0  # of one type of slice to an autoscaler, before the next: it would start all that it sees
 _NOT_GRANTED = {"NO_RESOURCES", "INFEASIBLE", "REMOVED", "FAILED_TO_COMMIT_RESOURCES"}
 _DECISION_SECONDS = 5.0  # Ray takes milliseconds, on a busy machine tenths of a second
 _DECISION_LOOK_SECONDS = 0.01
@@ -98,7 +100,8 @@ async def place(
             nodes = await asyncio.to_thread(read_nodes, ray)
             if claim is None:
                 grows = slices and await asyncio.to_thread(has_autoscaler, ray, nodes)
-                claim = _next_claim(ray, nodes, resources, replicas, anywhere=anywhere, grows=grows)
+                shown = resources.choices[int((time.monotonic() - started) / _SHOWN_SECONDS) % len(resources.choices)]
+                claim = _next_claim(ray, nodes, resources, replicas, anywhere=anywhere, shown=shown if grows else None)
             reason = reason_to_wait(nodes, resources, replicas)
             if reason != reported and time.monotonic() - started >= _QUIET_SECONDS:
                 on_waiting(reason)
@@ -133,15 +136,31 @@ def check(ray: Any, resources: ResourceConfig, replicas: int) -> None:
 
 
 def _next_claim(
-    ray: Any, nodes: Sequence[RayNode], resources: ResourceConfig, replicas: int, *, anywhere: bool, grows: bool
+    ray: Any,
+    nodes: Sequence[RayNode],
+    resources: ResourceConfig,
+    replicas: int,
+    *,
+    anywhere: bool,
+    shown: ResourceConfig | None,
 ) -> _Claim | None:
-    """Returns the request to Ray; None while there is nothing that could be granted."""
+    """Returns the request to Ray; None while there is nothing that could be granted.
+
+    Args:
+        ray: the module.
+        nodes: of the cluster.
+        resources: what one replica gets.
+        replicas: how many.
+        anywhere: not only on the best nodes.
+        shown: to an autoscaler, if there is one: slices of one type.
+    """
     if isinstance(resources.device, TpuConfig):
-        if bundles := _slice_bundles(nodes, resources, resources.device, replicas):
-            # Hosts that looked free. If it is not granted soon, somebody else was faster, and others are looked for.
-            return _Claim(ray, bundles, lasts=False)
-        if grows:  # an autoscaler goes by what is asked for: it is shown the heads of the slices
-            wanted = [_head_bundle(resources, resources.device, replica) for replica in range(replicas)]
+        for choice in resources.device.choices:
+            if bundles := _slice_bundles(nodes, resources, choice, replicas):
+                # Hosts that looked free. If it is not granted soon, another was faster, and others are looked for.
+                return _Claim(ray, bundles, lasts=False)
+        if shown is not None:  # an autoscaler goes by what is asked for: it is shown the heads of the slices
+            wanted = [_head_bundle(shown, replica) for replica in range(replicas)]
             return _Claim(ray, wanted, lasts=False, is_real=False)
         return None
     allowed = allowed_nodes(nodes, resources)
@@ -174,16 +193,23 @@ def _slice_bundles(
             selector={NODE_LABEL: node.node_id},
             replica=replica,
             host=host,
-            env_vars={**device_variables(tpu), **slice_variables(slices, replica, host)},
+            env_vars={
+                **device_variables(tpu),
+                TPU_TYPE_VARIABLE: tpu.variant,
+                **slice_variables(slices, replica, host),
+            },
         )
         for replica, tpu_slice in enumerate(slices)
         for host, node in enumerate(tpu_slice.hosts)
     ]
 
 
-def _head_bundle(resources: ResourceConfig, tpu: TpuConfig, replica: int) -> _Bundle:
+def _head_bundle(resources: ResourceConfig, replica: int) -> _Bundle:
+    assert isinstance(resources.device, TpuConfig)
     selector = selector_of((), resources, region=None, avoided=())
-    return _Bundle(share={head_resource(tpu.variant): 1.0}, selector=selector, replica=replica, host=0, env_vars={})
+    return _Bundle(
+        share={head_resource(resources.device.variant): 1.0}, selector=selector, replica=replica, host=0, env_vars={}
+    )
 
 
 class _Claim:

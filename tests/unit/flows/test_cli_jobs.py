@@ -62,6 +62,7 @@ def test_submit_options_become_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ({"gpu": "H100:8"}, GpuConfig(variant="H100", count=8)),
         ({"gpu": "A100-80GB"}, GpuConfig(variant="A100-80GB")),
         ({"gpu": "2"}, GpuConfig(count=2)),
+        ({"tpu": "v5e-8, v6e-8"}, TpuConfig(variant="v5litepod-8", alternatives=("v6e-8",))),
     ],
 )
 def test_submit_device_is_read_from_one_word(tmp_path: Path, options: dict[str, str], device: object):

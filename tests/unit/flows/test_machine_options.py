@@ -111,6 +111,7 @@ def test_options_that_are_left_out_go_with_the_device() -> None:
     beside = resources_of("--tpu", "v5e-8")
     assert beside.device == TpuConfig(variant="v5litepod-8")
     assert (beside.cpu, beside.ram, beside.disk) == (32, "128g", "50g")
+    assert resources_of("--tpu", "v5e-8,v6e-8").device == TpuConfig(variant="v5litepod-8", alternatives=("v6e-8",))
 
 
 def test_region_that_nobody_described_is_refused() -> None:

@@ -254,6 +254,9 @@ def test_device_has_the_name_that_its_machine_gives_it(tmp_path: Path, monkeypat
     try:
         assert device_name("cuda") == "NVIDIA H100 80GB HBM3"
         assert device_name("tpu") == "v5p-8"
+        monkeypatch.setenv("ASSAY_TPU_TYPE", "v6e-4")  # of several that would have done
+        device_name.cache_clear()
+        assert device_name("tpu") == "v6e-4"
         facts = Path("/proc/cpuinfo")
         assert device_name("cpu") and (not facts.exists() or "model name" not in facts.read_text()
                                        or str(device_name("cpu")) in facts.read_text())  # fmt: skip

@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from iris.cluster.constraints import (
+    AttributeValue,
+    constraints_from_resources,
+    evaluate_constraint,
+    merge_constraints,
+    validate_tpu_request,
+)
+from iris.cluster.types import tpu_device
+from iris.rpc import job_pb2
 
+from resources.backends.iris.connection import constraints_of
 from resources.backends.iris.resources import Group, check_groups, placement
 from resources.config import ResourceConfig
 from resources.errors import UnsatisfiableResources
@@ -45,6 +55,7 @@ def test_iris_placement_of_one_machine_needs_no_company() -> None:
         {"device": {"kind": "gpu", "count": 8}},
         {"device": {"kind": "gpu", "variant": "h100"}},
         {"device": {"kind": "tpu", "variant": "v5e-16"}},
+        {"device": {"kind": "tpu", "variant": "v6e-16", "alternatives": ["v5e-16"]}},
         {"cpu": 100},  # GPUs and TPUs do not say how many cores they have
     ],
 )
@@ -56,6 +67,7 @@ def test_iris_resources_that_one_group_has_are_taken(options: dict[str, Any]) ->
     ("options", "expected"),
     [
         ({"device": {"kind": "tpu", "variant": "v4-8"}}, "v4-8"),
+        ({"device": {"kind": "tpu", "variant": "v4-8", "alternatives": ["v5p-8"]}}, "v4-8 or v5p-8"),
         ({"device": {"kind": "tpu", "variant": "v5e-16"}, "preemptible": False}, "not preemptible"),
         ({"device": {"kind": "tpu", "variant": "v5e-16"}, "regions": ("us-east1",)}, "us-east1"),
         ({"device": {"kind": "gpu", "count": 16}}, "16 × auto GPU"),
@@ -66,6 +78,18 @@ def test_iris_resources_that_no_group_has_are_refused_with_what_lacks(options: d
     groups = [CPUS, SPOT, Group(name="gpus", device="gpu", variant="H100", device_count=8, region="us-west4")]
     with pytest.raises(UnsatisfiableResources, match=expected):
         check_groups(ResourceConfig(**options), groups)
+
+
+def test_iris_chooses_between_the_tpu_types_that_would_do() -> None:
+    (either,) = constraints_of(ResourceConfig.with_tpu(["v5e-8", "v6e-8"]))
+    asked = job_pb2.ResourceSpecProto(device=tpu_device("v5litepod-8"))
+    assert validate_tpu_request(asked, [either]) is None  # Iris' own check
+    chosen = merge_constraints(constraints_from_resources(asked), [either])
+    fitting = {"v5litepod-8", "v6e-8"}
+    for variant in (*fitting, "v4-8"):
+        worker = {"device-type": AttributeValue("tpu"), "device-variant": AttributeValue(variant)}
+        assert all(evaluate_constraint(worker.get(each.key), each) for each in chosen) == (variant in fitting)
+    assert constraints_of(ResourceConfig.with_tpu("v5e-8")) == []
 
 
 def test_iris_cluster_that_names_no_groups_is_taken_at_its_word() -> None:

@@ -247,6 +247,10 @@ def test_pod_of_a_slice_knows_its_replica_and_where_slices_find_each_other_unles
 def test_tpu_slice_that_gke_has_no_nodes_for_is_refused_and_a_topology_that_is_given_wins() -> None:
     with pytest.raises(UnsatisfiableResources, match="v5litepod-2"):
         placement(ResourceConfig.with_tpu("v5litepod-2"))
+    with pytest.raises(
+        UnsatisfiableResources, match=r"v5litepod-8 or v6e-8[\s\S]*Ask for one of them, or submit to Ray"
+    ):
+        placement(ResourceConfig.with_tpu(["v5litepod-8", "v6e-8"]))
     given = ResourceConfig(device=TpuConfig(variant="v4-32", topology="1x4x4"))
     assert placement(given).node_selector["cloud.google.com/gke-tpu-topology"] == "1x4x4"
 

@@ -338,6 +338,7 @@ def test_client_that_has_run_many_jobs_holds_nothing_of_those_that_ended(client:
             TpuConfig(variant="v6e-8"),
             {"JAX_PLATFORMS": "tpu,cpu", "LIBTPU_INIT_ARGS": "--xla_tpu_scoped_vmem_limit_kib=98304"},
         ),
+        (TpuConfig(variant="v6e-8", alternatives=("v5e-8",)), {"JAX_PLATFORMS": "tpu,cpu"}),
     ],
 )
 def test_programs_compute_on_the_device_of_their_job_or_not_at_all(device: Device, variables: dict[str, str]) -> None:

@@ -54,6 +54,8 @@ def test_regions_for_a_device_come_in_the_order_of_the_file_or_of_the_request():
     assert names(ResourceConfig.with_tpu("v4-8")) == ["us-near1", "europe-far1"]
     assert names(ResourceConfig.with_tpu("v4-8", regions=("eu-far1", "us-near1"))) == ["europe-far1", "us-near1"]
     assert names(ResourceConfig.with_tpu("v4-8", zone="europe-far1-b")) == ["europe-far1"]
+    assert names(ResourceConfig.with_tpu(["v6e-8", "v5e-8"])) == ["europe-far1"]
+    assert names(ResourceConfig.with_tpu(["v6e-4", "v4-8"])) == ["us-near1", "europe-far1"]
     assert names(ResourceConfig.with_gpu("nvidia-h100-80gb", 8)) == ["us-near1"]
     assert names(ResourceConfig.with_gpu("auto")) == ["us-near1"]
     assert names(ResourceConfig(regions=("eu-far1", "europe-far1"))) == ["europe-far1"]
@@ -64,6 +66,7 @@ def test_regions_for_a_device_come_in_the_order_of_the_file_or_of_the_request():
     [
         (ResourceConfig.with_tpu("v6e-8", regions=("us-near1",)), "us-near1", "europe-far1"),
         (ResourceConfig.with_tpu("v5p-8"), "us-near1, europe-far1", "v4"),
+        (ResourceConfig.with_tpu(["v5p-8", "v5e-4"]), "us-near1, europe-far1", "v4"),
         (ResourceConfig.with_gpu("H200"), "us-near1, europe-far1", "H100"),
         (ResourceConfig.with_tpu("v6e-8", zone="europe-far1-a"), "us-near1, europe-far1", "europe-far1-b"),
     ],
@@ -93,6 +96,8 @@ def test_unknown_region_is_refused_with_near_names():
         (ResourceConfig.with_gpu("H100", 2), None, None),
         (ResourceConfig.with_gpu("T4"), None, None),
         (ResourceConfig.with_tpu("v6e-8"), None, None),
+        (ResourceConfig.with_tpu(["v6e-4", "v4-8"]), "4", None),  # of the first type that each offers
+        (ResourceConfig.with_tpu(["v4-8", "v6e-4"]), "4", "8"),
     ],
 )
 def test_price_per_hour_counts_all_replicas_and_is_none_where_unknown(

@@ -81,6 +81,30 @@ def test_tpu_config_with_a_wrong_count_names_the_right_one() -> None:
         TpuConfig.model_validate({"type": "v5e-16", "count": 8})
 
 
+def test_tpu_types_that_would_all_do_are_of_one_shape() -> None:
+    either = ResourceConfig.with_tpu(["v5e-8", "V6E-8"])
+    assert isinstance(either.device, TpuConfig)
+    assert either.device == TpuConfig(variant="v5litepod-8", alternatives=("v6e-8",))
+    assert [choice.device for choice in either.choices] == [TpuConfig(variant=name) for name in either.device.types]
+    assert (either.hosts_per_replica, either.chip_count()) == (1, 8)
+    least = ResourceConfig(device=TpuConfig(variant="v5p-8", alternatives=("v5e-4",)))
+    assert (least.cpu, least.ram) == (32, "123g"), "what each of them has"
+
+
+@pytest.mark.parametrize(
+    ("types", "words"),
+    [
+        (["v5e-16", "v6e-8"], "v5litepod-16, 4 VMs with 4 chips each; found that v6e-8 has 1 VM with 8 .* leave these"),
+        (["v5p-8", "v6e-8", "v4-8"], "v5p-8, 1 VM with 4 chips each; found that v6e-8 has 1 VM with 8 chips each:"),
+        (["v5e-8", "v6e-8", "v5litepod-8"], "v5litepod-8, v6e-8, v5litepod-8: name each once"),
+        (["v5e-8", "v9-8"], "Unknown TPU type 'v9-8'"),
+    ],
+)
+def test_tpu_types_that_are_not_alike_are_refused_with_what_differs(types: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        ResourceConfig.with_tpu(types)
+
+
 def test_device_with_two_different_names_is_refused() -> None:
     with pytest.raises(ValidationError, match="mean the same field"):
         GpuConfig.model_validate({"type": "H100", "variant": "A100"})

@@ -273,6 +273,13 @@ def test_image_of_a_flow_run_is_the_regions_for_its_device_unless_it_names_its_o
     assert choose_work_pool(wanted, regions=regions(here)).job_variables["image"] == image
 
 
+def test_work_pool_gets_the_first_tpu_type_that_its_region_offers() -> None:
+    only = regions(region("us-east5", tpus={"v6e": ["us-east5-a"], "v5p": ["us-east5-a"]}))
+    choice = choose_work_pool(ResourceConfig.with_tpu(["v4-8", "v6e-4", "v5p-8"]), regions=only)
+    assert choice.job_variables["node_selector"]["cloud.google.com/gke-tpu-accelerator"] == "tpu-v6e-slice"
+    assert choice.price_per_hour == 4
+
+
 def test_kubernetes_job_is_valid_and_asks_for_the_slice() -> None:
     variables = choose_work_pool(ResourceConfig.with_tpu("v5litepod-8"), regions=THREE).job_variables
     values = rendered("kubernetes", variables | {"service_account_name": "assay", "queue_name": "team"})

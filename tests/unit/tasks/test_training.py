@@ -16,7 +16,7 @@ from resources.config import Device, GpuConfig, ResourceConfig, TpuConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed
 from resources.jobs.jobs import Call, JobDetails, JobRequest, JobStatus
 from tasks.training.config import TrainAndEvaluateConfig, TrainLmOnPodConfig
-from tasks.training.job import finished, is_trained, plan_training, run_levanter_train_lm, training
+from tasks.training.job import finished, is_trained, plan_training, run_levanter_train_lm, training, training_job
 from tasks.training.layout import run_id_of, training_of
 from tasks.training.variables import accelerator_defaults, variables_of
 
@@ -145,6 +145,19 @@ def test_training_without_output_leaves_places_to_its_configuration() -> None:
     assert planned.train_config["hf_save_path"] == "/mine"
     assert planned.train_config["trainer"]["checkpointer"]["base_path"] == "/own"
     assert given["trainer"] == {"checkpointer": {"base_path": "/own"}}, "what was given is not changed"
+
+
+def test_training_takes_the_first_tpu_type_where_its_variables_differ_by_type(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    either = ResourceConfig.with_tpu(["v5e-8", "v6e-8"])
+    asked = config("gs://b/run-a", resources=either)
+    planned = training_of(asked, process={})
+    assert training_job(asked, planned).resources == either
+    (tmp_path / ".levanter.yaml").write_text("accel_env: {v6e: {A: newer}}")
+    assert training_job(asked, planned).resources == ResourceConfig.with_tpu("v5e-8")
 
 
 def test_variables_of_the_caller_win_over_the_accelerators_and_these_over_ours(tmp_path: Path) -> None:
