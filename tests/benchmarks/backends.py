@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -52,7 +53,7 @@ def seconds_until(condition: Callable[[], bool], since: float, *, at_most: float
 
 def as_process(command: Sequence[str | Path], variables: Mapping[str, str]) -> Ends:
     """Starts a command as a bare process."""
-    process = subprocess.Popen(list(command), env={**os.environ, **variables})
+    process = subprocess.Popen(list(command), env=_with(variables))
 
     def end() -> None:
         process.terminate()
@@ -131,9 +132,41 @@ def iris_backend(work: Path) -> Iterator[Backend]:
         cluster.end()
 
 
+@contextmanager
+def slurm_backend(work: Path) -> Iterator[Backend]:
+    """A Slurm with two slurmds; beside it sbatch and scancel. Its programs come with Debian's packages."""
+    from fakes.slurm_cluster import PARTITION, missing_programs, start_cluster
+
+    if missing := missing_programs():
+        give_up(f"Slurm's programs are missing here: {', '.join(missing)}")
+    with contextmanager(start_cluster)(Path(tempfile.mkdtemp(prefix="assay-slurm-"))) as cluster:
+        client = cluster.client(
+            work / "slurm", partition="urgent"
+        )  # that of what may not be preempted, as a pool's proxy
+
+        def as_batch_job(command: Sequence[str | Path], variables: Mapping[str, str]) -> Ends:
+            line = f"#!/bin/sh\nexec {shlex.join(map(str, command))}\n"
+            options = ["--parsable", f"--partition={PARTITION}", "--chdir=/", "--output=/dev/null"]
+            submitted = subprocess.run(
+                ["sbatch", *options], input=line, text=True, capture_output=True, check=True, env=_with(variables)
+            )
+            return partial(cluster.command, "scancel", submitted.stdout.strip())
+
+        try:
+            version = cluster.command("sinfo", "--version").split()[1]
+            yield Backend("slurm", client, as_batch_job, {"slurm": version})
+        finally:
+            client.shutdown()
+
+
+def _with(variables: Mapping[str, str]) -> dict[str, str]:
+    return {**os.environ, **variables}
+
+
 BACKENDS: Mapping[str, Callable[[Path], AbstractContextManager[Backend]]] = {
     "local": local_backend,
     "iris": iris_backend,
+    "slurm": slurm_backend,
     "ray": ray_backend,
 }
 """By name; Ray last: processes of its dashboard go on for a minute."""

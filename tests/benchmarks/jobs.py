@@ -12,6 +12,7 @@ says more when it returns, that nothing of the job is left; the script gives up 
 | `ray` | a command | the same by Ray's own `JobSubmissionClient` |
 | `ray_call` | a callable | the same as a bare task of `ray.remote`, ended by `ray.cancel(force=True)` |
 | `iris` | a command | the same by Iris' own client |
+| `slurm` | a command | the same by `sbatch` and `scancel` |
 
 What is compared is not the same thing: a bare process or task has no supervisor that ends its children with it or with
 us, keeps its log, starts it again, or tells a failure from a machine that was lost. The difference is what that costs.

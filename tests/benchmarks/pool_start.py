@@ -7,6 +7,9 @@ Ours is `InferencePool` with one replica, from its start to the answer to the fi
 process on this machine, Ray's job service, Iris' client), asked until it answers, and ended. Both are over when the
 server's process is gone. Backends run on this machine; environments, vLLM's caches and the model are in place.
 
+`two_hosts` is one replica of two hosts, each a process of this machine's here, which divide the model's tensors. Theirs
+is the same server with `--nnodes 2`, and a second one with `--headless`.
+
 Ours has a proxy besides, builds the environment where the replica runs, proves that the model answers and how, and
 starts the replica again where it is lost.
 """
@@ -21,7 +24,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -81,10 +84,10 @@ def refuses(url: str) -> bool:
         return probe.connect_ex((parts.hostname or "", parts.port or 0)) != 0
 
 
-def through_a_pool(backend: Backend, checkpoint: Path) -> Times:
+def through_a_pool(backend: Backend, checkpoint: Path, hosts: int) -> Times:
     """A pool of one replica, asked once, and ended."""
     model = {"name": RUN_NAME, "engine_kwargs": dict(ENGINE_KWARGS)}
-    config = InferencePoolConfig.model_validate({"model": model, "journal": False})
+    config = InferencePoolConfig.model_validate({"model": model, "resource_config": {"hosts": hosts}, "journal": False})
     began = time.monotonic()
     with InferencePool(config, [Servable.from_uri(RUN_NAME, str(checkpoint))], client=backend.client) as pool:
         pool.load(RUN_NAME)
@@ -95,19 +98,39 @@ def through_a_pool(backend: Backend, checkpoint: Path) -> Times:
     return Times(answered, seconds_until(lambda: refuses(engine), began, at_most=_GONE_SECONDS, event="an end"))
 
 
-def by_its_own_client(backend: Backend, checkpoint: Path) -> Times:
+def by_its_own_client(backend: Backend, checkpoint: Path, hosts: int) -> Times:
     """A vLLM server, asked once, and ended."""
     port = free_port()
     command, variables = vllm_command(checkpoint, port)
+    variables["VLLM_RPC_BASE_PATH"] = "/tmp"  # a job's own folder can be too long for sockets
+    commands = [command] if hosts == 1 else ranks_of(command, hosts)
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
-    ends = backend.starts(command, {**variables, "VLLM_RPC_BASE_PATH": "/tmp"})  # a job's own folder can be too long
+    started = [
+        backend.starts(line, variables if hosts == 1 else {**variables, **on_one_core(rank)})
+        for rank, line in enumerate(commands)
+    ]
     seconds_until(lambda: answers(f"{url}/health"), began, at_most=_ANSWER_SECONDS, event="a start of vLLM")
     ask(f"{url}/v1", RUN_NAME)
     answered = time.monotonic() - began
     began = time.monotonic()
-    ends()
+    for end in reversed(started):
+        end()
     return Times(answered, seconds_until(lambda: refuses(url), began, at_most=_GONE_SECONDS, event="an end of vLLM"))
+
+
+def ranks_of(command: Sequence[str | Path], hosts: int) -> list[list[str | Path]]:
+    """The command of each host, as vLLM's documentation has it for several: the first one serves."""
+    python, _, _, *arguments = command
+    served = [python, "-m", "vllm.entrypoints.cli.main", "serve", *arguments]
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    shared = [*served, "--tensor-parallel-size", str(hosts), "--nnodes", str(hosts), *meeting]
+    return [[*shared, "--node-rank", str(rank), *(["--headless"] if rank else [])] for rank in range(hosts)]
+
+
+def on_one_core(rank: int) -> dict[str, str]:
+    """Variables that keep the ranks of one machine apart."""
+    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(rank % (os.cpu_count() or 1))}
 
 
 def measured(contest: Contest, *, rounds: int) -> dict[str, list[Times]]:
@@ -146,6 +169,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="counted starts of each side (default: 3)")
     parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="which (default: all)")
+    parser.add_argument(
+        "--hosts", nargs="+", type=int, choices=(1, 2), default=(1, 2), help="of a replica (default: both)"
+    )
     given = parser.parse_args()
     os.environ["ASSAY_INSECURE"] = "1"  # jobs of a Ray or an Iris count as elsewhere, and all are on loopback
     os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris here has a home of its own
@@ -156,13 +182,14 @@ def main() -> None:
     found: list[Comparison] = []
     for name in given.backends:
         with BACKENDS[name](WORK) as backend:
-            contest = Contest(
-                name,
-                partial(through_a_pool, backend, checkpoint),
-                partial(by_its_own_client, backend, checkpoint),
-                dict(backend.facts),
-            )
-            found += comparisons(contest, measured(contest, rounds=given.rounds))
+            for hosts in given.hosts:
+                contest = Contest(
+                    name if hosts == 1 else f"{name}.two_hosts",
+                    partial(through_a_pool, backend, checkpoint, hosts),
+                    partial(by_its_own_client, backend, checkpoint, hosts),
+                    dict(backend.facts),
+                )
+                found += comparisons(contest, measured(contest, rounds=given.rounds))
     print_table(
         f"Median seconds of {given.rounds} starts",
         ("backend", "ours", "theirs", "ours / theirs"),
