@@ -75,6 +75,20 @@ def test_strangers_are_turned_away_by_both_sides(
     assert isinstance(ended(), WrongKey)
 
 
+def test_impostor_that_gives_a_caller_its_own_proof_back_is_no_actor(pair: tuple[socket.socket, socket.socket]) -> None:
+    caller, impostor = pair
+
+    def reflect() -> None:
+        impostor.sendall(bytes(32))
+        answer = impostor.recv(64, socket.MSG_WAITALL)
+        impostor.sendall(answer[32:])
+
+    ended = in_background(reflect)
+    with pytest.raises(WrongKey):
+        greet_actor(caller, KEY, actor="job-1")
+    assert ended() is None
+
+
 def test_stranger_that_speaks_a_byte_at_a_time_has_no_more_time_than_others(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
