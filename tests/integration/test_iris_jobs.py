@@ -75,7 +75,7 @@ def test_iris_job_whose_submitter_is_killed_ends_with_all_it_started(workspace: 
             from resources.config import ResourceConfig
             from resources.jobs.jobs import Entrypoint, JobRequest, create_environment
 
-            client = IrisCluster({cluster.address!r}, None).client(lease_seconds=3.0)
+            client = IrisCluster({cluster.address!r}, None, Path()).client(lease_seconds=3.0)
             script = 'trap "" TERM; echo $$ > {tmp_path}/pid; {FOR_EVER}'
             handle = client.submit(JobRequest(
                 "orphan", Entrypoint.from_binary("sh", ["-c", script]), resources=ResourceConfig(),

@@ -285,7 +285,7 @@ def test_pool_command_brings_a_pool_up_shows_it_and_takes_it_down(tmp_path: Path
     assert (shown["name"], shown["state"], shown["base_url"] in up.replace("\n", "")) == ("warm", "up", True)
     variables = printed("pool", "env", "warm")
     assert f"export OPENAI_BASE_URL={shown['base_url']}\n" in variables
-    key = variables.rpartition("OPENAI_API_KEY=")[2].strip()
+    [key] = (line.partition("=")[2] for line in variables.splitlines() if line.startswith("export OPENAI_API_KEY="))
     with openai.OpenAI(base_url=shown["base_url"], api_key=key) as client:
         assert {"run-a-100", "run-a-200"} <= {model.id for model in client.models.list()}
     assert printed("pool", "down", "warm") == "warm is down.\n"
