@@ -30,6 +30,7 @@ TOGETHER = {
         *("e2e/test_train_and_evaluate.py", "integration/test_flow_runs.py", "integration/test_reconcile_flow.py"),
     ),
     "jobs on iris": ("integration/test_iris_jobs.py", "integration/test_training_real.py"),
+    "jobs on slurm": ("integration/test_slurm_jobs.py",),
     "one lm-eval": (
         *("integration/test_lm_eval_real.py", "integration/test_lm_eval_refusals.py"),
         *("integration/test_truth.py", "integration/test_warm_lm_eval.py"),

@@ -49,7 +49,6 @@ GresTypes=gpu
 ReturnToService=2
 KillWait=10
 MinJobAge=600
-SlurmdTimeout=10
 SchedulerParameters=bf_interval=1,sched_min_interval=0
 NodeName=node-a NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=512000 Gres=gpu:h100:2
 NodeName=node-b NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=512000
