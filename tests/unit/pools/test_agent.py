@@ -24,6 +24,7 @@ from pools.proxy.client import ProxyAddress
 from pools.replica import agent
 from pools.replica.replica import ReplicaEngine
 from resources.backends.local.client import LocalClient
+from resources.settings import settings
 
 
 class Pool:
@@ -94,6 +95,8 @@ def test_replica_whose_engine_died_once_too_often_starts_none_though_it_is_still
 
 
 def test_replica_that_says_it_is_ready_says_how_it_became_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ASSAY_CACHE_DIR", str(tmp_path / "cache"))  # in which no reload was judged yet
+    settings.cache_clear()
     checkpoints = [
         Servable.from_uri(f"run-{seed}", str(write_checkpoint(tmp_path / f"step-{seed}", seed=seed))) for seed in (1, 2)
     ]
