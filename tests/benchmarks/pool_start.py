@@ -35,7 +35,7 @@ if __name__ == "__main__":  # beside the package of stand-ins
 
 from backends import BACKENDS, Backend, seconds_until
 from ours import ENGINE_KWARGS
-from series import answers, demo_model, free_port, steps_of, vllm_command
+from series import answers, demo_model, steps_of, vllm_command
 from side_by_side import (
     BENCH,
     Comparison,
@@ -49,7 +49,7 @@ from swap import RUN_NAME, ask
 
 from fakes import ray_variables  # noqa: F401 before ray is imported
 from pools.config import InferencePoolConfig
-from pools.engine.launch import Servable
+from pools.engine.launch import Servable, free_port
 from pools.pool.inference import InferencePool
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from resources.settings import settings

@@ -25,7 +25,6 @@ import json
 import math
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import time
@@ -54,6 +53,7 @@ from side_by_side import (
 )
 
 from pools.engine.engines import ENGINES, RELOADING_WORKER, engine_flags
+from pools.engine.launch import free_port
 from resources.environments.environments import ENVIRONMENTS, ensure_environment
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.spec.benchmarks import BUNDLED
@@ -222,13 +222,6 @@ def their_scores(folder: Path, step: int) -> Scores:
             if comma and isinstance(value, float):
                 scores[step, benchmark, metric] = value
     return scores
-
-
-def free_port() -> int:
-    """A port of loopback that nobody has now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def vllm_command(checkpoint: Path, port: int) -> tuple[list[str | Path], dict[str, str]]:
