@@ -121,7 +121,10 @@ class EngineConnection(asyncio.Protocol):
         return not self._transport.is_closing()
 
     def send(self, call: Receiver, message: Sequence[bytes]) -> None:
-        """Sends a request whose answer goes to a call."""
+        """Sends a request whose answer goes to a call; tells the call at once if the engine has hung up meanwhile."""
+        if not self.is_open:  # nobody would hear of it again, and uvloop raises an error
+            call.broke(stale=False)
+            return
         self._call = call
         self._silent = True
         self._asked = self._origin.loop.time()

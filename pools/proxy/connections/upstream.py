@@ -145,10 +145,10 @@ class Call:
             raise self._error
         self._connection = connection
         connection.send(self, message)
-        while not self._whole and not self._chunks_came():
+        while self._error is None and not self._whole and not self._chunks_came():
             await self._news()
-            if self._error is not None:
-                raise self._error
+        if self._error is not None:
+            raise self._error
 
     def _chunks_came(self) -> bool:
         return self.is_stream and bool(self._chunks)

@@ -138,6 +138,27 @@ async def test_address_nobody_listens_on_is_lost(upstream: Upstream) -> None:
             await _asked(upstream, f"http://127.0.0.1:{closed.getsockname()[1]}")
 
 
+async def test_engine_that_hangs_up_as_soon_as_it_is_connected_is_lost(
+    upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def script(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    loop = asyncio.get_running_loop()
+    connect = loop.create_connection
+
+    async def connect_late(*args: Any, **options: Any) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
+        """Returns when the connection is gone, as on a busy machine."""
+        transport, protocol = await connect(*args, **options)
+        await until(transport.is_closing)
+        return transport, protocol
+
+    monkeypatch.setattr(loop, "create_connection", connect_late)
+    async with scripted_engine(script) as url:
+        with pytest.raises(Lost):
+            await _asked(upstream, url)
+
+
 @pytest.mark.parametrize("host", ["a\0b", "a..b", "\u2028", "a" * 300])
 async def test_host_that_nobody_can_have_is_lost(upstream: Upstream, host: str) -> None:
     with pytest.raises(Lost):
