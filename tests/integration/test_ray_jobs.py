@@ -39,7 +39,8 @@ FOR_EVER = "while :; do sleep 1; done"
 HERE = {"ray.io/availability-region": "here"}
 THERE = {"ray.io/availability-region": "there"}
 ROOT = Path(__file__).parents[2]
-LARGE_BYTES = 12 << 20
+LARGE_BYTES = 34 << 20
+"""More than 32 MiB, above which glibc gives freed memory back at once: what a process then has, it uses."""
 
 
 @pytest.fixture(scope="module")
@@ -298,13 +299,13 @@ def test_large_callables_lie_in_the_object_store_once_and_not_in_the_controller(
         eventually(lambda: handle.status() is JobStatus.RUNNING, seconds=60)
         return handle
 
-    jobs = [submit(0), submit(1)]
-    before = own_memory()  # with what was freed since, which stays in reach of the process
+    jobs = [submit(0)]
+    before = own_memory()
     assert before > 0
-    jobs += [submit(index) for index in range(2, 5)]
+    jobs += [submit(index) for index in (1, 2)]
     assert own_memory() - before < LARGE_BYTES
     (tmp_path / "go").touch()
-    assert [handle.result(60) for handle in jobs] == [LARGE_BYTES] * 5
+    assert [handle.result(60) for handle in jobs] == [LARGE_BYTES] * 3
     assert own_memory() - before < LARGE_BYTES
 
 
