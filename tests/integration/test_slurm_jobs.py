@@ -92,6 +92,15 @@ def test_job_near_its_time_limit_is_asked_to_end_and_begins_again_at_once_as_pre
     assert (details.attempts, details.failures, details.preemptions) == (2, 0, 1)
 
 
+@pytest.fixture(params=[0, 60], ids=["at once", "after a grace time"])
+def preempted_partition(request: pytest.FixtureRequest, cluster: SlurmCluster) -> Iterator[None]:
+    """Has Slurm signal all processes of a preempted job at once, or those of its replicas a while before."""
+    cluster.command("scontrol", "update", "PartitionName=main", f"GraceTime={request.param}")
+    yield
+    cluster.command("scontrol", "update", "PartitionName=main", "GraceTime=0")
+
+
+@pytest.mark.usefixtures("preempted_partition")
 def test_job_that_another_preempts_waits_and_goes_on_when_there_is_room_again(
     cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
 ) -> None:

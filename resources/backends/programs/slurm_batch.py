@@ -5,13 +5,16 @@
 Needs the standard library, and `endings.py` and `supervise.py` beside it. One `srun` starts all replicas, each below a
 supervisor of its own, which ends it in good order once its standard input is closed: that is a pipe from here, through
 Slurm. Signals: SIGUSR1 says that the time limit is near, SIGUSR2 that the job is to end, SIGTERM that Slurm takes the
-machines away. Slurm queues a job again that has lost them, and this program goes on counting where it was.
+machines away. Slurm sends SIGTERM to all processes at once, and within a grace time to those of replicas alone, so they
+may have ended before this program hears of it: it asks Slurm what their ends mean. Slurm queues a job again that has
+lost its machines, and this program goes on counting where it was.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -29,6 +32,10 @@ _WATCH_SECONDS = 0.5
 _REQUEUE_SECONDS = 60.0
 _FIRST_RETRY_SECONDS, _LAST_RETRY_SECONDS = 0.1, 10.0
 _TIME_LIMIT = "its time limit is near"
+_TAKEN_AWAY = "Slurm takes its machines away"
+_ASK_SECONDS = 60.0
+_RUNS = {"RUNNING", "SUSPENDED", "CONFIGURING", "RESIZING", "SIGNALING"}
+"""States of a batch job whose machines are its own; `scontrol` says COMPLETING from before its processes hear of it."""
 _FINISHED = ("succeeded", "failed", "stopped")
 _TASK = 'trap : TERM; "$1" -E -s -S "$2" "$3/task-$SLURM_PROCID"; cat "$3/task-$SLURM_PROCID/status.json"; echo'
 """Started by srun: the supervisor, whose last words come here through Slurm, sooner than through a file system."""
@@ -55,7 +62,7 @@ class Batch:
         os.set_blocking(wake_write_fd, False)
         signal.set_wakeup_fd(wake_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGUSR1, lambda *_: self._lose(_TIME_LIMIT))
-        signal.signal(signal.SIGTERM, lambda *_: self._lose("Slurm takes its machines away"))
+        signal.signal(signal.SIGTERM, lambda *_: self._lose(_TAKEN_AWAY))
         signal.signal(signal.SIGUSR2, lambda *_: self._stop("terminated"))
 
     def run(self) -> int:
@@ -74,7 +81,9 @@ class Batch:
                 return self._publish("failed", f"ended from outside {self._preemptions} times")
             self._attempts += 1
             outcome = self._attempt()
-            if outcome == "succeeded":
+            if not self._taken_away and _is_taken_away(_said_by_scontrol()):
+                self._lose(_TAKEN_AWAY)
+            if outcome == "succeeded" and self._taken_away != _TAKEN_AWAY:
                 return self._publish("succeeded", None)
             if not self._stop_reason and not self._taken_away:
                 self._failures += outcome == "failed"
@@ -253,6 +262,21 @@ class Batch:
         unfinished.write_text(json.dumps(content))
         unfinished.replace(self._folder / "status.json")
         return 0
+
+
+def _said_by_scontrol() -> str:
+    """Returns the description of this batch job; empty where Slurm does not answer."""
+    command = ("scontrol", "--oneliner", "show", "job", os.environ["SLURM_JOB_ID"])
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_ASK_SECONDS, check=False).stdout
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def _is_taken_away(description: str) -> bool:
+    """Returns True if what its processes do may follow from Slurm's SIGTERM: they need not be at their end."""
+    fields = dict(re.findall(r"(?:^|\s)(JobState|PreemptTime)=(\S+)", description))
+    return fields.get("JobState", "RUNNING") not in _RUNS or fields.get("PreemptTime", "None") != "None"
 
 
 def _end_of(line: bytes) -> tuple[int, dict[str, Any]] | None:

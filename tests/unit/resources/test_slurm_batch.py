@@ -1,0 +1,50 @@
+"""The program of a batch job, between an srun and a scontrol that say what a test wants."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import resources
+
+PROGRAM = Path(resources.__file__).parent / "backends/programs/slurm_batch.py"
+SUCCEEDED = {"status": "succeeded", "failures": 0, "preemptions": 0, "ended_by": None}
+
+
+def run_batch(folder: Path, *, srun: str, scontrol: str) -> tuple[int, dict[str, object]]:
+    """Returns the program's exit code, and the status of the job."""
+    for name, prints in (("srun", srun), ("scontrol", scontrol)):
+        (folder / name).write_text(f"#!/bin/sh\necho '{prints}'\n")
+        (folder / name).chmod(0o755)
+    job = {"replicas": 1, "cpus": 1, "argv": ["true"], "working_directory": "/", "grace_seconds": 1.0}
+    job |= {"max_retries_failure": 0, "max_retries_preemption": 0, "outlives_parent": True, "poll_seconds": 1.0}
+    (folder / "specification.json").write_text(json.dumps(job))
+    (folder / "status.json").write_text(
+        json.dumps({"status": "pending", "attempts": 0, "failures": 0, "preemptions": 0})
+    )
+    variables = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    done = subprocess.run([sys.executable, PROGRAM, folder], env=variables, check=False, timeout=60)
+    return done.returncode, json.loads((folder / "status.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("scontrol", "code", "status"),
+    [
+        ("JobId=7 JobState=RUNNING Reason=None PreemptTime=None", 0, "succeeded"),
+        ("JobId=7 JobState=RUNNING Reason=None", 0, "succeeded"),
+        ("", 0, "succeeded"),  # no answer
+        ("JobId=7 JobState=COMPLETING Reason=None", 128 + signal.SIGTERM, "running"),
+        ("JobId=7 JobState=RUNNING Reason=None PreemptTime=2026-11-25T03:07:05", 128 + signal.SIGTERM, "running"),
+    ],
+)
+def test_replicas_that_end_well_while_slurm_takes_their_machines_have_not_succeeded(
+    tmp_path: Path, scontrol: str, code: int, status: str
+) -> None:
+    found, written = run_batch(tmp_path, srun=f"0: {json.dumps(SUCCEEDED)}", scontrol=scontrol)
+    assert (found, written["status"]) == (code, status)
