@@ -27,16 +27,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal
 
 if __name__ == "__main__":  # beside the package of stand-ins
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -45,12 +41,12 @@ from backends import BACKENDS, START_SECONDS, Backend, Ends, seconds_until
 from side_by_side import (
     BENCH,
     Comparison,
+    Contest,
+    Phases,
+    comparisons,
     end_children_on_sigterm,
     give_up,
-    interleaved,
-    print_comparison,
-    print_table,
-    say,
+    print_comparisons,
 )
 
 from fakes import ray_variables  # noqa: F401 before ray is imported
@@ -63,29 +59,8 @@ _END_SECONDS = 60.0
 _QUIET_SECONDS = 1.0  # between a start and the end: what a start leaves to do is not to be measured with the end
 _numbers = count()
 
-Side = Literal["ours", "theirs"]
 Starts = Callable[[Path], Ends]
 """Starts a program that writes its process id into a file, and runs until it is ended."""
-
-
-@dataclass(frozen=True)
-class Times:
-    """Seconds of one job."""
-
-    started: float
-    ended: float
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Two ways to run the same program."""
-
-    name: str
-    ours: Starts
-    theirs: Starts
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    prepare: Callable[[], object] = lambda: None
-    """Called before each job, so that the one before makes no difference."""
 
 
 def begin(path: Path) -> None:
@@ -127,7 +102,7 @@ def is_gone(pid: int) -> bool:
         return Path("/proc/self/stat").is_file()
 
 
-def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: float = _QUIET_SECONDS) -> Times:
+def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: float = _QUIET_SECONDS) -> Phases:
     """Runs the program once.
 
     Args:
@@ -145,21 +120,21 @@ def timed(starts: Starts, path: Path, *, gone_at_return: bool, quiet_seconds: fl
     ends()
     if gone_at_return and not is_gone(pid):
         give_up("our client said that a job had ended, and its process was there")
-    return Times(started, seconds_until(lambda: is_gone(pid), began, at_most=_END_SECONDS, event="an end"))
+    ended = seconds_until(lambda: is_gone(pid), began, at_most=_END_SECONDS, event="an end")
+    return {"started": started, "ended": ended}
 
 
-def measured(contest: Contest, *, rounds: int) -> dict[Side, list[Times]]:
-    """The times of each side, in turns."""
-    found: defaultdict[Side, list[Times]] = defaultdict(list)
-    sides: dict[Side, Starts] = {"ours": contest.ours, "theirs": contest.theirs}
-    for turn, name in enumerate(interleaved(("ours", "theirs"), rounds + 1)):
-        side: Side = "ours" if name == "ours" else "theirs"
-        contest.prepare()
-        times = timed(sides[side], WORK / f"{contest.name}-{turn}", gone_at_return=side == "ours")
-        say(f"{contest.name}, {side}: started in {times.started:.3f} s, ended in {times.ended:.3f} s")
-        if turn >= len(sides):
-            found[side].append(times)
-    return dict(found)
+def contest_of(
+    name: str, backend: Backend, ours: Starts, theirs: Starts, *, prepare: Callable[[], object] = lambda: None
+) -> Contest:
+    """Two ways to run the program; `prepare` is called before each job, so that the one before makes no difference."""
+
+    def once(starts: Starts, *, gone_at_return: bool) -> Phases:
+        prepare()
+        return timed(starts, WORK / f"{name}-{next(_numbers)}", gone_at_return=gone_at_return)
+
+    sides = (partial(once, ours, gone_at_return=True), partial(once, theirs, gone_at_return=False))
+    return Contest(f"jobs.{name}", *sides, backend.facts)
 
 
 def contests(backend: Backend) -> list[Contest]:
@@ -169,7 +144,7 @@ def contests(backend: Backend) -> list[Contest]:
         return backend.starts(command(path), {})
 
     if backend.name != "ray":
-        return [Contest(backend.name, partial(through_client, backend.client), by_its_own_client, backend.facts)]
+        return [contest_of(backend.name, backend, partial(through_client, backend.client), by_its_own_client)]
     import ray
 
     task = ray.remote(max_retries=0)(begin)
@@ -182,32 +157,9 @@ def contests(backend: Backend) -> list[Contest]:
 
     command_of_ours = partial(through_client, backend.client)
     return [
-        Contest("ray", command_of_ours, by_its_own_client, backend.facts, have_idle_worker),
-        Contest("ray_call", partial(command_of_ours, call=True), as_task, backend.facts, have_idle_worker),
+        contest_of("ray", backend, command_of_ours, by_its_own_client, prepare=have_idle_worker),
+        contest_of("ray_call", backend, partial(command_of_ours, call=True), as_task, prepare=have_idle_worker),
     ]
-
-
-def comparisons(contest: Contest, times: Mapping[Side, list[Times]]) -> list[Comparison]:
-    """Two lines: the medians of the starts, and of the ends."""
-    made = []
-    for phase in ("started", "ended"):
-        figures = {side: [1000 * getattr(timing, phase) for timing in times[side]] for side in times}
-        made.append(
-            Comparison(
-                f"jobs.{contest.name}.{phase}",
-                "ms",
-                statistics.median(figures["ours"]),
-                statistics.median(figures["theirs"]),
-                better="less",
-                facts={
-                    "rounds": len(figures["ours"]),
-                    "ours_slowest": round(max(figures["ours"]), 1),
-                    "theirs_slowest": round(max(figures["theirs"]), 1),
-                    **contest.facts,
-                },
-            )
-        )
-    return made
 
 
 def main() -> None:
@@ -223,17 +175,8 @@ def main() -> None:
     for backend in given.backends:
         with BACKENDS[backend](WORK) as standing:
             for contest in contests(standing):
-                found += comparisons(contest, measured(contest, rounds=given.rounds))
-    print_table(
-        f"Median milliseconds of {given.rounds} jobs",
-        ("job", "ours", "theirs", "ours / theirs"),
-        [
-            (comparison.name, comparison.ours, comparison.theirs, comparison.ours / comparison.theirs)
-            for comparison in found
-        ],
-    )
-    for comparison in found:
-        print_comparison(comparison)
+                found += comparisons(contest, contest.measured(given.rounds), unit="ms")
+    print_comparisons(f"Median milliseconds of {given.rounds} jobs", found)
 
 
 if __name__ == "__main__":

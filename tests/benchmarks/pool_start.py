@@ -5,7 +5,8 @@
 Ours is `InferencePool` with one replica, from its start to the answer to the first request, and its end. Theirs is
 `vllm.entrypoints.openai.api_server`, started with the same engine arguments through the backend's own client (a bare
 process on this machine, Ray's job service, Iris' client), asked until it answers, and ended. Both are over when the
-server's process is gone. Backends run on this machine; environments, vLLM's caches and the model are in place.
+server's process is gone. Backends run on this machine; environments, vLLM's caches and the model are in place, and a
+round on the first backend warms up and is not counted.
 
 `two_hosts` is one replica of two hosts, each a process of this machine's here, which divide the model's tensors. Theirs
 is the same server with `--nnodes 2`, and a second one with `--headless`.
@@ -20,12 +21,9 @@ import argparse
 import os
 import shutil
 import socket
-import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -39,10 +37,11 @@ from series import answers, demo_model, steps_of, vllm_command
 from side_by_side import (
     BENCH,
     Comparison,
+    Contest,
+    Phases,
+    comparisons,
     end_children_on_sigterm,
-    interleaved,
-    print_comparison,
-    print_table,
+    print_comparisons,
     say,
 )
 from swap import RUN_NAME, ask
@@ -59,24 +58,6 @@ _ANSWER_SECONDS = 300.0
 _GONE_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class Times:
-    """Seconds of a start until the first answer, and of the end."""
-
-    answered: float
-    gone: float
-
-
-@dataclass(frozen=True)
-class Contest:
-    """Two ways to have a model answer."""
-
-    name: str
-    ours: Callable[[], Times]
-    theirs: Callable[[], Times]
-    facts: dict[str, object]
-
-
 def refuses(url: str) -> bool:
     """True if nothing listens there any more."""
     parts = urlsplit(url)
@@ -84,7 +65,7 @@ def refuses(url: str) -> bool:
         return probe.connect_ex((parts.hostname or "", parts.port or 0)) != 0
 
 
-def through_a_pool(backend: Backend, checkpoint: Path, hosts: int) -> Times:
+def through_a_pool(backend: Backend, checkpoint: Path, hosts: int) -> Phases:
     """A pool of one replica, asked once, and ended."""
     model = {"name": RUN_NAME, "engine_kwargs": dict(ENGINE_KWARGS)}
     config = InferencePoolConfig.model_validate({"model": model, "resource_config": {"hosts": hosts}, "journal": False})
@@ -95,14 +76,16 @@ def through_a_pool(backend: Backend, checkpoint: Path, hosts: int) -> Times:
         answered = time.monotonic() - began
         [engine] = pool.engine_urls()
         began = time.monotonic()
-    return Times(answered, seconds_until(lambda: refuses(engine), began, at_most=_GONE_SECONDS, event="an end"))
+    gone = seconds_until(lambda: refuses(engine), began, at_most=_GONE_SECONDS, event="an end")
+    return {"answered": answered, "gone": gone}
 
 
-def by_its_own_client(backend: Backend, checkpoint: Path, hosts: int) -> Times:
+def by_its_own_client(backend: Backend, checkpoint: Path, hosts: int) -> Phases:
     """A vLLM server, asked once, and ended."""
     port = free_port()
     command, variables = vllm_command(checkpoint, port)
     variables["VLLM_RPC_BASE_PATH"] = "/tmp"  # a job's own folder can be too long for sockets
+    variables["TORCHINDUCTOR_CACHE_DIR"] = str(BENCH / "cache" / "inductor")
     commands = [command] if hosts == 1 else ranks_of(command, hosts)
     url = f"http://127.0.0.1:{port}"
     began = time.monotonic()
@@ -116,7 +99,8 @@ def by_its_own_client(backend: Backend, checkpoint: Path, hosts: int) -> Times:
     began = time.monotonic()
     for end in reversed(started):
         end()
-    return Times(answered, seconds_until(lambda: refuses(url), began, at_most=_GONE_SECONDS, event="an end of vLLM"))
+    gone = seconds_until(lambda: refuses(url), began, at_most=_GONE_SECONDS, event="an end of vLLM")
+    return {"answered": answered, "gone": gone}
 
 
 def ranks_of(command: Sequence[str | Path], hosts: int) -> list[list[str | Path]]:
@@ -131,36 +115,6 @@ def ranks_of(command: Sequence[str | Path], hosts: int) -> list[list[str | Path]
 def on_one_core(rank: int) -> dict[str, str]:
     """Variables that keep the ranks of one machine apart."""
     return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(rank % (os.cpu_count() or 1))}
-
-
-def measured(contest: Contest, *, rounds: int) -> dict[str, list[Times]]:
-    """The times of each side, in turns; the first round is not counted."""
-    found: defaultdict[str, list[Times]] = defaultdict(list)
-    sides = {"ours": contest.ours, "theirs": contest.theirs}
-    for turn, side in enumerate(interleaved(tuple(sides), rounds + 1)):
-        times = sides[side]()
-        say(f"{contest.name}, {side}: answered after {times.answered:.2f} s, gone after {times.gone:.2f} s")
-        if turn >= len(sides):
-            found[side].append(times)
-    return found
-
-
-def comparisons(contest: Contest, times: dict[str, list[Times]]) -> list[Comparison]:
-    """Two lines: the medians of the starts, and of the ends."""
-    made = []
-    for phase in ("answered", "gone"):
-        ours, theirs = ([getattr(timing, phase) for timing in times[side]] for side in ("ours", "theirs"))
-        made.append(
-            Comparison(
-                f"pool_start.{contest.name}.{phase}",
-                "s",
-                statistics.median(ours),
-                statistics.median(theirs),
-                better="less",
-                facts={"rounds": len(ours), "ours_slowest": max(ours), "theirs_slowest": max(theirs), **contest.facts},
-            )
-        )
-    return made
 
 
 def main() -> None:
@@ -184,19 +138,14 @@ def main() -> None:
         with BACKENDS[name](WORK) as backend:
             for hosts in given.hosts:
                 contest = Contest(
-                    name if hosts == 1 else f"{name}.two_hosts",
+                    f"pool_start.{name}" if hosts == 1 else f"pool_start.{name}.two_hosts",
                     partial(through_a_pool, backend, checkpoint, hosts),
                     partial(by_its_own_client, backend, checkpoint, hosts),
-                    dict(backend.facts),
+                    backend.facts,
                 )
-                found += comparisons(contest, measured(contest, rounds=given.rounds))
-    print_table(
-        f"Median seconds of {given.rounds} starts",
-        ("backend", "ours", "theirs", "ours / theirs"),
-        [(line.name, line.ours, line.theirs, f"{line.ours / line.theirs:.2f}") for line in found],
-    )
-    for line in found:
-        print_comparison(line)
+                warm_up_rounds = 1 if name == given.backends[0] else 0
+                found += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=warm_up_rounds))
+    print_comparisons("Median seconds of a start to the first answer, and of an end", found)
 
 
 if __name__ == "__main__":

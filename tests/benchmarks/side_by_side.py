@@ -7,9 +7,11 @@ import math
 import os
 import platform
 import signal
+import statistics
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +29,10 @@ from tasks.evaluators.evaluator import harness_environments
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = ROOT / ".bench"
 """The folder in which scripts keep what they make; ignored by git, safe to delete."""
+
+Side = Literal["ours", "theirs"]
+Phases = Mapping[str, float]
+"""Seconds of each phase of what was tried once, by its name."""
 
 _SHOWN_LOG_LINES = 25
 _STOP_SECONDS = 10.0
@@ -77,6 +83,53 @@ def interleaved(sides: Sequence[str], rounds: int) -> list[str]:
     """
     turns = [place % len(sides) for place in range(rounds)]
     return [side for turn in turns for side in (*sides[turn:], *sides[:turn])]
+
+
+@dataclass(frozen=True)
+class Contest:
+    """Two ways to have the same, each of them a call that tries it once and returns the seconds of its phases."""
+
+    name: str
+    ours: Callable[[], Phases]
+    theirs: Callable[[], Phases]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def measured(self, rounds: int, *, warm_up_rounds: int = 1) -> dict[Side, list[Phases]]:
+        """The phases of each side, in turns; rounds to warm up come first and are not counted."""
+        found: defaultdict[Side, list[Phases]] = defaultdict(list)
+        sides: dict[str, tuple[Side, Callable[[], Phases]]] = {
+            "ours": ("ours", self.ours),
+            "theirs": ("theirs", self.theirs),
+        }
+        for turn, name in enumerate(interleaved(tuple(sides), warm_up_rounds + rounds)):
+            side, tried = sides[name]
+            phases = tried()
+            say(f"{self.name}, {side}: " + ", ".join(f"{phase} {seconds:.3f} s" for phase, seconds in phases.items()))
+            if turn >= warm_up_rounds * len(sides):
+                found[side].append(phases)
+        return dict(found)
+
+
+def comparisons(
+    contest: Contest, found: Mapping[Side, Sequence[Phases]], *, unit: Literal["s", "ms"] = "s"
+) -> list[Comparison]:
+    """One for each phase: the medians of both sides."""
+    scale = {"s": 1, "ms": 1000}[unit]
+    made = []
+    for phase in found["ours"][0]:
+        ours, theirs = ([scale * phases[phase] for phases in found[side]] for side in ("ours", "theirs"))
+        slowest = {"ours_slowest": round(max(ours), 3), "theirs_slowest": round(max(theirs), 3)}
+        made.append(
+            Comparison(
+                f"{contest.name}.{phase}",
+                unit,
+                statistics.median(ours),
+                statistics.median(theirs),
+                better="less",
+                facts={"rounds": len(ours), **slowest, **contest.facts},
+            )
+        )
+    return made
 
 
 def environment_facts() -> dict[str, Any]:
@@ -228,6 +281,14 @@ def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[obje
     for row in rows:
         table.add_row(*(f"{cell:.1f}" if isinstance(cell, float) else str(cell) for cell in row))
     Console().print(table)
+
+
+def print_comparisons(title: str, found: Sequence[Comparison]) -> None:
+    """A table of several figures, then a line for each."""
+    rows = [(line.name, line.ours, line.theirs, f"{line.ratio:.2f}" if line.ratio else "-") for line in found]
+    print_table(title, ("", "ours", "theirs", "times better"), rows)
+    for line in found:
+        print_comparison(line)
 
 
 def print_comparison(comparison: Comparison) -> None:

@@ -15,6 +15,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from typing import Any, Literal
 import pytest
 from benchmarks.bodies import KINDS, Kind
 from benchmarks.load import Accounts, LoadPlan, Requests, percentile, run_load
-from benchmarks.side_by_side import Comparison, cpu_seconds, interleaved
+from benchmarks.side_by_side import Comparison, Contest, Phases, comparisons, cpu_seconds, interleaved
 from benchmarks.simulations import (
     alarms,
     mean_coverage,
@@ -386,8 +387,8 @@ def test_job_that_is_timed_is_gone_at_the_end_and_both_times_are_seen_from_outsi
         ends = backends.as_process(jobs.command(path), {})
         return lambda: (time.sleep(slow_to_end), ends())
 
-    times = jobs.timed(starts, tmp_path / "pid", gone_at_return=True, quiet_seconds=0)
-    assert times.started > 0 and times.ended > slow_to_end
+    phases = jobs.timed(starts, tmp_path / "pid", gone_at_return=True, quiet_seconds=0)
+    assert phases["started"] > 0 and phases["ended"] > slow_to_end
     assert jobs.is_gone(int((tmp_path / "pid").read_text()))
 
 
@@ -404,14 +405,28 @@ def test_job_of_ours_whose_process_outlives_its_end_is_no_result(script: Callabl
     started[0]()
 
 
-def test_jobs_are_compared_by_the_medians_of_each_side(script: Callable[[str], ModuleType]):
-    jobs = script("jobs")
-    times = {
-        "ours": [jobs.Times(seconds, seconds / 10) for seconds in (3.0, 1.0, 9.0)],
-        "theirs": [jobs.Times(6.0, 0.1)] * 3,
-    }
-    started, ended = jobs.comparisons(jobs.Contest("some", jobs.is_gone, jobs.is_gone, {"ray": "2"}), times)
-    assert (started.name, started.ours, started.theirs, started.ratio) == ("jobs.some.started", 3000, 6000, 2.0)
+def contest(calls: list[str], *seconds: float) -> Contest:
+    """Sides that take so long, one after the other; theirs twice as long."""
+    left = {"ours": list(seconds), "theirs": [2 * value for value in seconds]}
+
+    def side(name: str) -> Phases:
+        calls.append(name)
+        return {"started": (value := left[name].pop(0)), "ended": value / 10}
+
+    return Contest("some", partial(side, "ours"), partial(side, "theirs"), {"ray": "2"})
+
+
+def test_contest_has_its_sides_take_turns_and_does_not_count_what_warms_up():
+    calls: list[str] = []
+    found = contest(calls, 100.0, 1.0, 9.0).measured(2)
+    assert calls == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
+    assert [phases["started"] for side in ("ours", "theirs") for phases in found[side]] == [1.0, 9.0, 2.0, 18.0]
+
+
+def test_contest_is_compared_by_the_medians_of_each_side_and_phase():
+    run = contest([], 3.0, 1.0, 9.0)
+    started, ended = comparisons(run, run.measured(3, warm_up_rounds=0), unit="ms")
+    assert (started.name, started.ours, started.theirs, started.ratio) == ("some.started", 3000, 6000, 2.0)
     assert (ended.ours, ended.facts["ours_slowest"], ended.facts["ray"]) == (pytest.approx(300), 900.0, "2")
 
 
