@@ -188,8 +188,9 @@ class Subreaper:
     def _end_everything(self) -> None:
         deadline = time.monotonic() + _KILL_SECONDS
         while time.monotonic() < deadline:
-            self._reap()
-            if not (left := _descendants(os.getpid())):
+            left = _descendants(os.getpid())
+            self._reap()  # behind the look: what has ended before it, and so is not found, is no zombie either
+            if not left:
                 return
             for pid in left:
                 _send(pid, signal.SIGKILL)
