@@ -3,11 +3,12 @@
 ARG BASE=python:3.11-slim
 FROM ${BASE}
 ARG UV_NO_CACHE=1
+ARG UV_COMPILE_BYTECODE=1
 ARG VIRTUAL_ENV=/opt/assay
 ARG ASSAY_CACHE_DIR=/opt/assay
 ENV PATH=/opt/assay/bin:$PATH
 WORKDIR /opt/build
-# g++ compiles a package of HELM, and kernels of engines as they run. Versions are those of the base image.
+# g++ compiles kernels of engines as they run. Versions are those of the base image.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ git libnuma1 tini \
@@ -17,7 +18,7 @@ RUN apt-get update \
 COPY resources/environments/requirements/orchestrator.txt requirements/
 RUN python3 -m venv /opt/assay \
     && pip install --no-cache-dir --constraint requirements/orchestrator.txt uv \
-    && uv pip install --compile-bytecode --requirements requirements/orchestrator.txt
+    && uv pip install --requirements requirements/orchestrator.txt
 
 # What is built seldom comes before what changes daily: the environments, then Assay.
 COPY resources/__init__.py resources/errors.py resources/settings.py resources/
@@ -47,7 +48,7 @@ RUN python build.py tasks.evaluators.levanter.environment LEVANTER cpu
 ARG VERSION
 ARG COMMIT
 COPY . source/
-RUN uv pip install --no-deps --compile-bytecode ./source
+RUN uv pip install --no-deps ./source
 LABEL org.opencontainers.image.title="Assay: vLLM on CPUs" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${COMMIT}"

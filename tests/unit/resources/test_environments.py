@@ -139,7 +139,7 @@ def test_credentials_of_a_find_links_page_are_not_shown(
     assert "secret" not in str(caught.value)
 
 
-def test_lists_and_overrides_are_installed_compiled_and_told_about(
+def test_lists_and_overrides_are_installed_and_told_about(
     spec: EnvironmentSpec, tmp_path: Path, fake_uv: Callable[..., Path]
 ) -> None:
     overrides = tmp_path / "overrides.in"
@@ -147,7 +147,6 @@ def test_lists_and_overrides_are_installed_compiled_and_told_about(
     lines: list[str] = []
     environment = build(replace(spec, overrides=overrides, torch=False), tmp_path, fake_uv(), lines=lines)
     [(arguments, _)] = installs(tmp_path)
-    assert "--compile-bytecode" in arguments
     assert arguments[arguments.index("--requirements") + 1] == str(spec.requirements)
     assert arguments[arguments.index("--overrides") + 1] == str(overrides)
     assert arguments[arguments.index("--python") + 1] == str(environment.python)
