@@ -16,12 +16,13 @@ import json
 import os
 import shlex
 import shutil
-import statistics
 import sys
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +34,12 @@ from series import demo_model, steps_of
 from side_by_side import (
     BENCH,
     Comparison,
+    Contest,
+    Phases,
+    comparisons,
     end_children_on_sigterm,
     give_up,
-    interleaved,
-    print_comparison,
-    print_table,
-    say,
+    print_comparisons,
 )
 
 from fakes import ray_variables  # noqa: F401 before ray is imported
@@ -118,23 +119,22 @@ def metrics_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> dict[str, An
     }
 
 
-def measured(backend: Backend, checkpoints: list[LocalCheckpoint], *, rounds: int) -> dict[str, list[float]]:
-    """Wall seconds for each checkpoint on each side, in turns; the first round is not counted."""
-    found: defaultdict[str, list[float]] = defaultdict(list)
-    sides = {"ours": in_one_job, "theirs": in_a_job_each}
-    metrics: list[dict[str, Any]] = []
-    for turn, side in enumerate(interleaved(tuple(sides), rounds + 1)):
-        folder = WORK / f"{backend.name}-{turn}-{side}"
+def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint]) -> Contest:
+    """Both ways to evaluate the checkpoints, in wall seconds for each of them; their metrics must be equal."""
+    turns, metrics = count(), dict[str, Any]()
+
+    def once(evaluate: Callable[[Backend, list[LocalCheckpoint], Path], None]) -> Phases:
+        folder = WORK / f"{backend.name}-{next(turns)}"
         began = time.monotonic()
-        sides[side](backend, checkpoints, folder)
+        evaluate(backend, checkpoints, folder)
         seconds = (time.monotonic() - began) / len(checkpoints)
-        say(f"{backend.name}, {side}: {seconds:.2f} s for each checkpoint")
-        metrics.append(metrics_of(folder, checkpoints))
-        if turn >= len(sides):
-            found[side].append(seconds)
-    if any(other != metrics[0] for other in metrics):
-        give_up(f"the sides have other metrics: {json.dumps(metrics, default=str)[:2000]}")
-    return found
+        found = metrics_of(folder, checkpoints)
+        if found != metrics.setdefault("of the first", found):
+            give_up(f"the sides have other metrics: {json.dumps([found, metrics], default=str)[:2000]}")
+        return {"evaluated": seconds}
+
+    facts = {"checkpoints": len(checkpoints), **backend.facts}
+    return Contest(f"levanter_jobs.{backend.name}", partial(once, in_one_job), partial(once, in_a_job_each), facts)
 
 
 def main() -> None:
@@ -142,6 +142,7 @@ def main() -> None:
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each side (default: 3)")
+    parser.add_argument("--warm-up-rounds", type=int, default=1, help="rounds before, not counted (default: 1)")
     parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="which (default: all)")
     given = parser.parse_args()
     os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris here has a home of its own
@@ -152,24 +153,9 @@ def main() -> None:
     found: list[Comparison] = []
     for name in given.backends:
         with BACKENDS[name](WORK) as backend:
-            seconds = measured(backend, checkpoints, rounds=given.rounds)
-            found.append(
-                Comparison(
-                    f"levanter_jobs.{name}",
-                    "s",
-                    statistics.median(seconds["ours"]),
-                    statistics.median(seconds["theirs"]),
-                    better="less",
-                    facts={"checkpoints": len(checkpoints), "rounds": given.rounds, **backend.facts},
-                )
-            )
-    print_table(
-        f"Median seconds for each of {len(checkpoints)} checkpoints",
-        ("backend", "ours", "theirs", "times faster"),
-        [(line.name, line.ours, line.theirs, f"{line.ratio:.2f}") for line in found],
-    )
-    for line in found:
-        print_comparison(line)
+            contest = contest_of(backend, checkpoints)
+            found += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=given.warm_up_rounds))
+    print_comparisons(f"Median seconds for each of {len(checkpoints)} checkpoints", found)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 Ours is `InferencePool` with one replica, from its start to the answer to the first request, and its end. Theirs is
 `vllm.entrypoints.openai.api_server`, started with the same engine arguments through the backend's own client (a bare
 process on this machine, Ray's job service, Iris' client), asked until it answers, and ended. Both are over when the
-server's process is gone. Backends run on this machine; environments, vLLM's caches and the model are in place, and a
-round on the first backend warms up and is not counted.
+server's process is gone. Backends run on this machine; environments, vLLM's caches and the model are in place, and the
+first round is not counted.
 
 `two_hosts` is one replica of two hosts, each a process of this machine's here, which divide the model's tensors. Theirs
 is the same server with `--nnodes 2`, and a second one with `--headless`.
@@ -122,6 +122,7 @@ def main() -> None:
     end_children_on_sigterm()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="counted starts of each side (default: 3)")
+    parser.add_argument("--warm-up-rounds", type=int, default=1, help="rounds before, not counted (default: 1)")
     parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="which (default: all)")
     parser.add_argument(
         "--hosts", nargs="+", type=int, choices=(1, 2), default=(1, 2), help="of a replica (default: both)"
@@ -143,8 +144,7 @@ def main() -> None:
                     partial(by_its_own_client, backend, checkpoint, hosts),
                     backend.facts,
                 )
-                warm_up_rounds = 1 if name == given.backends[0] else 0
-                found += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=warm_up_rounds))
+                found += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=given.warm_up_rounds))
     print_comparisons("Median seconds of a start to the first answer, and of an end", found)
 
 

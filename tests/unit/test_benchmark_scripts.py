@@ -430,6 +430,21 @@ def test_contest_is_compared_by_the_medians_of_each_side_and_phase():
     assert (ended.ours, ended.facts["ours_slowest"], ended.facts["ray"]) == (pytest.approx(300), 900.0, "2")
 
 
+def test_table_of_starts_has_both_sides_and_their_ratio_and_is_empty_where_there_was_no_figure(
+    script: Callable[[str], ModuleType],
+):
+    starts = script("starts")
+    lines = [
+        Comparison("jobs.local.started", "ms", 40.0, 10.0, better="less"),
+        Comparison("pool_start.ray.answered", "s", 5.0, 60.0, better="less"),
+    ]
+    table = starts.table({line.name: json.loads(line.as_json()) for line in lines}, ["local", "ray"])
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in table]
+    assert cells[0] == ["", "Local", "Ray"] and len(cells) == 2 + len(starts.ROWS)
+    assert cells[2][1:] == ["40 ms / 10 ms, 0.25", "–"]
+    assert cells[3][1:] == ["–", "5.0 s / 60.0 s, 12"]
+
+
 # The simulations of statistics.py, small: bounds are those of so few trials, and seeds make them exact
 
 
