@@ -227,12 +227,16 @@ def set_process_environment_defaults(defaults: dict[str, str]) -> None:
 
 @contextmanager
 def variable_set(name: str, value: str) -> Iterator[None]:
-    """Sets a variable that nobody has set for this process while the block lasts."""
+    """Sets a variable for this process, and what it starts, while the block lasts."""
+    before = os.environ.get(name)
     os.environ[name] = value
+    settings.cache_clear()
     try:
         yield
     finally:
         del os.environ[name]
+        set_process_environment_defaults({name: before} if before is not None else {})
+        settings.cache_clear()
 
 
 def set_tracking_server(uri: str) -> None:

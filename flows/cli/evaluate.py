@@ -39,6 +39,7 @@ def evaluate(
     from flows.console.finished import records_if_finished
     from flows.console.running import run_series
     from resources.errors import BadInput
+    from resources.settings import MAX_EGRESS_VARIABLE, settings, variable_set
     from tasks.checkpoints.discovery import with_pinned_model
     from tasks.spec.evaluation import CheckpointSelection
     from tasks.spec.loading import build_config
@@ -54,7 +55,8 @@ def evaluate(
         CheckpointSelection,
         source="the options",
     )
-    there: dict[str, Any] = {"gate": judged_by, "max_egress_usd": sending.max_egress_usd, "on_event": _tell}
+    egress_usd = settings().max_egress_usd if sending.max_egress_usd is None else sending.max_egress_usd
+    there: dict[str, Any] = {"gate": judged_by, "max_egress_usd": egress_usd, "on_event": _tell}
     if sending.on_work_pool and gating.summary is not None:
         raise BadInput(
             expected="--summary where the gate is judged",
@@ -72,7 +74,7 @@ def evaluate(
         configs = [with_pinned_model(wanted)]
         sinks = wanted.sinks
     if dry_run:
-        _show_plan(configs, selection, sending, as_json=as_json)
+        _show_plan(configs, selection, egress_usd=egress_usd if sending.on_work_pool else None, as_json=as_json)
         return
     if sending.on_work_pool:
         from flows.console.on_work_pool import send_evaluation, send_suite
@@ -94,25 +96,27 @@ def evaluate(
         return evaluate_checkpoints(configs[0], selection, judged_by)
 
     place = {"evaluation_path": configs[0].evaluation_path, "run_name": configs[0].run_name}
-    result = run_series(
-        run,
-        **place,
-        console=ERR,
-        finished=lambda: records_if_finished(configs, selection, gate=judged_by),
-        configs=configs,
-    )
+    with variable_set(MAX_EGRESS_VARIABLE, str(egress_usd)):
+        result = run_series(
+            run,
+            **place,
+            console=ERR,
+            finished=lambda: records_if_finished(configs, selection, gate=judged_by),
+            configs=configs,
+        )
     write_summaries([result.verdict] if result.verdict else [], gating.summary)
     show_series(result, as_json=as_json, sinks=sinks)
 
 
 def _show_plan(
-    configs: Sequence[EvaluationConfig], selection: CheckpointSelection, sending: WorkPoolOptions, *, as_json: bool
+    configs: Sequence[EvaluationConfig], selection: CheckpointSelection, *, egress_usd: float | None, as_json: bool
 ) -> None:
-    if sending.on_work_pool:
+    """Shows what is wanted, and on which machines: those of a work pool where reading may cost so much."""
+    if egress_usd is not None:
         from flows.console.on_work_pool import choose
         from tasks.spec.names import how_many
 
-        choice, checkpoints = choose(configs, selection, max_egress_usd=sending.max_egress_usd)
+        choice, checkpoints = choose(configs, selection, max_egress_usd=egress_usd)
         wanted = len(checkpoints) * len(configs)
         content = {"wanted": wanted, **choice.as_dict()}
         lines = [f"{how_many(wanted, 'cell')} wanted, less those that are recorded already", choice.described()]

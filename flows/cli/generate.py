@@ -12,6 +12,7 @@ from flows.cli.options.groups import (
     EvaluationOptions,
     GenerationOutputOptions,
     MachineOptions,
+    PoolKeyBlock,
     PromptOptions,
     SamplingOptions,
     SelectionOptions,
@@ -27,6 +28,7 @@ def generate(
     model: Annotated[str | None, typer.Option(help="A checkpoint, or a run that holds them as hf/step-N.")] = None,
     *,
     pool: Annotated[str | None, typer.Option(help="A kept pool, by name or https:// address: see assay pool.")] = None,
+    pool_key_block: PoolKeyBlock = None,
     name: Annotated[str | None, typer.Option(help="Name of the run in the output.")] = None,
     config: Annotated[str | None, typer.Option(help="YAML file with a GenerationConfig, in place of options.")] = None,
     asked: PromptOptions,
@@ -46,11 +48,13 @@ def generate(
     groups = (asked, sampling, writing, selecting, engines, machine)
     if config is not None:
         given = [field for group in groups for field in annotations_of(type(group)) if _was_given(group, field)]
-        given += [field for field, value in (("model", model), ("pool", pool), ("name", name)) if value is not None]
+        alone = {"model": model, "pool": pool, "pool_key_block": pool_key_block, "name": name}
+        given += [field for field, value in alone.items() if value is not None]
         refuse_beside_config(given, "a generation")
         wanted = load_config(config, GenerationConfig)
     else:
-        served = EvaluationOptions(model=model, name=name, pool=pool, **asdict(engines), **asdict(machine))
+        pools = {"pool": pool, "pool_key_block": pool_key_block}
+        served = EvaluationOptions(model=model, name=name, **pools, **asdict(engines), **asdict(machine))
         wanted = generation_from_options(served, asked, sampling, writing, selecting)
     written = run_generation(wanted, console=ERR)
     if as_json:

@@ -84,7 +84,7 @@ def evaluation_from_options(options: EvaluationOptions) -> EvaluationConfig:
         "evals": [_benchmark(text, forced=options.force_fewshot) for text in options.evals],
     }
     if issubclass(kind, NativeOptions):
-        unused = options.given("base_url", "pool", "replicas", "engine", "chat", "served_name")
+        unused = options.given("base_url", "pool", "pool_key_block", "replicas", "engine", "chat", "served_name")
         _refuse_beside(f"--evaluator {options.evaluator}", unused, "it loads the checkpoint itself, without an engine")
         content["resource_config"] = resources_asked(options)
     elif options.base_url is None and options.pool is None:
@@ -140,6 +140,7 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
     if served:
         pool_options = options.given(*POOL_OPTIONS)
         _refuse_beside(served[0], pool_options, "they are for a pool that is started; it serves as its owner chose")
+    require_pool_of_key_block(options)
     return {
         "model_path": options.model,
         "model_name": options.name,
@@ -149,10 +150,21 @@ def _content(options: EvaluationOptions) -> dict[str, Any]:
         "served_model_name": options.served_name,
         "base_url": options.base_url,
         "pool_name": options.pool,
+        "pool_key_block": options.pool_key_block,
         "apply_chat_template": True if options.chat and served else None,
         "sinks": (*(sinks_in(options.sinks, None) or ()), *_mlflow(options)),
         **{name: share for name in _SHARES if (share := getattr(options, name)) is not None},
     }
+
+
+def require_pool_of_key_block(options: EvaluationOptions) -> None:
+    """Refuses a key where no pool is named."""
+    if options.pool_key_block is not None and options.pool is None:
+        raise BadInput(
+            expected="--pool beside --pool-key-block",
+            found="--pool-key-block alone",
+            remedy="name the pool by its address, or leave the key out",
+        )
 
 
 def _mlflow(options: EvaluationOptions) -> list[dict[str, str]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from flows.cli.options.evaluations import key_and_value, pool_content
+from flows.cli.options.evaluations import key_and_value, pool_content, require_pool_of_key_block
 from flows.cli.options.groups import (
     POOL_OPTIONS,
     EvaluationOptions,
@@ -39,6 +39,7 @@ def generation_from_options(
             found="not all of them",
             remedy="for example: assay generate --model runs/a --prompts prompts.jsonl --output generated",
         )
+    require_pool_of_key_block(served)
     if served.pool is not None and (unused := served.given(*POOL_OPTIONS)):
         raise BadInput(
             expected="only options that can be followed beside --pool",
@@ -50,6 +51,7 @@ def generation_from_options(
         "model_path": served.model,
         "model_name": served.name,
         "pool_name": served.pool,
+        "pool_key_block": served.pool_key_block,
         "selection": {
             "which": selecting.which,
             "every_n_steps": selecting.every,

@@ -11,6 +11,10 @@ import typer
 
 from resources.errors import BadInput
 
+PoolKeyBlock = Annotated[
+    str | None, typer.Option(help="Prefect secret block with the key of that pool; ASSAY_POOL_KEY when left out.")
+]
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -81,6 +85,7 @@ class EvaluationOptions(EngineOptions, MachineOptions):
     base_url: Annotated[str | None, typer.Option(help="An endpoint that serves the checkpoint already.")] = None
     served_name: Annotated[str | None, typer.Option(help="Its name there, where it is another one.")] = None
     pool: Annotated[str | None, typer.Option(help="A kept pool, by name or https:// address: see assay pool.")] = None
+    pool_key_block: PoolKeyBlock = None
     allow_code: Annotated[
         tuple[str, ...], typer.Option("--allow-code", help="A benchmark that may run code the model wrote.")
     ] = ()
@@ -120,7 +125,10 @@ class WorkPoolOptions:
     on_work_pool: Annotated[
         bool, typer.Option("--on-work-pool", help="At the work pool of the best region, not here; waits for it.")
     ] = False
-    max_egress_usd: Annotated[float, typer.Option(help="Most that reading from another region may cost there.")] = 0.0
+    max_egress_usd: Annotated[
+        float | None,
+        typer.Option(help="Most that reading from another region may cost; ASSAY_MAX_EGRESS_USD when left out.", min=0),
+    ] = None
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,8 @@ def test_options_become_fields_and_files_are_read(tmp_path: Path) -> None:
     }
     assert config.pool_config is not None and config.pool_config.resource_config.replicas == 2
     assert config.most_errors(1000) == 20
+    elsewhere = generation(served={"pool": "https://pool.test", "pool_key_block": "kept-pool"})
+    assert (elsewhere.pool_name, elsewhere.pool_key_block) == ("https://pool.test", "kept-pool")
 
 
 @pytest.mark.parametrize(("text", "most"), [("3", 3), ("0", 0), ("0.5", 500), ("any", float("inf"))])
@@ -69,6 +71,7 @@ def test_most_errors_are_a_number_a_share_or_any(text: str, most: float) -> None
         ({"prompts": ()}, "--model or --pool, --prompts and --output"),
         ({"output": None}, "--model or --pool, --prompts and --output"),
         ({"served": {"pool": "warm", "replicas": 2}}, "--pool and --replicas"),
+        ({"served": {"pool_key_block": "kept-pool"}}, "--pool beside --pool-key-block"),
         ({"max_errors": "few"}, "a number, a share or any"),
         ({"template": "@nowhere"}, "nowhere is not there"),
         ({"template": "{{"}, "expected a Jinja template"),

@@ -1,4 +1,4 @@
-"""Buckets and their accounts in blocks of a Prefect server, named by sinks."""
+"""Blocks of a Prefect server: buckets and their accounts, named by sinks; keys of pools, named by evaluations."""
 
 from __future__ import annotations
 
@@ -12,6 +12,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from fakes.cells import make_cell
 from fakes.gcs import FakeGcs, fake_gcs
+from fakes.proxy import KEYS, running_proxy
+from pools.access import PoolDescription
+from pools.config import InferencePoolConfig
+from resources.errors import BadInput
+from resources.settings import settings
+from tasks.running.kept_pools import access_of
 from tasks.sinks.object_store import ObjectStoreSink
 from tasks.sinks.publishing import publish_record
 
@@ -61,3 +67,42 @@ def test_block_that_is_not_there_is_reported(tmp_path: Path):
     sink = ObjectStoreSink(block="no-such-block")
     reason = publish_record(record, str(cell), (sink,))[sink.name].reason
     assert reason is not None and "the Prefect block no-such-block of type GcsBucket" in reason
+
+
+@pytest.fixture
+def pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a pool whose keys this machine does not know."""
+    for name in ("ASSAY_POOL_KEY", "ASSAY_POOL_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    settings.cache_clear()
+    config = InferencePoolConfig.model_validate({"model": {"name": "run"}})
+    description = PoolDescription(config=config, engine_build="build", engine_packages={}).model_dump_json()
+    journal = ("--journal", str(tmp_path / "journal.sqlite"))
+    with running_proxy(tmp_path, *journal, description=description) as running:
+        yield running.url
+
+
+CLIENT, ADMIN = KEYS.client.get_secret_value(), KEYS.admin.get_secret_value()
+
+
+@pytest.mark.parametrize(
+    ("content", "admin_key"), [(CLIENT, None), ({"key": CLIENT, "admin_key": ADMIN}, KEYS.admin)], ids=["key", "keys"]
+)
+def test_secret_block_has_the_keys_of_a_pool_at_an_address(pool: str, content: object, admin_key: object):
+    from prefect.blocks.system import Secret
+
+    Secret(value=content).save("kept-pool", overwrite=True, _sync=True)  # pyright: ignore
+    access = access_of(pool, "kept-pool")
+    assert (access.key, access.admin_key, access.engine_build) == (KEYS.client, admin_key, "build")
+
+
+@pytest.mark.parametrize("content", ["wrong", {"token": CLIENT}, {}, 7])
+def test_secret_block_that_has_no_key_of_the_pool_is_refused_without_its_content(pool: str, content: object):
+    from prefect.blocks.system import Secret
+
+    Secret(value=content).save("no-key", overwrite=True, _sync=True)  # pyright: ignore
+    with pytest.raises(BadInput) as refused:
+        access_of(pool, "no-key")
+    assert CLIENT not in str(refused.value)
+    with pytest.raises(BadInput, match="the Prefect block no-such-block of type Secret"):
+        access_of(pool, "no-such-block")
