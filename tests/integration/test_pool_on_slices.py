@@ -155,7 +155,7 @@ def test_vms_of_a_slice_make_a_ray_of_their_own_on_which_the_first_serves(tmp_pa
     place, told = (own_address(), str(free_port()), own_address(), "4"), tmp_path / "told.json"
     # Of the test's own process, which Ray takes as a wish for a single node.
     several = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1"}
-    client = LocalClient(tmp_path / "jobs", grace_seconds=2)
+    client = LocalClient(tmp_path / "jobs")
 
     def part(rank: str, *served: str) -> JobHandle:
         environment = create_environment(env_vars={**several, **described("own", int(rank))})
@@ -163,8 +163,11 @@ def test_vms_of_a_slice_make_a_ray_of_their_own_on_which_the_first_serves(tmp_pa
         return client.submit(JobRequest(f"part-{rank}", command, resources=ResourceConfig(), environment=environment))
 
     try:
-        _, first = part("1"), part("0", str(told), "--port", "81")
+        before = set(Path("/tmp").glob("assay-ray-*"))
+        second, first = part("1"), part("0", str(told), "--port", "81")
         assert first.wait(120) is JobStatus.SUCCEEDED, first.logs()
         assert json.loads(told.read_text()) == [[4.0, 4.0], ["--port", "81"]]
+        second.terminate()
+        assert set(Path("/tmp").glob("assay-ray-*")) == before
     finally:
         client.shutdown()

@@ -14,11 +14,16 @@ of a token is looked up once.
 
 from __future__ import annotations
 
+import fcntl
 import importlib
+import ipaddress
 import mmap
 import os
+import socket
+import struct
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +54,7 @@ LATE_MODULES = (
 """Imported by vLLM in its own time, some only for some models; a missing one does no harm."""
 ROWS = 8
 """Rows of log-probabilities that are compared with their threshold at once."""
+_SIOCGIFADDR = 0x8915  # Linux' call for the address of an interface
 
 
 def preload(arguments: list[str]) -> None:
@@ -85,6 +91,8 @@ def run(entry: Any, arguments: list[str]) -> None:
     """Serves; or, where the server is on another host, computes this host's part of what it answers."""
     if (address := os.environ.get("ASSAY_ENGINE_HOST")) is not None:
         os.environ["VLLM_HOST_IP"] = address
+        if (interface := interface_of(address)) is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     sys.argv = ["vllm", *arguments]
     if "--headless" not in arguments:
         entry.main()
@@ -93,6 +101,24 @@ def run(entry: Any, arguments: list[str]) -> None:
     parsing: Any = importlib.import_module("vllm.utils.argparse_utils")
     serve: Any = importlib.import_module("vllm.entrypoints.cli.serve")
     serve.ServeSubcommand.cmd(commands.make_arg_parser(parsing.FlexibleArgumentParser()).parse_args())
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has an address, None where Linux names none.
+
+    Gloo would listen at the address of the host's own name, which is 127.0.1.1 on Debian: no other host reaches that.
+    """
+    if ":" in address:
+        wanted = ipaddress.ip_address(address).packed.hex()
+        known = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return next((name for number, *_, name in known if number == wanted), None)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # one that has no address
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def fork_one_engine_process() -> None:

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -21,24 +22,42 @@ from typing import Any
 
 _START_SECONDS = 600.0
 _POLL_SECONDS = 0.2
+_ENDING_SECONDS = 5.0  # of the ten that a job has by default
 _RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
 
 
 def main(arguments: list[str]) -> None:
     """Is a node of the slice's Ray, and on host 0 serves as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by itself it would leave the folder
     hosts, rank, head, port, own, chips, *served = arguments
     address = f"[{head}]:{port}" if ":" in head else f"{head}:{port}"
-    node = [f"--node-ip-address={own}", f"--resources={json.dumps({'TPU': float(chips)})}"]
-    if rank != "0":
+    if rank == "0":
+        place = ["--head", f"--port={port}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+    else:
+        place = [f"--address={address}"]
         wait_for_port(head, int(port))
-        os.execv(sys.executable, [*_RAY, f"--address={address}", *node])
-    folder = tempfile.mkdtemp(prefix="assay-ray-", dir="/tmp")  # sockets in it have short names
-    alone = ["--include-dashboard=false", f"--ray-client-server-port={free_port()}", f"--temp-dir={folder}"]
-    ray_process = subprocess.Popen([*_RAY, "--head", f"--port={port}", *alone, *node])
-    wait_for_nodes(int(hosts), address, ray_process)
-    os.environ["RAY_ADDRESS"] = address
-    sys.argv = ["vllm", *served]
-    runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+    with tempfile.TemporaryDirectory(prefix="assay-ray-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        # Sockets in it have short names.
+        node = [f"--node-ip-address={own}", f"--resources={json.dumps({'TPU': float(chips)})}", f"--temp-dir={folder}"]
+        ray_process = subprocess.Popen([*_RAY, *place, *node])
+        try:
+            if rank != "0":
+                sys.exit(ray_process.wait())
+            wait_for_nodes(int(hosts), address, ray_process)
+            os.environ["RAY_ADDRESS"] = address
+            sys.argv = ["vllm", *served]
+            runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+        finally:
+            end(ray_process)
+
+
+def end(ray_process: subprocess.Popen[bytes]) -> None:
+    """Has a node of Ray end, with what it has started, before its folder goes."""
+    ray_process.terminate()
+    try:
+        ray_process.wait(_ENDING_SECONDS)
+    except subprocess.TimeoutExpired:
+        ray_process.kill()
 
 
 def free_port() -> int:

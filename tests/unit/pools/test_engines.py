@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import runpy
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from pools.engine.engines import (
 from pools.engine.launch import HostPart, Launch, ServedCheckpoint, VllmLauncher
 from pools.weights.model_files import digest_model_folder, inspect_model_folder
 from resources.environments.environments import Environment
+from resources.jobs.addresses import is_loopback, own_address
 
 
 @pytest.mark.parametrize(
@@ -289,6 +292,17 @@ def test_parts_on_hosts_find_each_other_and_only_the_first_serves(tmp_path: Path
         )
     assert ("--headless" in first.arguments, "--headless" in second.arguments) == (False, True)
     assert (first.variables["ASSAY_ENGINE_HOST"], second.variables["ASSAY_ENGINE_HOST"]) == ("10.0.0.1", "10.0.0.2")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux for the interface")
+def test_parts_meet_on_the_interface_that_has_the_address_of_their_host() -> None:
+    program = ENGINES["cpu"].program
+    assert program is not None
+    interface_of = runpy.run_path(str(program))["interface_of"]
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") is None  # nobody's: it is kept for examples
+    if not is_loopback(here := own_address()):
+        assert interface_of(here) not in (None, "lo")
 
 
 def test_parts_on_the_vms_of_a_slice_are_nodes_of_a_ray_of_its_own_and_only_the_first_serves(tmp_path: Path) -> None:
