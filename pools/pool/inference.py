@@ -113,6 +113,7 @@ class InferencePool:
         agents = AgentJobs(
             self._submit_agent,
             lease_seconds=self.config.lease_seconds,
+            startup_seconds=self.config.startup_timeout_seconds,
             max_restarts=self.config.max_replica_restarts,
             on_event=self._on_event,
         )

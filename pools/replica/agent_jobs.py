@@ -59,6 +59,7 @@ class AgentJobs:
     Args:
         submit: starts the agent of a replica, by its name and the number of this start among all.
         lease_seconds: how long an announcement holds.
+        startup_seconds: how long an agent may take until it speaks.
         max_restarts: how often an agent is started again in ten minutes before its replica is given up.
         on_event: told in a line what happens.
     """
@@ -68,11 +69,13 @@ class AgentJobs:
         submit: Callable[[str, int], JobHandle],
         *,
         lease_seconds: float,
+        startup_seconds: float,
         max_restarts: int,
         on_event: Callable[[str], None],
     ) -> None:
         self._submit = submit
         self._patience_seconds = _SILENT_LEASES * lease_seconds
+        self._startup_seconds = startup_seconds
         self._max_restarts = max_restarts
         self._on_event = on_event
         self._starts = itertools.count(1)
@@ -106,9 +109,12 @@ class AgentJobs:
             if agent.given_up is not None or agent.is_restarting or not agent.look():
                 continue
             replica = heard.get(name)
-            # A new agent needs a moment until it speaks; what was heard last is of the one before.
-            is_new = time.monotonic() - agent.started_at < self._patience_seconds
-            silent = replica is not None and replica.silent_seconds > self._patience_seconds and not is_new
+            silent = replica is not None and is_silent(
+                replica.silent_seconds,
+                started_seconds=time.monotonic() - agent.started_at,
+                patience_seconds=self._patience_seconds,
+                startup_seconds=self._startup_seconds,
+            )
             last = replica.announcement if replica is not None else None
             failure = last.failure if last is not None and last.start == agent.start else None
             if failure is not None and failure.kind == EngineDied.__name__:
@@ -151,3 +157,18 @@ class AgentJobs:
         with ThreadPoolExecutor(max(1, len(self._agents))) as threads:
             for agent in self._agents.values():
                 threads.submit(agent.job.terminate)
+
+
+def is_silent(
+    silent_seconds: float, *, started_seconds: float, patience_seconds: float, startup_seconds: float
+) -> bool:
+    """Returns True if an agent should have spoken.
+
+    Args:
+        silent_seconds: time since its replica was heard last; before its start that was the agent before it.
+        started_seconds: time since its start.
+        patience_seconds: how long one that has spoken may be silent.
+        startup_seconds: how long a new one may be: it may have to build the engine's environment.
+    """
+    has_spoken = silent_seconds < started_seconds
+    return silent_seconds > patience_seconds if has_spoken else started_seconds > startup_seconds

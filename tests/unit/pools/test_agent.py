@@ -22,6 +22,7 @@ from pools.engine.launch import Servable
 from pools.protocol import Announcement, Orders
 from pools.proxy.client import ProxyAddress
 from pools.replica import agent
+from pools.replica.agent_jobs import is_silent
 from pools.replica.replica import ReplicaEngine
 from resources.backends.local.client import LocalClient
 from resources.settings import settings
@@ -232,3 +233,19 @@ def test_replica_between_two_checkpoints_never_says_that_it_is_ready_for_the_for
         first = words.index(("ready", digest))
         gone = next(place for place, pair in enumerate(words) if place > first and pair != ("ready", digest))
         assert ("ready", digest) not in words[gone:]
+
+
+@pytest.mark.parametrize(
+    ("silent", "started", "wanted"),
+    [
+        (5, 100, False),
+        (7, 100, True),  # it has spoken, and does no more
+        (150, 100, True),  # it has never spoken: its start takes too long
+        (1000, 50, False),  # only the agent before it was heard: it may be building an environment
+        (6.5, 6, False),
+    ],
+)
+def test_new_agent_may_be_silent_for_as_long_as_a_start_takes_and_others_for_some_leases(
+    silent: float, started: float, wanted: bool
+) -> None:
+    assert is_silent(silent, started_seconds=started, patience_seconds=6, startup_seconds=60) is wanted
