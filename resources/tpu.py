@@ -7,6 +7,7 @@ chip); a v5litepod or v6e name counts chips.
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from resources.errors import BadInput
@@ -25,6 +26,12 @@ class TpuTopology:
 
 TPU_TYPE_VARIABLE = "ASSAY_TPU_TYPE"
 """Type of the slice that a job has got, for its processes, where the backend knows."""
+
+
+def tpu_type_in(variables: Mapping[str, str]) -> str | None:
+    """The type of slice that a process with these variables has got; None where neither backend nor machine says."""
+    return variables.get(TPU_TYPE_VARIABLE) or variables.get("TPU_ACCELERATOR_TYPE") or None
+
 
 _V4_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 _V5P_SIZES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 12288)

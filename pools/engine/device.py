@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pools.config import EngineDevice
 from resources.settings import process_environment
-from resources.tpu import TPU_TYPE_VARIABLE
+from resources.tpu import tpu_type_in
 
 _CPU_FACTS = Path("/proc/cpuinfo")
 _ASK_SECONDS = 20.0  # the driver of a GPU that nobody uses takes some to wake up
@@ -24,8 +24,7 @@ def device_name(device: EngineDevice) -> str | None:
         case "cuda":
             return _gpu_names()
         case "tpu":
-            variables = process_environment()
-            return variables.get(TPU_TYPE_VARIABLE) or variables.get("TPU_ACCELERATOR_TYPE")
+            return tpu_type_in(process_environment())
 
 
 def _cpu_name() -> str:

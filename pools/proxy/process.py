@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sys
 from pathlib import Path
 
 from pools.config import InferencePoolConfig
@@ -14,7 +15,7 @@ from pools.proxy.standing_socket import lent, standing_socket
 from resources.config import ResourceConfig
 from resources.errors import BadInput, ProxyFailed
 from resources.jobs.addresses import is_loopback
-from resources.jobs.jobs import Client, Command, JobHandle, JobRequest
+from resources.jobs.jobs import Call, Client, Command, JobHandle, JobRequest
 from resources.settings import POOL_DESCRIPTION_VARIABLE, ProxyKeys, settings
 
 _START_SECONDS = 60.0
@@ -40,6 +41,13 @@ def check_network(config: InferencePoolConfig, *, is_local: bool) -> None:
         remedy="if the network between the machines keeps strangers out (docs/security.md), say so: --insecure, or "
         "ASSAY_INSECURE=1",
     )
+
+
+def _serve(arguments: list[str]) -> None:
+    """Is a proxy until it is told to end."""
+    from pools.proxy.__main__ import main
+
+    sys.exit(main(arguments))
 
 
 class ProxyProcess:
@@ -120,7 +128,8 @@ class ProxyProcess:
             job = self._job = self._client.submit(
                 JobRequest(
                     name=labelled("proxy", self._label, secrets.token_hex(6)),
-                    entrypoint=Command("python", tuple(arguments)),
+                    # A call brings our code along to where none of it is installed.
+                    entrypoint=Command("python", tuple(arguments)) if local else Call(_serve, (arguments[2:],)),
                     resources=ResourceConfig(preemptible=False, **placed_with(config.resource_config)),
                     environment=pool_environment(
                         config, env_vars={**self._keys.as_environment(), POOL_DESCRIPTION_VARIABLE: self.description}

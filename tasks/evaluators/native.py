@@ -16,7 +16,9 @@ from pools.endpoint import LocalCheckpoint
 from pools.weights.model_files import ModelDigests
 from resources.config import Config
 from resources.errors import HarnessOutputInvalid, StorageError, error_of
+from resources.settings import process_environment
 from resources.storage import storage
+from resources.tpu import tpu_type_in
 from resources.warm.fork_server import WarmProgram
 from tasks.evaluators.evaluator import Evaluator
 from tasks.spec.benchmarks import named_elsewhere
@@ -47,7 +49,12 @@ class NativeEvaluation:
 
 
 def _this_machine() -> dict[str, str]:
-    return {"system": platform.platform(), "machine": platform.machine()}
+    slice_type = tpu_type_in(process_environment())
+    return {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        **({"tpu": slice_type} if slice_type is not None else {}),
+    }
 
 
 class Outcome(Config):
@@ -58,7 +65,7 @@ class Outcome(Config):
     seconds: float
     """Time of the job that it took: since the job began, or ended its last evaluation."""
     machine: dict[str, str] = Field(default_factory=_this_machine)
-    """The system that it ran on."""
+    """The system that it ran on, and the type of TPU slice that the job got, of those that would have done."""
 
     def raise_failure(self) -> None:
         """Raises the error that it ended with, if any."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
+import sysconfig
 import tempfile
+import venv
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,18 +69,30 @@ def start_cluster() -> IrisCluster:
     temporary = home / "temporary"
     temporary.mkdir()
     port = free_port()
+    python = _python_without_us(home / "python")
     with (home / "cluster.log").open("wb") as log:
         process = subprocess.Popen(
-            [sys.executable, str(_PROGRAM), str(port)],
+            [python, str(_PROGRAM), str(port)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            cwd=home,
             env={**os.environ, "HOME": str(home), "TMPDIR": str(temporary), "PYTHONPATH": ""},
         )
     cluster = IrisCluster(f"127.0.0.1:{port}", process, temporary)
     cluster.tell("start")
     return cluster
+
+
+def _python_without_us(folder: Path) -> Path:
+    """An interpreter that has every package of ours, and none of our own code."""
+    venv.create(folder, symlinks=True)
+    for name in ("purelib", "platlib"):
+        variables = {"base": str(folder), "platbase": str(folder)}
+        here, packages = Path(sysconfig.get_path(name, "venv", variables)), sysconfig.get_path(name)
+        (here / "packages.pth").write_text(f"{packages}\n")  # whose own .pth files, with the way to us, are not read
+    return folder / "bin" / "python"
 
 
 @shared

@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def main(port: int) -> None:
-    """Runs a cluster with one kind of machine, which has room for many jobs."""
+    """Runs a cluster with machines that have room for many jobs, and two simulated TPU slices of four small ones."""
     from datetime import timedelta
 
     gc.disable()  # a fifth of the time of these imports
@@ -22,6 +22,7 @@ def main(port: int) -> None:
     from iris.cluster.backends.local.cluster import LocalCluster, make_local_cluster_config
     from iris.cluster.controller import service, worker_health
     from iris.cluster.types import WorkerId
+    from iris.rpc import config_pb2
 
     gc.freeze()
     gc.enable()
@@ -33,6 +34,13 @@ def main(port: int) -> None:
     config.storage.remote_state_dir = f"file://{Path.home()}/state"  # else gone with the first controller
     machine = config.scale_groups["local-cpu"].resources
     machine.cpu_millicores, machine.memory_bytes, machine.disk_bytes = 900_000, 900 * 2**30, 90 * 2**40
+    slices = config.scale_groups["local-tpu"]
+    slices.name, slices.num_vms, slices.max_slices = "local-tpu", 4, 2
+    kind = config_pb2.ACCELERATOR_TYPE_TPU, "v5litepod-16"
+    slices.resources.device_type, slices.resources.device_variant = kind
+    slices.slice_template.accelerator_type, slices.slice_template.accelerator_variant = kind
+    slices.resources.device_count, slices.resources.cpu_millicores = 4, 100_000
+    slices.resources.memory_bytes, slices.resources.disk_bytes = 256 * 2**30, 2**40
     cluster = LocalCluster(config)
     for line in sys.stdin:
         if line.strip() in {"stop", "restart"}:

@@ -9,6 +9,7 @@ import sys
 import textwrap
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -252,6 +253,47 @@ def test_iris_jobs_and_actors_are_found_beyond_the_first_page(client: IrisClient
     listed = [details.job_id for details in by_twos.jobs()]
     assert [job_id for job_id in listed if job_id in ids] == ids[::-1]
     assert len(listed) == len(set(listed))
+
+
+def on_slices(*types: str, slice_count: int = 1) -> ResourceConfig:
+    return ResourceConfig.with_tpu(types, slice_count, cpu=1, ram="1g", disk="1g")
+
+
+def slices_of(job_id: str) -> set[str]:
+    """The simulated slices that a job's tasks are on; a worker is named after its slice, and its place in it."""
+    address = shared_cluster().address
+    tasks = call_controller(address, "ListTasks", jobId=job_id)["tasks"]
+    return {task["workerId"].rsplit("-", 2)[0] for task in tasks}
+
+
+def test_iris_job_on_a_slice_runs_on_each_of_its_vms_and_is_told_the_type_it_got(
+    client: IrisClient, workspace: Path
+) -> None:
+    words = "host $ASSAY_HOST_INDEX of $ASSAY_HOST_COUNT on $ASSAY_TPU_TYPE, $JAX_PLATFORMS, $LIBTPU_INIT_ARGS"
+    request = job(f'echo "{words}"', workspace)
+    handle = client.submit(replace(request, resources=on_slices("v6e-16", "v5e-16")))  # there is none of the first
+    assert handle.wait(60) is JobStatus.SUCCEEDED
+    expected = [f"host {index} of 4 on v5litepod-16, tpu,cpu, " for index in range(4)]
+    assert handle.logs().splitlines() == expected
+    assert handle.details().replicas == len(slices_of(handle.job_id)) == 1
+
+
+def test_iris_job_on_two_slices_of_several_vms_is_refused_and_two_jobs_run_at_once(
+    client: IrisClient, workspace: Path, tmp_path: Path
+) -> None:
+    two = on_slices("v5e-16", slice_count=2)
+    with pytest.raises(
+        UnsatisfiableResources, match=r"(?s)2 slices v5litepod-16 of 4 VMs each.*one job for each slice"
+    ):
+        client.submit(replace(job("true", workspace), resources=two))
+    (met := tmp_path / "met").mkdir()
+    here = f"{met}/$(basename $ASSAY_JOB_ID)-$ASSAY_HOST_INDEX"
+    both = f"touch {here}; until [ $(ls {met} | wc -l) = 8 ]; do sleep 0.1; done"
+    requests = [replace(job(both, workspace, name=name), resources=on_slices("v5e-16")) for name in ("one", "two")]
+    handles = [client.submit(request) for request in requests]
+    assert wait_all(handles, 60) == [JobStatus.SUCCEEDED] * 2
+    first, second = (slices_of(handle.job_id) for handle in handles)
+    assert len(first) == len(second) == 1 and first != second
 
 
 def test_iris_job_inside_a_job_is_named_below_it(client: IrisClient, workspace: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from resources.backends.iris.lease import LeaseRenewer
 from resources.backends.iris.resources import Group, check_groups, placement
 from resources.backends.iris.states import job_status, name_of, reason
 from resources.backends.processes import device_variables, existing_folder, import_folders
-from resources.config import ResourceConfig
+from resources.config import ResourceConfig, TpuConfig
 from resources.errors import BadInput
 from resources.jobs.calls import pickled
 from resources.jobs.jobs import (
@@ -29,9 +29,10 @@ from resources.jobs.jobs import (
     JobStatus,
     create_environment,
 )
-from resources.jobs.packaging import package_workspace
+from resources.jobs.packaging import own_code, package_workspace
 from resources.jobs.waiting import while_running
 from resources.settings import iris_job, iris_task
+from resources.tpu import TPU_TYPE_VARIABLE
 
 _PROGRAMS = Path(__file__).parents[1] / "programs"
 _SHIPPED = ("iris_replica.py", "iris_records.py", "supervise.py", "endings.py", "run_call.py")
@@ -166,6 +167,7 @@ class IrisClient:
         files = {f"{_FOLDER}/{name}": (_PROGRAMS / name).read_bytes() for name in _SHIPPED}
         if isinstance(request.entrypoint, Call):
             files[f"{_FOLDER}/call.pickle"] = pickled(request.entrypoint)
+            files[f"{_FOLDER}/assay.zip"] = own_code().content  # which Iris keeps once, however many jobs bring it
         files[f"{_FOLDER}/job.json"] = json.dumps(
             self._job(request, environment, workspace=workspace, hosts=placed.hosts)
         ).encode()
@@ -204,6 +206,7 @@ class IrisClient:
             "working_directory": _in_workspace(request.working_directory, workspace),
             "import_folders": _import_folders(workspace),
             "max_retries_preemption": request.max_retries_preemption,
+            "variables_by_tpu_type": _variables_by_tpu_type(request.resources),
             "outlives_parent": request.outlives_parent,
             "grace_seconds": self._grace_seconds,
             "poll_seconds": self._poll_seconds,
@@ -231,6 +234,12 @@ class IrisClient:
     def _user(self) -> str:
         task = iris_task()
         return self._known_user or (task.split("/")[1] if task else getpass.getuser())
+
+
+def _variables_by_tpu_type(resources: ResourceConfig) -> dict[str, dict[str, str]]:
+    """The defaults of a job for each type of slice that it may get."""
+    types = resources.device.choices if isinstance(resources.device, TpuConfig) else ()
+    return {tpu.variant: {**device_variables(tpu), TPU_TYPE_VARIABLE: tpu.variant} for tpu in types}
 
 
 def _workspace(environment: EnvironmentConfig) -> Path | None:

@@ -76,6 +76,29 @@ def push_lines(controller: str, task: str, *, attempt: int, lines: Sequence[str]
     call_controller(controller, "PushLogs", service=_LOG, key=f"{task}:{attempt}", entries=entries)
 
 
+def seen_running(controller: str, task: str) -> bool:
+    """Returns True if the controller has seen the present attempt of a task run.
+
+    Iris takes a failure before that for the machine's own, and gives the machine up after ten of them, with all that
+    runs there.
+    """
+    try:
+        seen = call_controller(controller, "GetTaskStatus", taskId=task)["task"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return seen["state"] not in ("TASK_STATE_ASSIGNED", "TASK_STATE_BUILDING")
+
+
+def accelerator_of(controller: str, task: str) -> str | None:
+    """The kind of accelerator that a task's worker has; None where the controller cannot say."""
+    try:
+        worker_id = call_controller(controller, "GetTaskStatus", taskId=task)["task"]["workerId"]
+        worker = call_controller(controller, "GetWorkerStatus", id=worker_id)["worker"]
+        return worker["metadata"]["attributes"]["device-variant"]["stringValue"]
+    except (OSError, ValueError, KeyError):
+        return None
+
+
 class Records:
     """Publishes this replica's record and watches the others; a thread of its own does all the waiting."""
 

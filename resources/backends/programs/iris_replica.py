@@ -1,6 +1,6 @@
 """Runs one replica of a job as a task of Iris: what Iris itself has no word for happens here.
 
-    python -S -u iris_replica.py <folder with job.json, supervise.py, endings.py and run_call.py>
+    python -S -u iris_replica.py <folder with job.json, supervise.py, endings.py; for a call, run_call.py and assay.zip>
 
 Needs the standard library only. The replica's process tree belongs to `supervise.py`, which ends all of it in good
 order, also when this program is killed. This program passes its output on, tries again after an end from outside,
@@ -21,12 +21,14 @@ import sys
 import tempfile
 import termios
 import time
+import zipfile
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 from urllib.error import HTTPError
 
+import iris_records
 from endings import classify_exit, end_marked
 from iris_records import DONE, ENDING, RUNNING, STOPPED, WAITING, Records, call_controller, hand_over, push_lines
 
@@ -251,7 +253,7 @@ class Replica:
         self._write(f"{MARK}{reason}; restarted here: {self._restarts}\n".encode())
         shutil.rmtree(self._run_folder, ignore_errors=True)
         deadline = time.monotonic() + _SEEN_SECONDS
-        while code and not self._seen_running() and time.monotonic() < deadline:
+        while code and not iris_records.seen_running(self._controller, self._task) and time.monotonic() < deadline:
             time.sleep(_WAIT_SECONDS)
         return code
 
@@ -268,25 +270,16 @@ class Replica:
                     return self._write(f"the result is lost, the controller did not take it: {error}\n".encode())
                 time.sleep(1.0)
 
-    def _seen_running(self) -> bool:
-        """Returns True if the controller has seen this attempt run.
-
-        Iris takes a failure before that for the machine's own, and gives the machine up after ten of them, with all
-        that runs there.
-        """
-        try:
-            task = call_controller(self._controller, "GetTaskStatus", taskId=self._task)["task"]
-        except (OSError, ValueError, KeyError):
-            return False
-        return task["state"] not in ("TASK_STATE_ASSIGNED", "TASK_STATE_BUILDING")
-
     def _argv(self) -> list[str]:
         """The command of the job, in the interpreter it is to have."""
         self._python = self._interpreter()
         if self._job["argv"] is not None:
             return self._job["argv"]
-        folders = [str(self._workspace / name) for name in self._job["import_folders"]]
-        return [self._python, str(self._folder / "run_call.py"), str(self._folder / "call.pickle"), *folders]
+        code = self._run_folder / "code"
+        with zipfile.ZipFile(self._folder / "assay.zip") as ours:
+            ours.extractall(code)
+        folders = [*(self._workspace / name for name in self._job["import_folders"]), code]
+        return [self._python, str(self._folder / "run_call.py"), str(self._folder / "call.pickle"), *map(str, folders)]
 
     def _interpreter(self) -> str:
         if self._job["python"]:
@@ -323,8 +316,16 @@ class Replica:
         leaking = {"PYTHONPATH", "PYTHONHOME", "__PYVENV_LAUNCHER__"} - set(wanted)
         return {name: value for name, value in os.environ.items() if name not in leaking}
 
+    def _variables_of_its_tpu(self) -> dict[str, str]:
+        """Defaults that follow from the type of this worker's slice, of those that would have done."""
+        known: dict[str, dict[str, str]] = self._job["variables_by_tpu_type"]
+        if len(known) < 2:
+            return next(iter(known.values()), {})
+        found = iris_records.accelerator_of(self._controller, self._task) or os.environ.get("TPU_ACCELERATOR_TYPE", "")
+        return known.get(found.lower(), {})
+
     def _variables(self) -> dict[str, str]:
-        variables = self._clean()
+        variables = {**self._variables_of_its_tpu(), **self._clean()}
         return {
             **variables,
             "PYTHONUNBUFFERED": "1",

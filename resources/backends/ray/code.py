@@ -1,40 +1,19 @@
-"""Code on its way to the nodes of a Ray cluster: our own packages, and the folder of a job."""
+"""The folder of a job on its way to the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
-import hashlib
-import io
 import os
 import secrets
 import stat
 import tempfile
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import count
 from pathlib import Path
 
 from resources.errors import BadInput
 from resources.jobs.packaging import Package, unpack
-from resources.settings import deployment_data, settings
-
-_ROOT = Path(__file__).parents[3]
-_OURS = ("flows", "tasks", "pools", "resources")
-_EARLIEST = (1980, 1, 1, 0, 0, 0)  # equal files give equal bytes
-
-
-@cache
-def own_code() -> Package:
-    """The packages of this installation, 1 MB zipped, packed once per process."""
-    found = [path for name in _OURS for path in (_ROOT / name).rglob("*") if path.is_file() and path.suffix != ".pyc"]
-    content = io.BytesIO()
-    with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
-        for path in sorted({*found, *deployment_data().glob("*.yaml")}):
-            entry = zipfile.ZipInfo(path.relative_to(_ROOT).as_posix(), date_time=_EARLIEST)
-            archive.writestr(entry, path.read_bytes(), zipfile.ZIP_DEFLATED)
-    packed = content.getvalue()
-    return Package(digest=hashlib.sha256(packed).hexdigest(), content=packed)
+from resources.settings import settings
 
 
 def this_machine() -> str:

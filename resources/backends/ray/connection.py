@@ -16,11 +16,11 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-from resources.backends.ray.code import own_code
 from resources.backends.ray.failures import classify_ray
 from resources.backends.ray.orders import DETACHED, NAMESPACE
 from resources.errors import AssayError, BackendUnavailable
 from resources.jobs.addresses import is_loopback
+from resources.jobs.packaging import own_code
 from resources.settings import set_process_environment_defaults
 
 _ANSWER_POLL_SECONDS = 3.0

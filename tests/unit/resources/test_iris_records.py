@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import runpy
+import shutil
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ import resources
 from fakes.polling import eventually
 from resources.backends.iris.lease import LeaseRenewer
 from resources.errors import BackendUnavailable, BadInput
+from resources.settings import process_environment
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,20 +47,31 @@ def test_answer_that_breaks_off_is_an_unreachable_controller_and_nothing_else(an
         thread.join()
 
 
-def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:
-    asked: list[str] = []
+@contextmanager
+def refusing(refused: str, status: int, asked: list[str]) -> Iterator[str]:
+    """The address of a controller that answers nothing of interest, and refuses calls of one method."""
 
     class Refusal(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            asked.append(self.path)
+            asked.append(self.path.rpartition("/")[2])
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(412 if self.path.endswith("RegisterEndpoint") else 200)
+            self.send_response(status if asked[-1] == refused else 200)
             self.end_headers()
             self.wfile.write(b"{}")
 
         def log_message(self, format: str, *args: Any) -> None:
             pass
 
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        try:
+            yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+
+
+def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:
+    asked: list[str] = []
     waiting = textwrap.dedent(
         """
         import sys, time
@@ -68,15 +83,29 @@ def test_attempt_that_the_controller_has_given_up_does_not_besiege_it() -> None:
             time.sleep(0.02)
         """
     )
-    with ThreadingHTTPServer(("127.0.0.1", 0), Refusal) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
-        try:
-            address = f"127.0.0.1:{server.server_port}"
-            subprocess.run([sys.executable, "-S", "-c", waiting, address], cwd=PROGRAMS, check=True, timeout=50)
-        finally:
-            server.shutdown()
-    assert {path.rpartition("/")[2] for path in asked} == {"RegisterEndpoint", "ListEndpoints"}
+    with refusing("RegisterEndpoint", 412, asked) as address:
+        subprocess.run([sys.executable, "-S", "-c", waiting, address], cwd=PROGRAMS, check=True, timeout=50)
+    assert set(asked) == {"RegisterEndpoint", "ListEndpoints"}
     assert len(asked) < 20
+
+
+def test_lines_that_the_controller_does_not_take_go_by_way_of_the_worker(tmp_path: Path) -> None:
+    asked: list[str] = []
+    shipped = tmp_path / ".assay"
+    shipped.mkdir()
+    for name in ("iris_replica.py", "iris_records.py", "supervise.py", "endings.py"):
+        shutil.copy(PROGRAMS / name, shipped)
+    script = "echo first; printf 'caf\\351\\n' >&2; echo last"
+    job = {"argv": ["sh", "-c", script], "hosts": 1, "python": None, "pip_packages": [], "extras": []}
+    job |= {"working_directory": ".", "max_retries_preemption": 0, "variables_by_tpu_type": {}, "outlives_parent": True}
+    (shipped / "job.json").write_text(json.dumps({**job, "grace_seconds": 1, "poll_seconds": 1, "lease_seconds": 60}))
+    with refusing("PushLogs", 503, asked) as address:
+        iris = {"IRIS_TASK_ID": "/me/job-1/0:0", "IRIS_WORKDIR": str(tmp_path), "IRIS_CONTROLLER_ADDRESS": address}
+        program = [sys.executable, "-S", "-u", shipped / "iris_replica.py", shipped]
+        done = subprocess.run(program, env=process_environment(iris), capture_output=True, timeout=50)
+    assert "PushLogs" in asked
+    assert (done.returncode, done.stdout) == (0, b"")
+    assert done.stderr.decode().splitlines() == ["first", "caf\ufffd", "last", "[assay] succeeded; restarted here: 0"]
 
 
 class Controller:

@@ -56,6 +56,13 @@ def test_outcome_in_a_store_is_read_as_it_was_written(tmp_path: Path):
         read_outcome(wanted)
 
 
+def test_outcome_names_the_slice_that_the_job_got(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", "v5litepod-8")
+    assert Outcome(seconds=1).machine["tpu"] == "v5litepod-8"
+    monkeypatch.setenv("ASSAY_TPU_TYPE", "v6e-8")
+    assert Outcome(seconds=1).machine["tpu"] == "v6e-8"
+
+
 def test_output_in_a_store_is_copied_and_one_on_this_machine_is_read_where_it_lies(tmp_path: Path):
     storage.write_bytes(f"{OUTPUT}/results/a.json", b"1")
     copy = output_here(evaluation(tmp_path), tmp_path / "copy")
