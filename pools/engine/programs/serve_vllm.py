@@ -5,11 +5,11 @@
 Also a program for `fork_server.py`: `preload` imports, `main` serves. Nothing may start a thread or compute before a
 fork, since OpenMP's threads do not survive one.
 
-Five things of vLLM are replaced, none of which changes a number; a test compares. The engine process is forked from
+Six things of vLLM are replaced, none of which changes a number; a test compares. The engine process is forked from
 the server's rather than started anew, and closes the server's socket. Memory of the KV cache is zero because it was
-never written to, not because it was: writing 2 GiB took 1 to 6 s. Ranks of tokens are counted without a compiler. A
-sample that is thrown away, since its prompt was not read to the end, is taken back in a way that a CPU knows. The text
-of a token is looked up once.
+never written to, not because it was: writing 2 GiB took 1 to 6 s. Ranks of tokens are counted, and tokens whose
+embedding another rank holds are found, without a compiler. A sample that is thrown away, since its prompt was not read
+to the end, is taken back in a way that a CPU knows. The text of a token is looked up once.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ MODULES = (
     "uvloop",
     "vllm.entrypoints.launchers.api_server.entry",
     "vllm.entrypoints.launchers.cli_args",
+    "vllm.model_executor.layers.vocab_parallel_embedding",
     "vllm.platforms.cpu",
     "vllm.v1.engine.async_llm",
     "vllm.v1.engine.core",
@@ -61,6 +62,7 @@ def preload(arguments: list[str]) -> None:
     """Imports what a server needs."""
     import_all(MODULES, late=LATE_MODULES)
     replace_rank_count()
+    leave_embedding_uncompiled()
 
 
 def import_all(modules: Sequence[str], *, late: Sequence[str]) -> None:
@@ -249,6 +251,16 @@ def replace_rank_count() -> None:
         return torch.cat(counts).long()
 
     sampler.batched_count_greater_than = count_reaching
+
+
+def leave_embedding_uncompiled() -> None:
+    """Finds the tokens whose rows another rank holds without torch.compile: a few additions of whole numbers.
+
+    Compiling them took two ranks 20 s of processor time at their first start on a machine, and a C++ compiler.
+    """
+    embedding: Any = importlib.import_module("vllm.model_executor.layers.vocab_parallel_embedding")
+    compiled = embedding.get_masked_input_and_mask
+    embedding.get_masked_input_and_mask = getattr(compiled, "__wrapped__", compiled)  # a fork's program preloads, too
 
 
 if __name__ == "__main__":
