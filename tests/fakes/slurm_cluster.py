@@ -1,4 +1,4 @@
-"""A real Slurm of this machine: munged, slurmctld, and two slurmds on ports of their own, each a node."""
+"""A real Slurm of this machine: munged, slurmctld, two slurmds on ports of their own, nodes; also with slurmdbd."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import secrets
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,14 @@ import pytest
 from fakes.polling import eventually
 from fakes.processes import end, free_port
 from fakes.shared import shared
+from faults.scenarios.processes import command_line
 from resources.backends.slurm.client import SlurmClient
 from resources.backends.slurm.slurm import Slurm
 
 PARTITION = "main"
 NODES = ("node-a", "node-b")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel", "sinfo")
+_ACCOUNTING_PROGRAMS = ("slurmdbd", "sacct", "mariadbd", "mariadb-install-db")
 _CONFIGURATION = """
 ClusterName=assay
 SlurmctldHost={host}(127.0.0.1)
@@ -48,13 +51,32 @@ PreemptMode=REQUEUE
 GresTypes=gpu
 ReturnToService=2
 KillWait=10
-MinJobAge=600
+MinJobAge={remembered_seconds}
 SchedulerParameters=bf_interval=1,sched_min_interval=0
 NodeName=node-a NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=32 RealMemory=512000 Gres=gpu:h100:2
 NodeName=node-b NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=32 RealMemory=512000
 PartitionName=main Nodes=node-a,node-b Default=YES PriorityTier=1
 PartitionName=urgent Nodes=node-a,node-b PriorityTier=10 PreemptMode=OFF
 """
+_WITH_ACCOUNTING = """
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost=127.0.0.1
+AccountingStoragePort={port}
+AccountingStoragePass={folder}/munge/socket
+"""
+_ACCOUNTING = """
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge/socket
+DbdHost=localhost
+DbdAddr=127.0.0.1
+DbdPort={port}
+SlurmUser={user}
+PidFile={folder}/slurmdbd.pid
+StorageType=accounting_storage/mysql
+StorageHost=localhost
+StorageUser=root
+"""
+_REMEMBERED_SECONDS, _SOON_FORGOTTEN_SECONDS = 600, 10
 
 
 def missing_programs() -> list[str]:
@@ -69,11 +91,21 @@ def require_slurm() -> None:
         pytest.skip(f"no Slurm on this machine ({', '.join(missing)} missing; {packages})")
 
 
+def require_accounting() -> None:
+    """Skips a test on a machine without what Slurm's accounting wants, and says what to install."""
+    require_slurm()
+    if missing := [name for name in _ACCOUNTING_PROGRAMS if _program(name) is None]:
+        packages = "apt-get install slurmdbd mariadb-server"
+        pytest.skip(f"no accounting of Slurm's on this machine ({', '.join(missing)} missing; {packages})")
+
+
 @dataclass(frozen=True)
 class SlurmCluster:
     """A running cluster."""
 
     folder: Path
+    programs: Mapping[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    """Running ones, by name; a slurmd by the name of its node."""
 
     def client(
         self, folder: Path, *, partition: str = PARTITION, grace_seconds: float = 10.0, lease_seconds: float = 12.0
@@ -84,13 +116,22 @@ class SlurmCluster:
             slurm, folder=folder, grace_seconds=grace_seconds, poll_seconds=0.3, lease_seconds=lease_seconds
         )
 
+    def knows(self, slurm_id: str) -> bool:
+        """True until slurmctld has forgotten a job, for which it looks every ten seconds."""
+        return not subprocess.run(["scontrol", "show", "job", slurm_id], capture_output=True, check=False).returncode
+
     def command(self, *arguments: str) -> str:
         """Runs one of Slurm's commands as a user would."""
         return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
 
 
-def start_cluster(folder: Path) -> Iterator[SlurmCluster]:
-    """A cluster whose two nodes are idle; all of its programs end with the block."""
+def start_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCluster]:
+    """A cluster whose two nodes are idle; all of its programs end with the block.
+
+    Args:
+        folder: that is empty.
+        accounting: whether it has a database of its jobs, which slurmctld then forgets soon after their end.
+    """
     for name in ("state", "munge", *(f"spool-{node}" for node in NODES)):
         (folder / name).mkdir()
     folder.chmod(0o755)
@@ -100,31 +141,77 @@ def start_cluster(folder: Path) -> Iterator[SlurmCluster]:
     for number in range(2):
         (folder / f"gpu{number}").symlink_to("/dev/null")  # slurmd wants a device, and looks at no more
     (folder / "gres.conf").write_text(f"NodeName=node-a Name=gpu Type=h100 File={folder}/gpu[0-1]\n")
-    ports = [free_port() for _ in range(1 + len(NODES))]
-    host = socket.gethostname().partition(".")[0]
+    ports = [free_port() for _ in range(2 + len(NODES))]
+    host, user = socket.gethostname().partition(".")[0], getpass.getuser()
+    remembered_seconds = _SOON_FORGOTTEN_SECONDS if accounting else _REMEMBERED_SECONDS
     configuration = folder / "slurm.conf"
-    configuration.write_text(_CONFIGURATION.format(host=host, ports=ports, folder=folder, user=getpass.getuser()))
+    configuration.write_text(
+        _CONFIGURATION.format(host=host, ports=ports, folder=folder, user=user, remembered_seconds=remembered_seconds)
+        + (_WITH_ACCOUNTING.format(folder=folder, port=ports[-1]) if accounting else "")
+    )
     munge = folder / "munge"
     places = [f"--{name}={munge / name}" for name in ("socket", "pid-file", "log-file", "seed-file")]
-    before = os.environ.get("SLURM_CONF")
-    os.environ["SLURM_CONF"] = str(configuration)
-    cluster = SlurmCluster(folder)
-    started: list[subprocess.Popen[bytes]] = []
-    try:
-        started.append(_started(folder, "munged", "--foreground", "--force", f"--key-file={key}", *places))
-        eventually((munge / "socket").exists)
-        started.append(_started(folder, "slurmctld", "-D", "-c"))
-        started += [_started(folder, "slurmd", "-D", "-c", "-N", node) for node in NODES]
-        eventually(lambda: cluster.command("sinfo", "-h", "-o", "%T %D") == f"idle {len(NODES)}\n")
-        yield cluster
-    finally:
-        subprocess.run(["scancel", "--full", "--signal=KILL", f"--user={os.getuid()}"], check=False)
-        for process in reversed(started):
-            end(process)
-        if before is None:
-            del os.environ["SLURM_CONF"]
-        else:
-            os.environ["SLURM_CONF"] = before
+    programs: dict[str, subprocess.Popen[bytes]] = {}
+    cluster = SlurmCluster(folder, programs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLURM_CONF", str(configuration))
+        try:
+            programs["munged"] = _started(folder, "munged", "--foreground", "--force", f"--key-file={key}", *places)
+            eventually((munge / "socket").exists)
+            if accounting:
+                _start_accounting(folder, programs, _ACCOUNTING.format(folder=folder, port=ports[-1], user=user))
+            programs["slurmctld"] = _started(folder, "slurmctld", "-D", "-c")
+            programs |= {node: _started(folder, "slurmd", "-D", "-c", "-N", node) for node in NODES}
+            eventually(lambda: cluster.command("sinfo", "-h", "-o", "%T %D") == f"idle {len(NODES)}\n")
+            yield cluster
+        finally:
+            subprocess.run(["scancel", "--full", "--signal=KILL", f"--user={os.getuid()}"], check=False)
+            for process in reversed(programs.values()):
+                end(process)
+
+
+def _start_accounting(folder: Path, programs: dict[str, subprocess.Popen[bytes]], configuration: str) -> None:
+    """Adds a database, which listens on a socket in the folder only, and slurmdbd."""
+    user = f"--user={getpass.getuser()}"
+    database = folder / "database"
+    install = ["mariadb-install-db", "--no-defaults", user, f"--datadir={database}", "--skip-test-db"]
+    subprocess.run(
+        [*install, "--auth-root-authentication-method=normal"], check=True, stdout=subprocess.DEVNULL, timeout=60
+    )
+    listening = folder / "database.socket"
+    places = [f"--datadir={database}", f"--socket={listening}", f"--pid-file={folder}/database.pid"]
+    quick = ["--skip-networking", "--innodb-flush-log-at-trx-commit=0"]
+    programs["mariadbd"] = _started(folder, "mariadbd", "--no-defaults", user, *places, *quick)
+    eventually(listening.exists)
+    private = folder / "slurmdbd.conf"
+    private.touch(mode=0o600)
+    private.write_text(configuration)
+    programs["slurmdbd"] = start_slurmdbd(folder)
+
+
+def start_slurmdbd(folder: Path) -> subprocess.Popen[bytes]:
+    """Slurm's accounting, once it answers."""
+    process = _started(folder, "slurmdbd", "-D", MYSQL_UNIX_PORT=str(folder / "database.socket"))
+    eventually(
+        lambda: subprocess.run(["sacctmgr", "-n", "list", "cluster"], capture_output=True, check=False).returncode == 0
+    )
+    return process
+
+
+def batch_pid(job_id: str) -> int:
+    """The batch program of a job, which is on this machine as all of a cluster is."""
+    programs = {int(folder.name): command_line(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")}
+    [pid] = [
+        pid
+        for pid, words in programs.items()
+        if words[:1] == [sys.executable] and {"slurm_batch.py", job_id} <= {Path(word).name for word in words}
+    ]
+    return pid
+
+
+def slurm_id(folder: Path, job_id: str) -> str:
+    """Slurm's number of a job of a client with that folder."""
+    return (folder / "jobs" / job_id / "slurm_id").read_text()
 
 
 @shared
@@ -138,8 +225,15 @@ def _program(name: str) -> str | None:
     return shutil.which(name, path=os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"]))
 
 
-def _started(folder: Path, name: str, *arguments: str) -> subprocess.Popen[bytes]:
+def _started(folder: Path, name: str, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
     path = _program(name)
     assert path is not None
     with (folder / f"{name}.log").open("ab") as log:
-        return subprocess.Popen([path, *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL, process_group=0)
+        return subprocess.Popen(
+            [path, *arguments],
+            env={**os.environ, **variables},
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            process_group=0,
+        )

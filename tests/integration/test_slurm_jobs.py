@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import pytest
 
 from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import running_program
-from fakes.slurm_cluster import SlurmCluster, require_slurm, shared_slurm
+from fakes.slurm_cluster import SlurmCluster, batch_pid, require_slurm, shared_slurm, slurm_id
 from resources.backends.slurm.client import SlurmClient
 from resources.backends.slurm.slurm import Slurm
 from resources.config import ResourceConfig
@@ -52,22 +51,6 @@ def once_then_end(folder: Path) -> str:
     )
 
 
-def slurm_id(folder: Path, job_id: str) -> str:
-    return (folder / "slurm" / "jobs" / job_id / "slurm_id").read_text()
-
-
-def batch_pid(job_id: str) -> int:
-    """The batch program of a job, which is on this machine as all of this cluster is."""
-    [pid] = [
-        int(folder.name)
-        for folder in Path("/proc").glob("[0-9]*")
-        if (words := (folder / "cmdline").read_bytes()).startswith(os.fsencode(sys.executable))
-        and b"slurm_batch.py" in words
-        and os.fsencode(job_id) in words
-    ]
-    return pid
-
-
 def test_replicas_that_need_a_node_each_run_on_two_nodes_at_once_and_are_named_as_their_job(
     cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
 ) -> None:
@@ -85,7 +68,7 @@ def test_job_near_its_time_limit_is_asked_to_end_and_begins_again_at_once_as_pre
 ) -> None:
     handle = client.submit(shell(once_then_end(tmp_path)))
     eventual_pid(tmp_path / "first")
-    cluster.command("scancel", "--batch", "--signal=USR1", slurm_id(tmp_path, handle.job_id))  # as Slurm does
+    cluster.command("scancel", "--batch", "--signal=USR1", slurm_id(tmp_path / "slurm", handle.job_id))  # as Slurm does
     assert handle.wait(40) is JobStatus.SUCCEEDED
     assert (tmp_path / "saved").exists()
     details = handle.details()
@@ -151,7 +134,7 @@ def test_job_that_its_owner_cancels_with_scancel_is_stopped_and_stays_so(
 ) -> None:
     handle = client.submit(shell(once_then_end(tmp_path)))
     pid = eventual_pid(tmp_path / "first")
-    cluster.command("scancel", slurm_id(tmp_path, handle.job_id))
+    cluster.command("scancel", slurm_id(tmp_path / "slurm", handle.job_id))
     assert handle.wait(40, raise_on_failure=False) is JobStatus.STOPPED
     assert "scancel" in (handle.details().reason or "")
     assert not is_alive(pid)

@@ -213,6 +213,12 @@ class SlurmJob:
         ending = classify_slurm(seen)
         if known.get("left_machines") and ending in ("failed", "succeeded"):
             ending = "preempted"  # Slurm shows it so for a moment while it is queued again
+        if seen.is_forgotten and ending in ("preempted", None):
+            return self._bury(
+                "failed",
+                f"{words}, which nobody saw in time: Slurm has forgotten it, and cannot queue it again",
+                preempted=1,
+            )
         match ending:
             case None:
                 return JobStatus.PENDING, f"Slurm's job {slurm_id} is {seen.state}", known

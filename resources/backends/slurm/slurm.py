@@ -21,6 +21,7 @@ _NOT_ANSWERING = (
     *("Unable to contact slurm controller", "Connection refused", "Socket timed out", "timed out"),
     *("Unable to establish", "authentication plugin", "Munge", "munge", "fatal:"),
 )
+_FORGOTTEN, _NO_ACCOUNTING = "Invalid job id", "accounting storage is disabled"
 _CONFIGURATION = "SLURM_CONF"
 _NODES_KNOWN_SECONDS = 60.0
 
@@ -87,15 +88,22 @@ class Slurm:
         return seen if seen is not None and not seen.has_ended else self.state_now(slurm_id)
 
     def state_now(self, slurm_id: str) -> Seen | None:
-        """Returns the job as the controller knows it, for some minutes after its end, or the accounting."""
+        """Returns the job as the controller knows it, for some minutes after its end, or the accounting.
+
+        None where that knows nothing of it either, or there is none.
+        """
         answer = self._run("scontrol", "--oneliner", "show", "job", slurm_id)
         if seen := seen_by_scontrol(answer.stdout):
             return seen
-        columns = ("--parsable2", "--noheader", "--allocations", "--format=State,ExitCode", f"--jobs={slurm_id}")
-        try:
-            return seen_by_sacct(self._run("sacct", *columns).stdout)
-        except BackendUnavailable:  # a cluster without accounting
+        if _FORGOTTEN not in answer.stderr:
+            raise _unavailable(answer.stderr.strip())
+        if shutil.which("sacct") is None:
             return None
+        columns = ("--parsable2", "--noheader", "--allocations", "--format=State,ExitCode", f"--jobs={slurm_id}")
+        answer = self._run("sacct", *columns)
+        if answer.returncode and _NO_ACCOUNTING not in answer.stderr:
+            raise _unavailable(answer.stderr.strip())
+        return seen_by_sacct(answer.stdout)
 
     def signal(self, slurm_id: str, number: str) -> None:
         """Signals the program of a running batch job; nothing happens to one that does not run."""

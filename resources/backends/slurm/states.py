@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from resources.backends.programs.endings import ENDINGS, Cause, Outcome, cause_of_exit
@@ -41,11 +41,13 @@ class Seen:
     """The reason that it waits, such as Resources or Priority; empty where Slurm has none."""
     exit_code: int = 0
     """Of its program; negative ones are signals."""
+    is_forgotten: bool = False
+    """Known to the accounting only: the controller cannot queue it again."""
 
     @property
     def has_ended(self) -> bool:
         """Returns True if nothing of it runs, and Slurm will not start it by itself."""
-        return self.state in _ENDED
+        return self.state in _ENDED or self.is_forgotten
 
     @property
     def is_waiting(self) -> bool:
@@ -87,7 +89,7 @@ def seen_by_sacct(listing: str) -> Seen | None:
     if not rows:
         return None
     state, exit_code = rows[-1]  # of a job that was requeued, the last run
-    return _seen(state, exit_code=exit_code)
+    return replace(_seen(state, exit_code=exit_code), is_forgotten=True)
 
 
 def _seen(state: str, reason: str = "", exit_code: str = "") -> Seen:

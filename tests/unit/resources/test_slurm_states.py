@@ -53,6 +53,8 @@ def test_scontrol_says_how_a_job_ended_and_nothing_of_an_unknown_one() -> None:
 
 
 def test_sacct_says_how_the_last_run_of_a_job_ended() -> None:
-    assert seen_by_sacct("NODE_FAIL|0:0\nCANCELLED by 1000|0:15\n") == Seen("CANCELLED", exit_code=-15)
-    assert seen_by_sacct("TIMEOUT|0:0\n") == Seen("TIMEOUT")
+    assert seen_by_sacct("NODE_FAIL|0:0\nCANCELLED by 1000|0:15\n") == Seen(
+        "CANCELLED", exit_code=-15, is_forgotten=True
+    )
+    assert seen_by_sacct("TIMEOUT|0:0\n") == Seen("TIMEOUT", is_forgotten=True)
     assert seen_by_sacct("Slurm accounting storage is disabled\n") is None
