@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import pytest
 from fakes.polling import eventually
 from fakes.processes import end, free_port
 from fakes.shared import shared
-from faults.scenarios.processes import command_line
+from faults.scenarios.processes import ancestors, command_line, variable_of
 from resources.backends.slurm.client import SlurmClient
 from resources.backends.slurm.slurm import Slurm
 
@@ -104,7 +104,7 @@ class SlurmCluster:
     """A running cluster."""
 
     folder: Path
-    programs: Mapping[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    programs: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     """Running ones, by name; a slurmd by the name of its node."""
 
     def client(
@@ -119,6 +119,17 @@ class SlurmCluster:
     def knows(self, slurm_id: str) -> bool:
         """True until slurmctld has forgotten a job, for which it looks every ten seconds."""
         return not subprocess.run(["scontrol", "show", "job", slurm_id], capture_output=True, check=False).returncode
+
+    def processes_on(self, node: str) -> list[int]:
+        """The slurmd of a node, what runs the steps of jobs there, and all that these have started."""
+        pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        tasks = [pid for pid in pids if variable_of(pid, "SLURMD_NODENAME") == node]
+        steps = {pid for task in tasks for pid in ancestors(task) if "slurmstepd" in "".join(command_line(pid)[:1])}
+        return [self.programs[node].pid, *steps, *tasks]
+
+    def start_node(self, node: str) -> None:
+        """Starts the slurmd of a node, anew where it has ended."""
+        self.programs[node] = _started(self.folder, "slurmd", "-D", "-c", "-N", node)
 
     def command(self, *arguments: str) -> str:
         """Runs one of Slurm's commands as a user would."""
@@ -161,7 +172,8 @@ def start_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCl
             if accounting:
                 _start_accounting(folder, programs, _ACCOUNTING.format(folder=folder, port=ports[-1], user=user))
             programs["slurmctld"] = _started(folder, "slurmctld", "-D", "-c")
-            programs |= {node: _started(folder, "slurmd", "-D", "-c", "-N", node) for node in NODES}
+            for node in NODES:
+                cluster.start_node(node)
             eventually(lambda: cluster.command("sinfo", "-h", "-o", "%T %D") == f"idle {len(NODES)}\n")
             yield cluster
         finally:

@@ -11,7 +11,8 @@ import pytest
 
 from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import running_program
-from fakes.slurm_cluster import SlurmCluster, batch_pid, require_slurm, shared_slurm, slurm_id
+from fakes.slurm_cluster import NODES, SlurmCluster, batch_pid, require_slurm, shared_slurm, slurm_id
+from faults.scenarios.processes import send
 from resources.backends.slurm.client import SlurmClient
 from resources.backends.slurm.slurm import Slurm
 from resources.config import ResourceConfig
@@ -61,6 +62,36 @@ def test_replicas_that_need_a_node_each_run_on_two_nodes_at_once_and_are_named_a
     handle = client.submit(shell(script, "gang", resources=WHOLE_NODE, replicas=2))
     assert handle.wait(60) is JobStatus.SUCCEEDED
     assert {handle.logs(replica=index) for index in range(2)} == {"gang\nnode-a", "gang\nnode-b"}
+
+
+def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_preemption_of_the_whole(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    place = "$ASSAY_REPLICA_INDEX $ASSAY_REPLICA_COUNT $ASSAY_HOST_INDEX $ASSAY_HOST_COUNT"
+    mark = f"{tmp_path}/$ASSAY_REPLICA_INDEX"
+    script = f"echo {place}; [ -e {mark} ] && exit 0; echo $$ > {mark}; while :; do sleep 0.1; done"
+    first = client.submit(shell("sleep 300", "first", resources=WHOLE_NODE))
+    eventually(lambda: first.status() is JobStatus.RUNNING)
+    gang = client.submit(shell(script, "gang", resources=WHOLE_NODE, replicas=2))
+    eventually(lambda: "Resources" in (gang.details().reason or ""))
+    assert not (tmp_path / "0").exists() and not (tmp_path / "1").exists()  # though a node is free
+    first.terminate()
+    pids = [eventual_pid(tmp_path / name) for name in "01"]
+    slurms = slurm_id(tmp_path / "slurm", gang.job_id)
+    [lost] = {*NODES} - {cluster.command("squeue", "-h", "-o", "%B", "-j", slurms).strip()}
+    on_it = cluster.processes_on(lost)
+    send(signal.SIGSTOP, on_it)
+    cluster.command("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=silent")  # as after SlurmdTimeout
+    eventually(lambda: "BeginTime" in (gang.details().reason or ""))
+    send(signal.SIGKILL, on_it)
+    cluster.programs[lost].wait()
+    eventually(lambda: not any(map(is_alive, pids)))
+    cluster.start_node(lost)
+    cluster.command("scontrol", "update", f"JobId={slurms}", "StartTime=now")  # in place of two minutes
+    assert gang.wait(60) is JobStatus.SUCCEEDED
+    assert (gang.details().attempts, gang.details().failures, gang.details().preemptions) == (2, 0, 1)
+    for index in range(2):
+        assert gang.logs(replica=index).splitlines() == [f"{index} 2 0 1", "--- attempt 2 ---", f"{index} 2 0 1"]
 
 
 def test_job_near_its_time_limit_is_asked_to_end_and_begins_again_at_once_as_preempted(
