@@ -6,6 +6,7 @@ import asyncio
 import os
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from fakes import launcher
 from fakes.fault_target import pool_config
+from fakes.kept_pools import machine, start_pool_and_die
 from fakes.launcher import FakeLauncher
 from fakes.models import write_checkpoint
 from fakes.polling import eventually
@@ -28,8 +30,10 @@ from faults.scenarios.trial import tried
 from pools.endpoint import RunningModel
 from pools.engine.launch import Servable
 from pools.pool.inference import InferencePool
+from pools.pool.kept import list_kept, require
+from pools.pool.session import PoolSession
 from resources.jobs.jobs import JobDetails
-from resources.settings import settings
+from resources.settings import process_environment, settings
 
 pytestmark = [
     pytest.mark.timeout(300),
@@ -38,6 +42,8 @@ pytestmark = [
 
 CLIENTS = 16
 REQUESTS = 300
+KEPT_ON = {"iris", "kubernetes"}
+"""Others have tests of their own for kept pools: this machine, Ray."""
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +79,10 @@ def jobs_of(place: Place, label: str) -> list[JobDetails]:
 
 
 def processes_of(label: str, folder: Path) -> list[str]:
-    """Command lines of the pool's jobs, and of its engines, which read from the test's folder."""
+    """Command lines of the pool's jobs, and of its engines and their parts, which name the test's folder."""
     pids = [int(entry.name) for entry in Path("/proc").glob("[0-9]*")]
     commands = {pid: " ".join(command_line(pid)) for pid in pids}
-    return [commands[pid] for pid in pids if label in job_of(pid) or f"--weights {folder}" in commands[pid]]
+    return [commands[pid] for pid in pids if label in job_of(pid) or str(folder) in commands[pid]]
 
 
 def listens(url: str) -> bool:
@@ -95,15 +101,16 @@ def instances(target: Target) -> dict[str, str]:
     return {replica.name: replica.announcement.instance for replica in target.status().replicas}
 
 
-def test_pool_serves_from_two_replicas_swaps_survives_the_loss_of_one_and_leaves_nothing(
-    place: Place, tmp_path: Path
+@pytest.mark.parametrize(("replicas", "hosts"), [(2, 1), (1, 2)])
+def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_nothing(
+    place: Place, tmp_path: Path, replicas: int, hosts: int
 ) -> None:
     label = f"contract-{secrets.token_hex(4)}"
     served = [
         Servable.from_uri(f"run-{step}", str(write_checkpoint(tmp_path / f"step-{step}", seed=step))) for step in (1, 2)
     ]
     fake = FakeLauncher(tmp_path, faults={"fresh_samples": True})
-    config = pool_config(resource_config={"replicas": 2, **place.resources})
+    config = pool_config(resource_config={"replicas": replicas, "hosts": hosts, **place.resources})
     events: list[str] = []
     before_all = set(place.temporary.iterdir())
     with InferencePool(config, served, client=place.client, launcher=fake, label=label, on_event=events.append) as pool:
@@ -115,7 +122,7 @@ def test_pool_serves_from_two_replicas_swaps_survives_the_loss_of_one_and_leaves
             assert asyncio.run(target.settled()) is None, events
             answers.append(log_probabilities(running))
         assert answers[0] == answers[2] != answers[1]
-        assert len(jobs_of(place, label)) == 3  # the proxy and two agents
+        assert len(jobs_of(place, label)) == 1 + replicas  # the proxy and the agents
 
         before, jobs, lost = instances(target), jobs_of(place, label), list[JobDetails]()
 
@@ -137,3 +144,41 @@ def test_pool_serves_from_two_replicas_swaps_survives_the_loss_of_one_and_leaves
     assert jobs_of(place, label) == []
     left = {path.name for path in set(place.temporary.iterdir()) - before_all if lost[0].name not in path.name}
     assert left <= place.lasting  # and what the lost machine held
+
+
+@pytest.mark.parametrize("place", sorted(KEPT_ON), indirect=True)
+def test_kept_pool_outlives_its_starter_and_is_found_used_and_taken_down_by_another_machine(
+    place: Place, tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ASSAY_POOLS", str(tmp_path / "shared"))
+    before = {job.job_id for job in place.client.jobs()}
+    name = f"warm-{secrets.token_hex(4)}"
+    first, second = (write_checkpoint(tmp_path / f"step-{step}", seed=step) for step in (1, 2))
+    start_pool_and_die(
+        name,
+        {"run-1": first},
+        variables={**machine(tmp_path / "a", session_cache), **place.reach},
+        folder=tmp_path,
+        resource_config=place.resources,
+    )
+    for variable, value in {**machine(tmp_path / "b", session_cache), **place.reach, "ASSAY_JOBS": ""}.items():
+        monkeypatch.setenv(variable, value)
+    settings.cache_clear()
+    [state] = list_kept()
+    assert (state.pool.name, state.state, state.pool.backend) == (name, "up", place.reach["ASSAY_JOBS"])
+    access, answers = require(name).access, []
+    assert access.checkpoints == {"run-1": str(first)}
+    own = [Servable.from_uri(f"own-{path.name}", str(path)) for path in (first, second)]
+    with PoolSession(access, own, holder="a test") as session:
+        for model in ("own-step-1", "own-step-2", "own-step-1"):
+            session.want_only(model)
+            running, _ = session.load(model)
+            answers.append(log_probabilities(running))
+    assert answers[0] == answers[2] != answers[1]
+    assert processes_of(name, tmp_path)
+    down = [Path(sys.executable).with_name("assay"), "pool", "down", name]  # its variables are there when it begins
+    ended = subprocess.run(down, env=process_environment(), capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, f"{name} is down.\n"), ended.stderr
+    eventually(lambda: processes_of(name, tmp_path) == [], seconds=60)
+    assert {job.job_id for job in place.client.jobs() if not job.status.finished} <= before
+    assert (list_kept(), list((tmp_path / "shared").iterdir())) == ([], [])

@@ -15,7 +15,7 @@ from resources.jobs.jobs import Client
 
 _RANK = """
 import hashlib, pathlib, socket, sys, threading, time
-host, port, folder = sys.argv[1:]
+host, port, folder, _ = sys.argv[1:]
 label = hashlib.sha256((pathlib.Path(folder) / "model.safetensors").read_bytes()).hexdigest()[:16]
 while True:
     try:
@@ -53,7 +53,7 @@ class FakeLauncher:
     def launch(self, checkpoint: ServedCheckpoint, *, port: int, part: HostPart | None = None) -> Launch:
         """See `pools.engine.launch.Launcher`."""
         if part is not None and part.rank:
-            return Launch(sys.executable, ("-c", _RANK, *map(str, part.meeting), str(checkpoint.folder)), {})
+            return Launch(sys.executable, ("-c", _RANK, *map(str, (*part.meeting, checkpoint.folder, self.folder))), {})
         with (self.folder / "launches.txt").open("a+") as noted:
             fcntl.flock(noted, fcntl.LOCK_EX)  # replicas launch at once
             noted.seek(0)

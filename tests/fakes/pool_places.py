@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fakes.clients import GRACE_SECONDS
-from faults.scenarios.processes import ancestors, command_line, job_of
+from faults.scenarios.processes import ancestors, command_line, job_of, variable_of
 from resources.backends.local.client import LocalClient
 from resources.jobs.jobs import Client, JobDetails
 
@@ -25,13 +25,18 @@ class Place:
 
     client: Client
     lose: Callable[[Sequence[JobDetails]], JobDetails]
-    """Loses the agent of a replica, with the machine that it runs on, given the jobs of its pool; says which."""
+    """Loses a machine with the agent that runs there, given the jobs of its pool; says which replica's job it was of.
+
+    Of a replica of several machines it is the last, if that can be lost without the pool's proxy.
+    """
     temporary: Path
     """The folder for temporary files of all that runs there."""
     resources: dict[str, Any] = field(default_factory=dict)
     """Fields of a replica's resources with which each gets a machine of its own."""
     lasting: frozenset[str] = frozenset()
     """Names in it of what a machine has once, whatever runs there."""
+    reach: dict[str, str] = field(default_factory=dict)
+    """Variables with which another process finds the backend."""
 
 
 def agents(jobs: Sequence[JobDetails]) -> list[JobDetails]:
@@ -40,11 +45,11 @@ def agents(jobs: Sequence[JobDetails]) -> list[JobDetails]:
 
 
 def _process(job: JobDetails) -> int:
-    """The process of an agent, found by its job on this machine, which plays every machine."""
+    """The process of the last host's agent, found by its job on this machine, which plays every machine."""
     pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     of_the_job = [pid for pid in pids if job_of(pid) == job.job_id]
-    [agent] = [pid for pid in of_the_job if any("run_call.py" in word for word in command_line(pid))]
-    return agent
+    agents = [pid for pid in of_the_job if any("run_call.py" in word for word in command_line(pid))]
+    return max(agents, key=lambda pid: int(variable_of(pid, "ASSAY_REPLICA_INDEX")))
 
 
 @contextmanager
@@ -102,25 +107,26 @@ def _iris(folder: Path) -> Iterator[Place]:
     cluster = shared_cluster()
 
     def lose(jobs: Sequence[JobDetails]) -> JobDetails:
-        """Takes the replica whose machine does not run the proxy too."""
-        tasks = {
-            job.name: call_controller(cluster.address, "GetTaskStatus", taskId=f"{job.job_id}/0")["task"]
+        """Takes the machine that does not run the proxy too."""
+        tasks = [
+            (job, task["workerId"])
             for job in jobs
-        }
-        [kept] = [task["workerId"] for name, task in tasks.items() if name.startswith("proxy-")]
-        lost = next(job for job in agents(jobs) if tasks[job.name]["workerId"] != kept)
-        cluster.tell(f"lose {tasks[lost.name]['workerId']}")
+            for task in call_controller(cluster.address, "ListTasks", jobId=job.job_id)["tasks"]
+        ]
+        [kept] = [worker for job, worker in tasks if job not in agents(jobs)]
+        lost, worker = next((job, worker) for job, worker in reversed(tasks) if worker != kept)
+        cluster.tell(f"lose {worker}")
         return lost
 
     client = cluster.client(grace_seconds=GRACE_SECONDS)
-    yield Place(client, lose, cluster.temporary, {"cpu": 600})
+    yield Place(client, lose, cluster.temporary, {"cpu": 600}, reach={"ASSAY_JOBS": client.url})
     client.shutdown()
 
 
 @contextmanager
 def _kubernetes(folder: Path) -> Iterator[Place]:
     """A stand-in of its own, whose image keeps what it writes below `folder`."""
-    from fakes.kubernetes_cluster import client_of
+    from fakes.kubernetes_cluster import IMAGE, client_of
     from fakes.kubernetes_server import KubernetesServer
 
     with _own_temporary_folder() as temporary:
@@ -131,10 +137,11 @@ def _kubernetes(folder: Path) -> Iterator[Place]:
 
             def lose(jobs: Sequence[JobDetails]) -> JobDetails:
                 lost = agents(jobs)[0]
-                server.lose_node_of(server.pods(lost.job_id)[0])
+                server.lose_node_of(server.pods(lost.job_id)[-1])
                 return lost
 
-            yield Place(client, lose, temporary)
+            reach = {"ASSAY_JOBS": "kubernetes://fake/default", "KUBECONFIG": str(server.kubeconfig)}
+            yield Place(client, lose, temporary, reach={**reach, "ASSAY_JOB_IMAGE": IMAGE})
             client.shutdown()
         finally:
             server.close()

@@ -288,9 +288,16 @@ def test_iris_job_on_two_slices_of_several_vms_is_refused_and_two_jobs_run_at_on
         client.submit(replace(job("true", workspace), resources=two))
     (met := tmp_path / "met").mkdir()
     here = f"{met}/$(basename $ASSAY_JOB_ID)-$ASSAY_HOST_INDEX"
-    both = f"touch {here}; until [ $(ls {met} | wc -l) = 8 ]; do sleep 0.1; done"
-    requests = [replace(job(both, workspace, name=name), resources=on_slices("v5e-16")) for name in ("one", "two")]
+    script = (
+        "echo host $ASSAY_HOST_INDEX > $ASSAY_ANNOUNCEMENT.new; "
+        "mv $ASSAY_ANNOUNCEMENT.new $ASSAY_ANNOUNCEMENT; "
+        f"touch {here}; until [ -e {tmp_path}/go ]; do sleep 0.1; done"
+    )
+    requests = [replace(job(script, workspace, name=name), resources=on_slices("v5e-16")) for name in ("one", "two")]
     handles = [client.submit(request) for request in requests]
+    eventually(lambda: len(list(met.iterdir())) == 8, seconds=60)
+    eventually(lambda: [handle.announced() for handle in handles] == ["host 0\n"] * 2)  # which speaks for its slice
+    (tmp_path / "go").touch()
     assert wait_all(handles, 60) == [JobStatus.SUCCEEDED] * 2
     first, second = (slices_of(handle.job_id) for handle in handles)
     assert len(first) == len(second) == 1 and first != second

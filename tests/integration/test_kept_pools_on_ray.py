@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ import pytest
 import ray
 from typer.testing import CliRunner
 
+from fakes.kept_pools import machine, start_pool_and_die
 from fakes.models import CONFIG, write_checkpoint, write_run
 from fakes.polling import eventually, is_alive
 from fakes.ray_cluster import ray_cluster
@@ -27,8 +27,6 @@ from tasks.records.record import read_records
 
 pytestmark = [pytest.mark.harness, pytest.mark.timeout(400)]
 
-TESTS = Path(__file__).parents[1]
-
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
@@ -41,14 +39,6 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ray.shutdown()
 
 
-def machine(folder: Path, session_cache: Path) -> dict[str, str]:
-    """Variables of a machine that shares nothing with another but what they say: home and cache are its own."""
-    (folder / "cache").mkdir(parents=True)
-    for built in ("environments", "engines"):
-        (folder / "cache" / built).symlink_to(session_cache / built)
-    return {"HOME": str(folder), "ASSAY_CACHE_DIR": str(folder / "cache")}
-
-
 def printed(*arguments: str) -> str:
     """Returns what the command prints."""
     done = CliRunner().invoke(app, arguments)
@@ -56,33 +46,13 @@ def printed(*arguments: str) -> str:
     return done.stdout
 
 
-def start_and_die(run: Path, variables: dict[str, str], folder: Path) -> None:
-    """Starts the pool "warm" in a process of another machine, which is killed once the pool is up."""
-    script = f"""
-import os, signal, sys
-from pathlib import Path
-sys.path[:0] = [{str(TESTS)!r}, {str(TESTS.parent)!r}]
-from fakes import ray_variables
-from fakes.launcher import FakeLauncher
-from pools.config import InferencePoolConfig
-from pools.engine.launch import Servable
-from pools.pool.kept import keep_up
-
-served = [Servable.from_uri("run-7", {str(run / "hf" / "step-7")!r})]
-config = InferencePoolConfig.model_validate({{"model": {{"name": "run"}}, "proxy_host": "127.0.0.1"}})
-keep_up("warm", config, served, idle_seconds=3600, launcher=FakeLauncher(Path({str(folder)!r})))
-os.kill(os.getpid(), signal.SIGKILL)
-"""
-    environment = process_environment({**variables, "ASSAY_JOBS": "ray://auto"})
-    assert subprocess.run([sys.executable, "-c", script], env=environment, timeout=120).returncode == -signal.SIGKILL
-
-
 def test_kept_pool_outlives_its_machine_and_is_found_used_and_taken_down_from_another(
     cluster: None, tmp_path: Path, session_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = write_run(tmp_path / "run", [7], config={**CONFIG, "num_attention_heads": 1})
     write_byte_tokenizer(run / "hf" / "step-7")
-    start_and_die(run, machine(tmp_path / "a", session_cache), tmp_path)
+    starter = {**machine(tmp_path / "a", session_cache), "ASSAY_JOBS": "ray://auto"}
+    start_pool_and_die("warm", {"run-7": run / "hf" / "step-7"}, variables=starter, folder=tmp_path)
     for name, value in machine(tmp_path / "b", session_cache).items():
         monkeypatch.setenv(name, value)
     settings.cache_clear()
