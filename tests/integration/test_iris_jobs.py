@@ -21,7 +21,8 @@ from resources.backends.iris.connection import IrisController
 from resources.backends.programs.iris_records import call_controller
 from resources.config import ResourceConfig
 from resources.errors import BackendUnavailable, BadInput, JobFailed, JobTimeout, UnsatisfiableResources
-from resources.jobs.jobs import Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
+from resources.jobs.jobs import Call, Command, Entrypoint, JobRequest, JobStatus, create_environment, wait_all
+from resources.tpu import largest_of_one_vm
 
 FOR_EVER = "while :; do sleep 1; done"
 MANY = 8  # 200 take 36 s on two busy cores
@@ -253,6 +254,15 @@ def test_iris_jobs_and_actors_are_found_beyond_the_first_page(client: IrisClient
     listed = [details.job_id for details in by_twos.jobs()]
     assert [job_id for job_id in listed if job_id in ids] == ids[::-1]
     assert len(listed) == len(set(listed))
+
+
+def test_iris_call_brings_our_code_to_workers_that_lack_it(client: IrisClient, workspace: Path) -> None:
+    command = client.submit(job('python -c "import resources.tpu"', workspace))
+    environment = create_environment(workspace=workspace)
+    call = JobRequest("call", Call(largest_of_one_vm, ("v6e-16",)), resources=ResourceConfig(), environment=environment)
+    assert client.submit(call).result(60) == "v6e-8"
+    assert command.wait(60, raise_on_failure=False) is JobStatus.FAILED
+    assert "No module named 'resources.tpu'" in command.logs()
 
 
 def on_slices(*types: str, slice_count: int = 1) -> ResourceConfig:
