@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from fakes import ray_variables  # noqa: F401 before any test imports ray
+from fakes import gcs_variables, ray_variables  # noqa: F401 before any test imports gcsfs or ray
 from fakes.prefect_database import new_databases
 from fakes.shared import end_shared, shared
 from resources.settings import settings
@@ -51,7 +51,7 @@ IN_TURN = (
 )
 """Groups and files with a Ray each, one after another in one process: programs of Ray take one for the other."""
 _GROUPS = {f"tests/{file}": name for name, files in TOGETHER.items() for file in files}
-_ON_A_CLUSTER = re.compile(r"tests/contract/\w+\.py::\w+\[(iris|ray|slurm)[-\]]")
+_ON_A_CLUSTER = re.compile(r"tests/(?:contract|integration)/\w+\.py::\w+\[(iris|ray|slurm)[-\]]")
 
 
 def _group_of(nodeid: str) -> str:

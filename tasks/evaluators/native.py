@@ -1,7 +1,8 @@
 """Evaluations by evaluators that load checkpoints themselves, as a job is sent them, and what it leaves of each.
 
 A job leaves the evaluator's output in a folder of any store, and in it, last of all, `outcome.json`: what has one is
-not evaluated again by a job that was started anew.
+not evaluated again by a job that was started anew. Of what is at work it keeps files in another folder, with which the
+evaluator's program goes on. `given_up` in the place of the outcome says that nobody waits for it any more.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tasks.spec.benchmarks import named_elsewhere
 from tasks.spec.evaluation import EvaluationConfig
 
 OUTCOME_NAME = "outcome.json"
+GIVEN_UP_NAME = "given_up"
 _SENT_BENCHMARKS = "benchmarks"
 _MOST_READ_BYTES = 16 * 2**30  # all of MMLU's samples are 0.3 GiB
 
@@ -40,12 +42,21 @@ class NativeProgram:
 
 @dataclass(frozen=True)
 class NativeEvaluation:
-    """An evaluation of one checkpoint: `digests` are those it was planned with, `output` is a folder in any store."""
+    """An evaluation of one checkpoint: `digests` are those it was planned with, `output` is a folder in any store.
+
+    So is `journal`: what an evaluator's program has kept there is used again, by later attempts too.
+    """
 
     config: EvaluationConfig
     checkpoint: LocalCheckpoint
     digests: ModelDigests
     output: str
+    journal: str
+
+    @property
+    def kept(self) -> str:
+        """The folder of what was kept of this evaluation of these very weights, config and tokenizer."""
+        return storage.join(self.journal, self.digests.checkpoint[:16])
 
 
 def _this_machine() -> dict[str, str]:
@@ -99,6 +110,28 @@ def read_outcome(evaluation: NativeEvaluation) -> Outcome | None:
             found=str(error).splitlines()[0],
             remedy="let nothing else write there, and evaluate again",
         ) from error
+
+
+def give_up(evaluation: NativeEvaluation) -> None:
+    """Lets a job leave an evaluation out that it has not ended.
+
+    Raises:
+        StorageError: the place is not writable.
+    """
+    storage.write_bytes(storage.join(evaluation.output, GIVEN_UP_NAME), b"")
+
+
+def is_given_up(evaluation: NativeEvaluation) -> bool:
+    """Tells if nobody waits for an evaluation.
+
+    Raises:
+        StorageError: the place cannot be read.
+    """
+    try:
+        storage.read_bytes(storage.join(evaluation.output, GIVEN_UP_NAME))
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def output_here(evaluation: NativeEvaluation, copy: Path) -> Path:

@@ -1,14 +1,15 @@
 """The node of a job that evaluates checkpoints: builds the environment where it runs, and evaluates one by one.
 
 The evaluator's program is started once and asked again and again, so what it has imported and compiled serves all
-checkpoints of the job. It is started anew after an evaluation that failed. While it works, the next checkpoint is
-copied to this machine, and the last output to its place.
+checkpoints of the job. It is started anew after an evaluation that failed or was given up. While it works, the next
+checkpoint is copied to this machine, the last output to its place, and what it keeps to the evaluation's journal.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -23,43 +24,59 @@ from typing import Literal
 
 from pools.weights.staging import Staging
 from resources.environments.environments import ensure_environment
-from resources.errors import AssayError
+from resources.errors import AssayError, StorageError
 from resources.jobs import inheritance
 from resources.jobs.announcements import announce
 from resources.settings import process_environment, settings
 from resources.storage import storage
 from tasks.evaluators.evaluator import HarnessCommand
 from tasks.evaluators.harness import LOG_NAME, cache_variables, failure_of, prepare, refusal_in
-from tasks.evaluators.native import NativeEvaluation, NativeProgram, Outcome, read_outcome, write_outcome
+from tasks.evaluators.native import (
+    NativeEvaluation,
+    NativeProgram,
+    Outcome,
+    is_given_up,
+    read_outcome,
+    write_outcome,
+)
 
 BEGINS = "evaluation begins: "
 """Beginning of the line of the job's log with which an evaluation begins."""
+KEPT_FOLDER = "kept"
+"""Folder in the working folder of an evaluator's program, for what it would go on with."""
+_KEPT = "kept "
 _ENDING_SECONDS = 10.0
+_LOOK_SECONDS = 2.0
+"""Time between two looks at whether an evaluation is still wanted."""
 
 _log = logging.getLogger("assay.evaluation")
 
 
 def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgram) -> None:
-    """Evaluates what has no outcome yet, in order; announces how many have one, and the number of the one at work.
+    """Evaluates what has no outcome yet and is still wanted, in order.
+
+    Announces the number of those at the beginning that are through, and of the one at work.
 
     Raises:
         StorageError: an output could not be written to its place.
     """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     ended_at = time.monotonic()
-    done = at = sum(read_outcome(evaluation) is not None for evaluation in evaluations)  # in this very order
-    left, telling = evaluations[done:], threading.Lock()
+    left = [(number, each) for number, each in enumerate(evaluations) if read_outcome(each) is None]
+    done = at = left[0][0] if left else len(evaluations)
+    telling = threading.Lock()
 
     def tell() -> None:
         with telling:  # two threads do
             announce(f"{done} {at}")
 
-    def publish(evaluation: NativeEvaluation, output: Path, outcome: Outcome) -> None:
+    def publish(number: int, output: Path, outcome: Outcome | None) -> None:
         nonlocal done
-        if output.is_dir():
-            storage.copy_from_local(output, evaluation.output)
-        write_outcome(evaluation, outcome)
-        done += 1
+        if outcome is not None and not is_given_up(evaluations[number]):
+            if output.is_dir():
+                storage.copy_from_local(output, evaluations[number].output)
+            write_outcome(evaluations[number], outcome)
+        done = number + 1
         tell()
 
     with ExitStack() as held:
@@ -68,23 +85,25 @@ def evaluate_there(evaluations: Sequence[NativeEvaluation], program: NativeProgr
         publishing = held.enter_context(ThreadPoolExecutor(1))
         runner = held.enter_context(_Runner(program))
         published = []
-        for number, evaluation in enumerate(left):
-            at = len(evaluations) - len(left) + number
+        for place, (number, evaluation) in enumerate(left):
+            at = number
             tell()
-            _log.info("%s%s", BEGINS, evaluation.checkpoint.name)
-            output, failure = scratch / str(number), None
-            following = left[number + 1] if number + 1 < len(left) else None
-            try:
-                with _staged(staged, evaluation) as here:
-                    if following is not None and following.checkpoint.kind == "huggingface":
-                        staged.prefetch(following.checkpoint.uri, following.digests)
-                    runner.evaluate(here, output)
-            except AssayError as error:
-                failure = error.as_values()
-                _log.error("%s was not evaluated: %s", evaluation.checkpoint.name, error)
-            began, ended_at = ended_at, time.monotonic()
-            outcome = Outcome(failure=failure, seconds=round(ended_at - began, 3))
-            published.append(publishing.submit(publish, evaluation, output, outcome))
+            output, outcome = scratch / str(number), None
+            following = [each for _, each in left[place + 1 : place + 2]]
+            if not is_given_up(evaluation):
+                _log.info("%s%s", BEGINS, evaluation.checkpoint.name)
+                try:
+                    with _staged(staged, evaluation) as here:
+                        if following and following[0].checkpoint.kind == "huggingface":
+                            staged.prefetch(following[0].checkpoint.uri, following[0].digests)
+                        ended = runner.evaluate(here, output)
+                    failure = None
+                except AssayError as error:
+                    ended, failure = True, error.as_values()
+                    _log.error("%s was not evaluated: %s", evaluation.checkpoint.name, error)
+                began, ended_at = ended_at, time.monotonic()
+                outcome = Outcome(failure=failure, seconds=round(ended_at - began, 3)) if ended else None
+            published.append(publishing.submit(publish, number, output, outcome))
         for future in published:
             future.result()
 
@@ -98,6 +117,15 @@ def _staged(staged: Staging, evaluation: NativeEvaluation) -> Iterator[NativeEva
         return
     with staged.stage(checkpoint.uri, evaluation.digests) as folder:
         yield replace(evaluation, checkpoint=replace(checkpoint, uri=str(folder.path)))
+
+
+@contextmanager
+def _reported(trouble: str) -> Iterator[None]:
+    """Lets an evaluation go on without what only makes it cheaper."""
+    try:
+        yield
+    except StorageError as error:
+        _log.warning("%s: %s", trouble, error.found)
 
 
 class _Runner:
@@ -114,8 +142,8 @@ class _Runner:
     def __exit__(self, *_: object) -> None:
         self._end()
 
-    def evaluate(self, evaluation: NativeEvaluation, output: Path) -> None:
-        """Evaluates, and leaves the evaluator's output and its log in a folder.
+    def evaluate(self, evaluation: NativeEvaluation, output: Path) -> bool:
+        """Evaluates, and leaves the evaluator's output and its log in a folder; False if it was given up meanwhile.
 
         Raises:
             EnvironmentBuildFailed: the evaluator's environment cannot be built here.
@@ -128,6 +156,10 @@ class _Runner:
             python = ensure_environment(evaluator.environment(config), on_progress=_log.info).python
         command = evaluator.command(evaluation.checkpoint, config, output, python=python)
         folder = prepare(command, output)
+        kept = folder / KEPT_FOLDER
+        with _reported("What was kept of an interrupted evaluation cannot be read"):
+            if storage.list_files(evaluation.kept):
+                storage.copy_to_local(evaluation.kept, kept)
         deadline = time.monotonic() + config.timeout_seconds
         process = self._process or self._start(command, folder)
         asked = [str(folder / name) for name in command.arguments]
@@ -135,12 +167,14 @@ class _Runner:
             with suppress(BrokenPipeError):  # it has ended, and its return code says how
                 process.stdin.write("".join(f"{name}\n" for name in asked).encode())
                 process.stdin.flush()
-        log, state = self._followed(output / LOG_NAME, until=deadline, last=f"evaluated {asked[-1]}" if asked else "")
+        last = f"evaluated {asked[-1]}" if asked else ""
+        log, state = self._followed(evaluation, output / LOG_NAME, until=deadline, last=last, kept=kept)
+        shutil.rmtree(kept, ignore_errors=True)  # which is no result
         if state == "evaluated":
-            return
+            return True
         returncode = process.wait() if state == "ended" else None
         self._end()
-        if returncode != 0:
+        if state != "given up" and returncode != 0:
             raise refusal_in(output) or failure_of(
                 evaluator,
                 config,
@@ -150,6 +184,7 @@ class _Runner:
                 interrupted=returncode is not None and returncode < 0,
                 remedy="See harness.log beside the record; work/job.json there says what was asked",
             )
+        return state != "given up"
 
     def _start(self, command: HarnessCommand, folder: Path) -> subprocess.Popen[bytes]:
         argv = command.argv[: len(command.argv) - len(command.arguments)]
@@ -176,20 +211,40 @@ class _Runner:
         threading.Thread(target=read, name="log", daemon=True).start()
         return process
 
-    def _followed(self, path: Path, *, until: float, last: str) -> tuple[str, Literal["evaluated", "ended", "late"]]:
-        """Writes the log of an evaluation down as it comes, up to a line; returns it, and what came to an end."""
-        kept: list[str] = []
+    def _followed(
+        self, evaluation: NativeEvaluation, path: Path, *, until: float, last: str, kept: Path
+    ) -> tuple[str, Literal["evaluated", "ended", "late", "given up"]]:
+        """Writes the log of an evaluation down as it comes, and what it keeps to its journal, up to a line.
+
+        Returns:
+            The log, and what came to an end.
+        """
+        lines: list[str] = []
+        look_at = time.monotonic() + _LOOK_SECONDS
         with path.open("w") as log:
             while True:
+                now = time.monotonic()
+                if now >= until:
+                    return "".join(lines), "late"
+                if now >= look_at:
+                    look_at = now + _LOOK_SECONDS
+                    with _reported("Nobody can be asked if the evaluation is still wanted"):
+                        if is_given_up(evaluation):
+                            return "".join(lines), "given up"
                 try:
-                    line = self._lines.get(timeout=max(0.0, until - time.monotonic()))
+                    line = self._lines.get(timeout=max(0.0, min(until, look_at) - now))
                 except queue.Empty:
-                    return "".join(kept), "late"
+                    continue
                 if line is None:
-                    return "".join(kept), "ended"
-                if last and line.rstrip("\n") == last:
-                    return "".join(kept), "evaluated"
-                kept.append(line)
+                    return "".join(lines), "ended"
+                text = line.rstrip("\n")
+                if last and text == last:
+                    return "".join(lines), "evaluated"
+                file = kept / text.removeprefix(_KEPT)
+                if text.startswith(_KEPT) and file.parent == kept and file.is_file():
+                    with _reported(f"{text} cannot be copied, so it would not be there after a preemption"):
+                        storage.write_bytes(storage.join(evaluation.kept, file.name), file.read_bytes())
+                lines.append(line)
                 for place in (log, sys.stderr):
                     place.write(line)
 

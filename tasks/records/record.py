@@ -314,6 +314,17 @@ def end_scope(cell_uri: str) -> None:
         storage.delete(storage.join(cell_uri, name))
 
 
+def end_scope_and_answers(cell_uri: str) -> None:
+    """Ends the present evaluation of a cell, and deletes what was kept of its answers beside its record.
+
+    Raises:
+        StorageError: the cell's folder cannot be read or written.
+    """
+    end_scope(cell_uri)
+    for file in storage.list_files(storage.join(cell_uri, JOURNAL_FOLDER)):
+        storage.delete(file.uri)
+
+
 def weighed_at_first(cell_uri: str, weighed: Sequence[float]) -> list[float]:
     """Weights of fixed texts at the first attempt of the present evaluation of a cell; these are kept if it is this."""
     uri = storage.join(cell_uri, ENDPOINT_NAME)

@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from types import TracebackType
 
-from resources.storage import storage
 from tasks.claims.files import SeenClaim, Subject, claims_folder, end_claim, read_claims
 from tasks.claims.leases import LEASE_SECONDS, Claims
 from tasks.prefect_server.lazy import flow_run_id
 from tasks.prefect_server.progress import report_event
-from tasks.records.record import JOURNAL_FOLDER, end_scope, now, read_record
+from tasks.records.record import end_scope_and_answers, now, read_record
 from tasks.running.cells import Cell
 from tasks.spec.names import how_many
 
@@ -162,9 +161,7 @@ def put_away(cells: Sequence[Cell]) -> None:
     for seen in read_claims(folder, done):
         if seen.died(time.time()) and end_claim(seen):
             for way in done[seen.claim.subject.key].ways:
-                end_scope(way.uri)
-                for file in storage.list_files(storage.join(way.uri, JOURNAL_FOLDER)):
-                    storage.delete(file.uri)
+                end_scope_and_answers(way.uri)
 
 
 def key_of(cell: Cell) -> str:

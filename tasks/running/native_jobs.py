@@ -22,7 +22,14 @@ from resources.settings import settings
 from resources.storage import storage
 from tasks.evaluators.evaluator import Progress
 from tasks.evaluators.harness import LOG_NAME, job_failure
-from tasks.evaluators.native import NativeEvaluation, NativeProgram, Outcome, read_outcome, with_benchmarks_there
+from tasks.evaluators.native import (
+    NativeEvaluation,
+    NativeProgram,
+    Outcome,
+    give_up,
+    read_outcome,
+    with_benchmarks_there,
+)
 from tasks.evaluators.native_node import BEGINS, evaluate_there
 from tasks.prefect_server.accelerators import accelerators_reserved
 from tasks.prefect_server.progress import report_event
@@ -125,7 +132,7 @@ class NativeJobs:
                 if wanted in self._waiting:
                     self._waiting.remove(wanted)
                     wanted.ended.set()
-            wanted.ended.wait()  # its job has ended by then, or goes on for others
+            wanted.ended.wait()  # its job goes on for others, or has ended by then
             raise
         if wanted.error is not None:
             raise wanted.error
@@ -164,32 +171,27 @@ class NativeJobs:
             return taken
 
     def _run_job(self, together: Sequence[_Wanted]) -> None:
-        """Runs a job to its end, or until it works on what nobody wants any more: then the others wait again."""
+        """Runs a job to its end, or until nobody wants what is left of it."""
         if not together:
             return
         try:
             client = current_client()
             job = client.submit(_request(together, client))
             try:
-                completed = self._follow(job, together)
+                self._follow(job, together)
             finally:
                 job.terminate()
-            left = [wanted for wanted in together if not (wanted.ended.is_set() or wanted.abandoned)]
-            if completed:
-                for wanted in left:
+            for wanted in together:
+                if not (wanted.ended.is_set() or wanted.abandoned):
                     wanted.error = _failure(job, wanted)
-            else:
-                with self._changed:
-                    self._waiting[:0] = left
-                together = [wanted for wanted in together if wanted not in left]
         except Exception as error:  # noqa: BLE001 - the boundary of a thread: each cell of the job is told
             _fail(together, error)
         finally:
             for wanted in together:
                 wanted.ended.set()
 
-    def _follow(self, job: JobHandle, together: Sequence[_Wanted]) -> bool:
-        """Tells each of its own end; returns whether the job has ended, which else works on what was abandoned."""
+    def _follow(self, job: JobHandle, together: Sequence[_Wanted]) -> None:
+        """Tells each of its own end, and the job of what was abandoned; returns when it has ended, or all of it was."""
         heard_at = time.monotonic()
         while True:
             try:
@@ -208,13 +210,15 @@ class NativeJobs:
                 if not wanted.ended.is_set() and (outcome := read_outcome(wanted.evaluation)) is not None:
                     wanted.outcome = outcome
                     wanted.ended.set()
-            if finished:
-                return True
-            if together[at].abandoned and not together[at].ended.is_set():
-                return False
-            for wanted in together:
-                if wanted.abandoned:
-                    wanted.ended.set()  # it is left out once its turn comes
+            abandoned = [wanted for wanted in together if wanted.abandoned and not wanted.ended.is_set()]
+            if finished or (abandoned and all(wanted.abandoned or wanted.ended.is_set() for wanted in together)):
+                return
+            for wanted in abandoned:
+                try:
+                    give_up(wanted.evaluation)
+                except StorageError as error:
+                    report_event(f"{wanted.evaluation.checkpoint.name} is evaluated though nobody waits: {error.found}")
+                wanted.ended.set()
 
 
 def _request(together: Sequence[_Wanted], client: Client) -> JobRequest:

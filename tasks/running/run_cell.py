@@ -40,6 +40,7 @@ from tasks.records.record import (
     Record,
     begin_scope,
     end_scope,
+    end_scope_and_answers,
     note_sinks,
     weighed_at_first,
     write_record,
@@ -267,6 +268,7 @@ def _evaluate_natively(
         ),
         cell.digests,
         storage.absolute(storage.join(cell.uri, attempt.name)),
+        storage.absolute(storage.join(cell.uri, JOURNAL_FOLDER)),
     )
     attempt.served = {"by": "the evaluator itself"}
     outcome = context.native_jobs.evaluate(
@@ -370,7 +372,9 @@ def _close(attempt: Attempt, *, finished: bool) -> None:
     try:
         if attempt.opened is not None:
             attempt.opened.close(finished=finished)
-        if finished:
+        if finished and attempt.cell.config.native:
+            end_scope_and_answers(attempt.cell.uri)
+        elif finished:  # the journal of a pool deletes its copy itself
             end_scope(attempt.cell.uri)
     except Exception as error:  # noqa: BLE001 - the boundary: its record stands
         cause = error if isinstance(error, AssayError) else attempt.unexpected(error)

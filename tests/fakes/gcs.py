@@ -26,6 +26,8 @@ import orjson
 from gcp_storage_emulator.server import RequestHandler
 from gcp_storage_emulator.storage import Storage
 
+from fakes.gcs_variables import VARIABLES
+
 MESSAGES = {
     403: "robot@example.iam does not have storage.objects.create access to the Google Cloud Storage object.",
     429: "The project exceeded the rate limit for creating and deleting buckets.",
@@ -86,6 +88,11 @@ class FakeGcs:
     refusals: dict[str, list[int]] = field(default_factory=dict)
     """By part of an upload's path: the statuses of its next answers; the last one stays if it is negative."""
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of a process that reaches this store under gs://."""
+        return {"STORAGE_EMULATOR_HOST": self.address, **VARIABLES}
 
     def refuse(self, part: str, *statuses: int, always: bool = False) -> None:
         """Answers the next uploads whose name holds `part` with these statuses, the last one for ever if asked."""

@@ -189,12 +189,16 @@ class Runner:
         self.progress: list[Progress] = []
         self.output = folder
 
-    def __call__(self, checkpoint: Path | Checkpoint | LocalCheckpoint, config: EvaluationConfig) -> Parsed:
+    def __call__(
+        self, checkpoint: Path | Checkpoint | LocalCheckpoint, config: EvaluationConfig, *, journal: Path | None = None
+    ) -> Parsed:
         self.output = self._folder / str(len(list(self._folder.iterdir())))
         asked = checkpoint if isinstance(checkpoint, LocalCheckpoint) else local(checkpoint)
         with set_current_client(self._client):
             outcome = NativeJobs().evaluate(
-                NativeEvaluation(config, asked, digests_of(asked), str(self.output)),
+                NativeEvaluation(
+                    config, asked, digests_of(asked), str(self.output), str(journal or self.output / "journal")
+                ),
                 self._program,
                 position=1,
                 name=f"levanter-{secrets.token_hex(4)}",
@@ -203,6 +207,11 @@ class Runner:
             )
         outcome.raise_failure()
         return read_output(Levanter(), config, self.output, samples=self.output / SAMPLES_NAME)
+
+    @property
+    def scored_before(self) -> int:
+        """Requests of the last evaluation that its journal had scores of."""
+        return json.loads((self.output / "levanter.json").read_text())["requests_scored_before"]
 
     def samples(self, config: EvaluationConfig) -> list[Sample]:
         return list(Levanter().samples(self.output, config))
@@ -295,6 +304,26 @@ def test_levanter_weighs_whole_texts_and_cuts_long_prompts(exported: Path, bench
     assert {metric.name for metric in parsed.metrics} == {"byte_perplexity", "acc", "acc_norm"}
 
 
+def test_levanter_scores_only_what_its_journal_lacks_and_ends_up_with_equal_numbers(
+    exported: Path, exact: tuple[Runner, Parsed], run: Runner, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    whole, parsed = exact
+    assert whole.scored_before == 0
+    [kept] = (whole.output / "journal").glob("*/*.json")
+    rows = list(json.loads(kept.read_text()).items())
+    known = dict(rows[1::2])
+    journal = tmp_path_factory.mktemp("journal") / kept.parent.name
+    journal.mkdir()
+    (journal / "interrupted.json").write_text(json.dumps(known))
+    (journal / "damaged.json").write_text('{"row": 7}')
+    assert run(exported, TWENTY, journal=journal.parent).metrics == parsed.metrics
+    answers = [sample["resps"] for sample in raw_samples(run.output, "demo_facts")]
+    assert answers == [sample["resps"] for sample in raw_samples(whole.output, "demo_facts")]
+    assert run.scored_before == sum(map(len, known.values())) > 0
+    [added] = [json.loads(file.read_text()) for file in journal.glob("*.json") if len(file.stem) == 40]
+    assert added == dict(rows[0::2]), "what was scored before was not scored again"
+
+
 def test_levanter_bfloat16_is_close_but_not_the_same(exported: Path, exact: tuple[Runner, Parsed], run: Runner) -> None:
     def first(output: Path) -> float:
         return float(raw_samples(output, "demo_facts")[0]["resps"][0][0][0])
@@ -306,7 +335,9 @@ def test_levanter_bfloat16_is_close_but_not_the_same(exported: Path, exact: tupl
             max_eval_instances=1,
             evaluator={"name": "levanter_lm_evaluation_harness", "precision": "p=f32,c=bfloat16"},
         ),
+        journal=exact[0].output / "journal",
     )
+    assert run.scored_before == 0, "scores of another precision are others"
     assert first(run.output) == pytest.approx(first(exact[0].output), rel=0.05)
     assert first(run.output) != first(exact[0].output)
 

@@ -38,7 +38,6 @@ REST = 10
 def started() -> Iterator[FakeGcs]:
     with fake_gcs("bucket") as store, pytest.MonkeyPatch.context() as patch:
         patch.setenv("STORAGE_EMULATOR_HOST", store.address)
-        patch.setenv("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
         gcsfs.GCSFileSystem.clear_instance_cache()
         storage.write_bytes("gs://bucket/opened", b"")
         yield store

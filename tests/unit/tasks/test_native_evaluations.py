@@ -39,7 +39,8 @@ def evaluation(benchmarks: Path) -> NativeEvaluation:
         "benchmarks_path": str(benchmarks),
     }
     config = EvaluationConfig.model_validate(content)
-    return NativeEvaluation(config, LocalCheckpoint("a", "gs://runs/a"), ModelDigests("", "", ""), OUTPUT)
+    checkpoint = LocalCheckpoint("a", "gs://runs/a")
+    return NativeEvaluation(config, checkpoint, ModelDigests("", "", ""), OUTPUT, f"{OUTPUT}/journal")
 
 
 def test_outcome_in_a_store_is_read_as_it_was_written(tmp_path: Path):

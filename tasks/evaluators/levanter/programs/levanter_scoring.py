@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import haliax as hax
@@ -15,6 +16,8 @@ import numpy as np
 from levanter.data.loader import stack_batches
 from levanter.data.packing import PromptCompletion, greedy_pack_prompt_completions
 from levanter.eval_harness import _LmEvalHarnessWorker as Worker
+from levanter.models.lm_model import LmExample
+from levanter_journal import Journal, Scored
 from levanter_model import Model
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
@@ -28,20 +31,21 @@ WORKERS: dict[Any, Worker] = {}
 """Compiled scorings of this process."""
 
 Pair = tuple[Any, list[int], list[int]]
-Scored = tuple[float, bool]
 
 
 class LevanterLM(TemplateLM):
-    """A model for lm-eval that answers with log-probabilities only."""
+    """A model for lm-eval that answers with log-probabilities only, and computes none that a journal has."""
 
-    def __init__(self, model: Model, benchmarks: str) -> None:
+    def __init__(self, model: Model, benchmarks: str, journal: Journal) -> None:
         super().__init__()
         self.model = model
+        self.journal = journal
         self.tokenizer = model.tokenizer
         self.max_length = self.longest_window = model.max_length
         bos = self.tokenizer.bos_token_id
         self.adds_bos = bos is not None and self.tokenizer("a").input_ids[:1] == [bos]
         self._benchmarks = benchmarks
+        self._ends: list[int] = []
 
     @property
     def asking(self) -> dict[str, Any]:
@@ -82,6 +86,11 @@ class LevanterLM(TemplateLM):
             continue_final_message=not add_generation_prompt,
         )
 
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[Scored]:
+        """Log-probability of each continuation, and whether it is the greedy choice."""
+        self._ends = ends([request.task_name for request in requests])
+        return super().loglikelihood(requests, disable_tqdm)
+
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-probability of whole texts, in windows that do not overlap."""
         pairs: list[Pair] = []
@@ -96,6 +105,7 @@ class LevanterLM(TemplateLM):
             for window in windows:
                 pairs.append((None, *make_disjoint_window(window)))
                 owners.append(owner)
+        self._ends = ends([requests[owner].task_name for owner in owners])
         sums = [0.0] * len(requests)
         for owner, (log_probability, _) in zip(owners, self._loglikelihood_tokens(pairs), strict=True):
             sums[owner] += log_probability
@@ -107,8 +117,8 @@ class LevanterLM(TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[Pair], **kwargs: Any) -> list[Scored]:
         found: dict[int, Scored] = {}
-        for numbers, values, greedy in self._scored([self._shortened(*pair) for pair in enumerate(requests)]):
-            found |= {int(n): (float(v), bool(g)) for n, v, g in zip(numbers, values, greedy, strict=True)}
+        for scores in self._scored([self._shortened(*pair) for pair in enumerate(requests)]):
+            found |= scores
             print(f"Scoring ({self._benchmarks}): {len(found)}/{len(requests)}", file=sys.stderr, flush=True)
         return [found[number] for number in range(len(requests))]
 
@@ -119,8 +129,8 @@ class LevanterLM(TemplateLM):
         lost = len(context) + len(continuation) - len(tokens)
         return PromptCompletion(ids=tokens, prompt_length=max(1, len(context) - lost), segment_id=number)
 
-    def _scored(self, requests: Sequence[PromptCompletion]) -> Iterable[tuple[Any, Any, Any]]:
-        """Numbers of requests, log-probabilities and whether each is the greedy choice, batch by batch."""
+    def _scored(self, requests: Sequence[PromptCompletion]) -> Iterable[dict[int, Scored]]:
+        """Scores by the number of their request: those of the journal, then batch by batch."""
         if not requests:
             return
         longest = max(len(request.ids) for request in requests)
@@ -132,13 +142,50 @@ class LevanterLM(TemplateLM):
             pad_token=PADDING,
             max_segments_per_example=MOST_IN_A_ROW if self.model.packed else 1,
         )
+        # Rows are packed anew as they were packed before; so those that are left give the same numbers, too.
+        keys = [key_of(self.journal, example) for example in packed]
+        left = [place for place, key in enumerate(keys) if key not in self.journal]
+        yield {
+            number: score
+            for key, example in zip(keys, packed, strict=True)
+            for number, score in zip(members(example), self.journal.get(key), strict=False)
+        }
         batch = hax.Axis("batch", self.model.rows)
         worker = worker_for(batch, position, self.model)
-        for examples in list(stack_batches(iter(packed), position, batch)):  # a generator that holds a mesh of its own
+        batches = list(stack_batches((packed[place] for place in left), position, batch))  # it holds a mesh of its own
+        begins = range(0, len(left), self.model.rows)
+        for first, examples in zip(begins, batches, strict=True):
             numbers, values, correct = (np.asarray(part.array) for part in worker.dispatch_loglikelihood(examples))
-            real = numbers >= 0
-            yield numbers[real], values[real], correct[real]
+            found = {int(n): (float(v), bool(g)) for n, v, g in zip(numbers, values, correct, strict=True) if n >= 0}
+            for place in left[first : first + self.model.rows]:
+                self.journal.add(keys[place], [found[number] for number in members(packed[place])])
+            self.journal.keep(at_once=any(min(found) < end <= max(found) + 1 for end in self._ends))
+            yield found
+        self.journal.keep(at_once=True)
         worker.model = None  # else it would keep the memory that the next checkpoint is loaded into
+
+
+def ends(benchmarks: Sequence[str]) -> list[int]:
+    """Numbers of requests with which another benchmark begins."""
+    return [number for number, (before, name) in enumerate(pairwise(benchmarks), start=1) if name != before]
+
+
+def members(example: LmExample) -> range:
+    """Numbers of the requests in a row."""
+    numbers = segments(example)
+    return range(int(numbers[0]), int(numbers.max()) + 1)
+
+
+def segments(example: LmExample) -> np.ndarray:
+    """The number of its request by position in a row; -1 where it is padding."""
+    return np.asarray(example.attn_mask.segment_ids[0].array)
+
+
+def key_of(journal: Journal, example: LmExample) -> str:
+    """The name of a row in the journal, by its tokens, their requests and what is weighed of them."""
+    numbers = segments(example)
+    within = np.where(numbers < 0, -1, numbers - numbers[0])
+    return journal.key(within, np.asarray(example.tokens.array), np.asarray(example.loss_weight.array))
 
 
 def worker_for(batch: hax.Axis, position: hax.Axis, model: Model) -> Worker:

@@ -8,6 +8,8 @@ architecture; the first that cannot be evaluated ends it.
 
 Also a program for `fork_server.py`: `preload` imports, and reads lm-eval's benchmarks if asked to, `main` evaluates.
 
+What it has scored it keeps in the working folder (`levanter_journal.py`), and does not score again.
+
 Benchmarks, plan and results are lm-eval's, with the parts that `run_lm_eval.py` is made of, and prompts become tokens
 as they do for an endpoint. Levanter loads the weights (`levanter_model.py`) and sums log-probabilities
 (`levanter_scoring.py`), so only benchmarks that compare log-probabilities can be asked.
@@ -32,6 +34,7 @@ from typing import Any
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
 sys.path.append(str(Path(__file__).parents[2] / "lm_eval" / "programs"))
 import jax
+from levanter_journal import FOLDER, Journal
 from levanter_model import Model, UnusableCheckpointError, load
 from levanter_scoring import LevanterLM
 from lm_eval import simple_evaluate
@@ -118,8 +121,8 @@ def evaluate(job: dict[str, Any]) -> None:
         "max_length": model.max_length,
         "parameters": model.parameters,
     }
-    write_json(output / FACTS_NAME, facts)
-    lm = LevanterLM(model, ", ".join(tasks))
+    journal = Journal(Path(FOLDER), json.dumps(facts, sort_keys=True))
+    lm = LevanterLM(model, ", ".join(tasks), journal)
     Questions(job, tasks, lm, model.tokenizer, output=output, on_settled=lambda: None)
     tracker = EvaluationTracker(output_path=str(output / job["results_folder"]))
     with model.mesh():
@@ -134,6 +137,7 @@ def evaluate(job: dict[str, Any]) -> None:
             fewshot_as_multiturn=job["apply_chat_template"],
             confirm_run_unsafe_code=True,  # what may not run has been refused
         )
+    write_json(output / FACTS_NAME, {**facts, "requests_scored_before": journal.known})
     write_json(output / ASKED_NAME, {"asking": lm.asking, "groups": means(benchmarks)})
     samples = results.pop("samples")
     tracker.save_results_aggregated(results=results, samples=samples)

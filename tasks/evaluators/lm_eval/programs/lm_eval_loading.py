@@ -51,7 +51,7 @@ _log = logging.getLogger("lm_eval")
 
 def task_manager(job: dict[str, Any], metadata: dict[str, Any]) -> TaskManager:
     """Knows the folder of one's own alone where that is enough, else also all that comes with lm-eval."""
-    path = job["benchmarks_path"]
+    path = str(Path(job["benchmarks_path"]).absolute())  # data files are read from another working directory
     own = TaskManager(include_defaults=False, include_path=path, metadata=metadata)
     if all(is_complete(item["name"], own.task_index) for item in job["benchmarks"]):
         return own
