@@ -1,12 +1,15 @@
-"""Seconds for each checkpoint that Levanter evaluates on a backend: one job for all, beside a job for each.
+"""Seconds for each checkpoint that Levanter evaluates on a backend: our job, beside Levanter's own harness.
 
     make bench NAME=levanter_jobs
 
 Ours is the job of several cells that wait: Assay's code on the node, one program that loads one checkpoint after the
-other, and compiles once. Theirs is the same program with the same questions, started anew for each checkpoint through
-the backend's own client (a bare process, Ray's job service, Iris' client), one after another. Both are over when the
-results of all checkpoints lie there; their metrics must be equal. Backends run on this machine; environment and JAX's
-folder of compiled programs are in place on both sides.
+other, and compiles once. Theirs is what a user runs without it: `python -m levanter.eval_harness`, started anew for
+each checkpoint through the backend's own client (a bare process, Ray's job service, Iris' client, sbatch), one after
+another. With `--beside program` theirs is our program, started like that: what sharing a job saves.
+
+Both are over when the results of all checkpoints lie there. Metrics of our program must be equal each time, and
+Levanter's accuracy, which splits prompt and answer elsewhere, within 0.05 of ours. Backends run on this machine;
+environment and compiled programs are in place on both sides after a round that is not counted.
 """
 
 from __future__ import annotations
@@ -18,13 +21,15 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 if __name__ == "__main__":  # beside the package of stand-ins
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -50,13 +55,18 @@ from resources.environments.environments import ensure_environment
 from resources.settings import settings
 from tasks.evaluators.harness import cache_variables, prepare
 from tasks.evaluators.levanter.evaluator import Levanter
+from tasks.evaluators.levanter.options import LevanterOptions
 from tasks.evaluators.native import NativeEvaluation, NativeProgram
 from tasks.running.native_jobs import NativeJobs
+from tasks.spec.benchmarks import BUNDLED
 from tasks.spec.evaluation import EvaluationConfig
 
 WORK = BENCH / "levanter_jobs"
 CHECKPOINTS = 4
 _LIMIT_SECONDS = 600.0
+_CLOSE = 0.05
+_BENCHMARK = "demo_facts"
+_ALL_COMPILED = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "0"}
 _LEVANTER = Levanter()
 
 
@@ -66,7 +76,7 @@ def configured() -> EvaluationConfig:
         {
             "evaluator": _LEVANTER.name,
             "model_path": str(demo_model(CHECKPOINTS)),
-            "evals": [{"name": "demo_facts"}],
+            "evals": [{"name": _BENCHMARK}],
             "resource_config": {"cpu": 2},
         }
     )
@@ -81,8 +91,9 @@ def in_one_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Pat
     def evaluate(position: int) -> None:
         checkpoint = checkpoints[position]
         digests = digest_model_folder(inspect_model_folder(checkpoint.uri))
+        output = str(folder / checkpoint.name)
         jobs.evaluate(
-            NativeEvaluation(configured(), checkpoint, digests, str(folder / checkpoint.name)),
+            NativeEvaluation(configured(), checkpoint, digests, output, f"{output}-journal"),
             program,
             position=position,
             name=f"levanter-{time.monotonic_ns()}",
@@ -96,20 +107,72 @@ def in_one_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Pat
 
 
 def in_a_job_each(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
-    """Runs the program for one after the other, each started through the backend's own client."""
-    python = ensure_environment(_LEVANTER.environment(configured())).python
+    """Runs our program for one after the other, each started through the backend's own client."""
     for checkpoint in checkpoints:
         output = folder / checkpoint.name
-        command = _LEVANTER.command(checkpoint, configured(), output, python=python)
-        work, ended = prepare(command, output), output / "ended"
-        line = f"cd {shlex.quote(str(work))} && {shlex.join(command.argv)} > log 2>&1; echo $? > {ended}.new"
-        variables = {**cache_variables(), **command.variables}
-        began = time.monotonic()
-        ends = backend.starts(["sh", "-c", f"{line} && mv {ended}.new {ended}"], variables)
-        seconds_until(ended.exists, began, at_most=_LIMIT_SECONDS, event="an evaluation")
-        if ended.read_text().strip() != "0":
-            give_up("an evaluation failed", work / "log")
-        ends()
+        command = _LEVANTER.command(checkpoint, configured(), output, python=_python())
+        work = prepare(command, output)
+        run_by_itself(backend, command.argv, {**cache_variables(), **command.variables}, work)
+
+
+def by_their_harness(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
+    """Runs Levanter's own harness for one after the other, each started through the backend's own client."""
+    data = folder / "data"
+    data.mkdir(parents=True)
+    shutil.copyfile(BUNDLED / f"{_BENCHMARK}.jsonl", data / "test.jsonl")
+    benchmark = yaml.safe_load((BUNDLED / f"{_BENCHMARK}.yaml").read_text())
+    for name in ("dataset_kwargs", "metadata"):  # Levanter takes neither
+        del benchmark[name]
+    compiled = {"JAX_COMPILATION_CACHE_DIR": str(WORK / "compiled"), **_ALL_COMPILED}
+    for checkpoint in checkpoints:
+        work = folder / checkpoint.name
+        work.mkdir()
+        model = json.loads((Path(checkpoint.uri) / "config.json").read_text())
+        asked = {
+            "checkpoint_path": checkpoint.uri,
+            "checkpoint_is_hf": True,
+            "tokenizer": checkpoint.uri,
+            "model": {
+                "type": "llama",
+                "hidden_dim": model["hidden_size"],
+                "intermediate_dim": model["intermediate_size"],
+                "num_heads": model["num_attention_heads"],
+                "num_kv_heads": model["num_key_value_heads"],
+                "num_layers": model["num_hidden_layers"],
+                "max_seq_len": model["max_position_embeddings"],
+                "reference_checkpoint": checkpoint.uri,
+            },
+            "trainer": {
+                "mp": "f32",
+                "require_accelerator": False,
+                "per_device_eval_parallelism": configured().options(LevanterOptions).rows_per_device,
+                "tracker": {"type": "json_logger"},
+            },
+            "eval_harness": {"task_spec": [{**benchmark, "dataset_path": str(data)}]},
+        }
+        (work / "asked.yaml").write_text(yaml.safe_dump(asked))
+        argv = (str(_python()), "-m", "levanter.eval_harness", "--config_path", "asked.yaml")
+        run_by_itself(backend, argv, {**cache_variables(), **compiled, "JAX_PLATFORMS": "cpu"}, work)
+
+
+SIDES = {"harness": by_their_harness, "program": in_a_job_each}
+"""What ours can be measured beside."""
+
+
+def _python() -> Path:
+    return ensure_environment(_LEVANTER.environment(configured())).python
+
+
+def run_by_itself(backend: Backend, argv: Sequence[str], variables: Mapping[str, str], work: Path) -> None:
+    """Runs a command in a folder through the backend's own client, to its end."""
+    ended = work / "ended"
+    line = f"cd {shlex.quote(str(work))} && {shlex.join(argv)} > log 2>&1; echo $? > {ended}.new"
+    began = time.monotonic()
+    ends = backend.starts(["sh", "-c", f"{line} && mv {ended}.new {ended}"], variables)
+    seconds_until(ended.exists, began, at_most=_LIMIT_SECONDS, event="an evaluation")
+    if ended.read_text().strip() != "0":
+        give_up("an evaluation failed", work / "log")
+    ends()
 
 
 def metrics_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> dict[str, Any]:
@@ -119,8 +182,14 @@ def metrics_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> dict[str, An
     }
 
 
-def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint]) -> Contest:
-    """Both ways to evaluate the checkpoints, in wall seconds for each of them; their metrics must be equal."""
+def accuracy_of(folder: Path, checkpoints: list[LocalCheckpoint]) -> list[float]:
+    """Accuracy by checkpoint, as Levanter's harness reports it."""
+    reports = [folder / checkpoint.name / "lm_eval_harness_results.json" for checkpoint in checkpoints]
+    return [json.loads(report.read_text())["results"][_BENCHMARK]["acc,none"] for report in reports]
+
+
+def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint], *, beside: str) -> Contest:
+    """Two ways to evaluate the checkpoints, in wall seconds for each of them, which must find the same."""
     turns, metrics = count(), dict[str, Any]()
 
     def once(evaluate: Callable[[Backend, list[LocalCheckpoint], Path], None]) -> Phases:
@@ -128,13 +197,27 @@ def contest_of(backend: Backend, checkpoints: list[LocalCheckpoint]) -> Contest:
         began = time.monotonic()
         evaluate(backend, checkpoints, folder)
         seconds = (time.monotonic() - began) / len(checkpoints)
-        found = metrics_of(folder, checkpoints)
-        if found != metrics.setdefault("of the first", found):
-            give_up(f"the sides have other metrics: {json.dumps([found, metrics], default=str)[:2000]}")
+        if evaluate is by_their_harness:
+            metrics["accuracy of theirs"] = accuracy_of(folder, checkpoints)
+        else:
+            found = metrics_of(folder, checkpoints)
+            if found != metrics.setdefault("ours", found):
+                give_up(f"other metrics than before: {json.dumps([found, metrics], default=str)[:2000]}")
+            values = [metric for each in found.values() for metric in each if metric.name == "acc"]
+            metrics["accuracy of ours"] = [metric.value for metric in values]
+        compare(metrics)
         return {"evaluated": seconds}
 
     facts = {"checkpoints": len(checkpoints), **backend.facts}
-    return Contest(f"levanter_jobs.{backend.name}", partial(once, in_one_job), partial(once, in_a_job_each), facts)
+    name = "levanter_jobs" if beside == "harness" else "levanter_jobs.sharing"
+    return Contest(f"{name}.{backend.name}", partial(once, in_one_job), partial(once, SIDES[beside]), facts)
+
+
+def compare(metrics: Mapping[str, Any]) -> None:
+    """Ends the script if the two harnesses have found something else."""
+    ours, theirs = (metrics.get(f"accuracy of {side}") for side in ("ours", "theirs"))
+    if ours and theirs and any(abs(a - b) > _CLOSE for a, b in zip(ours, theirs, strict=True)):
+        give_up(f"accuracies differ: ours {ours}, theirs {theirs}")
 
 
 def main() -> None:
@@ -143,17 +226,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="counted rounds of each side (default: 3)")
     parser.add_argument("--warm-up-rounds", type=int, default=1, help="rounds before, not counted (default: 1)")
+    parser.add_argument("--beside", choices=[*SIDES], default="harness", help="which is theirs (default: harness)")
+    parser.add_argument(
+        "--checkpoints", type=int, choices=[*range(1, CHECKPOINTS + 1)], default=CHECKPOINTS, help="default: all"
+    )
     parser.add_argument("--backends", nargs="+", choices=[*BACKENDS], default=[*BACKENDS], help="which (default: all)")
     given = parser.parse_args()
     os.environ["ASSAY_CACHE_DIR"] = str(settings().cache_dir)  # the Iris here has a home of its own
     shutil.rmtree(WORK, ignore_errors=True)
     WORK.mkdir(parents=True)
     steps = steps_of(demo_model(CHECKPOINTS))
-    checkpoints = [LocalCheckpoint(f"step-{step}", str(folder)) for step, folder in steps.items()]
+    trained = [LocalCheckpoint(f"step-{step}", str(folder)) for step, folder in steps.items()]
+    checkpoints = trained[-given.checkpoints :]
     found: list[Comparison] = []
     for name in given.backends:
         with BACKENDS[name](WORK) as backend:
-            contest = contest_of(backend, checkpoints)
+            contest = contest_of(backend, checkpoints, beside=given.beside)
             found += comparisons(contest, contest.measured(given.rounds, warm_up_rounds=given.warm_up_rounds))
     print_comparisons(f"Median seconds for each of {len(checkpoints)} checkpoints", found)
 
