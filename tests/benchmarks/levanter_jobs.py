@@ -156,7 +156,7 @@ def by_their_harness(backend: Backend, checkpoints: list[LocalCheckpoint], folde
 
 
 SIDES = {"harness": by_their_harness, "program": in_a_job_each}
-"""What ours can be measured beside."""
+"""Theirs, by name."""
 
 
 def _python() -> Path:
