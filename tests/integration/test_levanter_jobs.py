@@ -219,23 +219,25 @@ def test_levanter_on_ray_goes_on_within_a_checkpoint_when_its_machine_is_lost(
             with running(cells, client) as futures:
 
                 def kept() -> list[Path]:
-                    """Scores of the second checkpoint, of which the first benchmark is over."""
+                    """Scores of the second checkpoint, whichever comes second, whose first benchmark is over."""
                     assert not any(future.done() and future.exception() for future in futures)
-                    return list(evaluations.glob("run/step-2/**/journal/*/*.json"))
+                    done = {file.parents[1] for file in evaluations.glob(f"**/{OUTCOME_NAME}")}
+                    scores = evaluations.glob("**/journal/*/*.json")
+                    return [file for file in scores if done and file.parents[2] not in done]
 
                 [scores, *_] = eventually(kept, seconds=120)
                 lost, left = sorted(nodes, key=lambda name: not compiled(tmp_path / name))
                 assert compiled(tmp_path / lost) and not compiled(tmp_path / left)
                 cluster.remove_node(nodes[lost], allow_graceful=False)
                 before = sum(len(row) for file in kept() for row in json.loads(file.read_text()).values())
-                [first] = evaluations.glob(f"run/step-1/**/{OUTCOME_NAME}")
+                [first] = evaluations.glob(f"**/{OUTCOME_NAME}")
                 written = first.stat().st_mtime_ns
-                assert not list(evaluations.glob(f"run/step-2/**/{OUTCOME_NAME}"))
                 assert_whole([future.result() for future in futures], questions=SHORT + LONG)
             assert compiled(tmp_path / left)
             assert first.stat().st_mtime_ns == written, "what had its outcome was not evaluated again"
-            [facts] = evaluations.glob("run/step-2/**/attempt-*/levanter.json")
-            assert json.loads(facts.read_text())["requests_scored_before"] == before >= 2 * SHORT
+            [facts] = scores.parents[2].glob("attempt-*/levanter.json")
+            known = json.loads(facts.read_text())["requests_scored_before"]
+            assert 2 * SHORT <= before <= known < 2 * (SHORT + LONG), "two requests for each question"
             assert not scores.exists(), "what is finished is not kept"
             [job] = jobs_of(client)
             assert client.attach(job.job_id).details().preemptions == 1
