@@ -24,7 +24,7 @@ ROWS = {
     "a job, until its first line has run": "jobs.{backend}.started",
     "a pool, until the first answer": "pool_start.{backend}.answered",
     "a replica of two hosts, until the first answer": "pool_start.{backend}.two_hosts.answered",
-    "an evaluation by Levanter, until its result": "levanter_jobs.{backend}.evaluated",
+    "an evaluation of a checkpoint by Levanter, until its result": "levanter_jobs.{backend}.evaluated",
 }
 """The figure that stands in each row."""
 _EMPTY = "–"
@@ -77,9 +77,13 @@ def main() -> None:
     figures: dict[str, dict[str, Any]] = {}
     for place, backend in enumerate(given.backends):
         rounds = ("--rounds", str(given.rounds), "--warm-up-rounds", "0" if place else "1")
-        of_jobs = ("--rounds", str(5 * given.rounds))
-        for script, options in (("jobs", of_jobs), ("pool_start", rounds), ("levanter_jobs", rounds)):
-            found = figures_of(script, backend, *options)
+        options = {
+            "jobs": ("--rounds", str(5 * given.rounds)),
+            "pool_start": rounds,
+            "levanter_jobs": (*rounds, "--checkpoints", "1"),
+        }
+        for script in options:
+            found = figures_of(script, backend, *options[script])
             for figure in found.values():
                 print(json.dumps(figure), flush=True)
             figures |= found
