@@ -44,6 +44,18 @@ for line in sys.stdin:
 """
 
 
+class ArrivedJobs(NativeJobs):
+    """Jobs that say which cells wait for one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrived: set[int] = set()
+
+    def forget(self, position: int) -> None:
+        self.arrived.add(position)
+        super().forget(position)
+
+
 class Cells:
     """Evaluations that wait side by side for a program that ends each of them once the test lets it."""
 
@@ -52,7 +64,7 @@ class Cells:
         self._gates = folder / "gates"
         self._gates.mkdir()
         self._threads = threads
-        self._jobs = NativeJobs()
+        self._jobs = ArrivedJobs()
         self._lost: set[str] = set()
         program = folder / "program"
         program.write_text(PROGRAM.format(python=sys.executable, gates=str(self._gates)))
@@ -60,13 +72,16 @@ class Cells:
         self._program = NativeProgram(Levanter(), program)
 
     def start(self, *names: str, attempt: str = "attempt") -> list[Future[Outcome]]:
-        """Begins evaluations, which share a job."""
+        """Begins evaluations, which share a job in this order."""
+        self._jobs.arrived.clear()
         for position in range(len(names)):
             self._jobs.expect(position)
-        return [
-            self._threads.submit(copy_context().run, self._evaluate, name, position, attempt)
-            for position, name in enumerate(names)
-        ]
+        futures = []
+        for position, name in enumerate(names):
+            run = copy_context().run
+            futures.append(self._threads.submit(run, self._evaluate, name, position, attempt))
+            eventually(lambda position=position: position in self._jobs.arrived)
+        return futures
 
     def begun(self, name: str) -> int:
         """The process of the program that works on an evaluation, once it does."""
