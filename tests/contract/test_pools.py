@@ -42,7 +42,7 @@ pytestmark = [
 
 CLIENTS = 16
 REQUESTS = 300
-KEPT_ON = {"iris", "kubernetes"}
+KEPT_ON = {"iris", "kubernetes", "slurm"}
 """Others have tests of their own for kept pools: this machine, Ray."""
 
 

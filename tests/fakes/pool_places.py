@@ -164,7 +164,8 @@ def _slurm(folder: Path) -> Iterator[Place]:
             os.kill(_process(lost), signal.SIGKILL)
             return lost
 
-        yield Place(client, lose, temporary, {"cpu": 20})
+        reach = {"ASSAY_JOBS": client.url, "ASSAY_SLURM_DIR": str(folder / "slurm")}
+        yield Place(client, lose, temporary, {"cpu": 20}, reach=reach)
         client.shutdown()
 
 

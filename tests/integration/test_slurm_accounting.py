@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,10 +58,10 @@ def jobs(cluster: SlurmCluster, folder: Path) -> Iterator[dict[str, SlurmJob]]:
         ids = {name: slurm_id(folder / "slurm", job.job_id) for name, job in jobs.items()}
         cluster.command("scancel", ids["cancelled"])
         os.kill(batch_pid(jobs["killed"].job_id), signal.SIGKILL)
-        for name, limit in {"timed-out": "now", "over-limit": "now", "near-limit": "now+100"}.items():
-            cluster.command("scontrol", "update", f"JobId={ids[name]}", f"EndTime={limit}")
         for name in ("timed-out", "lost"):
             cluster.command("scontrol", "update", f"JobId={ids[name]}", "Requeue=0")  # as where a site allows none
+        for name, limit in {"timed-out": "now", "over-limit": "now", "near-limit": "now+100"}.items():
+            eventually(partial(limited, ids[name], limit))
         node = cluster.command("squeue", "-h", "-o", "%N", "-j", ids["lost"]).strip()
         cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
         yield jobs
@@ -82,6 +84,12 @@ def submit(
     return client.submit(
         JobRequest(name, command, resources=resources, environment=environment, outlives_parent=unseen)
     )
+
+
+def limited(slurm_id: str, limit: str) -> bool:
+    """Sets the end of a job; False where the "now" that was asked for was over when slurmctld read it."""
+    command = ("scontrol", "update", f"JobId={slurm_id}", f"EndTime={limit}")
+    return not subprocess.run(command, capture_output=True, check=False).returncode
 
 
 @pytest.mark.parametrize("name", WATCHED)
