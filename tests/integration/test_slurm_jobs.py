@@ -73,7 +73,7 @@ def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_
     first = client.submit(shell("sleep 300", "first", resources=WHOLE_NODE))
     eventually(lambda: first.status() is JobStatus.RUNNING)
     gang = client.submit(shell(script, "gang", resources=WHOLE_NODE, replicas=2))
-    eventually(lambda: "Resources" in (gang.details().reason or ""))
+    eventually(lambda: "waits: " in (gang.details().reason or ""), seconds=40)
     assert not (tmp_path / "0").exists() and not (tmp_path / "1").exists()  # though a node is free
     first.terminate()
     pids = [eventual_pid(tmp_path / name) for name in "01"]
@@ -81,12 +81,14 @@ def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_
     [lost] = {*NODES} - {cluster.command("squeue", "-h", "-o", "%B", "-j", slurms).strip()}
     on_it = cluster.processes_on(lost)
     send(signal.SIGSTOP, on_it)
-    cluster.command("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=silent")  # as after SlurmdTimeout
-    eventually(lambda: "BeginTime" in (gang.details().reason or ""))
-    send(signal.SIGKILL, on_it)
-    cluster.programs[lost].wait()
+    try:
+        cluster.command("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=silent")  # as in the end it is
+        eventually(lambda: "BeginTime" in (gang.details().reason or ""), seconds=60)
+    finally:
+        send(signal.SIGKILL, on_it)
+        cluster.programs[lost].wait()
+        cluster.start_node(lost)
     eventually(lambda: not any(map(is_alive, pids)))
-    cluster.start_node(lost)
     cluster.command("scontrol", "update", f"JobId={slurms}", "StartTime=now")  # in place of two minutes
     assert gang.wait(60) is JobStatus.SUCCEEDED
     assert (gang.details().attempts, gang.details().failures, gang.details().preemptions) == (2, 0, 1)
