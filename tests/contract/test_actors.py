@@ -15,7 +15,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 
-from fakes.clients import CLIENTS, WITH_ACTORS
+from fakes.clients import CLIENTS
 from fakes.polling import eventually
 from resources.actors.actor_handle import ActorHandle
 from resources.actors.actor_key import actor_variables
@@ -134,7 +134,7 @@ def _classes_travel() -> Iterator[None]:
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module", params=WITH_ACTORS)
+@pytest.fixture(scope="module", params=sorted(CLIENTS))
 def client(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     client = CLIENTS[request.param](tmp_path_factory.mktemp("actors"))
     yield client

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fakes.clients import CLIENTS, WITH_ACTORS
+from fakes.clients import CLIENTS
 from fakes.polling import eventually
 from resources.actors.actor_handle import ActorHandle
 from resources.actors.actor_key import actor_variables
@@ -25,7 +25,7 @@ ITEMS = 40
 LEASE_SECONDS = 2.0  # of the consumer that is killed; those of the others are longer than the test
 
 
-@pytest.fixture(params=WITH_ACTORS)
+@pytest.fixture(params=sorted(CLIENTS))
 def client(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Client]:
     client = CLIENTS[request.param](tmp_path)
     yield client

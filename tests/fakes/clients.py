@@ -62,7 +62,3 @@ def kill_for_want_of_memory(client: Client, job: JobHandle, *, pid: int, counter
         return
     counter.write_text("oom_kill 5\n")
     os.kill(pid, signal.SIGKILL)
-
-
-WITH_ACTORS = ("iris", "local", "ray", "slurm")
-"""Backends whose actors are tested; they are made of jobs and announcements, which every backend is tested for."""
