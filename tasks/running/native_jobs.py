@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import dataclass, field
+from typing import Self
 
 from resources.backends.current import current_client
 from resources.config import ResourceConfig
@@ -39,6 +40,8 @@ MOST_IN_A_JOB = 8
 _POLL_SECONDS = 0.2
 _JOB_POLL_SECONDS = 1.0
 _LOOK_AGAIN_SECONDS = 5.0
+_END_SECONDS = 30.0
+"""Time that the last job has to end once nobody wants anything of it."""
 _SILENCE_SECONDS = 600.0
 """Time without an answer after which a job on a backend counts as lost; a controller may be started again."""
 _PROGRESS_LINES = 200
@@ -68,13 +71,24 @@ class _Wanted:
 
 
 class NativeJobs:
-    """The jobs of a run's cells that load checkpoints themselves."""
+    """The jobs of a run's cells that load checkpoints themselves; after the block none is looked after any more."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._waiting: list[_Wanted] = []
         self._expected: set[int] = set()
         self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        with self._changed:
+            self._expected.clear()
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join(_END_SECONDS)
 
     def expect(self, position: int) -> None:
         """Lets the next job wait for a cell that is about to ask for one, or to end without."""

@@ -75,9 +75,9 @@ def schedule_cells(
     threads = ThreadPoolExecutor(max(1, at_once), thread_name_prefix="cell")
     # Cells that load their checkpoints themselves keep no pool waiting; they wait for the job that they share.
     native_threads = ThreadPoolExecutor(MOST_IN_A_JOB, thread_name_prefix="native-cell")
-    native_jobs, interruption = NativeJobs(), Interruption()
+    interruption = Interruption()
     running: list[Future[Exception | None]] = []
-    with warm_programs(on_progress=report_event) as warm:
+    with warm_programs(on_progress=report_event) as warm, NativeJobs() as native_jobs:
         warm.prepare(configs)
         try:
             for position, cell in enumerate(cells if arriving is None else arriving, start=1):

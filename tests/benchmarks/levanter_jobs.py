@@ -84,11 +84,9 @@ def configured() -> EvaluationConfig:
 
 def in_one_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Path) -> None:
     """Evaluates all as cells that wait side by side."""
-    jobs, program = NativeJobs(), NativeProgram(_LEVANTER)
-    for position in range(len(checkpoints)):
-        jobs.expect(position)
+    program = NativeProgram(_LEVANTER)
 
-    def evaluate(position: int) -> None:
+    def evaluate(jobs: NativeJobs, position: int) -> None:
         checkpoint = checkpoints[position]
         digests = digest_model_folder(inspect_model_folder(checkpoint.uri))
         output = str(folder / checkpoint.name)
@@ -101,8 +99,11 @@ def in_one_job(backend: Backend, checkpoints: list[LocalCheckpoint], folder: Pat
             check=lambda: None,
         ).raise_failure()
 
-    with set_current_client(backend.client), ThreadPoolExecutor(len(checkpoints)) as threads:
-        for future in [threads.submit(copy_context().run, evaluate, number) for number in range(len(checkpoints))]:
+    numbers = range(len(checkpoints))
+    with set_current_client(backend.client), NativeJobs() as jobs, ThreadPoolExecutor(len(checkpoints)) as threads:
+        for position in numbers:
+            jobs.expect(position)
+        for future in [threads.submit(copy_context().run, evaluate, jobs, number) for number in numbers]:
             future.result()
 
 

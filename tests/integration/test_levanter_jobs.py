@@ -102,7 +102,7 @@ def running(cells: list[Cell], client: Client) -> Iterator[list[Any]]:
     """Futures of the records of cells that are evaluated side by side on a backend, as a run does it."""
     with ExitStack() as stack:
         stack.enter_context(set_current_client(client))
-        warm, jobs = stack.enter_context(warm_programs()), NativeJobs()
+        warm, jobs = stack.enter_context(warm_programs()), stack.enter_context(NativeJobs())
         threads = stack.enter_context(ThreadPoolExecutor(len(cells)))
         interruption = Interruption()
         stack.callback(interruption.interrupt)  # of a test that fails meanwhile

@@ -194,8 +194,8 @@ class Runner:
     ) -> Parsed:
         self.output = self._folder / str(len(list(self._folder.iterdir())))
         asked = checkpoint if isinstance(checkpoint, LocalCheckpoint) else local(checkpoint)
-        with set_current_client(self._client):
-            outcome = NativeJobs().evaluate(
+        with set_current_client(self._client), NativeJobs() as jobs:
+            outcome = jobs.evaluate(
                 NativeEvaluation(
                     config, asked, digests_of(asked), str(self.output), str(journal or self.output / "journal")
                 ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
@@ -59,12 +60,12 @@ class ArrivedJobs(NativeJobs):
 class Cells:
     """Evaluations that wait side by side for a program that ends each of them once the test lets it."""
 
-    def __init__(self, folder: Path, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: Path, threads: ThreadPoolExecutor, jobs: ArrivedJobs) -> None:
         self.folder = folder
         self._gates = folder / "gates"
         self._gates.mkdir()
         self._threads = threads
-        self._jobs = ArrivedJobs()
+        self._jobs = jobs
         self._lost: set[str] = set()
         program = folder / "program"
         program.write_text(PROGRAM.format(python=sys.executable, gates=str(self._gates)))
@@ -137,8 +138,8 @@ def client(tmp_path: Path) -> Iterator[LocalClient]:
 
 @pytest.fixture
 def cells(tmp_path: Path, client: LocalClient) -> Iterator[Cells]:
-    with ThreadPoolExecutor(4) as threads:
-        cells = Cells(tmp_path, threads)
+    with ArrivedJobs() as jobs, ThreadPoolExecutor(4) as threads:
+        cells = Cells(tmp_path, threads, jobs)
         try:
             yield cells
         finally:
@@ -161,7 +162,7 @@ def test_cell_given_up_before_its_turn_is_left_out_of_the_job_of_others(cells: C
     assert cells.published("b") == [] and OUTCOME_NAME in cells.published("c")
     assert not (cells.folder / "gates" / "b.begun").exists()
     [job] = client.jobs()
-    assert eventually(lambda: client.attach(job.job_id).status()) is JobStatus.SUCCEEDED
+    assert client.attach(job.job_id).wait(30) is JobStatus.SUCCEEDED
 
 
 def test_cell_given_up_at_work_is_ended_and_the_job_goes_on_with_others(cells: Cells, client: LocalClient) -> None:
@@ -202,3 +203,14 @@ def test_program_is_given_what_an_attempt_before_has_kept_and_no_other_evaluatio
     known = {name: (cells.folder / name / "attempt-2" / "known.json").read_text() for name in ("a", "b")}
     assert known == {"a": '["0.json"]', "b": "[]"}
     assert not list(cells.folder.glob("*/attempt-*/**/kept")), "what was kept is no result"
+
+
+def test_nothing_looks_after_jobs_any_more_behind_their_block(tmp_path: Path, client: LocalClient) -> None:
+    with ArrivedJobs() as jobs, ThreadPoolExecutor(1) as threads:
+        cells = Cells(tmp_path, threads, jobs)
+        [first] = cells.start("a")
+        jobs.expect(1)  # and never comes
+        cells.let_end("a")
+        assert first.result().failure is None
+    assert [job.status for job in client.jobs()] == [JobStatus.SUCCEEDED]
+    assert "native-jobs" not in {thread.name for thread in threading.enumerate()}
