@@ -209,8 +209,8 @@ def test_nothing_looks_after_jobs_any_more_behind_their_block(tmp_path: Path, cl
     with ArrivedJobs() as jobs, ThreadPoolExecutor(1) as threads:
         cells = Cells(tmp_path, threads, jobs)
         [first] = cells.start("a")
-        jobs.expect(1)  # and never comes
         cells.let_end("a")
         assert first.result().failure is None
+        jobs.expect(1)  # and never comes
     assert [job.status for job in client.jobs()] == [JobStatus.SUCCEEDED]
     assert "native-jobs" not in {thread.name for thread in threading.enumerate()}
