@@ -318,11 +318,13 @@ def test_device_that_no_node_has_is_refused_unless_node_pools_could_grow(server:
 PARENT = """
 import sys, time
 from pathlib import Path
-from fakes.kubernetes_cluster import IMAGE, cluster_of
-from resources.backends.kubernetes.cluster import connect
+from fakes.kubernetes_cluster import IMAGE
+from fakes.polling import is_alive
+from resources.backends.kubernetes.attempts import OwnedJob
 from resources.backends.kubernetes.client import KubernetesClient
+from resources.backends.kubernetes.cluster import connect
 from resources.config import ResourceConfig
-from resources.jobs.jobs import Command, JobRequest
+from resources.jobs.jobs import Command, JobRequest, JobStatus
 
 folder, mode = Path(sys.argv[1]), sys.argv[2]
 client = KubernetesClient(connect("fake", ""), image=IMAGE, grace_seconds=1, lease_seconds=2, poll_seconds=0.1)
@@ -333,6 +335,18 @@ while not (folder / "pid").exists():
     time.sleep(0.02)
 if mode == "hang":
     time.sleep(600)
+begin = OwnedJob.begin_to_end
+
+
+def begin_while_its_thread_looks(job):
+    begin(job)
+    while job.step().status is JobStatus.RUNNING and is_alive(int((folder / "pid").read_text())):
+        time.sleep(0.02)
+    job.step()
+
+
+if mode == "leave while its thread looks":
+    OwnedJob.begin_to_end = begin_while_its_thread_looks
 """
 
 
@@ -352,7 +366,7 @@ def test_shutdown_that_may_delete_nothing_says_so_and_the_pods_end_themselves(
         server.refusals.clear()
 
 
-@pytest.mark.parametrize("mode", ["hang", "leave"])
+@pytest.mark.parametrize("mode", ["hang", "leave", "leave while its thread looks"])
 def test_pods_end_with_the_process_that_submitted_them_however_it_ends(
     client: KubernetesClient, server: KubernetesServer, tmp_path: Path, mode: str
 ) -> None:
@@ -367,6 +381,7 @@ def test_pods_end_with_the_process_that_submitted_them_however_it_ends(
         job = client.attach((tmp_path / "job").read_text())
         eventually(lambda: job.status() is JobStatus.STOPPED)
         assert job.details().reason == "the process that submitted it has ended"
+        assert job.details().preemptions == 0
         assert job.job_id in {details.job_id for details in client.jobs() if details.status.finished}
     finally:
         parent.kill()

@@ -69,7 +69,7 @@ def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_
 ) -> None:
     place = "$ASSAY_REPLICA_INDEX $ASSAY_REPLICA_COUNT $ASSAY_HOST_INDEX $ASSAY_HOST_COUNT"
     mark = f"{tmp_path}/$ASSAY_REPLICA_INDEX"
-    script = f"echo {place}; [ -e {mark} ] && exit 0; echo $$ > {mark}; while :; do sleep 0.1; done"
+    script = f"echo {place}; [ -e {mark} ] && exit 0; echo $$ > {mark}; exec sleep 300"
     first = client.submit(shell("sleep 300", "first", resources=WHOLE_NODE))
     eventually(lambda: first.status() is JobStatus.RUNNING)
     gang = client.submit(shell(script, "gang", resources=WHOLE_NODE, replicas=2))

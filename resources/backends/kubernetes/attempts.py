@@ -66,6 +66,7 @@ class OwnedJob:
         self._request, self._environment = request, environment
         self._image, self._files, self._where, self._owner, self._bounds = image, files, where, owner, bounds
         self._lock = threading.Lock()
+        self._ends = False  # what is gone of it from now on was not lost
         self._started: set[int] = set()
         self._begin_at = 0.0  # of the next attempt, by the monotonic clock
         self._since: dict[str, float] = {}
@@ -76,15 +77,16 @@ class OwnedJob:
         return self._record
 
     def step(self) -> Record:
-        """Brings the job one step further; does nothing once it has finished."""
+        """Brings the job one step further; does nothing once it has finished, or is being ended."""
         with self._lock:
-            if not self._record.finished:
+            if not self._record.finished and not self._ends:
                 self._step()
             return self._record
 
     def begin_to_end(self) -> None:
-        """Asks the cluster to end the present attempt, and does not wait for that."""
+        """Asks the cluster to end the present attempt, and does not wait for that; `abandon` is to follow."""
         with self._lock:
+            self._ends = True
             if not self._record.finished and self._record.attempts:
                 self._cluster.delete(self._record.kind, attempt_name(self._record.job_id, self._record.attempts))
 

@@ -122,7 +122,11 @@ class LocalJob:
         """
         self.request_stop()
         grace_seconds: float = self._specification["grace_seconds"]
+        deadline = time.monotonic() + grace_seconds + _TERMINATE_MARGIN_SECONDS
         self.wait(grace_seconds + _TERMINATE_MARGIN_SECONDS, raise_on_failure=False)
+        details = self.process_details()
+        while details["supervisor_pid"] and self._is_supervised(details) and time.monotonic() < deadline:
+            time.sleep(0.005)  # it tells the end, and then goes itself
 
     def request_stop(self) -> None:
         """Asks the supervisor to end the job, and returns as soon as it has heard."""

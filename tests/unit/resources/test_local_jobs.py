@@ -17,7 +17,7 @@ import pytest
 import resources
 from fakes.polling import eventual_pid, eventually, is_alive
 from fakes.processes import WITHOUT_MAIN_THREAD
-from faults.scenarios.processes import state_of
+from faults.scenarios.processes import command_line, state_of
 from resources.backends.local.client import LocalClient
 from resources.backends.local.job import LocalJob
 from resources.backends.processes import device_variables
@@ -203,6 +203,22 @@ def test_terminate_while_waiting_for_the_next_attempt_stops_the_job(client: Loca
     eventually(lambda: job.details().failures >= 3)
     job.terminate()
     assert job.status() is JobStatus.STOPPED
+
+
+def test_terminate_returns_once_the_supervisor_that_told_the_end_is_gone_too(
+    client: LocalClient, tmp_path: Path
+) -> None:
+    job = client.submit(JobRequest("job", shell("true"), resources=ON_CPU))
+    job.wait(30)
+    folder = tmp_path / "jobs" / job.job_id
+    ending = f"import time; time.sleep(0.5); open('{tmp_path}/gone', 'w')"
+    slow = subprocess.Popen([sys.executable, "-c", ending, str(folder)])
+    eventually(lambda: str(folder) in command_line(slow.pid))
+    status = json.loads((folder / "status.json").read_text())
+    (folder / "status.json").write_text(json.dumps({**status, "supervisor_pid": slow.pid}))
+    LocalJob(folder).terminate()
+    assert (tmp_path / "gone").exists()
+    slow.wait(30)
 
 
 def test_variables_of_a_job_are_not_written_to_its_folder(client: LocalClient, tmp_path: Path) -> None:
