@@ -205,7 +205,8 @@ class ActorLine:
                 raise death_of(self._job, details, name=self._name)
             address = self._job.announced()
             moved = address is not None and address != self._address
-            if moved or details.attempts > self._attempts or details.status is JobStatus.PENDING:
+            over = details.failures + details.preemptions >= self._attempts  # else its start is not yet written down
+            if moved or details.attempts > self._attempts or (details.status is JobStatus.PENDING and over):
                 return ActorRestarted(
                     expected=f"actor {self._name} to answer",
                     found=f"it was ended from outside, and has started or will start again (job {details.job_id})",

@@ -30,7 +30,7 @@ class ScriptedJob:
 
     def __init__(self) -> None:
         self.now = JobStatus.RUNNING
-        self.attempts = 1
+        self.attempts, self.preemptions = 1, 0
         self.address: str | None = None
         self.gone: Exception | None = None
 
@@ -38,7 +38,12 @@ class ScriptedJob:
         if self.gone is not None:
             raise self.gone
         return JobDetails(
-            job_id=self.job_id, name="actor-scripted", status=self.now, reason="so it goes", attempts=self.attempts
+            job_id=self.job_id,
+            name="actor-scripted",
+            status=self.now,
+            reason="so it goes",
+            attempts=self.attempts,
+            preemptions=self.preemptions,
         )
 
     def status(self) -> JobStatus:
@@ -132,14 +137,14 @@ def test_broken_connection_of_a_running_actor_loses_the_call_and_the_next_one_co
 
 
 @pytest.mark.parametrize(
-    ("attempts", "address", "status"),
-    [(2, None, JobStatus.RUNNING), (1, "127.0.0.1:1", JobStatus.RUNNING), (1, None, JobStatus.PENDING)],
+    ("attempts", "preemptions", "address", "status"),
+    [(2, 1, None, JobStatus.RUNNING), (1, 0, "127.0.0.1:1", JobStatus.RUNNING), (1, 1, None, JobStatus.PENDING)],
 )
 def test_broken_connection_of_a_new_attempt_is_a_restart(
-    job: ScriptedJob, actor: Any, attempts: int, address: str | None, status: JobStatus
+    job: ScriptedJob, actor: Any, attempts: int, preemptions: int, address: str | None, status: JobStatus
 ) -> None:
     def restart(connection: socket.socket, frame: Frame) -> bool:
-        job.attempts, job.address, job.now = attempts, address, status
+        job.attempts, job.preemptions, job.address, job.now = attempts, preemptions, address, status
         return False
 
     actor(restart)
@@ -147,9 +152,12 @@ def test_broken_connection_of_a_new_attempt_is_a_restart(
         line_to(job).call("lost", b"").result(ANSWER_SECONDS)
 
 
-def test_broken_connection_of_a_job_that_is_about_to_end_is_a_death(job: ScriptedJob, actor: Any) -> None:
+@pytest.mark.parametrize("status", [JobStatus.RUNNING, JobStatus.PENDING], ids=["running", "start not written down"])
+def test_broken_connection_of_a_job_that_is_about_to_end_is_a_death(
+    job: ScriptedJob, actor: Any, status: JobStatus
+) -> None:
     def end(connection: socket.socket, frame: Frame) -> bool:
-        job.address = None
+        job.address, job.now = None, status
         threading.Timer(2 * IMPATIENT.unexplained_seconds, job.terminate).start()  # a backend that takes its time
         return False
 
