@@ -133,7 +133,9 @@ class SlurmCluster:
 
     def command(self, *arguments: str) -> str:
         """Runs one of Slurm's commands as a user would."""
-        return subprocess.run(arguments, check=True, capture_output=True, text=True).stdout
+        ended = subprocess.run(arguments, check=False, capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stderr
+        return ended.stdout
 
 
 def start_cluster(folder: Path, *, accounting: bool = False) -> Iterator[SlurmCluster]:

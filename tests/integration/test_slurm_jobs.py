@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,26 @@ def shell(script: str, name: str = "job", *, resources: ResourceConfig | None = 
     return JobRequest(name, Command("sh", ("-c", script)), resources=resources or ResourceConfig(), replicas=replicas)
 
 
+def starts_at_once(slurm_id: str) -> bool:
+    """Has a queued job not wait the two minutes that Slurm wants; False while Slurm still clears up after it."""
+    command = ["scontrol", "update", f"JobId={slurm_id}", "StartTime=now"]
+    return subprocess.run(command, check=False).returncode == 0
+
+
+@contextmanager
+def lost_node(cluster: SlurmCluster, node: str) -> Iterator[None]:
+    """Has a node and all that runs there fall silent, and start anew at the end of the block."""
+    on_it = cluster.processes_on(node)
+    send(signal.SIGSTOP, on_it)
+    try:
+        cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=silent")  # as in the end it is
+        yield
+    finally:
+        send(signal.SIGKILL, on_it)
+        cluster.programs[node].wait()
+        cluster.start_node(node)
+
+
 def once_then_end(folder: Path) -> str:
     """A script that runs for ever at its first start, says good-bye when asked to end, and succeeds at the second."""
     return (
@@ -79,17 +102,10 @@ def test_gang_starts_on_all_of_its_hosts_or_on_none_and_one_that_is_lost_is_one_
     pids = [eventual_pid(tmp_path / name) for name in "01"]
     slurms = slurm_id(tmp_path / "slurm", gang.job_id)
     [lost] = {*NODES} - {cluster.command("squeue", "-h", "-o", "%B", "-j", slurms).strip()}
-    on_it = cluster.processes_on(lost)
-    send(signal.SIGSTOP, on_it)
-    try:
-        cluster.command("scontrol", "update", f"NodeName={lost}", "State=DOWN", "Reason=silent")  # as in the end it is
+    with lost_node(cluster, lost):
         eventually(lambda: "BeginTime" in (gang.details().reason or ""), seconds=60)
-    finally:
-        send(signal.SIGKILL, on_it)
-        cluster.programs[lost].wait()
-        cluster.start_node(lost)
     eventually(lambda: not any(map(is_alive, pids)))
-    cluster.command("scontrol", "update", f"JobId={slurms}", "StartTime=now")  # in place of two minutes
+    eventually(lambda: starts_at_once(slurms))
     assert gang.wait(60) is JobStatus.SUCCEEDED
     assert (gang.details().attempts, gang.details().failures, gang.details().preemptions) == (2, 0, 1)
     for index in range(2):
@@ -141,14 +157,34 @@ def test_job_whose_node_is_lost_is_queued_again_for_when_slurm_holds_it_for_gone
     handle = client.submit(shell(f"echo $SLURMD_NODENAME; {once_then_end(tmp_path)}"))
     eventual_pid(tmp_path / "first")
     node = eventually(handle.logs)
-    cluster.command("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
-    try:
+    with lost_node(cluster, node):
         eventually(lambda: "BeginTime" in (handle.details().reason or ""))
         assert handle.status() is JobStatus.PENDING
         handle.terminate()
         assert handle.status() is JobStatus.STOPPED
+    eventually(lambda: cluster.command("sinfo", "-h", "-o", "%T").split() == ["idle"])
+
+
+def test_job_that_no_node_can_start_is_queued_again_and_fails_when_its_budget_is_used_up(
+    cluster: SlurmCluster, client: SlurmClient, tmp_path: Path
+) -> None:
+    spools = [cluster.folder / f"spool-{node}" for node in NODES]
+    for spool in spools:
+        spool.rename(f"{spool}.away")
+        spool.touch()
+    try:
+        patient = client.submit(shell("true", "patient"))
+        impatient = client.submit(replace(shell("true", "impatient"), max_retries_preemption=0))
+        eventually(lambda: "BeginTime" in (patient.details().reason or ""))
+        assert impatient.wait(40, raise_on_failure=False) is JobStatus.FAILED
+        assert "a node could not start" in (impatient.details().reason or "")
     finally:
-        eventually(lambda: cluster.command("sinfo", "-h", "-o", "%T").split() == ["idle"])  # its slurmd still answers
+        for spool in spools:
+            spool.unlink()
+            Path(f"{spool}.away").rename(spool)
+    assert starts_at_once(slurm_id(tmp_path / "slurm", patient.job_id))
+    assert patient.wait(40) is JobStatus.SUCCEEDED
+    assert (patient.details().attempts, patient.details().failures, patient.details().preemptions) == (1, 0, 1)
 
 
 def test_job_whose_batch_program_is_killed_begins_again_and_leaves_nothing_of_before(

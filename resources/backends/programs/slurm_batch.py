@@ -54,6 +54,7 @@ class Batch:
         self._ended_by: str | None = None
         self._stop_reason: str | None = None
         self._taken_away: str | None = None
+        self._all_ended = True
         self._lease = ""
         self._lease_seen_at = time.monotonic()
         self._looked_at = 0.0
@@ -96,6 +97,7 @@ class Batch:
     def _attempt(self) -> str:
         """Starts all replicas, and ends those that are left once the first has not succeeded."""
         self._ended_by = None
+        self._all_ended = False
         replicas: int = self._job["replicas"]
         for index in range(replicas):
             self._prepare(index, replicas)
@@ -136,6 +138,7 @@ class Batch:
             if not arrived:
                 break
         code = srun.wait()
+        self._all_ended = all(index in ends or self._has_said_its_end(index) for index in range(replicas))
         return self._outcome(ends, code=code, words=unknown[-1] if unknown else "")
 
     def _outcome(self, ends: dict[int, dict[str, Any]], *, code: int, words: str) -> str:
@@ -152,6 +155,11 @@ class Batch:
             return "preempted"
         self._ended_by = f"because its replicas could not be started: {words}"
         return "failed"
+
+    def _has_said_its_end(self, index: int) -> bool:
+        """Returns True if a replica's supervisor has ended it, though srun did not bring its last words."""
+        content = _read(self._folder / f"task-{index}" / "status.json")
+        return bool(content) and json.loads(content)["status"] in _FINISHED
 
     def _prepare(self, index: int, replicas: int) -> None:
         """Writes what the supervisor of a replica is to do."""
@@ -248,7 +256,7 @@ class Batch:
         Args:
             status: of the job.
             reason: that it ended so.
-            left_machines: whether nothing of it runs, so that it need not wait for long before it begins again.
+            left_machines: whether it goes back into the queue; where nothing of it runs, it need not wait there.
         """
         content = {
             "status": status,
@@ -257,6 +265,7 @@ class Batch:
             "failures": self._failures,
             "preemptions": self._preemptions,
             "left_machines": left_machines,
+            "all_ended": left_machines and self._all_ended,
         }
         unfinished = self._folder / "status.json.unfinished"
         unfinished.write_text(json.dumps(content))

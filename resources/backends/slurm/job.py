@@ -193,12 +193,25 @@ class SlurmJob:
             if JobStatus(known["status"]).finished:
                 return JobStatus(known["status"]), known["reason"], known
             return self._settle(slurm_id)
-        if seen.waits_after_requeue and known.get("left_machines"):  # else a copy may run where Slurm does not see it
+        if seen.waits_after_requeue and known.get("all_ended"):  # else a copy may run where Slurm does not see it
             self._slurm.start_now(slurm_id)
+        if seen.was_not_launched and not (self._folder / STOP).exists():
+            return self._launch_again(slurm_id, known)
         if seen.is_waiting:
             return JobStatus.PENDING, f"Slurm's job {slurm_id} waits: {seen.reason or seen.state}", known
         reason = None if known["attempts"] else f"Slurm's job {slurm_id} begins"
         return JobStatus(known["status"]), reason, known
+
+    def _launch_again(self, slurm_id: str, known: dict[str, Any]) -> tuple[JobStatus, str | None, dict[str, Any]]:
+        """Gives a job back to Slurm that a node could not start: a preemption, after which it waits a while."""
+        words = f"a node could not start Slurm's job {slurm_id}"
+        if known["preemptions"] >= self._specification["max_retries_preemption"]:
+            self._slurm.cancel(slurm_id)
+            return self._bury("failed", f"ended from outside {known['preemptions'] + 1} times: {words}", preempted=1)
+        known = {**known, "preemptions": known["preemptions"] + 1, "all_ended": False}
+        replace_json(self._folder / "status.json", known)
+        self._slurm.release(slurm_id)
+        return JobStatus.PENDING, f"{words}, and it is queued again", known
 
     def _settle(self, slurm_id: str) -> tuple[JobStatus, str | None, dict[str, Any]]:
         """Decides on a job whose batch job has ended without a word."""
@@ -230,7 +243,7 @@ class SlurmJob:
                         "failed", f"ended from outside {known['preemptions'] + 1} times: {words}", preempted=1
                     )
                 if seen.state not in LOST:
-                    replace_json(self._folder / "status.json", {**known, "left_machines": True})
+                    replace_json(self._folder / "status.json", {**known, "left_machines": True, "all_ended": True})
                 self._slurm.requeue(slurm_id)
                 return JobStatus.PENDING, f"{words}, and is queued again", known
             case _ if seen.state == "OUT_OF_MEMORY":

@@ -124,6 +124,11 @@ class Slurm:
         self._run("scontrol", "update", f"JobId={slurm_id}", "StartTime=now")
         self.forget()
 
+    def release(self, slurm_id: str) -> None:
+        """Has a job wait for a node again that is held."""
+        self._run("scontrol", "release", slurm_id)
+        self.forget()
+
     def forget(self) -> None:
         """Has the next question about a job be asked anew."""
         with self._lock:

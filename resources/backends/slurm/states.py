@@ -27,6 +27,7 @@ _ENDED: dict[str, Cause | None] = {
 LOST = ("BOOT_FAIL", "NODE_FAIL")
 """States after which processes of the job may still run on a node that Slurm does not hear of."""
 _WAITING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"}
+_NOT_LAUNCHED = "launch failed requeued held"
 _EXIT = re.compile(r"(\d+):(\d+)")
 _OF_A_JOB = re.compile(r"(?:^|\s)(JobState|Reason|ExitCode|Restarts)=(\S+)")
 
@@ -58,6 +59,11 @@ class Seen:
     def waits_after_requeue(self) -> bool:
         """Returns True if only a time keeps it from running: what Slurm queues again waits for two minutes."""
         return self.state == "PENDING" and self.reason == "BeginTime"
+
+    @property
+    def was_not_launched(self) -> bool:
+        """Returns True if a node could not start it, for which Slurm holds it until somebody releases it."""
+        return self.is_waiting and self.reason.replace("_", " ").startswith(_NOT_LAUNCHED)
 
 
 def classify_slurm(seen: Seen) -> Ending | None:

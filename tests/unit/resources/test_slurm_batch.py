@@ -14,13 +14,13 @@ import pytest
 import resources
 
 PROGRAM = Path(resources.__file__).parent / "backends/programs/slurm_batch.py"
-SUCCEEDED = {"status": "succeeded", "failures": 0, "preemptions": 0, "ended_by": None}
+SUCCEEDED = json.dumps({"status": "succeeded", "failures": 0, "preemptions": 0, "ended_by": None})
 
 
 def run_batch(folder: Path, *, srun: str, scontrol: str) -> tuple[int, dict[str, object]]:
-    """Returns the program's exit code, and the status of the job."""
-    for name, prints in (("srun", srun), ("scontrol", scontrol)):
-        (folder / name).write_text(f"#!/bin/sh\necho '{prints}'\n")
+    """Returns the program's exit code, and the status of the job, where shells run those lines for `srun` and so on."""
+    for name, line in (("srun", srun), ("scontrol", scontrol)):
+        (folder / name).write_text(f"#!/bin/sh\n{line}\n")
         (folder / name).chmod(0o755)
     job = {"replicas": 1, "cpus": 1, "argv": ["true"], "working_directory": "/", "grace_seconds": 1.0}
     job |= {"max_retries_failure": 0, "max_retries_preemption": 0, "outlives_parent": True, "poll_seconds": 1.0}
@@ -46,5 +46,23 @@ def run_batch(folder: Path, *, srun: str, scontrol: str) -> tuple[int, dict[str,
 def test_replicas_that_end_well_while_slurm_takes_their_machines_have_not_succeeded(
     tmp_path: Path, scontrol: str, code: int, status: str
 ) -> None:
-    found, written = run_batch(tmp_path, srun=f"0: {json.dumps(SUCCEEDED)}", scontrol=scontrol)
+    found, written = run_batch(tmp_path, srun=f"echo '0: {SUCCEEDED}'", scontrol=f"echo {scontrol}")
     assert (found, written["status"]) == (code, status)
+
+
+@pytest.mark.parametrize(
+    ("srun", "all_ended"),
+    [
+        (f"echo '0: {SUCCEEDED}'", True),
+        (f"echo '{SUCCEEDED}' > $PLACE/task-0/status.json", True),
+        ("echo 'error: Node failure on node-b'", False),
+        ('echo \'{"status": "running"}\' > $PLACE/task-0/status.json', False),
+    ],
+    ids=["said through srun", "said in its file", "silent", "running when last heard of"],
+)
+def test_job_begins_again_at_once_only_if_all_of_its_replicas_have_said_their_ends(
+    tmp_path: Path, srun: str, all_ended: bool
+) -> None:
+    srun = srun.replace("$PLACE", str(tmp_path))
+    _, written = run_batch(tmp_path, srun=srun, scontrol="echo JobId=7 JobState=COMPLETING")
+    assert (written["left_machines"], written["all_ended"]) == (True, all_ended)

@@ -37,10 +37,16 @@ def test_state_of_a_batch_job_that_said_nothing_counts_as(state: str, exit_code:
 
 
 def test_squeue_lists_states_and_what_jobs_wait_for() -> None:
-    listing = "12|RUNNING|None\n13|PENDING|BeginTime\n14|PENDING|Resources\n"
-    seen = seen_by_squeue(listing)
-    assert seen == {"12": Seen("RUNNING"), "13": Seen("PENDING", "BeginTime"), "14": Seen("PENDING", "Resources")}
-    assert [seen[job].waits_after_requeue for job in ("12", "13", "14")] == [False, True, False]
+    held = "launch failed requeued held"
+    seen = seen_by_squeue(f"12|RUNNING|None\n13|PENDING|BeginTime\n14|PENDING|Resources\n15|PENDING|{held}\n")
+    assert seen == {
+        "12": Seen("RUNNING"),
+        "13": Seen("PENDING", "BeginTime"),
+        "14": Seen("PENDING", "Resources"),
+        "15": Seen("PENDING", held),
+    }
+    assert [seen[job].waits_after_requeue for job in ("12", "13", "14", "15")] == [False, True, False, False]
+    assert [seen[job].was_not_launched for job in ("12", "13", "14", "15")] == [False, False, False, True]
 
 
 def test_scontrol_says_how_a_job_ended_and_nothing_of_an_unknown_one() -> None:
