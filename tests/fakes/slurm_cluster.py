@@ -123,7 +123,9 @@ class SlurmCluster:
     def processes_on(self, node: str) -> list[int]:
         """The slurmd of a node, what runs the steps of jobs there, and all that these have started."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-        tasks = [pid for pid in pids if variable_of(pid, "SLURMD_NODENAME") == node]
+        configuration = str(self.folder / "slurm.conf")  # other tests have clusters with nodes of the same names
+        mine = [pid for pid in pids if variable_of(pid, "SLURM_CONF") == configuration]
+        tasks = [pid for pid in mine if variable_of(pid, "SLURMD_NODENAME") == node]
         steps = {pid for task in tasks for pid in ancestors(task) if "slurmstepd" in "".join(command_line(pid)[:1])}
         return [self.programs[node].pid, *steps, *tasks]
 
