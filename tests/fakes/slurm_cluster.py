@@ -247,6 +247,7 @@ def _started(folder: Path, name: str, *arguments: str, **variables: str) -> subp
     with (folder / f"{name}.log").open("ab") as log:
         return subprocess.Popen(
             [path, *arguments],
+            cwd=folder,  # where what crashes leaves its memory
             env={**os.environ, **variables},
             stdout=log,
             stderr=log,
