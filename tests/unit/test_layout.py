@@ -68,15 +68,16 @@ REGISTRY = re.compile(
 
 @pytest.fixture(scope="module")
 def committed() -> dict[Path, str]:
-    """Every text file that is, or is about to be, in the repository."""
+    """Every file that is, or is about to be, in the repository, which holds text alone."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
     texts = {}
     for path in (ROOT / name for name in names if name):
-        content = path.read_bytes() if path.is_file() else b"\0"
-        if b"\0" not in content:
+        if path.is_file():
+            content = path.read_bytes()
+            assert b"\0" not in content, f"{path} is no text: the memory of a program that crashed?"
             texts[path.relative_to(ROOT)] = content.decode(errors="replace")
     return texts
 
