@@ -96,11 +96,6 @@ def models(target: Target) -> set[str | None]:
     return {replica.announcement.model for replica in target.status().replicas}
 
 
-def instances(target: Target) -> dict[str, str]:
-    """The agents that the pool has heard of last, by replica."""
-    return {replica.name: replica.announcement.instance for replica in target.status().replicas}
-
-
 @pytest.mark.parametrize(("replicas", "hosts"), [(2, 1), (1, 2)])
 def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_nothing(
     place: Place, tmp_path: Path, replicas: int, hosts: int
@@ -124,7 +119,7 @@ def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_n
         assert answers[0] == answers[2] != answers[1]
         assert len(jobs_of(place, label)) == 1 + replicas  # the proxy and the agents
 
-        before, jobs, lost = instances(target), jobs_of(place, label), list[JobDetails]()
+        before, jobs, lost = target.instances(), jobs_of(place, label), list[JobDetails]()
 
         async def lose_it() -> None:
             lost.append(await asyncio.to_thread(place.lose, jobs))
@@ -133,9 +128,9 @@ def test_pool_on_two_machines_serves_swaps_survives_the_loss_of_one_and_leaves_n
         trial = asyncio.run(tried(target, plan, lose_it))
         assert trial.broken_rules(most_upstream=REQUESTS + CLIENTS, broken_streams=CLIENTS) == [], events
         name = lost[0].name[: len("replica-0")]
-        eventually(lambda: instances(target)[name] != before[name], seconds=60)
+        eventually(lambda: target.instances()[name] != before[name], seconds=60)
         assert asyncio.run(target.settled()) is None, events
-        assert {other for other in before if instances(target)[other] == before[other]} == {*before} - {name}
+        assert {other for other in before if target.instances()[other] == before[other]} == {*before} - {name}
         addresses = [pool.base_url, *pool.engine_urls()]
         assert all(map(listens, addresses))
         assert processes_of(label, tmp_path)

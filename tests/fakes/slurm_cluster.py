@@ -120,6 +120,11 @@ class SlurmCluster:
         """True until slurmctld has forgotten a job, for which it looks every ten seconds."""
         return not subprocess.run(["scontrol", "show", "job", slurm_id], capture_output=True, check=False).returncode
 
+    def has_set(self, slurm_id: str, setting: str) -> bool:
+        """Sets a field of a job, such as StartTime=now; False where slurmctld refuses that at this moment."""
+        command = ("scontrol", "update", f"JobId={slurm_id}", setting)
+        return not subprocess.run(command, capture_output=True, check=False).returncode
+
     def processes_on(self, node: str) -> list[int]:
         """The slurmd of a node, what runs the steps of jobs there, and all that these have started."""
         pids = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]

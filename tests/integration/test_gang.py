@@ -85,9 +85,7 @@ def test_swap_reaches_both_hosts_and_the_end_leaves_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize("host", [0, 1])
 def test_host_that_is_lost_under_load_fails_no_request_and_both_are_started_again(tmp_path: Path, host: int) -> None:
     with running_pool(tmp_path, replicas=2) as target:
-        [before] = {
-            replica.announcement.instance for replica in target.status().replicas if replica.name == "replica-0"
-        }
+        before = target.instances()["replica-0"]
         lost = agents()[host]
 
         async def lose_it() -> None:
@@ -96,7 +94,7 @@ def test_host_that_is_lost_under_load_fails_no_request_and_both_are_started_agai
         trial = under_load(target, lose_it)
         assert trial.broken_rules(most_upstream=600 + CLIENTS, broken_streams=CLIENTS) == []
         assert asyncio.run(target.settled()) is None
-        assert before not in {replica.announcement.instance for replica in target.status().replicas}
+        assert before not in target.instances().values()
         assert (len(agents()), len(parts())) == (4, 2)
 
 

@@ -82,11 +82,6 @@ def loaded(target: Target, name: str) -> tuple[str, list[float]]:
     return report.how, answer.json()["choices"][0]["logprobs"]["token_logprobs"][1:]
 
 
-def instances(target: Target) -> set[str]:
-    """Tells the agents that the pool has heard of last."""
-    return {replica.announcement.instance for replica in target.status().replicas}
-
-
 def machines_by_rank(cluster: Cluster) -> dict[int, Any]:
     """Nodes on which the replica's hosts are, by their ranks."""
     found = {}
@@ -114,7 +109,7 @@ def test_vllm_on_two_machines_answers_as_on_one_swaps_and_survives_the_loss_of_i
 
         machines = machines_by_rank(cluster)
         assert set(machines) == {0, 1} and machines[0] is not machines[1]
-        before = instances(target)
+        before = set(target.instances().values())
 
         async def lose_the_second() -> None:
             await asyncio.to_thread(cluster.remove_node, machines[1], allow_graceful=False)
@@ -123,6 +118,8 @@ def test_vllm_on_two_machines_answers_as_on_one_swaps_and_survives_the_loss_of_i
         trial = asyncio.run(tried(target, plan, lose_the_second))
         most = REQUESTS + 2 * CLIENTS  # vLLM answers 500, and until it is gone may do so again to what is tried again
         assert trial.broken_rules(most_upstream=most, broken_streams=CLIENTS) == []
-        eventually(lambda: not before & instances(target), seconds=120)  # Ray may notice after the last answer
+        eventually(
+            lambda: before.isdisjoint(target.instances().values()), seconds=120
+        )  # Ray may notice after the last answer
         assert asyncio.run(target.settled()) is None
         assert loaded(target, MODEL)[1] == expected[MODEL]

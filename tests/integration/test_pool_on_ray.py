@@ -98,11 +98,6 @@ def agent_of(replica: str) -> int:
     return pid
 
 
-def instances(target: Target) -> set[str]:
-    """The agents that the pool has heard of last."""
-    return {replica.announcement.instance for replica in target.status().replicas}
-
-
 def under_load(target: Target, fault: Fault, *, requests: int, retries: int = 0) -> Trial:
     """Outcome of a fault in the midst of requests of every kind."""
     plan = LoadPlan(f"ray-{os.urandom(4).hex()}", requests=requests, concurrency=CLIENTS, retries=retries)
@@ -152,7 +147,7 @@ def test_vllm_behind_an_ingress_survives_the_loss_of_its_agent_with_the_engine(c
         assert httpx.URL(ingress).host == own_address() == httpx.URL(target.pool.base_url).host
         with pytest.raises(httpx.TransportError):  # it knows no key
             httpx.get(f"{ingress}/health", timeout=10)
-        before = instances(target)
+        before = set(target.instances().values())
 
         async def kill_the_agent() -> None:
             agent = agent_of("replica-0")
@@ -160,7 +155,7 @@ def test_vllm_behind_an_ingress_survives_the_loss_of_its_agent_with_the_engine(c
 
         trial = under_load(target, kill_the_agent, requests=120)
         assert trial.broken_rules(most_upstream=120 + CLIENTS, broken_streams=CLIENTS) == []
-        assert len(before) == 1 and not before & instances(target)
+        assert len(before) == 1 and before.isdisjoint(target.instances().values())
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +172,7 @@ def test_proxy_killed_under_load_is_a_new_job_on_its_address_and_clients_that_as
     pool: Target,
 ) -> None:
     killed, address = pool.proxy_pid, pool.pool.base_url
-    before = instances(pool)
+    before = pool.instances()
 
     async def kill() -> None:
         send(signal.SIGKILL, [killed])
@@ -188,4 +183,4 @@ def test_proxy_killed_under_load_is_a_new_job_on_its_address_and_clients_that_as
         rules = [rule for rule in rules if "the journal holds" not in rule]
     assert rules == []
     assert (pool.proxy_pid != killed, pool.pool.base_url) == (True, address)
-    assert instances(pool) == before
+    assert pool.instances() == before

@@ -117,6 +117,10 @@ class Target:
         """The proxy's status; waits for a proxy that is being started again."""
         return self.pool.session.status()
 
+    def instances(self) -> dict[str, str]:
+        """The agents that the pool has heard of last, by replica."""
+        return {replica.name: replica.announcement.instance for replica in self.status().replicas}
+
     def engines(self) -> list[EngineProcess]:
         """Those that are ready, by the name of their replica."""
         found = []

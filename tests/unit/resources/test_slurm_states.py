@@ -55,6 +55,8 @@ def test_scontrol_says_how_a_job_ended_and_nothing_of_an_unknown_one() -> None:
         "Dependency=(null) Requeue=1 Restarts=1 BatchFlag=1 Reboot=0 ExitCode=0:9 DerivedExitCode=0:0 RunTime=00:00:05"
     )
     assert seen_by_scontrol(described) == Seen("FAILED", "NonZeroExitCode", -9)
+    held = seen_by_scontrol("JobId=2 JobState=PENDING Reason=launch_failed_requeued_held Dependency=(null)")
+    assert held is not None and held.was_not_launched
     assert seen_by_scontrol("slurm_load_jobs error: Invalid job id specified") is None
 
 
