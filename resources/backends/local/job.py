@@ -121,9 +121,9 @@ class LocalJob:
             JobTimeout: a process survived SIGKILL, which only a broken disk or driver makes possible.
         """
         self.request_stop()
-        grace_seconds: float = self._specification["grace_seconds"]
-        deadline = time.monotonic() + grace_seconds + _TERMINATE_MARGIN_SECONDS
-        self.wait(grace_seconds + _TERMINATE_MARGIN_SECONDS, raise_on_failure=False)
+        patience_seconds = self._specification["grace_seconds"] + _TERMINATE_MARGIN_SECONDS
+        deadline = time.monotonic() + patience_seconds
+        self.wait(patience_seconds, raise_on_failure=False)
         details = self.process_details()
         while details["supervisor_pid"] and self._is_supervised(details) and time.monotonic() < deadline:
             time.sleep(0.005)  # it tells the end, and then goes itself

@@ -97,7 +97,6 @@ class Batch:
     def _attempt(self) -> str:
         """Starts all replicas, and ends those that are left once the first has not succeeded."""
         self._ended_by = None
-        self._all_ended = False
         replicas: int = self._job["replicas"]
         for index in range(replicas):
             self._prepare(index, replicas)

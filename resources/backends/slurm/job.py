@@ -205,9 +205,9 @@ class SlurmJob:
     def _launch_again(self, slurm_id: str, known: dict[str, Any]) -> tuple[JobStatus, str | None, dict[str, Any]]:
         """Gives a job back to Slurm that a node could not start: a preemption, after which it waits a while."""
         words = f"a node could not start Slurm's job {slurm_id}"
-        if known["preemptions"] >= self._specification["max_retries_preemption"]:
+        if self._is_used_up(known):
             self._slurm.cancel(slurm_id)
-            return self._bury("failed", f"ended from outside {known['preemptions'] + 1} times: {words}", preempted=1)
+            return self._bury_used_up(known, words)
         known = {**known, "preemptions": known["preemptions"] + 1, "all_ended": False}
         replace_json(self._folder / "status.json", known)
         self._slurm.release(slurm_id)
@@ -238,10 +238,8 @@ class SlurmJob:
             case "stopped":
                 return self._bury("stopped", f"cancelled with scancel: {words}")
             case "preempted":
-                if known["preemptions"] >= self._specification["max_retries_preemption"]:
-                    return self._bury(
-                        "failed", f"ended from outside {known['preemptions'] + 1} times: {words}", preempted=1
-                    )
+                if self._is_used_up(known):
+                    return self._bury_used_up(known, words)
                 if seen.state not in LOST:
                     replace_json(self._folder / "status.json", {**known, "left_machines": True, "all_ended": True})
                 self._slurm.requeue(slurm_id)
@@ -250,6 +248,13 @@ class SlurmJob:
                 return self._bury("failed", OUT_OF_MEMORY, failed=1)
             case _:
                 return self._bury("failed", f"{words}; read {self._folder}/batch.log", failed=1)
+
+    def _is_used_up(self, known: dict[str, Any]) -> bool:
+        """Returns True if the job may not be preempted once more."""
+        return known["preemptions"] >= self._specification["max_retries_preemption"]
+
+    def _bury_used_up(self, known: dict[str, Any], words: str) -> tuple[JobStatus, str | None, dict[str, Any]]:
+        return self._bury("failed", f"ended from outside {known['preemptions'] + 1} times: {words}", preempted=1)
 
     def _bury(
         self, status: str, reason: str, *, failed: int = 0, preempted: int = 0
