@@ -13,7 +13,8 @@ from flows.console.console import OUT, Json, print_json
 
 if TYPE_CHECKING:
     from tasks.gates.gate import Gate
-    from tasks.gates.verdict import JudgedCheckpoint, Verdict
+    from tasks.gates.reasons import Verdict
+    from tasks.gates.verdict import JudgedCheckpoint
 
 _Summary = Annotated[
     Path | None, typer.Option(help="File to append the verdict to as Markdown, such as $GITHUB_STEP_SUMMARY.")

@@ -129,7 +129,7 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
     from flows.console.live import live_view
     from flows.reconcile import load_policy, reconcile_policy
     from resources.errors import AssayError
-    from tasks.gates.verdict import Verdict
+    from tasks.gates.reasons import Verdict
     from tasks.prefect_server.client import prefect_errors_in_words, require_server
     from tasks.prefect_server.progress import Event, Judged, Update, listening
     from tasks.spec.names import how_many

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from flows.console.live import live_view
 from resources.errors import AssayError, BadInput
-from tasks.gates.verdict import Verdict
+from tasks.gates.reasons import Verdict
 from tasks.prefect_server.embedded import EmbeddedServer, embedded_server
 from tasks.prefect_server.lazy import server_named
 from tasks.prefect_server.progress import CellDone, Judged, Update, listening

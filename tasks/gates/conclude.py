@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from resources.errors import EvaluationIncomplete
 from tasks.gates.gate import Gate
-from tasks.gates.verdict import JudgedCheckpoint, Verdict, judge
+from tasks.gates.reasons import Verdict
+from tasks.gates.verdict import JudgedCheckpoint, judge
 from tasks.gates.views import verdict_markdown
 from tasks.prefect_server.lazy import in_flow_run, step
 from tasks.prefect_server.progress import Judged, report, report_event

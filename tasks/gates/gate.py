@@ -6,9 +6,11 @@ A gate never says GO for what it cannot know: a score that is missing, or cannot
 from __future__ import annotations
 
 import math
+import re
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from resources.config import AnyOfInForms, Config
 from tasks.spec.evaluators import EvaluatorName
@@ -54,16 +56,87 @@ class BoundRule(_Scored):
         return f"{self.scores} {' and '.join(f'{word} {value:g}' for word, value in bounds if value is not None)}"
 
 
+@dataclass(frozen=True)
+class NamedCheckpoint:
+    """A baseline that is one checkpoint, as `assay compare` names it."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class EarlierCheckpoints:
+    """A baseline among the checkpoints of the same run with lower steps; `most` are averaged for a mean."""
+
+    take: Literal["previous", "best", "mean"]
+    most: int = 1
+
+
+@dataclass(frozen=True)
+class OtherRun:
+    """A baseline that is another run where it had come as far; its records lie below `path` where that is named."""
+
+    run: str
+    at: Literal["step", "tokens"]
+    path: str | None = None
+
+
+BaselineName = NamedCheckpoint | EarlierCheckpoints | OtherRun
+_MEAN = re.compile(r"mean of last ([1-9]\d*)")
+_OTHER_RUN = re.compile(r"(?:(.+):(?!//))?([^/:@]+)@same (step|tokens)")
+
+
+def baseline_name(text: str) -> BaselineName:
+    """Returns what the text of a rule means.
+
+    Raises:
+        ValueError: it is none of those, but nearly.
+    """
+    if text in ("previous", "best"):
+        return EarlierCheckpoints(text)
+    if mean := _MEAN.fullmatch(text):
+        return EarlierCheckpoints("mean", int(mean[1]))
+    if other := _OTHER_RUN.fullmatch(text):
+        return OtherRun(other[2], "step" if other[3] == "step" else "tokens", other[1])
+    if text.startswith("mean of ") or "@same" in text:
+        raise ValueError(f"expected `mean of last 5`, `RUN@same step` or `RUN@same tokens`, found {text!r}")
+    return NamedCheckpoint(text)
+
+
 class BaselineRule(_Scored):
     """A score must be shown not to be worse than that of another checkpoint by a margin, on the questions both were
     asked where there are samples."""
 
     not_worse_than: str
-    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, PATH:NAME or the folder of a record."""
+    """The other checkpoint, as in `assay compare`: NAME, RUN@STEP, PATH:NAME or the folder of a record. Or an earlier
+    one of the same run: `previous`, `best`, `mean of last 5`. Or another run: `RUN@same step`, `RUN@same tokens`."""
     by_more_than: float = Field(gt=0)
     """The margin, on the metric's own scale: a loss as large must be ruled out by the 95 % interval of the change."""
     anyway: bool = False
     """Compare also what was not measured alike: other settings, questions put in other words, or another build."""
+    nearest_within: float = Field(default=0.05, ge=0, lt=1)
+    """Largest distance of another run's nearest checkpoint, as a share of the step, or of the tokens, judged."""
+    tokens_per_step: dict[str, float] = {}
+    """Tokens that each step of a run read, by the run's name, for `RUN@same tokens`; where unset, checkpoints say it
+    themselves (`num_input_tokens_seen` in trainer_state.json)."""
+
+    @field_validator("not_worse_than")
+    @classmethod
+    def _is_a_baseline(cls, text: str) -> str:
+        baseline_name(text)
+        return text
+
+    @model_validator(mode="after")
+    def _tokens_are_asked_for(self) -> BaselineRule:
+        if self.tokens_per_step and not self.not_worse_than.endswith("@same tokens"):
+            raise ValueError("tokens_per_step is for `not_worse_than: RUN@same tokens` only")
+        if any(not tokens > 0 or not math.isfinite(tokens) for tokens in self.tokens_per_step.values()):
+            raise ValueError("expected numbers above 0 in tokens_per_step")
+        return self
+
+    @property
+    def baseline(self) -> BaselineName:
+        """Returns what the baseline's name means."""
+        return baseline_name(self.not_worse_than)
 
     @property
     def words(self) -> str:

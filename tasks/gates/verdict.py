@@ -5,74 +5,24 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
-from resources.errors import BadInput, GateRefused
-from tasks.gates.gate import BaselineRule, BoundRule, Gate
+from resources.errors import BadInput
+from tasks.gates.baselines import Baseline, Find, baseline_of, wanted_scores
+from tasks.gates.gate import BaselineRule, BoundRule, Gate, NamedCheckpoint
 from tasks.gates.margin import false_alarms_of, judged_by_margin
+from tasks.gates.reasons import Reason, Verdict
 from tasks.records.current import current_records, newest_settings, told_apart
-from tasks.records.record import Metric, Record
-from tasks.records.search import FoundRecord, RecordFilter, records_of_checkpoints
+from tasks.records.record import Metric, Record, find_records
+from tasks.records.search import FoundRecord
 from tasks.records.verification import Verification, verified
-from tasks.reports.comparison import Comparison, compare
+from tasks.reports.comparison import Comparison, ScoreKey
+from tasks.reports.question_scores import QuestionScores
 from tasks.reports.table import margin, measured
 from tasks.spec.evaluators import evaluator_title
 from tasks.spec.names import how_many, suites_in
-
-
-@dataclass(frozen=True)
-class Reason:
-    """The finding of one rule on one checkpoint, or on one of its scores."""
-
-    checkpoint: str
-    rule: str
-    found: str
-    go: bool
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The decision of a gate, and why."""
-
-    gate: str
-    reasons: tuple[Reason, ...]
-
-    @property
-    def go(self) -> bool:
-        """Returns whether everything asked for holds. Where nothing was looked at, nothing is known to hold."""
-        return bool(self.reasons) and all(reason.go for reason in self.reasons)
-
-    @property
-    def word(self) -> str:
-        """GO or NO-GO."""
-        return "GO" if self.go else "NO-GO"
-
-    @property
-    def refusals(self) -> tuple[Reason, ...]:
-        """The reasons for NO-GO."""
-        return tuple(reason for reason in self.reasons if not reason.go)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Returns the verdict for scripts."""
-        return {"gate": self.gate, "verdict": self.word, "reasons": [vars(reason) for reason in self.reasons]}
-
-    def raise_unless_go(self) -> None:
-        """Turns NO-GO into an error.
-
-        Raises:
-            GateRefused: it is NO-GO.
-        """
-        if self.go:
-            return
-        lines = [f"{refusal.checkpoint}: {refusal.rule}: {refusal.found}" for refusal in self.refusals] or [
-            "no record to look at"
-        ]
-        raise GateRefused(
-            expected=f"the gate {self.gate} to say GO",
-            found=f"NO-GO, for {len(lines)} of {max(1, len(self.reasons))} reasons:\n" + "\n".join(lines),
-            remedy="look at these scores; a checkpoint that is meant to pass needs another one, or another gate",
-        )
 
 
 @dataclass(frozen=True)
@@ -100,7 +50,8 @@ def judge(gate: Gate, checkpoints: Sequence[JudgedCheckpoint], *, evaluation_pat
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     judged = ordered if gate.checkpoints == "every" else ordered[-1:]
-    reasons = (reason for checkpoint in judged for reason in _reasons(gate, checkpoint, evaluation_path))
+    find = cache(find_records)
+    reasons = (reason for checkpoint in judged for reason in _reasons(gate, checkpoint, evaluation_path, find=find))
     return Verdict(gate.name, tuple(dict.fromkeys(reasons)))  # two rules may find the same
 
 
@@ -123,35 +74,44 @@ def judged_checkpoints(found: Sequence[FoundRecord]) -> list[JudgedCheckpoint]:
     ]
 
 
-def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str) -> Iterator[Reason]:
+def _reasons(gate: Gate, checkpoint: JudgedCheckpoint, evaluation_path: str, *, find: Find) -> Iterator[Reason]:
     yield from _cells(gate, checkpoint)
     yield from _verified(checkpoint.name, map(verified, checkpoint.records))
     if checkpoint.other_settings:
         found = f"{how_many(checkpoint.other_settings, 'record')} of these benchmarks with other settings not judged"
         yield Reason(checkpoint.name, "the newest settings", found, go=True)
-    baselines: list[tuple[BaselineRule, Comparison]] = []
+    compared: list[_Compared] = []
+    scores = QuestionScores()
     for rule in gate.rules:
         if isinstance(rule, BoundRule):
             yield from _bounded(rule, checkpoint)
-        elif isinstance(comparison := _compared(rule, checkpoint, evaluation_path), Reason):
-            yield comparison
+        elif isinstance(found := _compared(rule, checkpoint, evaluation_path, find=find, scores=scores), Reason):
+            yield found
         else:
-            baselines.append((rule, comparison))
-    if not baselines:
+            compared.append(found)
+    if not compared:
         return
-    scores = sum(len(comparison.metrics) for _, comparison in baselines)
-    false_alarms = false_alarms_of(gate, checkpoint.records[0].record.checkpoint, evaluation_path) / scores
-    for rule, comparison in baselines:
-        yield from _verified(checkpoint.name, comparison.unverified)
-        for benchmark, changes in comparison.qualified.items():
-            yield Reason(checkpoint.name, rule.words, f"{benchmark}: {', '.join(changes)}, which is qualified", go=True)
-        for key in comparison.only_first:
-            yield Reason(checkpoint.name, rule.words, f"{key}: only the baseline has this score", go=False)
-        for key in comparison.only_second:
-            yield Reason(checkpoint.name, rule.words, f"{key}: the baseline has no such score", go=False)
-        for metric in comparison.metrics:
-            found, go = judged_by_margin(metric, margin=rule.by_more_than, false_alarms=false_alarms)
-            yield Reason(checkpoint.name, rule.words, f"{metric.benchmark} · {metric.metric}: {found}", go)
+    decisions = max(1, sum(len(item.comparison.metrics) for item in compared))
+    false_alarms = false_alarms_of(gate, checkpoint.records[0].record.checkpoint, evaluation_path) / decisions
+    for item in compared:
+        yield from _judged_by(item, checkpoint.name, false_alarms=false_alarms, scores=scores)
+
+
+def _judged_by(item: _Compared, name: str, *, false_alarms: float, scores: QuestionScores) -> Iterator[Reason]:
+    rule, baseline, comparison = item
+    yield from _verified(name, comparison.unverified)
+    for benchmark, changes in comparison.qualified.items():
+        yield Reason(name, rule.words, f"{benchmark}: {', '.join(changes)}, which is qualified", go=True)
+    for key in comparison.only_first:
+        yield Reason(name, rule.words, f"{key}: only the baseline has this score", go=False)
+    for key in comparison.only_second:
+        yield Reason(name, rule.words, *baseline.without(key))
+    for metric in comparison.metrics:
+        score = baseline.scores[ScoreKey(metric.evaluator, metric.benchmark, metric.metric)]
+        shared = false_alarms / score.chosen_from
+        found, go = judged_by_margin(metric, margin=rule.by_more_than, false_alarms=shared)
+        against = "" if isinstance(rule.baseline, NamedCheckpoint) else f"against {score.words(scores)}: "
+        yield Reason(name, rule.words, f"{metric.benchmark} · {metric.metric}: {against}{found}", go)
 
 
 def _verified(checkpoint: str, results: Iterable[Verification]) -> Iterator[Reason]:
@@ -192,11 +152,6 @@ def _records(found: Sequence[FoundRecord]) -> list[Record]:
     return [item.record for item in found]
 
 
-def _wanted(rule: BoundRule | BaselineRule) -> RecordFilter:
-    evaluators = (rule.evaluator,) if rule.evaluator else ()
-    return RecordFilter(evaluators=evaluators, benchmarks=(rule.benchmark,), metrics=(rule.metric,), latest=False)
-
-
 def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
     scores = _scores(rule, checkpoint)
     if not scores:
@@ -214,7 +169,7 @@ def _bounded(rule: BoundRule, checkpoint: JudgedCheckpoint) -> Iterator[Reason]:
 
 def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> list[tuple[Metric, Record]]:
     """The scores a rule is about, each with its record: of one evaluation that was made twice, the newer."""
-    wanted = _wanted(rule)
+    wanted = wanted_scores(rule)
     newest: dict[tuple[str, str, str], tuple[Metric, Record]] = {}
     for record in sorted(wanted.select(_records(checkpoint.records)), key=lambda record: record.created):
         for metric in record.metrics if record.succeeded else ():
@@ -244,7 +199,7 @@ def _origin(record: Record) -> str:
 
 
 def _missing(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> str:
-    asked = _wanted(rule.model_copy(update={"metric": "*"})).select(_records(checkpoint.records))
+    asked = wanted_scores(rule.model_copy(update={"metric": "*"})).select(_records(checkpoint.records))
     if not asked:
         return "no such score: it was not asked"
     statuses = ", ".join(sorted({record.status for record in asked}))
@@ -252,13 +207,27 @@ def _missing(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> st
     return f"no such score: {statuses}" + (f", with {', '.join(names)}" if names else "")
 
 
-def _compared(rule: BaselineRule, checkpoint: JudgedCheckpoint, evaluation_path: str) -> Comparison | Reason:
+class _Compared(NamedTuple):
+    """The scores of a rule beside the baseline's."""
+
+    rule: BaselineRule
+    baseline: Baseline
+    comparison: Comparison
+
+
+def _compared(
+    rule: BaselineRule, checkpoint: JudgedCheckpoint, evaluation_path: str, *, find: Find, scores: QuestionScores
+) -> _Compared | Reason:
     """The scores of a rule beside the baseline's, or why they cannot be compared: not known, so no GO."""
     if not _scores(rule, checkpoint):
         return Reason(checkpoint.name, rule.words, _missing(rule, checkpoint), go=False)
-    labels = (rule.not_worse_than, checkpoint.name)
+    reference = checkpoint.records[0].record.checkpoint
+    hashes = {item.record.evaluation_hash for item in checkpoint.records}
+    baseline = baseline_of(rule, reference, evaluation_path=evaluation_path, hashes=hashes, find=find)
+    if isinstance(baseline, Reason):
+        return replace(baseline, checkpoint=checkpoint.name)
     try:
-        [baseline] = records_of_checkpoints([rule.not_worse_than], evaluation_path=evaluation_path)
-        return compare(baseline, checkpoint.records, labels=labels, wanted=_wanted(rule), anyway=rule.anyway)
+        compared = baseline.compared(rule, checkpoint.records, name=checkpoint.name, scores=scores)
     except BadInput as error:
         return Reason(checkpoint.name, rule.words, f"cannot be compared: {error.found}", go=False)
+    return _Compared(rule, baseline, compared)

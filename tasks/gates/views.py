@@ -6,7 +6,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from tasks.gates.verdict import Reason, Verdict
+from tasks.gates.reasons import Reason, Verdict
 from tasks.reports.texts import as_markdown
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from tasks.prefect_server.lazy import run_logger
 
 if TYPE_CHECKING:
-    from tasks.gates.verdict import Verdict
+    from tasks.gates.reasons import Verdict
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from resources.errors import AssayError, BadInput
 from tasks.records.builds import Qualification, build_of, qualifications_beside, unqualified_changes
-from tasks.records.record import Record
+from tasks.records.record import Metric, Record
 from tasks.records.search import FoundRecord, RecordFilter
 from tasks.records.series import flat, is_full
 from tasks.records.verification import Verification
@@ -20,7 +21,7 @@ from tasks.reports.table import evaluator_place
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.evaluators import evaluator_title
 from tasks.statistics.adjustment import Adjustment, adjusted
-from tasks.statistics.composition import compare_compositions
+from tasks.statistics.composition import compare_compositions, mean_composition
 from tasks.statistics.paired import Finding, compare_means
 
 SIGNIFICANT = 0.05
@@ -69,6 +70,18 @@ class ComparedMetric:
         return "better" if (self.finding.difference > 0) == self.higher_is_better else "worse"
 
 
+class ScoreKey(NamedTuple):
+    """A metric of a benchmark by an evaluator: what two checkpoints can both have."""
+
+    evaluator: str
+    benchmark: str
+    metric: str
+
+    def __str__(self) -> str:
+        """Returns it in words."""
+        return f"{evaluator_title(self.evaluator)}: {self.benchmark} · {self.metric}"
+
+
 @dataclass(frozen=True)
 class Comparison:
     """All metrics that both have. `differences` says what was not measured alike, by benchmark."""
@@ -76,23 +89,14 @@ class Comparison:
     first: str
     second: str
     metrics: tuple[ComparedMetric, ...]
-    only_first: tuple[str, ...]
-    only_second: tuple[str, ...]
+    only_first: tuple[ScoreKey, ...]
+    only_second: tuple[ScoreKey, ...]
     differences: dict[str, tuple[str, ...]]
     adjustment: Adjustment
     qualified: dict[str, tuple[str, ...]]
     """Changes of engine, harness or data between both that were found to make no difference, by benchmark."""
     unverified: tuple[Verification, ...] = ()
     """Records that are not what was written, or of which that cannot be known."""
-
-
-class _Key(NamedTuple):
-    evaluator: str
-    benchmark: str
-    metric: str
-
-    def __str__(self) -> str:
-        return f"{evaluator_title(self.evaluator)}: {self.benchmark} · {self.metric}"
 
 
 def compare(
@@ -119,7 +123,7 @@ def compare(
             with other settings, by questions put in other words, or by another build that nothing qualifies.
         StorageError: samples are damaged, or cannot be read.
     """
-    sides = [_by_metric(found, label, wanted) for found, label in zip((first, second), labels, strict=True)]
+    sides = [by_metric(found, label, wanted) for found, label in zip((first, second), labels, strict=True)]
     shared = sorted((key for key in sides[0] if key in sides[1]), key=lambda key: evaluator_place(key.evaluator))
     if not shared:
         raise BadInput(
@@ -127,26 +131,63 @@ def compare(
             found=f"{_listed(sides[0])} and {_listed(sides[1])}",
             remedy="evaluate both on the same benchmarks",
         )
-    chosen = {key: _alike(sides[0][key], sides[1][key]) for key in shared}
-    scores = QuestionScores()
-    unverified = _unverified(chosen.values(), scores=scores, anyway=anyway)
-    metrics = [_compared(key, *chosen[key], scores=scores) for key in shared]
-    qualifications = qualifications_beside(item for pair in chosen.values() for item in pair)
+    pairs = {key: _alike(sides[0][key], sides[1][key]) for key in shared}
+    found = compare_chosen(
+        {key: ((before,), after) for key, (before, after) in pairs.items()},
+        labels=labels,
+        adjustment=adjustment,
+        anyway=anyway,
+    )
+    return replace(
+        found,
+        only_first=tuple(key for key in sides[0] if key not in sides[1]),
+        only_second=tuple(key for key in sides[1] if key not in sides[0]),
+    )
+
+
+def compare_chosen(
+    chosen: Mapping[ScoreKey, tuple[Sequence[FoundRecord], FoundRecord]],
+    *,
+    labels: tuple[str, str],
+    adjustment: Adjustment = "bh",
+    anyway: bool = False,
+    scores: QuestionScores | None = None,
+) -> Comparison:
+    """Tests metrics of records that were chosen already; several on the first side count as their mean.
+
+    Args:
+        chosen: the records of both sides for each metric.
+        labels: what the two are called.
+        adjustment: how p is adjusted for the number of tests.
+        anyway: compares also what was not measured alike.
+        scores: samples that may have been read already.
+
+    Raises:
+        BadInput: records were changed, or they were not measured alike, as in `compare`.
+        StorageError: samples are damaged, or cannot be read.
+    """
+    scores = scores or QuestionScores()
+    unverified = _unverified(
+        (item for firsts, second in chosen.values() for item in (*firsts, second)), scores=scores, anyway=anyway
+    )
+    metrics = [_compared(key, *chosen[key], scores=scores) for key in chosen]
+    qualifications = qualifications_beside(item for firsts, second in chosen.values() for item in (*firsts, second))
     differences: dict[str, tuple[str, ...]] = {}
     qualified: dict[str, tuple[str, ...]] = {}
-    for metric, (before, after) in zip(metrics, chosen.values(), strict=True):
-        if found := tuple(_not_measured_alike(before.record, after.record, metric, qualifications)):
-            differences[metric.benchmark] = found
-        elif changes := _changes(before.record, after.record, metric.benchmark):
-            qualified[metric.benchmark] = changes
+    for metric, (firsts, second) in zip(metrics, chosen.values(), strict=True):
+        pairs = [(first.record, second.record) for first in firsts]
+        if found := [d for pair in pairs for d in _not_measured_alike(*pair, metric, qualifications)]:
+            differences[metric.benchmark] = tuple(dict.fromkeys(found))
+        elif changes := [change for pair in pairs for change in _changes(*pair, metric.benchmark)]:
+            qualified[metric.benchmark] = tuple(dict.fromkeys(changes))
     if differences and not anyway:
         raise _not_alike(differences, labels)
     p_values = adjusted([metric.finding.p for metric in metrics], by=adjustment)
     return Comparison(
         *labels,
         metrics=tuple(replace(metric, adjusted_p=p) for metric, p in zip(metrics, p_values, strict=True)),
-        only_first=tuple(str(key) for key in sides[0] if key not in sides[1]),
-        only_second=tuple(str(key) for key in sides[1] if key not in sides[0]),
+        only_first=(),
+        only_second=(),
         differences=differences,
         qualified=qualified,
         adjustment=adjustment,
@@ -154,11 +195,9 @@ def compare(
     )
 
 
-def _unverified(
-    chosen: Iterable[tuple[FoundRecord, FoundRecord]], *, scores: QuestionScores, anyway: bool
-) -> tuple[Verification, ...]:
+def _unverified(chosen: Iterable[FoundRecord], *, scores: QuestionScores, anyway: bool) -> tuple[Verification, ...]:
     """Returns which records are not known to be what was written, and refuses those that are known not to be."""
-    records = {(found.cell_uri, found.record.attempt): found for pair in chosen for found in pair}
+    records = {(found.cell_uri, found.record.attempt): found for found in chosen}
     unverified = tuple(result for result in map(scores.verified, records.values()) if result.findings)
     changed = [result.words for result in unverified if result.integrity == "changed"]
     if changed and not anyway:
@@ -170,8 +209,12 @@ def _unverified(
     return unverified
 
 
-def _by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) -> dict[_Key, list[FoundRecord]]:
-    """The succeeded records that have a metric, the fullest first and then the newest."""
+def by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) -> dict[ScoreKey, list[FoundRecord]]:
+    """The succeeded records that have a metric, the fullest first and then the newest.
+
+    Raises:
+        BadInput: none has one that is wanted.
+    """
     meant = {id(record) for record in replace(wanted, latest=False).select([item.record for item in found])}
     usable = [item for item in found if id(item.record) in meant and item.record.succeeded]
     if not usable:
@@ -182,14 +225,14 @@ def _by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) -
             remedy="evaluate it, or take back --evaluator, --benchmark or --metric",
         )
     usable.sort(key=lambda item: (is_full(item.record), item.record.created), reverse=True)
-    by_metric: dict[_Key, list[FoundRecord]] = {}
+    having: dict[ScoreKey, list[FoundRecord]] = {}
     for item in usable:
         for metric in item.record.metrics:
             whole = metric.benchmark in item.record.benchmarks or bool(wanted.benchmarks)
             if whole and wanted.takes(metric.benchmark, metric.name):
-                key = _Key(item.record.evaluator, metric.benchmark, metric.name)
-                by_metric.setdefault(key, []).append(item)
-    return by_metric
+                key = ScoreKey(item.record.evaluator, metric.benchmark, metric.name)
+                having.setdefault(key, []).append(item)
+    return having
 
 
 def _alike(first: Sequence[FoundRecord], second: Sequence[FoundRecord]) -> tuple[FoundRecord, FoundRecord]:
@@ -254,16 +297,29 @@ def _shown(value: Any) -> str:
     return "unset" if value is None else json.dumps(value, default=str)
 
 
-def _compared(key: _Key, *sides: FoundRecord, scores: QuestionScores) -> ComparedMetric:
-    first, second = (
-        next(
-            metric for metric in found.record.metrics if (metric.benchmark, metric.name) == (key.benchmark, key.metric)
-        )
-        for found in sides
-    )
-    one, other = scores.of(sides[0], first), scores.of(sides[1], second)
+def metric_in(found: FoundRecord, key: ScoreKey) -> Metric:
+    """The metric of a record that is known to have it."""
+    wanted = (key.benchmark, key.metric)
+    return next(metric for metric in found.record.metrics if (metric.benchmark, metric.name) == wanted)
+
+
+def mean_metric(found: Sequence[FoundRecord], key: ScoreKey) -> Metric:
+    """A metric of several records as their mean; its error is theirs, as they were asked the same questions."""
+    metrics = [metric_in(item, key) for item in found]
+    errors = [metric.stderr for metric in metrics if metric.stderr is not None]
+    value = math.fsum(metric.value for metric in metrics) / len(metrics)
+    stderr = math.fsum(errors) / len(errors) if len(errors) == len(metrics) else None
+    return metrics[-1].model_copy(update={"value": value, "stderr": stderr})
+
+
+def _compared(
+    key: ScoreKey, firsts: Sequence[FoundRecord], after: FoundRecord, *, scores: QuestionScores
+) -> ComparedMetric:
+    first, second = mean_metric(firsts, key), metric_in(after, key)
+    base = mean_composition([scores.of(found, metric_in(found, key)) for found in firsts])
+    mine = scores.of(after, second)
     recorded = (first.value, second.value)
-    found = one if isinstance(one, str) else other if isinstance(other, str) else compare_compositions(one, other)
+    found = base if isinstance(base, str) else mine if isinstance(mine, str) else compare_compositions(base, mine)
     why, paired = (found, None) if isinstance(found, str) else (None, found)
     return ComparedMetric(
         evaluator=key.evaluator,
@@ -280,5 +336,5 @@ def _compared(key: _Key, *sides: FoundRecord, scores: QuestionScores) -> Compare
     )
 
 
-def _listed(keys: Iterable[_Key]) -> str:
+def _listed(keys: Iterable[ScoreKey]) -> str:
     return ", ".join(dict.fromkeys(key.benchmark for key in keys)) or "nothing"

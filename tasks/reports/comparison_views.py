@@ -100,7 +100,7 @@ def _notes(comparison: Comparison) -> list[str]:
     notes += [f"{result.words}." for result in comparison.unverified]
     for label, only in ((comparison.first, comparison.only_first), (comparison.second, comparison.only_second)):
         if only:
-            notes.append(f"Only {label} has {', '.join(only)}.")
+            notes.append(f"Only {label} has {', '.join(map(str, only))}.")
     return notes
 
 
@@ -113,8 +113,8 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
         "significant_below": SIGNIFICANT,
         "confidence": CONFIDENCE,
         "metrics": [_metric_json(metric) for metric in comparison.metrics],
-        "only_first": list(comparison.only_first),
-        "only_second": list(comparison.only_second),
+        "only_first": list(map(str, comparison.only_first)),
+        "only_second": list(map(str, comparison.only_second)),
         "qualified": {benchmark: list(found) for benchmark, found in comparison.qualified.items()},
         "unverified": [result.words for result in comparison.unverified],
         "measured_differently": {benchmark: list(found) for benchmark, found in comparison.differences.items()},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from tasks.statistics.paired import Finding, PairedStratum, compare_pairs, paire
 _SCALES = (1.0, 100.0)
 
 
-class _Asked(NamedTuple):
+class Asked(NamedTuple):
     """One question in one metric: a sum and what it is divided by, its cluster, its prompt's digest, its repeats."""
 
     sum: float
@@ -31,7 +31,7 @@ class _Asked(NamedTuple):
 class Composition:
     """The questions of a value by benchmark and name, the weights of the benchmarks, and the way to the value."""
 
-    asked: Mapping[str, Mapping[str, _Asked]]
+    asked: Mapping[str, Mapping[str, Asked]]
     weights: Mapping[str, float]
     scale: float = 1.0
     form: RatioForm | None = None
@@ -77,6 +77,47 @@ def composition_of(metric: Metric, questions: Questions, metrics: Iterable[Metri
         if found := _group(metric, questions, weights):
             return found
     return "single questions have no score in it"
+
+
+def mean_composition(found: Sequence[Composition | str]) -> Composition | str:
+    """The mean of several values, question by question where all have one, or why it is not known.
+
+    A question that was put in different words keeps no digest of its prompt. Of ratios, the sums are averaged: the mean
+    of perplexities is a geometric one.
+    """
+    compositions = [each for each in found if not isinstance(each, str)]
+    if len(compositions) < len(found):
+        return next(each for each in found if isinstance(each, str))
+    first, *others = compositions
+    if not others:
+        return first
+    if any((c.form, c.scale, c.asked.keys()) != (first.form, first.scale, first.asked.keys()) for c in others):
+        return "they are made of other parts"
+    asked = {
+        part: {
+            name: _mean_asked([composition.asked[part][name] for composition in compositions])
+            for name in questions
+            if all(name in composition.asked[part] for composition in others)
+        }
+        for part, questions in first.asked.items()
+    }
+    if not all(asked.values()):
+        return "they have no question in common"
+    return replace(first, asked=asked)
+
+
+def _mean_asked(each: Sequence[Asked]) -> Asked:
+    prompts = {question.prompt for question in each}
+    return each[0]._replace(
+        sum=math.fsum(question.sum for question in each) / len(each),
+        size=math.fsum(question.size for question in each) / len(each),
+        prompt=prompts.pop() if len(prompts) == 1 else b"",
+    )
+
+
+def composed(found: Composition) -> tuple[float, Interval]:
+    """Returns the value that questions give, and its interval."""
+    return _value(found, {part: list(asked.values()) for part, asked in found.asked.items()}), _interval(found)
 
 
 def with_interval(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> Metric:
@@ -128,7 +169,7 @@ def compare_compositions(first: Composition, second: Composition) -> Paired | st
     )
 
 
-def _value(like: Composition, asked: Mapping[str, Sequence[_Asked]]) -> float:
+def _value(like: Composition, asked: Mapping[str, Sequence[Asked]]) -> float:
     """The value of some questions, made of them as another one is."""
     means = {part: math.fsum(q.sum for q in found) / math.fsum(q.size for q in found) for part, found in asked.items()}
     mean = math.fsum(like.weights[part] * mean for part, mean in means.items())
@@ -147,14 +188,14 @@ def _interval(found: Composition) -> Interval:
     return mean_interval(strata).scaled(found.scale)
 
 
-def _asked(name: str, questions: Sequence[Question]) -> dict[str, _Asked]:
+def _asked(name: str, questions: Sequence[Question]) -> dict[str, Asked]:
     """Questions by their names; repeats of one are one, with the mean of its scores or the sum of its parts."""
     repeats: dict[str, list[Question]] = {}
     for question in questions:
         if name in question.ratios or math.isfinite(question.scores.get(name, math.nan)):
             repeats.setdefault(question.id, []).append(question)
     return {
-        identity: _Asked(*_sum(name, asked), asked[0].cluster or f"\0{identity}", asked[0].prompt, len(asked))
+        identity: Asked(*_sum(name, asked), asked[0].cluster or f"\0{identity}", asked[0].prompt, len(asked))
         for identity, asked in repeats.items()
     }
 

@@ -17,6 +17,8 @@ from tasks.statistics.intervals import mean_interval, ratio_interval
 from tasks.statistics.paired import Finding, PairedStratum, compare_means, compare_pairs, paired_ratio
 
 Kind = Literal["binary", "normal", "lognormal"]
+RelativeBaseline = Literal["previous", "mean of last 5", "best"]
+RELATIVE: tuple[RelativeBaseline, ...] = ("previous", "mean of last 5", "best")
 KINDS: tuple[Kind, ...] = ("binary", "normal", "lognormal")
 QUESTIONS = (50, 100, 500, 2_000, 14_000)
 CLUSTERS = (1, 2, 5, 10, 25, 50)
@@ -140,6 +142,37 @@ def passed_losses(*, trials: int, seed: int, questions: int = 2_000, margin: flo
     return passed / trials
 
 
+def refused_by_relative(
+    baseline: RelativeBaseline, *, trials: int, seed: int, earlier: int = 30, questions: int = 500, shared: bool = True
+) -> float:
+    """Share of checkpoints that a gate refuses at the smallest margin that it may have, all before being as good.
+
+    Args:
+        baseline: what each is held against.
+        trials: number of checkpoints.
+        seed: of the simulation.
+        earlier: checkpoints before each.
+        questions: of the one benchmark.
+        shared: share the false alarms among those that a best is chosen from, as gates do.
+    """
+    random = np.random.default_rng([seed, earlier, questions, RELATIVE.index(baseline)])
+    false_alarms = FALSE_ALARMS / (earlier if baseline == "best" and shared else 1)
+    refused = 0
+    for _ in range(trials):
+        common = math.sqrt(0.6) * random.normal(size=questions)
+        before = np.array([_answered(random, common, 0.0) for _ in range(earlier)])
+        held_against = {
+            "previous": before[-1],
+            "mean of last 5": before[-5:].mean(axis=0),
+            "best": before[before.sum(axis=1).argmax()],
+        }[baseline]
+        second = _answered(random, common, 0.0)
+        finding = compare_pairs([PairedStratum(held_against.tolist(), second, range(questions))])
+        margin = (finding.detectable(false_alarms) or 0.0) * (1 + 1e-9)
+        refused += not judged_by_margin(_compared(finding, questions), margin=margin, false_alarms=false_alarms)[1]
+    return refused / trials
+
+
 def _answers(random: np.random.Generator, questions: int, worse: float) -> tuple[np.ndarray, list[float]]:
     common = math.sqrt(0.6) * random.normal(size=questions)
     return common, _answered(random, common, worse)
@@ -246,3 +279,8 @@ def everything(*, trials: int, seed: int, say: Callable[[str], None]) -> Iterato
     value = refused_runs(runs=max(1, trials // 10), seed=seed)
     yield figure("gates", value, promise="equal runs refused, 20 benchmarks, 50 checkpoints", runs=max(1, trials // 10))
     yield figure("gates", passed_losses(trials=trials, seed=seed), promise="losses of the margin that pass")
+    for baseline in RELATIVE:
+        value = refused_by_relative(baseline, trials=2 * trials, seed=seed)
+        yield figure("gates", value, promise="equal checkpoints refused, 30 before each", baseline=baseline)
+    value = refused_by_relative("best", trials=2 * trials, seed=seed, shared=False)
+    yield figure("gates", value, promise="none, were false alarms not shared among the 30", baseline="best")

@@ -6,7 +6,8 @@
 - alarms: equal checkpoints, asked the same questions, that differ by p < 0.05; 0.05 is promised
 - coverage: 95 % intervals that hold the true value
 - power: a group of 20 subjects, 2 points better, tested stratified and paired, and unpaired
-- gates: runs of equal checkpoints with any NO-GO; 0.05 at most is promised; and GO for ones worse by the margin
+- gates: runs of equal checkpoints with any NO-GO; 0.05 at most is promised; and GO for ones worse by the margin;
+  equal checkpoints with NO-GO against the previous one, the mean of 5 and the best of 30, 0.05 at most promised
 
 With 2000 trials it takes about ten minutes.
 """

@@ -25,11 +25,14 @@ from benchmarks.bodies import KINDS, Kind
 from benchmarks.load import Accounts, LoadPlan, Requests, percentile, run_load
 from benchmarks.side_by_side import Comparison, Contest, Phases, comparisons, cpu_seconds, interleaved
 from benchmarks.simulations import (
+    RELATIVE,
+    RelativeBaseline,
     alarms,
     mean_coverage,
     passed_losses,
     power,
     ratio_alarms,
+    refused_by_relative,
     refused_runs,
     share_coverage,
 )
@@ -479,6 +482,15 @@ def test_group_tested_stratified_and_paired_finds_what_an_unpaired_test_misses()
 def test_gate_refuses_hardly_any_run_of_equal_checkpoints_and_passes_hardly_any_loss():
     assert refused_runs(runs=4, seed=1, checkpoints=6) == 0.0
     assert passed_losses(trials=400, seed=1) <= 0.05
+
+
+@pytest.mark.parametrize("baseline", RELATIVE)
+def test_gate_refuses_no_more_than_its_share_of_equal_checkpoints_by_a_relative_baseline(baseline: RelativeBaseline):
+    assert refused_by_relative(baseline, trials=300, seed=1, earlier=15, questions=300) <= 0.08
+
+
+def test_best_would_refuse_many_equal_checkpoints_were_false_alarms_not_shared_among_those_before():
+    assert refused_by_relative("best", trials=100, seed=1, earlier=15, questions=300, shared=False) > 0.15
 
 
 def test_script_named_as_a_module_of_python_does_not_stand_in_for_it():

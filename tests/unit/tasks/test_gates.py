@@ -21,7 +21,8 @@ from flows.cli.app import app
 from flows.cli.gate import load_gate
 from resources.errors import BadInput, GateRefused
 from tasks.gates.gate import BaselineRule, BoundRule, Gate
-from tasks.gates.verdict import JudgedCheckpoint, Reason, Verdict, judge, judged_checkpoints
+from tasks.gates.reasons import Reason, Verdict
+from tasks.gates.verdict import JudgedCheckpoint, judge, judged_checkpoints
 from tasks.gates.views import verdict_markdown
 from tasks.records.builds import build_of, write_qualification
 from tasks.records.provenance import versions

@@ -15,7 +15,8 @@ from flows.cli.app import app
 from resources.errors import BadInput
 from resources.settings import settings
 from tasks.gates.gate import Gate
-from tasks.gates.verdict import Verdict, judge, judged_checkpoints
+from tasks.gates.reasons import Verdict
+from tasks.gates.verdict import judge, judged_checkpoints
 from tasks.records.record import Metric, Record, SinkState, find_records, note_sinks, write_record
 from tasks.records.samples import SAMPLES_NAME, write_samples
 from tasks.records.seals import broken_seal, integrity, sealed

@@ -1,0 +1,290 @@
+"""Baselines of a gate: which checkpoints a score is held against, with their records and the scores of questions.
+
+`previous`, `best` and `mean of last K` are looked up for each score among the recorded checkpoints of the same run with
+lower steps that have it. A best is found by the questions that it is then compared on, so its value is too high by
+chance; what a gate may spend on false alarms is therefore shared among all that it was chosen from. The chance that a
+score which is no worse than any of them lies below one by so much is at most the sum of the chances for each.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.gates.gate import BaselineRule, BoundRule, EarlierCheckpoints, NamedCheckpoint, OtherRun
+from tasks.gates.reasons import Reason
+from tasks.records.current import told_apart
+from tasks.records.record import CheckpointReference, FoundRecord, find_records
+from tasks.records.search import RecordFilter, records_of_checkpoints
+from tasks.reports.comparison import Comparison, ScoreKey, by_metric, compare_chosen, mean_metric, metric_in
+from tasks.reports.question_scores import QuestionScores
+from tasks.reports.table import measured
+from tasks.spec.names import how_many
+from tasks.statistics.composition import Composition, composed, mean_composition
+
+TRAINER_STATE = "trainer_state.json"
+"""File in which Hugging Face's trainer says how many tokens it had read, where it counts them."""
+Find = Callable[[str], list[FoundRecord]]
+
+
+@dataclass(frozen=True)
+class BaselineScore:
+    """One score of a baseline: the record of each checkpoint that it is the mean of, the latest step first."""
+
+    key: ScoreKey
+    records: tuple[FoundRecord, ...]
+    chosen_from: int = 1
+    """Checkpoints of which this is the best by this score."""
+    note: str = ""
+    """Words on how it was found, behind its name."""
+
+    def questions(self, scores: QuestionScores) -> Composition | str:
+        """Returns the score of each question, over several checkpoints its mean, or why they are not known.
+
+        Raises:
+            StorageError: samples are damaged, or cannot be read.
+        """
+        return mean_composition([scores.of(found, metric_in(found, self.key)) for found in self.records])
+
+    def value(self, scores: QuestionScores) -> tuple[float, float | None]:
+        """The value with its standard error: over the questions that all its checkpoints have, else as recorded.
+
+        Raises:
+            StorageError: samples are damaged, or cannot be read.
+        """
+        metric = mean_metric(self.records, self.key)
+        questions = self.questions(scores) if len(self.records) > 1 else "as recorded"
+        if isinstance(questions, str):
+            return metric.value, metric.stderr
+        value, interval = composed(questions)
+        return value, interval.stderr
+
+    def words(self, scores: QuestionScores) -> str:
+        """Its checkpoints with their steps, its value and its error."""
+        names = [f"{found.record.checkpoint.name} (step {found.record.checkpoint.step:,})" for found in self.records]
+        listed = names[0] if len(names) == 1 else f"the mean of {len(names)}, {names[-1]} to {names[0]}"
+        return f"{listed}: {measured(*self.value(scores))}{self.note}"
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """The scores that a rule holds others against.
+
+    `earlier` are evaluators with benchmarks that earlier checkpoints have records of; None where the baseline is no
+    earlier checkpoint of the run.
+    """
+
+    label: str
+    scores: Mapping[ScoreKey, BaselineScore]
+    earlier: frozenset[tuple[str, str]] | None = None
+
+    def compared(
+        self, rule: BaselineRule, found: Sequence[FoundRecord], *, name: str, scores: QuestionScores
+    ) -> Comparison:
+        """Returns the scores of a checkpoint beside these.
+
+        Raises:
+            BadInput: it has none that are wanted, records were changed, or they were not measured alike.
+            StorageError: samples are damaged, or cannot be read.
+        """
+        mine = by_metric(found, name, wanted_scores(rule))
+        chosen = {
+            key: (score.records, _alike(mine[key], {score.records[0].record.evaluation_hash}))
+            for key, score in self.scores.items()
+            if key in mine
+        }
+        comparison = compare_chosen(chosen, labels=(self.label, name), anyway=rule.anyway, scores=scores)
+        hashes = {item.record.evaluation_hash for item in found}
+        return replace(
+            comparison,
+            only_first=tuple(
+                key
+                for key, score in self.scores.items()
+                if key not in mine and (self.earlier is None or score.records[0].record.evaluation_hash in hashes)
+            ),
+            only_second=tuple(key for key in mine if key not in self.scores),
+        )
+
+    def without(self, key: ScoreKey) -> tuple[str, bool]:
+        """Returns what a score that the baseline has not got comes to, in words, and whether it passes."""
+        if self.earlier is None:
+            return f"{key}: the baseline has no such score", False
+        if (key.evaluator, key.benchmark) in self.earlier:
+            return f"{key}: recorded for earlier checkpoints, none of which has this score", False
+        return f"{key}: no earlier checkpoint was asked this, so there is nothing to compare with", True
+
+
+def wanted_scores(rule: BoundRule | BaselineRule) -> RecordFilter:
+    """Returns the records and metrics that a rule is about."""
+    evaluators = (rule.evaluator,) if rule.evaluator else ()
+    return RecordFilter(evaluators=evaluators, benchmarks=(rule.benchmark,), metrics=(rule.metric,), latest=False)
+
+
+def baseline_of(
+    rule: BaselineRule,
+    checkpoint: CheckpointReference,
+    *,
+    evaluation_path: str,
+    hashes: Collection[str] = (),
+    find: Find = find_records,
+) -> Baseline | Reason:
+    """The baseline of a rule for a checkpoint, or what is found in its place.
+
+    Args:
+        rule: the rule.
+        checkpoint: the one that is judged; it needs no record yet.
+        evaluation_path: where records are looked up.
+        hashes: of the evaluations by which it was, or will be, measured; those of a baseline are preferred.
+        find: reads the records below a folder.
+
+    Raises:
+        StorageError: records cannot be read.
+    """
+    try:
+        match rule.baseline:
+            case NamedCheckpoint(text):
+                [found] = records_of_checkpoints([text], evaluation_path=evaluation_path)
+                return _of_one(rule, found, hashes)
+            case OtherRun() as other:
+                found, note = _nearest(rule, other, checkpoint, other.path or evaluation_path, find)
+                return _of_one(rule, found, hashes, note=note)
+            case EarlierCheckpoints() as wanted:
+                earlier = _earlier(checkpoint, find(storage.join(evaluation_path, checkpoint.run)))
+                if not earlier:
+                    return Reason(checkpoint.name, rule.words, "first checkpoint, nothing before it", go=True)
+                return _of_earlier(rule, wanted, earlier, hashes)
+    except BadInput as error:
+        return Reason(checkpoint.name, rule.words, f"cannot be compared: {error.found}", go=False)
+
+
+def _of_one(rule: BaselineRule, found: Sequence[FoundRecord], hashes: Collection[str], *, note: str = "") -> Baseline:
+    having = by_metric(found, rule.not_worse_than, wanted_scores(rule))
+    scores = {key: BaselineScore(key, (_alike(records, hashes),), note=note) for key, records in having.items()}
+    return Baseline(rule.not_worse_than, scores)
+
+
+def _alike(records: Sequence[FoundRecord], hashes: Collection[str]) -> FoundRecord:
+    """The fullest and newest record that was measured in one of some ways, if any was; else the fullest."""
+    return next((found for found in records if found.record.evaluation_hash in hashes), records[0])
+
+
+def _earlier(checkpoint: CheckpointReference, found: Iterable[FoundRecord]) -> list[FoundRecord]:
+    """Records of the same run's checkpoints with lower steps; another run of its name elsewhere is not the same."""
+    of_name = [item for item in found if item.record.checkpoint.run == checkpoint.run]
+    apart = told_apart([checkpoint, *(item.record.checkpoint for item in of_name)])
+    run = apart(checkpoint).run
+    lower = (item for item in of_name if item.record.checkpoint.step < checkpoint.step)
+    return [item for item in lower if apart(item.record.checkpoint).run == run]
+
+
+def _of_earlier(
+    rule: BaselineRule, wanted: EarlierCheckpoints, earlier: Sequence[FoundRecord], hashes: Collection[str]
+) -> Baseline:
+    try:
+        having = by_metric(earlier, rule.not_worse_than, wanted_scores(rule))
+    except BadInput:  # none that succeeded
+        having = {}
+    asked = {(item.record.evaluator, name) for item in earlier for name in _benchmarks(item)}
+    scores = {key: _among(wanted, key, records, hashes) for key, records in having.items()}
+    return Baseline(rule.not_worse_than, scores, frozenset(asked))
+
+
+def _benchmarks(found: FoundRecord) -> set[str]:
+    return {*found.record.benchmarks, *(metric.benchmark for metric in found.record.metrics)}
+
+
+def _among(
+    wanted: EarlierCheckpoints, key: ScoreKey, records: Sequence[FoundRecord], hashes: Collection[str]
+) -> BaselineScore:
+    by_step: dict[int, list[FoundRecord]] = defaultdict(list)
+    for item in records:
+        by_step[item.record.checkpoint.step].append(item)
+    latest_first = [_alike(by_step[step], hashes) for step in sorted(by_step, reverse=True)]
+    if wanted.take == "best" and (best := _best(key, latest_first, hashes)) is not None:
+        return best
+    taken = tuple(latest_first[: wanted.most])
+    return BaselineScore(key, taken, note=_fewer(wanted.most, len(taken)))
+
+
+def _fewer(asked: int, taken: int) -> str:
+    return f"; {asked} were asked for, more there are not" if taken < asked else ""
+
+
+def _best(key: ScoreKey, latest_first: Sequence[FoundRecord], hashes: Collection[str]) -> BaselineScore | None:
+    """The best of those measured as the judged one was; None where none was, or nothing says what is better."""
+    metrics = [(metric_in(item, key), item) for item in latest_first if item.record.evaluation_hash in hashes]
+    valued = [(metric, item) for metric, item in metrics if math.isfinite(metric.value)]
+    if not valued or valued[0][0].higher_is_better is None:
+        return None
+    sign = 1 if valued[0][0].higher_is_better else -1
+    _, item = max(valued, key=lambda pair: sign * pair[0].value)
+    others = len(latest_first) - len(valued)
+    note = f", the best of {len(valued)} by these questions, so too high by chance" if len(valued) > 1 else ""
+    note += f" ({how_many(others, 'checkpoint')} with other settings not looked at)" if others else ""
+    return BaselineScore(key, (item,), len(valued), note)
+
+
+def _nearest(
+    rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReference, path: str, find: Find
+) -> tuple[list[FoundRecord], str]:
+    """Records of another run's checkpoint that had come as far, or nearly, with words on how far.
+
+    Raises:
+        BadInput: it has none, none is near enough, or tokens are not known.
+    """
+    found = [item for item in find(storage.join(path, other.run)) if item.record.checkpoint.run == other.run]
+    found = [item for item in found if item.record.succeeded]
+    meant = {id(record) for record in wanted_scores(rule).select([item.record for item in found])}
+    by_step: dict[int, list[FoundRecord]] = defaultdict(list)
+    for item in found:
+        if id(item.record) in meant:
+            by_step[item.record.checkpoint.step].append(item)
+    apart = told_apart([item.record.checkpoint for item in found])
+    if len(runs := {apart(item.record.checkpoint).run for item in found}) > 1:
+        raise _not_found(rule, f"several runs of that name: {', '.join(sorted(runs))}")
+    there = {step: _reached(rule, other, items[0].record.checkpoint) for step, items in by_step.items()}
+    known = {step: reached for step, reached in there.items() if reached is not None}
+    if not known:
+        raise _not_found(
+            rule, f"no succeeded record of {other.run} below {path}" if not there else _no_tokens(other.run)
+        )
+    here = _reached(rule, other, checkpoint)
+    if here is None:
+        raise _not_found(rule, _no_tokens(checkpoint.run))
+    step = min(known, key=lambda step: (abs(known[step] - here), -step))
+    far = abs(known[step] - here)
+    unit = "step" if other.at == "step" else "tokens"
+    if far > rule.nearest_within * here:
+        raise _not_found(
+            rule,
+            f"the nearest checkpoint of {other.run} is at {unit} {known[step]:,.0f}, this one at {here:,.0f}: "
+            f"further than nearest_within, {rule.nearest_within:.1%}",
+        )
+    return by_step[step], "" if far == 0 else f"; at {unit} {known[step]:,.0f}, this one at {here:,.0f}"
+
+
+def _not_found(rule: BaselineRule, found: str) -> BadInput:
+    return BadInput(expected=f"a baseline {rule.not_worse_than}", found=found, remedy="name another one")
+
+
+def _no_tokens(run: str) -> str:
+    return f"nothing says how many tokens {run} had read: no tokens_per_step in the rule, and none in {TRAINER_STATE}"
+
+
+def _reached(rule: BaselineRule, other: OtherRun, checkpoint: CheckpointReference) -> float | None:
+    """Steps or tokens up to a checkpoint; None where its tokens are not known."""
+    if other.at == "step":
+        return float(checkpoint.step)
+    if (per_step := rule.tokens_per_step.get(checkpoint.run)) is not None:
+        return per_step * checkpoint.step
+    try:
+        state = json.loads(storage.read_bytes(storage.join(checkpoint.uri, TRAINER_STATE)))
+        seen = state["num_input_tokens_seen"]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):
+        return None
+    return float(seen) if isinstance(seen, int) and seen > 0 else None  # 0 where it does not count them

@@ -1,0 +1,62 @@
+"""GO or NO-GO with a reason for each rule, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from resources.errors import GateRefused
+
+
+@dataclass(frozen=True)
+class Reason:
+    """The finding of one rule on one checkpoint, or on one of its scores."""
+
+    checkpoint: str
+    rule: str
+    found: str
+    go: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The decision of a gate, and why."""
+
+    gate: str
+    reasons: tuple[Reason, ...]
+
+    @property
+    def go(self) -> bool:
+        """Returns whether everything asked for holds. Where nothing was looked at, nothing is known to hold."""
+        return bool(self.reasons) and all(reason.go for reason in self.reasons)
+
+    @property
+    def word(self) -> str:
+        """GO or NO-GO."""
+        return "GO" if self.go else "NO-GO"
+
+    @property
+    def refusals(self) -> tuple[Reason, ...]:
+        """The reasons for NO-GO."""
+        return tuple(reason for reason in self.reasons if not reason.go)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns the verdict for scripts."""
+        return {"gate": self.gate, "verdict": self.word, "reasons": [vars(reason) for reason in self.reasons]}
+
+    def raise_unless_go(self) -> None:
+        """Turns NO-GO into an error.
+
+        Raises:
+            GateRefused: it is NO-GO.
+        """
+        if self.go:
+            return
+        lines = [f"{refusal.checkpoint}: {refusal.rule}: {refusal.found}" for refusal in self.refusals] or [
+            "no record to look at"
+        ]
+        raise GateRefused(
+            expected=f"the gate {self.gate} to say GO",
+            found=f"NO-GO, for {len(lines)} of {max(1, len(self.reasons))} reasons:\n" + "\n".join(lines),
+            remedy="look at these scores; a checkpoint that is meant to pass needs another one, or another gate",
+        )
