@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from tasks.records.build_changes import BuildChange
 from tasks.records.details import BenchmarkDetails
 from tasks.records.record import CheckpointReference, Record
 from tasks.records.seals import broken_seal
-from tasks.reports.build_changes import BuildChange
 from tasks.reports.table import Column, ColumnResult, Results, measured
 from tasks.spec.names import how_many, in_few_words
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
 
+from tasks.records.build_changes import BuildChange, build_changes
 from tasks.records.builds import Qualification
 from tasks.records.current import current_records, told_apart
 from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.records.series import newest_of_each_hash, words_of_settings
-from tasks.reports.build_changes import BuildChange, build_changes
 from tasks.spec.evaluators import EVALUATORS, evaluator_title
 
 if TYPE_CHECKING:

@@ -1,0 +1,199 @@
+"""Alerts: checkpoints at which a metric of a run fell below what came before, found in records alone."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tasks.records.build_changes import build_changes
+from tasks.records.builds import Qualification
+from tasks.records.current import current_records, told_apart
+from tasks.records.record import CheckpointReference, Metric, Record
+from tasks.statistics.alarms import CHECKPOINTS_BETWEEN_FALSE_ALARMS, FEWEST_BEFORE, Score, alarms
+from tasks.statistics.training_noise import training_noise
+
+_ID_CHARACTERS = 16
+
+
+class _Series(NamedTuple):
+    run: str
+    evaluator: str
+    benchmark: str
+    metric: str
+    evaluation_hash: str
+
+
+@dataclass(frozen=True)
+class Alert:
+    """A drop in one metric of one run: the checkpoint at which it was certain, and what was expected there."""
+
+    id: str
+    """Digest over series and checkpoint."""
+    run: str
+    """The training run."""
+    checkpoint: str
+    """Name of the checkpoint at which the sum of shortfalls went over its threshold."""
+    step: int
+    """Its training step."""
+    evaluator: str
+    """The harness."""
+    benchmark: str
+    """Name it is published under."""
+    metric: str
+    """Metric as the harness calls it."""
+    evaluation_hash: str
+    """Hash of the settings that the curve was measured with."""
+    since: int
+    """Step of the first checkpoint that fell short; the same step, or an earlier one."""
+    before: int
+    """Step of the last checkpoint at the level before."""
+    expected: float
+    """Value that the checkpoints before gave reason to expect."""
+    found: float
+    """Value that was measured."""
+    question_noise: float | None
+    """Standard error of what was found over draws of questions; empty where none is known."""
+    training_noise: float | None
+    """Standard deviation of the curve from checkpoint to checkpoint until the drop; empty where none is known."""
+    checkpoints_between_false_alarms: int
+    """Mean distance of two false alarms in all curves of the run together."""
+    higher_is_better: bool
+    """Direction of improvement."""
+
+    @property
+    def lost(self) -> float:
+        """Size of the drop, always positive."""
+        return self.expected - self.found if self.higher_is_better else self.found - self.expected
+
+
+class _Value(NamedTuple):
+    record: Record
+    metric: Metric
+
+
+def alerts_in(
+    records: Sequence[Record],
+    *,
+    qualifications: Sequence[Qualification] = (),
+    checkpoints_between_false_alarms: int = CHECKPOINTS_BETWEEN_FALSE_ALARMS,
+) -> list[Alert]:
+    """Returns the alerts that records give rise to, by run and step: the same records give the same alerts.
+
+    Each metric with a direction has a series for each run and evaluation hash; parts of a group have none beside it. A
+    change of versions that nothing qualifies ends a series, and the next begins.
+
+    Args:
+        records: all that there are; of several for one cell, the newest counts.
+        qualifications: verdicts on changes of versions.
+        checkpoints_between_false_alarms: mean distance of two false alarms in all curves of a run together.
+    """
+    apart = told_apart([record.checkpoint for record in records])
+    runs: dict[str, dict[tuple[int, str], CheckpointReference]] = defaultdict(dict)
+    found: dict[str, dict[_Series, dict[tuple[int, str], _Value]]] = defaultdict(lambda: defaultdict(dict))
+    for record in sorted(current_records(records), key=lambda record: record.created):
+        checkpoint = apart(record.checkpoint)
+        place = checkpoint.step, checkpoint.name
+        for metric in record.metrics if record.succeeded else ():
+            if metric.higher_is_better is None or not math.isfinite(metric.value) or _is_beside_a_group(metric, record):
+                continue
+            series = _Series(checkpoint.run, record.evaluator, metric.benchmark, metric.name, record.evaluation_hash)
+            found[checkpoint.run][series][place] = _Value(record, metric)
+            runs[checkpoint.run][place] = checkpoint
+    return [
+        alert
+        for run, checkpoints in runs.items()
+        for alert in _of_run(
+            dict(sorted(checkpoints.items())), found[run], qualifications, checkpoints_between_false_alarms
+        )
+    ]
+
+
+def _is_beside_a_group(metric: Metric, record: Record) -> bool:
+    """Tells if a number is of a part, and its record has one of the whole."""
+    if metric.benchmark in record.benchmarks:
+        return False
+    return any(
+        metric.benchmark in other.parts
+        or (other.benchmark in record.benchmarks and metric.benchmark.startswith(other.benchmark))
+        for other in record.metrics
+        if other.benchmark != metric.benchmark
+    )
+
+
+def _of_run(
+    checkpoints: dict[tuple[int, str], CheckpointReference],
+    found: dict[_Series, dict[tuple[int, str], _Value]],
+    qualifications: Sequence[Qualification],
+    distance: int,
+) -> list[Alert]:
+    long = {series: values for series, values in found.items() if len(values) > FEWEST_BEFORE}
+    scores = [_scores(checkpoints, series, values, qualifications) for series, values in long.items()]
+    alerts: list[tuple[int, Alert]] = []
+    places = list(checkpoints)
+    for (series, values), turned, ringing in zip(long.items(), scores, alarms(scores, distance=distance), strict=True):
+        for alarm in ringing:
+            record, metric = values[places[alarm.at]]
+            sign = _sign(metric)
+            earlier = [place for place in range(alarm.since) if turned[place] is not None]
+            noise = training_noise(_pieces(turned[: alarm.since]))
+            alerts.append((alarm.at, Alert(
+                id=hashlib.sha256("\0".join((*series, record.checkpoint.digest)).encode()).hexdigest()[:_ID_CHARACTERS],
+                **series._asdict(),
+                checkpoint=places[alarm.at][1],
+                step=places[alarm.at][0],
+                since=places[alarm.since][0],
+                before=places[earlier[-1]][0],
+                expected=sign * alarm.expected,
+                found=metric.value,
+                question_noise=metric.stderr,
+                training_noise=noise.stddev if noise else None,
+                checkpoints_between_false_alarms=distance,
+                higher_is_better=sign > 0,
+            )))  # fmt: skip
+    return [alert for _, alert in sorted(alerts, key=lambda item: item[0])]
+
+
+def _scores(
+    checkpoints: dict[tuple[int, str], CheckpointReference],
+    series: _Series,
+    values: dict[tuple[int, str], _Value],
+    qualifications: Sequence[Qualification],
+) -> list[Score | None]:
+    """A series as the search for drops takes it."""
+    numbers = ((checkpoint, values[place].record) for place, checkpoint in checkpoints.items() if place in values)
+    changes = build_changes(
+        numbers, evaluator=series.evaluator, benchmark=series.benchmark, qualifications=qualifications
+    )
+    broken = {change.step for change in changes if not change.qualified}
+    return [
+        Score(
+            _sign(values[place].metric) * values[place].metric.value,
+            values[place].metric.stderr or _guessed_error(values[place].metric),
+            breaks=place[0] in broken,
+        )
+        if place in values
+        else None
+        for place in checkpoints
+    ]
+
+
+def _pieces(scores: Sequence[Score | None]) -> list[list[float]]:
+    pieces: list[list[float]] = [[]]
+    for score in scores:
+        if score is not None:
+            pieces += [[]] if score.breaks else []
+            pieces[-1].append(score.value)
+    return pieces
+
+
+def _sign(metric: Metric) -> float:
+    return 1.0 if metric.higher_is_better else -1.0
+
+
+def _guessed_error(metric: Metric) -> float:
+    """The size of an error over questions that no harness gave: that of a share which is as large as its half."""
+    return abs(metric.value) / (2 * math.sqrt(max(1, metric.n)))

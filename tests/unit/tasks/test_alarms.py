@@ -1,0 +1,226 @@
+"""Alarms: what calls a score fallen, and what does not, on made curves and on records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from fakes.records import make_metric, make_qualification, make_record
+from tasks.alerts.detection import alerts_in
+from tasks.records.builds import build_of
+from tasks.records.record import Metric, Record
+from tasks.statistics.alarms import FEWEST_BEFORE, Score, alarms, threshold
+from tasks.statistics.training_noise import training_noise, unshared
+
+ERROR = 0.011
+"""Standard error of half of 2,000 questions."""
+
+
+def curve(values: Sequence[float] | np.ndarray) -> list[Score | None]:
+    return [Score(float(value), ERROR) for value in values]
+
+
+def wavering(checkpoints: int, *, seed: int = 0, by: float = 0.005) -> np.ndarray:
+    return 0.6 + by * np.random.default_rng(seed).normal(size=checkpoints)
+
+
+def at(values: Sequence[float] | np.ndarray) -> list[int]:
+    return [alarm.at for alarm in alarms([curve(values)])[0]]
+
+
+def test_identical_checkpoints_never_alarm():
+    assert at([0.6] * 500) == []
+
+
+@pytest.mark.parametrize("checkpoints", [FEWEST_BEFORE, 30])
+def test_drop_is_alarmed_at_once_and_then_its_level_is_the_new_one(checkpoints: int):
+    values = wavering(checkpoints + 30)
+    values[checkpoints:] -= 0.06
+
+    [alarm] = alarms([curve(values)])[0]
+
+    assert alarm.at == alarm.since == checkpoints
+    assert alarm.expected == pytest.approx(0.6, abs=0.005)
+
+
+def test_fewer_checkpoints_than_a_noise_is_known_from_never_alarm():
+    assert at([*wavering(FEWEST_BEFORE - 1), 0.1]) == []
+
+
+def test_suspected_drop_is_not_learned_until_it_is_certain():
+    values = wavering(34)
+    values[30:] = 0.6 - 0.0155  # three times what a checkpoint wavers by: a single one is not enough
+
+    [alarm] = alarms([curve(values)])[0]
+
+    assert (alarm.since, alarm.at) == (30, 31)
+    assert alarm.expected == pytest.approx(0.6, abs=0.005)
+
+
+def test_level_after_a_drop_can_drop_again():
+    values = wavering(60)
+    values[25:] -= 0.04
+    values[45:] -= 0.04
+
+    assert at(values) == [25, 45]
+
+
+@pytest.mark.parametrize(
+    "trend",
+    [
+        lambda t: 0.3 * (1 - np.exp(-t / 15)),
+        lambda t: 0.3 / (1 + np.exp(-(t - 20) / 3)),
+        lambda t: 0.1 * (t > 25),
+        lambda t: 0.07 * np.log1p(t),
+    ],
+    ids=["saturates", "emerges", "jumps up", "logarithm"],
+)
+def test_rise_that_ends_is_no_drop(trend: Callable[[np.ndarray], np.ndarray]):
+    curves = [curve(wavering(50, seed=seed) + trend(np.arange(50))) for seed in range(40)]
+
+    assert sum(map(len, alarms(curves))) <= 1
+
+
+def test_noise_of_a_training_that_wavers_more_is_learned():
+    values = wavering(60, by=0.03)
+    values[40:] -= 0.02
+
+    assert at(values) == []
+
+
+def test_missing_checkpoint_hides_no_drop():
+    scores = curve([*wavering(20), *[0.5] * 3])
+    scores[20] = None
+
+    [alarm] = alarms([scores])[0]
+
+    assert alarm.at == 21
+
+
+def test_threshold_rises_with_the_distance_of_false_alarms():
+    assert threshold(200) < threshold(1_000) < threshold(20_000)
+
+
+# Noise of training
+
+
+def test_noise_of_training_is_that_of_checkpoints_around_any_slope():
+    values = wavering(400) + np.linspace(0, 5, 400)
+
+    noise = training_noise([values.tolist()])
+
+    assert noise is not None and noise.stddev == pytest.approx(0.005, rel=0.15)
+
+
+def test_noise_of_training_is_not_that_of_a_step():
+    values = wavering(40)
+    values[20:] -= 0.3
+
+    noise = training_noise([values.tolist()])
+
+    assert noise is not None and noise.stddev == pytest.approx(0.005, rel=0.5)
+
+
+def test_noise_of_training_is_not_told_from_four_checkpoints_but_from_those_of_siblings():
+    values = wavering(8).tolist()
+
+    assert training_noise([values[:4]]) is None
+    assert training_noise([values[:4], values[4:]]) is not None
+
+
+def test_jitter_of_training_is_what_questions_do_not_add_to_the_wavering():
+    random = np.random.default_rng(0)
+    questions, checkpoints, jitter, alike = 2_000, 400, 0.02, 0.7
+    common = math.sqrt(alike) * random.normal(size=questions)
+    levels = jitter * random.normal(size=checkpoints)
+    latent = common + math.sqrt(1 - alike) * random.normal(size=(checkpoints, questions)) - levels[:, None]
+    answers = (latent < 0).astype(float)
+    correlation = float(np.mean([np.corrcoef(*answers[i : i + 2])[0, 1] for i in range(checkpoints - 1)]))
+
+    noise = training_noise([answers.mean(axis=1).tolist()])
+
+    assert noise is not None
+    alone = unshared(noise.stddev, math.sqrt(0.25 / questions), correlation=correlation)
+    expected = float(np.std([np.mean(0.5 * (1 + math.erf(level / math.sqrt(2)))) for level in levels]))
+    assert alone == pytest.approx(expected, rel=0.15)
+    assert noise.stddev > 1.2 * expected
+
+
+# Records
+
+
+def run_of(values: Sequence[float], *, run: str = "run-a") -> list[Record]:
+    return [
+        make_record(step=100 * (number + 1), metrics=(make_metric(value=value, stderr=ERROR, n=2_000),), run=run)
+        for number, value in enumerate(values)
+    ]
+
+
+def dropping(checkpoints: int = 20) -> list[float]:
+    return [*wavering(checkpoints), 0.5, 0.5]
+
+
+def test_alert_of_records_says_what_was_expected_and_found_and_both_noises():
+    [alert] = alerts_in(run_of(dropping()))
+
+    assert (alert.step, alert.since, alert.before) == (2_100, 2_100, 2_000)
+    assert alert.expected == pytest.approx(0.6, abs=0.005) and alert.found == 0.5
+    assert alert.lost == pytest.approx(0.1, abs=0.005)
+    assert alert.question_noise == ERROR
+    assert alert.training_noise == pytest.approx(0.005, rel=0.5)
+    assert alert.run == "run-a" and alert.benchmark == "demo_facts"
+
+
+def test_alert_has_the_same_id_whatever_else_there_is():
+    records = run_of(dropping())
+
+    [alone] = alerts_in(records)
+    among = alerts_in([*reversed(records), *run_of(dropping(), run="run-b")])
+
+    assert alone.id in [alert.id for alert in among]
+    assert len({alert.id for alert in among}) == 2
+
+
+@pytest.mark.parametrize(("higher_is_better", "alerted"), [(True, 1), (False, 0), (None, 0)])
+def test_drop_is_one_only_in_the_direction_that_is_worse(higher_is_better: bool | None, alerted: int):
+    metrics = [make_metric(value=value, stderr=ERROR, higher_is_better=higher_is_better) for value in dropping()]
+
+    found = alerts_in([make_record(step=step, metrics=(metric,)) for step, metric in enumerate(metrics)])
+
+    assert len(found) == alerted
+
+
+def test_rise_of_a_perplexity_is_alarmed_on_its_own_scale():
+    values = [12.0, 11.9, 11.95] * 8 + [13.0]
+    metrics = [make_metric(name="word_perplexity", value=v, stderr=0.2, higher_is_better=False) for v in values]
+
+    [alert] = alerts_in([make_record(step=step, metrics=(metric,)) for step, metric in enumerate(metrics)])
+
+    assert alert.expected == pytest.approx(11.95, abs=0.1) and alert.found == 13.0
+
+
+@pytest.mark.parametrize("qualified", [False, True])
+def test_change_of_versions_that_nothing_qualifies_is_no_drop(qualified: bool):
+    records = run_of(dropping())
+    served = {**records[0].served, "engine": {**records[0].served["engine"], "version": "0.99"}}
+    records = [r.model_copy(update={"served": served}) if r.checkpoint.step > 2_000 else r for r in records]
+    qualifications = (make_qualification(build_of(records[0]), build_of(records[-1])),) if qualified else ()
+
+    assert len(alerts_in(records, qualifications=qualifications)) == qualified
+
+
+def test_group_alerts_once_and_its_parts_not_beside_it():
+    def group(value: float) -> tuple[Metric, ...]:
+        parts = tuple(make_metric(f"quiz_{name}", value, stderr=ERROR) for name in ("art", "law"))
+        return (make_metric("quiz", value, stderr=ERROR), *parts)
+
+    whole = [make_record(step=s, metrics=group(v), benchmarks=("quiz",)) for s, v in enumerate(dropping())]
+    alone = [
+        make_record(step=s, metrics=group(v)[1:], benchmarks=("quiz",), run="run-b") for s, v in enumerate(dropping())
+    ]
+
+    assert [alert.benchmark for alert in alerts_in(whole)] == ["quiz"]
+    assert {alert.benchmark for alert in alerts_in(alone)} == {"quiz_art", "quiz_law"}
