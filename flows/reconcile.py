@@ -21,7 +21,7 @@ from tasks.checkpoints.discovery import LOADED_NATIVELY, Checkpoint, find_checkp
 from tasks.gates.gate import Gate
 from tasks.policies.batches import served_together
 from tasks.policies.cancelled_runs import stopping_if_cancelled
-from tasks.policies.gate import conclude_policy
+from tasks.policies.gate import conclude_policy, conclude_settled, own_gate
 from tasks.policies.policy import Policy, check_policy_paths
 from tasks.policies.reconciliation import OpenCell, Reconciliation, reconcile
 from tasks.policies.snapshot import take_snapshot
@@ -74,20 +74,24 @@ def reconcile_policy(policy: Annotated[str, Field(title="file")] | Policy, gate:
 
     Args:
         policy: A YAML file with one, in any store, or a policy whole.
-        gate: What the scores of each run must show by now; the flow run fails where it says NO-GO.
+        gate: What the scores of each run must show by now, in place of the policy's own gate; the flow run fails where
+            it says NO-GO.
 
     Raises:
         AssayError: the policy cannot be right, or a cell that was taken on has no succeeded record in the end.
-        GateRefused: the gate says NO-GO.
+        GateRefused: the gate says NO-GO; the policy's own one says it once of each checkpoint.
     """
     if deployment.id:
         collapse_waiting(deployment.id, beside=str(flow_run.id))
         settle_lost(deployment.id)
     with end_reported():
         wanted = load_policy(policy) if isinstance(policy, str) else policy
+        own = own_gate(wanted) if gate is None else None
         outcome = reconcile_once(wanted)
         if gate is not None:
             conclude_policy(gate, wanted, outcome.error)
+        elif own is not None:
+            conclude_settled(own, wanted, outcome.error)
         elif outcome.error is not None:
             raise outcome.error
     return outcome.as_dict()

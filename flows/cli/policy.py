@@ -61,19 +61,25 @@ def status(
     no_index: _NoIndex = False,
     as_json: Json = False,
 ) -> None:
-    """Show how far each suite of a policy is with each checkpoint."""
+    """Show how far each suite of a policy is with each checkpoint, and what the policy's own gate says of it."""
     from rich.console import Group
     from rich.live import Live
 
+    from tasks.policies.gate import own_gate, verdict_words
     from tasks.policies.views import status_json, status_tables
 
-    def look_now() -> Group:
+    def look() -> tuple[dict[str, Any], Reconciliation]:
         wanted, listings, found = _snapshot(policy, use_index=not no_index)
-        return Group(*status_tables(status_json(wanted, listings, found)), _summary(found))
+        judged_by = own_gate(wanted)
+        verdicts = judged_by and {each.name: verdict_words(judged_by, wanted, each) for each in listings}
+        return status_json(wanted, listings, found, verdicts), found
+
+    def look_now() -> Group:
+        content, found = look()
+        return Group(*status_tables(content), _summary(found))
 
     if as_json:
-        wanted, listings, found = _snapshot(policy, use_index=not no_index)
-        print_json(status_json(wanted, listings, found))
+        print_json(look()[0])
     elif watch:
         with Live(look_now(), console=OUT, auto_refresh=False) as live:
             while True:
@@ -124,7 +130,8 @@ def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
 def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> None:
     """Evaluate what a policy wants and nothing has settled yet; cells that another run has are left to it.
 
-    With --gate each run is judged in the end, whoever evaluated it. Exit code 0 is GO, 1 is NO-GO.
+    With --gate each run is judged in the end, whoever evaluated it; without, a policy's own gate judges what it has not
+    judged yet. Exit code 0 is GO, 1 is NO-GO.
     """
     from flows.console.live import live_view
     from flows.reconcile import load_policy, reconcile_policy
@@ -157,7 +164,8 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
             except AssayError as raised:
                 error = raised
     write_summaries(verdicts, gating.summary)
-    judged = {"gate": [verdict.as_dict() for verdict in verdicts]} if judged_by is not None else {}
+    gated = judged_by is not None or wanted.gate is not None
+    judged = {"gate": [verdict.as_dict() for verdict in verdicts]} if gated else {}
     if as_json:
         print_json({"policy": wanted.name, **outcome, **({"error": str(error)} if error else {}), **judged})
     else:

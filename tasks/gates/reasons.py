@@ -40,6 +40,10 @@ class Verdict:
         """The reasons for NO-GO."""
         return tuple(reason for reason in self.reasons if not reason.go)
 
+    def about(self, checkpoint: str) -> Verdict:
+        """Returns the part that is about one checkpoint."""
+        return Verdict(self.gate, tuple(reason for reason in self.reasons if reason.checkpoint == checkpoint))
+
     def as_dict(self) -> dict[str, Any]:
         """Returns the verdict for scripts."""
         return {"gate": self.gate, "verdict": self.word, "reasons": [vars(reason) for reason in self.reasons]}

@@ -1,8 +1,10 @@
-"""The event `checkpoint.complete`: Prefect's server is told that a checkpoint can be evaluated now.
+"""Events about checkpoints: that one can be evaluated now, and what a policy's own gate says of it.
+
+`checkpoint.complete` tells Prefect's server that a checkpoint can be evaluated.
 
 Whoever knows it first says so: a watcher, the training flow, or a notification of a bucket. An event starts a
 reconciliation, which looks at everything, so one that is told twice changes nothing and one that is lost is made good
-by the next schedule.
+by the next schedule. `gate.go` and `gate.no-go` are for automations of yours.
 """
 
 from __future__ import annotations
@@ -17,13 +19,18 @@ from resources.errors import BadInput
 from resources.storage import storage
 from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run
+from tasks.gates.reasons import Verdict
 from tasks.policies.policy import Policy
 from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.lazy import in_flow_run
 from tasks.spec.names import name_of
 
 CHECKPOINT_COMPLETE = "checkpoint.complete"
 """Name of the event."""
+GATE_EVENTS = {"GO": "gate.go", "NO-GO": "gate.no-go"}
+"""Names of the events of verdicts."""
 _RESOURCE = "assay.checkpoint."
+_SHOWN_REFUSALS = 20  # of several hundred rules; a server refuses events of more than 1.5 MB
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -82,6 +89,19 @@ def emit(checkpoints: Iterable[Checkpoint]) -> None:
     for checkpoint in checkpoints:
         complete = CompleteCheckpoint(checkpoint.uri, checkpoint.run, checkpoint.name, checkpoint.step)
         emit_event(event=CHECKPOINT_COMPLETE, resource=complete.labels())
+
+
+def emit_verdict(verdict: Verdict, checkpoint: SeenCheckpoint, *, run: str, policy: str) -> None:
+    """Tells the server what a gate says of a checkpoint, where there is a flow run; it goes on where it cannot."""
+    if not in_flow_run():
+        return
+    complete = CompleteCheckpoint(checkpoint.uri, run, checkpoint.name, checkpoint.step, policy)
+    refused = [{"rule": refusal.rule, "found": refusal.found} for refusal in verdict.refusals]
+    emit_event(
+        event=GATE_EVENTS[verdict.word],
+        resource={**complete.labels(), "assay.gate": verdict.gate},
+        payload={"verdict": verdict.word, "refused": refused[:_SHOWN_REFUSALS], "refusals": len(refused)},
+    )
 
 
 class WatchedRuns:

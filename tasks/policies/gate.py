@@ -1,7 +1,11 @@
-"""A gate on what a policy wants: each run is judged by the records of its checkpoints, whoever evaluated them."""
+"""A gate on what a policy wants: each run is judged by the records of its checkpoints, whoever evaluated them.
+
+A gate that is given judges a run as it is. A policy's own gate judges each checkpoint once it is settled, pass by pass.
+"""
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -10,14 +14,21 @@ from resources.storage import storage
 from tasks.checkpoints.rules import eligible_steps
 from tasks.checkpoints.run_snapshot import SeenCheckpoint
 from tasks.gates.conclude import judge_checkpoints
-from tasks.gates.gate import Gate
+from tasks.gates.gate import EarlierCheckpoints, Gate
+from tasks.gates.reasons import Reason, Verdict
 from tasks.gates.verdict import JudgedCheckpoint
+from tasks.policies.events import emit_verdict
 from tasks.policies.policy import Policy, WantedEvaluation
-from tasks.policies.reconciliation import RunListing
+from tasks.policies.reconciliation import RunListing, State, reconcile
 from tasks.policies.snapshot import run_folder, take_snapshot
+from tasks.policies.verdicts import KeptVerdicts, as_kept, kept_verdicts, records_digest, state_of
 from tasks.prefect_server.progress import Judged, report
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
+from tasks.spec.loading import load_config
+
+_ON_ITS_WAY: frozenset[State] = frozenset({"work", "backing_off", "claimed", "scheduled"})
+"""States of cells that get a record without anybody's doing."""
 
 
 def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> None:
@@ -56,12 +67,126 @@ def conclude_policy(gate: Gate, policy: Policy, error: AssayError | None) -> Non
         raise refused[0]
 
 
+def own_gate(policy: Policy) -> Gate | None:
+    """The gate of a policy itself, read where it is a file.
+
+    Raises:
+        BadInput: the file is not there, or not valid.
+    """
+    return load_config(policy.gate, Gate) if isinstance(policy.gate, str) else policy.gate
+
+
+def conclude_settled(gate: Gate, policy: Policy, error: AssayError | None) -> None:
+    """Has a policy's own gate judge what is settled by now and was not judged yet; verdicts are kept, shown and told.
+
+    A checkpoint is settled once each of its wanted cells has succeeded, or failed by itself. Of several runs that judge
+    it at once, one keeps its verdict and tells it; NO-GO is said once, so it comes before other errors.
+
+    Args:
+        gate: the gate; it may tolerate cells that failed or were withheld.
+        policy: whose gate it is.
+        error: what the reconciliation before came to.
+
+    Raises:
+        GateRefused: a checkpoint that is judged now has NO-GO.
+        AssayError: that error, unless it is about cells and the gate has judged.
+    """
+    judged: list[Reason] = []
+    for listing in take_snapshot(policy):
+        judged += _judge_settled(gate, policy, listing)
+    if judged:
+        Verdict(gate.name, tuple(judged)).raise_unless_go()
+    if error is not None and not (judged and isinstance(error, EvaluationIncomplete)):
+        raise error
+
+
+def _judge_settled(gate: Gate, policy: Policy, listing: RunListing) -> list[Reason]:
+    """The reasons of the verdicts on checkpoints of a run that this process was the first to give."""
+    kept = kept_verdicts(run_folder(policy, listing.name), gate)
+    fresh = _not_judged(gate, policy, listing, kept)
+    if not fresh:
+        return []
+    every = gate.model_copy(update={"checkpoints": "every"})
+    checkpoints = [judged for _, judged, _ in fresh]
+    verdict = judge_checkpoints(every, checkpoints, run=listing.name, evaluation_path=policy.evaluation_path)
+    report(Judged(verdict))
+    reasons: list[Reason] = []
+    for checkpoint, judged, state in fresh:
+        own = verdict.about(judged.name)
+        if kept.keep(judged.step, state, as_kept(own, judged, run=listing.name, policy=policy.name)):
+            emit_verdict(own, checkpoint, run=listing.name, policy=policy.name)
+            reasons += own.reasons
+    return reasons
+
+
+def verdict_words(gate: Gate, policy: Policy, listing: RunListing) -> dict[str, str]:
+    """GO or NO-GO for each checkpoint of a run that a policy's own gate has judged as it is now, by name.
+
+    Raises:
+        StorageError: verdicts cannot be listed.
+    """
+    kept = kept_verdicts(run_folder(policy, listing.name), gate)
+    words = {
+        checkpoint.name: kept.word(checkpoint.step, state_of(checkpoint, evaluations, listing.records))
+        for checkpoint, evaluations in _wanted_of(policy, listing).items()
+    }
+    return {name: word for name, word in words.items() if word is not None}
+
+
+def settled(gate: Gate, policy: Policy, listing: RunListing) -> list[SeenCheckpoint]:
+    """The checkpoints of a run that can be judged, by step: each one, or the latest, as the gate says.
+
+    Where a rule looks at earlier checkpoints of the run, none is judged before those that are still to be evaluated.
+    """
+    states: dict[str, set[State]] = defaultdict(set)
+    found = reconcile([listing], policy, now=time.time())
+    for cell in (*found.work, *found.others):
+        states[cell.checkpoint.uri].add(cell.state)
+    looks_back = any(isinstance(getattr(rule, "baseline", None), EarlierCheckpoints) for rule in gate.rules)
+    ready: list[SeenCheckpoint] = []
+    for checkpoint in sorted(_wanted_of(policy, listing), key=lambda checkpoint: checkpoint.step):
+        open_states = states[checkpoint.uri]
+        if open_states <= {"failed"}:
+            ready.append(checkpoint)
+        elif looks_back and open_states & _ON_ITS_WAY:
+            break
+    return ready if gate.checkpoints == "every" else ready[-1:]
+
+
+def _not_judged(
+    gate: Gate, policy: Policy, listing: RunListing, kept: KeptVerdicts
+) -> list[tuple[SeenCheckpoint, JudgedCheckpoint, str]]:
+    """The settled checkpoints without a verdict on their present records, with the state of these."""
+    wanted = _wanted_of(policy, listing)
+    found = []
+    for checkpoint in settled(gate, policy, listing):
+        state = state_of(checkpoint, wanted[checkpoint], listing.records)
+        if kept.word(checkpoint.step, state) is not None:
+            continue
+        judged = _judged(policy, listing, checkpoint, wanted[checkpoint])
+        if judged.without_record:  # gone since the index was made
+            continue
+        if (before := kept.same_records(checkpoint.step, records_digest(judged))) is not None:
+            kept.keep(checkpoint.step, state, before)
+            continue
+        found.append((checkpoint, judged, state))
+    return found
+
+
 def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedCheckpoint]:
     """The wanted checkpoints of a run that a gate judges, each with the records that stand for its cells now.
 
     Raises:
         StorageError: records cannot be read.
     """
+    wanted = _wanted_of(policy, listing)
+    highest = max((checkpoint.step for checkpoint in wanted), default=None)
+    chosen = [checkpoint for checkpoint in wanted if gate.checkpoints == "every" or checkpoint.step == highest]
+    return [_judged(policy, listing, checkpoint, wanted[checkpoint]) for checkpoint in chosen]
+
+
+def _wanted_of(policy: Policy, listing: RunListing) -> dict[SeenCheckpoint, list[WantedEvaluation]]:
+    """The complete checkpoints of a run that are wanted, with the evaluations of each that can be made."""
     steps = [checkpoint.step for checkpoint in listing.checkpoints if checkpoint.complete]
     wanted: dict[SeenCheckpoint, list[WantedEvaluation]] = defaultdict(list)
     for evaluation in listing.wanted:
@@ -70,9 +195,7 @@ def judged_of(gate: Gate, policy: Policy, listing: RunListing) -> list[JudgedChe
             served = checkpoint.kind == "huggingface" or evaluation.config.native
             if checkpoint.complete and served and checkpoint.step in eligible:
                 wanted[checkpoint].append(evaluation)
-    highest = max((checkpoint.step for checkpoint in wanted), default=None)
-    chosen = [checkpoint for checkpoint in wanted if gate.checkpoints == "every" or checkpoint.step == highest]
-    return [_judged(policy, listing, checkpoint, wanted[checkpoint]) for checkpoint in chosen]
+    return wanted
 
 
 def _judged(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from pools.config import InferencePoolConfig, check_name, is_address
 from resources.config import Config, ResourceConfig
 from tasks.checkpoints.rules import CheckpointRule
+from tasks.gates.gate import Gate
 from tasks.running.cells import as_served
 from tasks.spec.benchmarks import evaluation_hash
 from tasks.spec.evaluation import EvaluationConfig
@@ -116,6 +117,9 @@ class Policy(PolicyServing):
     """Evaluate cells where the policy is reconciled, or by flow runs at the work pool of the best region."""
     max_egress_usd: float = Field(default=0.0, ge=0)
     """Most that reading checkpoints from another region may cost each such flow run."""
+    gate: Annotated[str, Field(title="file")] | Gate | None = None
+    """Its own gate, or a YAML file with one: each reconciliation judges the checkpoints that are settled by then, once
+    each with the same records."""
 
     def __str__(self) -> str:
         """Its name, for the names of flow runs."""
@@ -232,4 +236,5 @@ def check_policy_paths(policy: Policy) -> None:
     """
     paths = [*policy.runs, policy.evaluation_path, *filter(None, [suite.benchmarks_path for suite in policy.suites])]
     paths += [suite.suite for suite in policy.suites if suite.suite.endswith((".yaml", ".yml", ".json"))]
+    paths += [policy.gate] if isinstance(policy.gate, str) else []
     check_deployed_paths(paths)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -44,6 +44,7 @@ _STYLES: dict[State, str] = {
     "stopped": "magenta",
     "not_served": "dim",
 }
+_VERDICTS = {"GO": "[green]GO[/]", "NO-GO": "[red]NO-GO[/]", None: "[dim]·[/]"}
 
 
 def plan_json(
@@ -162,8 +163,20 @@ def _together(cells: Sequence[OpenCell]) -> list[tuple[OpenCell, str]]:
     ]
 
 
-def status_json(policy: Policy, listings: Sequence[RunListing], found: Reconciliation) -> dict[str, Any]:
-    """The grid: each checkpoint of each run, and the state of each suite's evaluations of it."""
+def status_json(
+    policy: Policy,
+    listings: Sequence[RunListing],
+    found: Reconciliation,
+    verdicts: Mapping[str, Mapping[str, str]] | None = None,
+) -> dict[str, Any]:
+    """The grid: each checkpoint of each run, and the state of each suite's evaluations of it.
+
+    Args:
+        policy: the policy.
+        listings: what is known of its runs.
+        found: what reconciling them came to.
+        verdicts: what the policy's own gate says of checkpoints, by the names of their runs; None without one.
+    """
     states = {(cell.checkpoint.uri, cell.evaluation.hash): cell.state for cell in (*found.work, *found.others)}
     runs = []
     for listing in listings:
@@ -183,7 +196,9 @@ def status_json(policy: Policy, listings: Sequence[RunListing], found: Reconcili
                 if state is not None:
                     suites.setdefault(wanted.suites[0], Counter())[state] += 1
             counted = {suite: dict(counts) for suite, counts in suites.items()}
-            rows.append({"checkpoint": checkpoint.name, "step": checkpoint.step, "suites": counted})
+            row = {"checkpoint": checkpoint.name, "step": checkpoint.step, "suites": counted}
+            judged = {} if verdicts is None else {"gate": verdicts.get(listing.name, {}).get(checkpoint.name)}
+            rows.append(row | judged)
         names = list(dict.fromkeys(wanted.suites[0] for wanted in listing.wanted))
         runs.append({"run": listing.name, "uri": listing.run, "suites": names, "checkpoints": rows})
     return {"policy": policy.name, "done": found.done_count, "open": len(found.work) + len(found.others), "runs": runs}
@@ -193,12 +208,14 @@ def status_tables(content: dict[str, Any]) -> list[Table]:
     """The grid for people, the newest checkpoints of each run."""
     tables = []
     for run in content["runs"]:
-        table = Table("Checkpoint", *run["suites"], title=run["run"])
         rows = run["checkpoints"]
+        judged = ["Gate"] if any("gate" in row for row in rows) else []
+        table = Table("Checkpoint", *run["suites"], *judged, title=run["run"])
         if len(rows) > _MOST_ROWS:
             table.add_row(f"{len(rows) - _MOST_ROWS:,} earlier", *("" for _ in run["suites"]))
         for row in rows[-_MOST_ROWS:]:
-            table.add_row(row["checkpoint"], *(_square(row["suites"].get(suite)) for suite in run["suites"]))
+            squares = [_square(row["suites"].get(suite)) for suite in run["suites"]]
+            table.add_row(row["checkpoint"], *squares, *(_VERDICTS[row["gate"]] for _ in judged))
         if not rows:
             table.add_row("none yet", *("" for _ in run["suites"]))
         tables.append(table)

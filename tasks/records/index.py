@@ -37,7 +37,7 @@ from tasks.spec.names import step_of
 _FOLDER = "index"
 _SUMMARY = "summary.json"
 _ROWS = "records.json"
-_FORMAT = 2
+_FORMAT = 3
 _TRUSTED_PER_SECOND = 20.0
 _WORTH_TRUSTING_SECONDS = 1.0
 _TRUSTED_AT_MOST_SECONDS = 300.0  # a comparison may have read every record, and clocks are set while it lasts
@@ -100,11 +100,15 @@ def note_record(run_folder: str, cell_uri: str, record: Record) -> None:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """One state of a checkpoint, and by the hashes of which evaluations it has succeeded records."""
+    """One state of a checkpoint, and by the hashes of which evaluations it has succeeded records.
+
+    `newest` is when the last of these was written, seconds since the epoch.
+    """
 
     digest: str
     listing: str | None
     hashes: frozenset[str]
+    newest: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -250,11 +254,13 @@ def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
     """Sums rows up in a fiftieth of the bytes: a finished checkpoint is one line, whatever it was asked."""
     numbers: dict[str, int] = {}
     done: dict[tuple[str, str, str | None], list[int]] = defaultdict(list)
+    newest: dict[tuple[str, str, str | None], float] = defaultdict(float)
     costs: dict[str, list[tuple[float, float]]] = defaultdict(list)
     others = []
     for row in rows:
-        _, checkpoint, evaluation_hash, digest, listing, status, _, seconds, chip_seconds, *_ = row
+        _, checkpoint, evaluation_hash, digest, listing, status, created, seconds, chip_seconds, *_ = row
         if status == "succeeded":
+            newest[checkpoint, digest, listing] = max(created, newest[checkpoint, digest, listing])
             done[checkpoint, digest, listing].append(numbers.setdefault(evaluation_hash, len(numbers)))
             costs[evaluation_hash].append((seconds, chip_seconds))
         else:
@@ -265,7 +271,7 @@ def _summary(rows: Sequence[IndexedRecord]) -> dict[str, Any]:
     }
     return {
         "hashes": list(numbers),
-        "done": [(*key, sorted(found)) for key, found in done.items()],
+        "done": [(*key, sorted(found), newest[key]) for key, found in done.items()],
         "others": others,
         "typical": typical,
     }
@@ -275,11 +281,11 @@ def _from_summary(content: Mapping[str, Any]) -> RunRecords:
     hashes = content["hashes"]
     sets: dict[tuple[int, ...], frozenset[str]] = {}  # few different ones: most checkpoints were asked the same
     done: dict[str, list[Evaluated]] = defaultdict(list)
-    for checkpoint, digest, listing, numbers in content["done"]:
+    for checkpoint, digest, listing, numbers, newest in content["done"]:
         key = tuple(numbers)
         if key not in sets:
             sets[key] = frozenset(hashes[number] for number in key)
-        done[checkpoint].append(Evaluated(digest, listing, sets[key]))
+        done[checkpoint].append(Evaluated(digest, listing, sets[key], newest))
     others = [IndexedRecord(*row) for row in content["others"]]
     return RunRecords(done, others, {key: (cost[0], cost[1]) for key, cost in content["typical"].items()})
 
@@ -296,7 +302,7 @@ def _with_news(records: RunRecords, run_folder: str, *, since: float) -> RunReco
     done = {name: list(states) for name, states in records.done.items()}
     for row in rows.values():
         if row.succeeded:
-            state = Evaluated(row.digest, row.listing, frozenset((row.evaluation_hash,)))
+            state = Evaluated(row.digest, row.listing, frozenset((row.evaluation_hash,)), row.created)
             done.setdefault(row.checkpoint, []).append(state)
     others = [row for row in records.others if row.cell not in rows]
     others += [row for row in rows.values() if not row.succeeded]

@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 import pytest
 import yaml
-from prefect.client.orchestration import get_client
+from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey, FlowRunFilter, FlowRunFilterTags
 from typer.testing import CliRunner
 
@@ -153,6 +153,26 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
         assert [verdict["verdict"] for verdict in json.loads(refused.stdout)["gate"]] == ["NO-GO"]
         with get_client(sync_client=True) as client:
             assert client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["run-gate"])))
+
+        run.write_policy(facts, more, gate={"name": "own", "checkpoints": "every", "rules": [rule | {"at_least": 2.0}]})
+        with pytest.raises(GateRefused, match="run-1: demo_"):
+            run.reconcile()
+        assert run.reconcile()["error"] is None, "NO-GO is said once"
+        [grid] = run.ask("status")["runs"]
+        assert [row["gate"] for row in grid["checkpoints"]] == ["NO-GO", "NO-GO"]
+        with get_client(sync_client=True) as client:
+            eventually(lambda: len(verdicts_told(client)) == 2, seconds=60)
+            sent = verdicts_told(client)
+            assert sorted(event["resource"]["assay.step"] for event in sent) == ["1", "2"]
+            assert all(event["payload"]["verdict"] == "NO-GO" for event in sent)
+            [refused] = {of["prefect.resource.id"] for e in sent for of in e["related"] if "flow-run." in str(of)}
+            assert client.read_flow_run(refused.rpartition(".")[2]).state_name == "Failed"
+
+
+def verdicts_told(client: SyncPrefectClient) -> list[dict[str, Any]]:
+    """The events that said NO-GO for the gate of the policy."""
+    named = {"event": {"name": ["gate.no-go"]}, "resource": {"labels": {"assay.gate": ["own"]}}}
+    return client.request("POST", "/events/filter", json={"filter": named, "limit": 50}).json()["events"]
 
 
 def test_failure_of_the_benchmark_waits_for_a_person_and_a_record_stays(tmp_path: Path):

@@ -1,0 +1,107 @@
+"""Verdicts of a policy's own gate, kept beside the records: a checkpoint is judged once with the same records.
+
+    <evaluation_path>/<run>/gates/<hash of the gate>/step-<N>.<go or no-go>.<state of its records>.json
+
+All that a pass has to know of those from before is in their names, so that it reads none of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from resources.storage import storage
+from tasks.checkpoints.run_snapshot import SeenCheckpoint
+from tasks.gates.gate import Gate
+from tasks.gates.reasons import Verdict
+from tasks.gates.verdict import JudgedCheckpoint
+from tasks.policies.policy import WantedEvaluation
+from tasks.records.index import RunRecords
+from tasks.records.record import now
+from tasks.spec.evaluation import digest_of
+
+_FOLDER = "gates"
+_NAME = re.compile(r"step-(\d+)\.(go|no-go)\.([0-9a-f]{16})\.json")
+
+
+@dataclass(frozen=True)
+class KeptVerdicts:
+    """The verdicts of one gate on a run: files by step and by the state of the records that were judged."""
+
+    folder: str
+    files: Mapping[tuple[int, str], str]
+
+    def word(self, step: int, state: str) -> str | None:
+        """GO or NO-GO, or None where a checkpoint was not judged in this state."""
+        name = self.files.get((step, state))
+        return None if name is None else "NO-GO" if ".no-go." in name else "GO"
+
+    def same_records(self, step: int, records: str) -> bytes | None:
+        """Returns a verdict on a checkpoint that was found with the same records, as it was written.
+
+        Raises:
+            StorageError: one cannot be read.
+        """
+        for (of_step, _), name in self.files.items():
+            if of_step == step:
+                content = storage.read_bytes(storage.join(self.folder, name))
+                if orjson.loads(content)["records"] == records:
+                    return content
+        return None
+
+    def keep(self, step: int, state: str, content: bytes) -> bool:
+        """Writes a verdict, unless somebody did meanwhile; True for who was first.
+
+        Raises:
+            StorageError: the folder cannot be written.
+        """
+        word = orjson.loads(content)["verdict"].lower()
+        return storage.create_bytes(storage.join(self.folder, f"step-{step}.{word}.{state}.json"), content)
+
+
+def kept_verdicts(run_folder: str, gate: Gate) -> KeptVerdicts:
+    """The verdicts of a gate on a run; another gate, or one that was changed, has others.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    folder = storage.join(run_folder, _FOLDER, digest_of(gate.model_dump(mode="json")))
+    names = [storage.basename(file.uri) for file in storage.list_files(folder) if file.regular]
+    matched = [match for name in names if (match := _NAME.fullmatch(name))]
+    return KeptVerdicts(folder, {(int(match[1]), match[3]): match[0] for match in matched})
+
+
+def state_of(checkpoint: SeenCheckpoint, wanted: Iterable[WantedEvaluation], records: RunRecords) -> str:
+    """Digest of what the index tells of the records of a checkpoint; other records, another digest.
+
+    Records that nothing wants here change it too: see `KeptVerdicts.same_records`.
+    """
+    hashes = {hash_ for evaluation in wanted for hash_ in (evaluation.hash, evaluation.native_hash) if hash_}
+    done = [
+        (state.digest, state.newest, sorted(state.hashes & hashes))
+        for state in records.done.get(checkpoint.name, ())
+        if state.listing == checkpoint.listing or state.digest == checkpoint.digest
+    ]
+    others = [
+        (record.evaluation_hash, record.status, record.digest, record.created)
+        for record in records.others
+        if record.checkpoint == checkpoint.name and record.evaluation_hash in hashes
+    ]
+    return digest_of([sorted(hashes), sorted(done), sorted(others)])
+
+
+def records_digest(judged: JudgedCheckpoint) -> str:
+    """Digest of the very records that a verdict is on."""
+    records = (found.record for found in judged.records)
+    return digest_of(sorted((r.evaluation_hash, r.attempt, r.status, r.created.isoformat()) for r in records))
+
+
+def as_kept(verdict: Verdict, judged: JudgedCheckpoint, *, run: str, policy: str) -> bytes:
+    """A verdict as its file has it."""
+    about: dict[str, Any] = {"policy": policy, "run": run, "checkpoint": judged.name, "step": judged.step}
+    content = {**verdict.as_dict(), **about, "records": records_digest(judged), "at": now().isoformat()}
+    return orjson.dumps(content, option=orjson.OPT_INDENT_2)

@@ -1,0 +1,249 @@
+"""The gate of a policy itself: what it judges pass by pass, what it keeps of it, and what it leaves to a later pass."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from fakes.models import write_run
+from fakes.records import FIRST, make_metric, make_record, make_samples
+from flows.cli.app import app
+from flows.reconcile import load_policy
+from pools.weights.model_files import digest_model_folder, inspect_model_folder
+from resources.errors import (
+    AssayError,
+    BadInput,
+    EvaluationIncomplete,
+    EvaluationInterrupted,
+    GateRefused,
+    RecordStatus,
+)
+from tasks.policies.gate import conclude_settled, own_gate
+from tasks.policies.policy import check_policy_paths
+from tasks.policies.snapshot import take_snapshot
+from tasks.prefect_server.progress import Judged, Update, listening
+from tasks.records.index import indexed_records
+from tasks.records.record import SinkState, find_records, note_sinks, write_record
+from tasks.records.samples import SAMPLES_NAME, write_samples
+
+AT_LEAST = {"benchmark": "demo_facts", "metric": "acc", "at_least": 0.5}
+PREVIOUS = {"benchmark": "demo_facts", "metric": "acc", "not_worse_than": "previous", "by_more_than": 0.2}
+INTERRUPTED = EvaluationInterrupted(expected="a record", found="none", remedy="again")
+INCOMPLETE = EvaluationIncomplete(expected="a record", found="failed", remedy="look")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """A policy with a gate of its own, about a run with three complete checkpoints."""
+
+    folder: Path
+
+    @property
+    def policy(self) -> str:
+        return str(self.folder / "policy.yaml")
+
+    @property
+    def verdicts(self) -> list[Path]:
+        return sorted((self.folder / "out" / "run" / "gates").rglob("*.json"))
+
+    def write(self, *rules: dict[str, Any], suites: Sequence[str] = ("facts",), **gate: Any) -> None:
+        content = {
+            "name": "p",
+            "runs": [str(self.folder / "run")],
+            "suites": [str(self.folder / f"{suite}.yaml") for suite in suites],
+            "evaluation_path": str(self.folder / "out"),
+            "base_url": "http://127.0.0.1:9/v1",
+            "gate": {"name": "release", "checkpoints": "every", "rules": list(rules), **gate},
+        }
+        Path(self.policy).write_text(yaml.safe_dump(content))
+
+    def publish(self, step: int, right: int, *, status: RecordStatus = "succeeded", number: int = 1, suite: int = 0):
+        """A record as an evaluation of a checkpoint leaves it: of 400 questions, so many right."""
+        [listing] = take_snapshot(load_policy(self.policy))
+        [seen] = [checkpoint for checkpoint in listing.checkpoints if checkpoint.step == step]
+        evaluation = listing.wanted[suite]
+        name = evaluation.config.evals[0].name
+        record = make_record(
+            step=step,
+            run="run",
+            status=status,
+            metrics=(make_metric(name, right / 400, n=400),),
+            benchmarks=(name,),
+            evaluation_hash=evaluation.hash,
+            attempt=f"attempt-{number}",
+            created=FIRST + timedelta(seconds=number),
+        )
+        digests = digest_model_folder(inspect_model_folder(seen.uri))
+        reference = record.checkpoint.model_copy(update={"digest": digests.checkpoint, "listing": seen.listing})
+        cell = self.cell(step, suite)
+        shutil.rmtree(cell, ignore_errors=True)
+        (cell / record.attempt).mkdir(parents=True)
+        scores = [1.0] * right + [0.0] * (400 - right)
+        write_samples(cell / record.attempt / SAMPLES_NAME, make_samples(scores, benchmark=name))
+        write_record(str(cell), record.model_copy(update={"checkpoint": reference}))
+
+    def cell(self, step: int, suite: int = 0) -> Path:
+        return self.folder / "out" / "run" / f"step-{step}" / "lm_evaluation_harness" / f"suite-{suite}"
+
+    def judge(self, error: AssayError | None = None) -> list[str]:
+        """Words of the verdicts of one pass, by checkpoint; NO-GO is raised after that."""
+        words: list[str] = []
+
+        def take(update: Update) -> None:
+            if isinstance(update, Judged):
+                names = dict.fromkeys(reason.checkpoint for reason in update.verdict.reasons)
+                words.extend(f"{name} {update.verdict.about(name).word}" for name in names)
+
+        policy = load_policy(self.policy)
+        gate = own_gate(policy)
+        assert gate is not None
+        with listening(take):
+            try:
+                conclude_settled(gate, policy, error)
+            except GateRefused:
+                words.append("refused")
+        return words
+
+    def status(self) -> list[str | None]:
+        done = CliRunner().invoke(app, ["status", self.policy, "--json"], catch_exceptions=False)
+        return [row["gate"] for row in json.loads(done.stdout)["runs"][0]["checkpoints"]]
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    write_run(tmp_path / "run", [100, 200, 300])
+    for suite, benchmark in (("facts", "demo_facts"), ("backwards", "demo_backwards")):
+        content = {"name": suite, "description": "d", "evaluations": [{"label": suite, "evals": [benchmark]}]}
+        (tmp_path / f"{suite}.yaml").write_text(yaml.safe_dump(content))
+    found = Watched(tmp_path)
+    found.write(AT_LEAST)
+    return found
+
+
+def test_settled_checkpoints_are_judged_once_and_unsettled_ones_in_a_later_pass(watched: Watched):
+    assert watched.judge() == []
+    watched.publish(100, 300)
+    watched.publish(200, 100)
+    assert watched.judge() == ["run-100 GO", "run-200 NO-GO", "refused"]
+    assert watched.judge() == [], "NO-GO is said once"
+    assert watched.status() == ["GO", "NO-GO", None]
+    watched.publish(300, 300)
+    assert watched.judge() == ["run-300 GO"]
+    assert watched.status() == ["GO", "NO-GO", "GO"]
+
+
+def test_kept_verdict_has_its_reasons_and_is_taken_for_no_record(watched: Watched):
+    watched.publish(200, 100)
+    watched.judge()
+    [file] = watched.verdicts
+    kept = json.loads(file.read_bytes())
+    assert (kept["verdict"], kept["checkpoint"], kept["step"], kept["policy"]) == ("NO-GO", "run-200", 200, "p")
+    assert any("demo_facts · acc = 0.250" in reason["found"] for reason in kept["reasons"])
+    assert len(find_records(str(watched.folder / "out"))) == 1
+    assert list(indexed_records(str(watched.folder / "out" / "run"), use_index=False).done) == ["run-200"]
+
+
+def test_records_that_were_made_anew_are_judged_anew_and_what_is_said_of_sinks_is_not(watched: Watched):
+    watched.publish(100, 300)
+    assert watched.judge() == ["run-100 GO"]
+    note_sinks(str(watched.cell(100)), {"wandb:x": SinkState(status="failed", reason="away", at=FIRST)})
+    assert watched.judge() == []
+    watched.publish(100, 100, number=2)
+    assert watched.status()[0] is None, "a verdict is on the records that it was given on"
+    assert watched.judge() == ["run-100 NO-GO", "refused"]
+
+
+def test_records_that_the_policy_does_not_want_bring_no_second_verdict(watched: Watched):
+    watched.publish(100, 300)
+    assert watched.judge() == ["run-100 GO"]
+    watched.write(AT_LEAST, suites=("facts", "backwards"))
+    watched.publish(100, 100, suite=1, number=3)
+    watched.write(AT_LEAST)
+    assert watched.judge() == []
+    assert watched.status()[0] == "GO"
+
+
+def test_suite_added_later_and_another_gate_are_judged_for_themselves(watched: Watched):
+    watched.publish(100, 300)
+    assert watched.judge() == ["run-100 GO"]
+    watched.write(AT_LEAST | {"at_least": 0.8})
+    assert watched.judge() == ["run-100 NO-GO", "refused"]
+    watched.write(AT_LEAST, suites=("facts", "backwards"))
+    assert watched.judge() == [] and watched.status()[0] is None
+    watched.publish(100, 300, suite=1, number=2)
+    assert watched.judge() == ["run-100 GO"]
+
+
+def test_failure_by_itself_is_settled_and_one_of_machines_or_a_cancelled_cell_is_not(watched: Watched):
+    watched.publish(100, 0, status="infra_failed")
+    watched.publish(200, 0, status="failed")
+    done = CliRunner().invoke(app, ["cancel", watched.policy, "--cell", "run-300:facts"], catch_exceptions=False)
+    assert done.exit_code == 0
+    assert watched.judge() == ["run-200 NO-GO", "refused"]
+    watched.write(AT_LEAST, max_failed=1)
+    assert watched.judge() == ["run-200 NO-GO", "refused"], "its score is missing all the same"
+
+
+def test_gate_of_the_latest_checkpoint_judges_the_latest_that_is_settled(watched: Watched):
+    watched.write(AT_LEAST, checkpoints="latest")
+    watched.publish(100, 100)
+    watched.publish(200, 300)
+    assert watched.judge() == ["run-200 GO"]
+    watched.publish(300, 300)
+    assert watched.judge() == ["run-300 GO"]
+    assert watched.status() == [None, "GO", "GO"]
+
+
+def test_gate_that_looks_back_waits_for_earlier_checkpoints_that_are_to_be_evaluated(watched: Watched):
+    watched.write(PREVIOUS)
+    watched.publish(200, 300)
+    assert watched.judge() == [], "run-100 is to be evaluated yet"
+    watched.publish(100, 300)
+    assert watched.judge() == ["run-100 GO", "run-200 GO"]
+    watched.publish(300, 100)
+    assert watched.judge() == ["run-300 NO-GO", "refused"]
+
+
+def test_errors_of_the_pass_are_raised_where_the_gate_does_not_answer_for_them(watched: Watched):
+    with pytest.raises(EvaluationIncomplete):
+        watched.judge(INCOMPLETE)
+    watched.publish(100, 300)
+    with pytest.raises(EvaluationInterrupted):
+        watched.judge(INTERRUPTED)
+    watched.publish(200, 300)
+    assert watched.judge(INCOMPLETE) == ["run-200 GO"]
+    watched.publish(300, 100)
+    assert watched.judge(INTERRUPTED) == ["run-300 NO-GO", "refused"], "it is said once, the other again"
+
+
+def test_gate_in_a_file_is_read_and_a_relative_one_is_not_deployed(watched: Watched, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(watched.folder)
+    content = yaml.safe_load(Path(watched.policy).read_text())
+    Path("gate.yaml").write_text(yaml.safe_dump(content["gate"]))
+    policy = load_policy(watched.policy)
+    check_policy_paths(policy)
+    by_file = policy.model_copy(update={"gate": "gate.yaml"})
+    assert own_gate(by_file) == policy.gate
+    with pytest.raises(BadInput, match=r"gate\.yaml"):
+        check_policy_paths(by_file)
+    with pytest.raises(BadInput, match="not there"):
+        own_gate(policy.model_copy(update={"gate": str(watched.folder / "none.yaml")}))
+    assert type(policy).model_validate(policy.model_dump(mode="json")) == policy, "it travels whole"
+
+
+def test_status_for_people_has_a_column_of_verdicts(watched: Watched):
+    watched.publish(100, 300)
+    watched.judge()
+    shown = CliRunner().invoke(app, ["status", watched.policy], env={"COLUMNS": "120"})
+    assert "Gate" in shown.stdout
+    [line] = [line for line in shown.stdout.splitlines() if "run-100" in line]
+    assert line.split("│")[3].strip() == "GO"
