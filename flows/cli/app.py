@@ -14,7 +14,9 @@ import typer
 from rich.table import Table
 from typer.core import TyperGroup
 
-from flows.cli.cluster import cluster_app
+from flows.cli.clusters.cluster import cluster_app
+from flows.cli.clusters.work_pools import work_pool_app
+from flows.cli.contamination import contamination_app
 from flows.cli.eval_job import eval_job_app
 from flows.cli.evaluate import evaluate, requalify, show_series
 from flows.cli.gate import gate
@@ -26,7 +28,6 @@ from flows.cli.records import compare, publish, records, report
 from flows.cli.schedule import notify, policy_app, watch
 from flows.cli.suites import stage, suites
 from flows.cli.train import demo_train, train_and_evaluate
-from flows.cli.work_pools import work_pool_app
 from flows.console.console import ERR, OUT, Json, print_json
 from resources.errors import AssayError, BadInput
 from resources.settings import ask_this_machine_directly, set_process_environment_defaults
@@ -181,10 +182,11 @@ _GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
     "Policies": (plan, gaps, status, reconcile, retry, cancel, watch, notify, policy_app),
     "Pools": (pool_app,),
     "Jobs and clusters": (submit, jobs_app, eval_job_app, cluster_app, work_pool_app),
-    "Data and publishing": (suites, stage, publish),
+    "Data and publishing": (suites, stage, contamination_app, publish),
 }
 _NAMES = {
     **{policy_app: "policy", pool_app: "pool", jobs_app: "jobs", eval_job_app: "eval-job"},
+    contamination_app: "contamination",
     **{cluster_app: "cluster", work_pool_app: "work-pools"},
 }
 for _group, _commands in _GROUPS.items():

@@ -6,16 +6,20 @@ import io
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from resources.errors import BadInput
 from resources.storage import storage
 
 if TYPE_CHECKING:
-    from tasks.records.record import FoundRecord
+    from tasks.contamination.view import SplitRow
+    from tasks.records.record import FoundRecord, Record
+    from tasks.records.search import RecordFilter
     from tasks.sinks.backlog import Published
 
 _out = Console()
@@ -57,6 +61,10 @@ def records(
             help="Find records and samples that were changed; exit code 1 if any.",
         ),
     ] = False,
+    contamination: Annotated[
+        bool,
+        typer.Option("--contamination", help="Show each score whole, over clean questions and over flagged ones."),
+    ] = False,
     as_json: _Json = False,
 ) -> None:
     """Show recorded results, export them, or verify that they are what was written."""
@@ -89,6 +97,10 @@ def records(
         meant = {id(record) for record in found}
         _verify([place for place in places if id(place.record) in meant], unreadable, as_json=as_json)
         return
+    splits = _split_rows(found, path, wanted) if contamination else []
+    if as_json and contamination:
+        sys.stdout.write(json.dumps([row.as_row for row in splits], indent=2) + "\n")
+        return
     if as_json:
         sys.stdout.write(json.dumps([json.loads(record.model_dump_json()) for record in found], indent=2) + "\n")
         return
@@ -99,13 +111,19 @@ def records(
             remedy="take back a filter" if every else "evaluate something, or name another folder",
         )
     if form != "table":
-        rows = list(measured_rows(found, wanted=wanted))
+        by_record: dict[int, dict[tuple[str, str], dict[str, Any]]] = {}
+        for row in splits:
+            measured = row.split.metric
+            by_record.setdefault(id(row.record), {})[measured.benchmark, measured.name] = row.split.as_row()
+        rows = list(measured_rows(found, wanted=wanted, splits_of=lambda record: by_record.get(id(record), {})))
         label = f"{how_many(len(rows), 'row')} of {how_many(len(found), 'record')}"
         _write(exported(rows, form=form), output, label=label)
         return
     narrow = bool(wanted.benchmarks or wanted.metrics)
     table = (
-        results_table(
+        _split_table(splits)
+        if contamination
+        else results_table(
             found,
             takes=wanted.takes if narrow else None,
             parts=bool(wanted.benchmarks),
@@ -121,6 +139,28 @@ def records(
     page.print(table)
     assert isinstance(page.file, io.StringIO)
     _write(page.file.getvalue().encode(), output, label=how_many(len(found), "record"))
+
+
+def _split_rows(found: Sequence[Record], path: str, wanted: RecordFilter) -> list[SplitRow]:
+    from tasks.contamination.flags import FOLDER, read_flags
+    from tasks.contamination.view import split_rows
+
+    flags = read_flags(path)
+    if not flags:
+        raise BadInput(
+            expected=f"flags of questions in {storage.join(path, FOLDER)}",
+            found="none",
+            remedy="assay contamination scan, or import",
+        )
+    rows = split_rows(found, flags, evaluation_path=path)
+    return [row for row in rows if wanted.takes(row.split.metric.benchmark, row.split.metric.name)]
+
+
+def _split_table(rows: Sequence[SplitRow]) -> Table:
+    table = Table("Checkpoint", "Benchmark · metric", "Whole", "Clean", "Flagged", "Clean − flagged", "Note")
+    for row in rows:
+        table.add_row(*map(Text, (row.record.checkpoint.name, row.label, *map(str, row.cells), row.note)))
+    return table
 
 
 def _verify(found: Sequence[FoundRecord], unreadable: Sequence[str], *, as_json: bool) -> None:
@@ -226,8 +266,6 @@ def publish(
     as_json: _Json = False,
 ) -> None:
     """Send recorded results that are missing at Weights & Biases, MLflow, an object store or a model card."""
-    from rich.table import Table
-
     from resources.errors import SinkFailed
     from tasks.sinks.backlog import publish_missing, sinks_in
 

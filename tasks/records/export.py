@@ -9,9 +9,9 @@ import csv
 import io
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 from resources.storage import storage
@@ -28,11 +28,15 @@ _NOTHING_NOTICED = BenchmarkDetails(questions=0)
 
 
 class Measured(NamedTuple):
-    """One row before its columns are filled: a metric, or a benchmark of a record that has none."""
+    """One row before its columns are filled: a metric, or a benchmark of a record that has none.
+
+    `split` is the metric over clean and over flagged questions, by the names of these columns.
+    """
 
     record: Record
     benchmark: str
     metric: Metric | None
+    split: Mapping[str, Any] = MappingProxyType({})
 
 
 def _counted(name: str) -> Callable[[Measured], int | None]:
@@ -59,6 +63,18 @@ def _noticed(name: str) -> Callable[[Measured], int | None]:
     return count
 
 
+SPLIT_COLUMNS: dict[str, Kind] = {
+    **{"clean_value": "number", "clean_n": "whole", "flagged_value": "number", "flagged_n": "whole"},
+    **{"not_scanned_n": "whole", "clean_less_flagged": "number", "clean_less_flagged_low": "number"},
+    **{"clean_less_flagged_high": "number", "contamination_note": "text"},
+}
+"""Columns with a metric over the questions that were not found in training texts, and over those that were."""
+
+
+def _of_split(name: str) -> Callable[[Measured], Any]:
+    return lambda row: row.split.get(name)
+
+
 COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "run": ("text", lambda row: row.record.checkpoint.run),
     "step": ("whole", lambda row: row.record.checkpoint.step),
@@ -80,6 +96,7 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "at_limit": ("whole", _noticed("at_limit")),
     "completed_value": ("number", lambda row: _details(row).completed.get(row.metric.name) if row.metric else None),
     "max_eval_instances": ("whole", lambda row: row.record.evaluation.get("max_eval_instances")),
+    **{name: (kind, _of_split(name)) for name, kind in SPLIT_COLUMNS.items()},
     "evaluation_hash": ("text", lambda row: row.record.evaluation_hash),
     "integrity": ("text", lambda row: integrity(row.record)),
     "digest": ("text", lambda row: row.record.checkpoint.digest),
@@ -100,14 +117,25 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
 """Columns of every export, in order: what each holds, and where it comes from."""
 
 
-def measured_rows(records: Iterable[Record], *, wanted: RecordFilter) -> Iterator[dict[str, Any]]:
+def measured_rows(
+    records: Iterable[Record],
+    *,
+    wanted: RecordFilter,
+    splits_of: Callable[[Record], Mapping[tuple[str, str], Mapping[str, Any]]] = lambda record: {},
+) -> Iterator[dict[str, Any]]:
     """One row for each metric that is wanted, by the names in `COLUMNS`.
 
     A record without numbers has a row for each of its benchmarks, without metric and value. It is left out where
     metrics are asked for by name.
+
+    Args:
+        records: the records.
+        wanted: says which metrics.
+        splits_of: values of `SPLIT_COLUMNS` for metrics of a record; these columns are empty without.
     """
     for record in records:
-        rows = [Measured(record, metric.benchmark, metric) for metric in record.metrics]
+        splits = splits_of(record)
+        rows = [Measured(record, m.benchmark, m, splits.get((m.benchmark, m.name), {})) for m in record.metrics]
         rows = rows or [Measured(record, benchmark, None) for benchmark in record.benchmarks]
         for row in rows:
             if wanted.takes(row.benchmark, row.metric.name if row.metric else ""):

@@ -16,6 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from resources.storage import storage
+from tasks.contamination.flags import Flags, read_flags
+from tasks.contamination.view import contamination_view, searched
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.record import Record
 from tasks.records.seals import integrity
@@ -173,6 +175,7 @@ def render_report(
     records_at: str | None = None,
     page: str | None = None,
     qualifications: Sequence[Qualification] = (),
+    flags: Sequence[Flags] = (),
 ) -> str:
     """One self-contained HTML page: curves, numbers, what did not succeed, and where everything comes from.
 
@@ -184,6 +187,7 @@ def render_report(
         records_at: folder that the records lie below; pages that harnesses made are linked if it is known.
         page: where the report is to lie, from where those links lead.
         qualifications: verdicts on changes of versions.
+        flags: searches for questions in training texts; scores are split by them if `records_at` is known.
     """
     from tasks.reports import plots
 
@@ -203,6 +207,7 @@ def render_report(
         "margin": margin,
         "pretty": pretty,
         "questions": questions,
+        "searched": searched,
         "served": served,
         "step": plots.step_label,
     }
@@ -212,6 +217,7 @@ def render_report(
         charts=charts,
         evaluators=evaluator_parts(results.records, records_at=records_at, page=page),
         sinks=sink_parts(results.records),
+        contamination=contamination_view(results.records, flags, evaluation_path=records_at) if records_at else None,
         several_ways=asked_in_several_ways(results),
         remarks=remarks,
         remarks_on=remarks_on,
@@ -241,9 +247,11 @@ def write_report(records: Sequence[Record], uri: str, *, title: str, records_at:
     Raises:
         StorageError: the place is not writable, or full.
     """
-    qualifications = read_qualifications(records_at) if records_at is not None else ()
-    made_from = fingerprint(records, title=title, records_at=records_at, page=uri, qualifications=qualifications)
+    beside = read_qualifications(records_at) if records_at is not None else ()
+    flags = read_flags(records_at) if records_at is not None else ()
+    digests = [each.digest for each in flags]
+    made_from = fingerprint(records, title=title, records_at=records_at, page=uri, qualifications=beside, flags=digests)
     if not is_fresh(uri, made_from):
-        page = render_report(records, title=title, records_at=records_at, page=uri, qualifications=qualifications)
+        page = render_report(records, title=title, records_at=records_at, page=uri, qualifications=beside, flags=flags)
         storage.write_bytes(uri, marked(page, made_from))
     return uri

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -118,6 +118,19 @@ def _mean_asked(each: Sequence[Asked]) -> Asked:
 def composed(found: Composition) -> tuple[float, Interval]:
     """Returns the value that questions give, and its interval."""
     return _value(found, {part: list(asked.values()) for part, asked in found.asked.items()}), _interval(found)
+
+
+def part_of(found: Composition, wanted: Callable[[str, str], bool]) -> Composition | None:
+    """The same over some of the questions, told by benchmark and name; benchmarks without any leave the others theirs.
+
+    None without questions.
+    """
+    kept = {part: {name: q for name, q in asked.items() if wanted(part, name)} for part, asked in found.asked.items()}
+    kept = {part: asked for part, asked in kept.items() if asked}
+    whole = math.fsum(found.weights[part] for part in kept)
+    if not kept or whole <= 0.0:
+        return None
+    return replace(found, asked=kept, weights={part: found.weights[part] / whole for part in kept})
 
 
 def with_interval(metric: Metric, questions: Questions, metrics: Iterable[Metric]) -> Metric:

@@ -1,0 +1,294 @@
+"""Flags from elsewhere: allenai/decon's reports, the attributes of Marin's datakit, plain lists."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.contamination.flags import Evidence, Flags, QuestionFlag, Search, Tool, write_flags
+from tasks.contamination.marin import SHARE, found_by_hashes
+from tasks.contamination.questions import AskedQuestion, words_in
+from tasks.records.provenance import versions
+from tasks.records.record import now
+
+_YES = frozenset({"1", "true", "yes", "flagged", "contaminated", "dirty"})
+_NO = frozenset({"0", "false", "no", "clean"})
+_COLUMNS = {
+    "id": ("id", "question", "question_id"),
+    "benchmark": ("benchmark", "task"),
+    "flag": ("flag", "flagged", "contaminated"),
+    "score": ("score", "overlap"),
+    "evidence": ("evidence", "text"),
+}
+
+
+class Found(NamedTuple):
+    """A finding of another tool, and the questions that it is about."""
+
+    questions: Sequence[AskedQuestion]
+    flagged: bool
+    score: float | None = None
+    answer: bool | None = None
+    evidence: Evidence | None = None
+
+
+class Asked:
+    """The questions of records, to be found by benchmark, by name, by place in their data and by their words."""
+
+    def __init__(self, questions: Sequence[AskedQuestion]) -> None:
+        self.questions = questions
+        self._by_benchmark: dict[str, list[AskedQuestion]] = defaultdict(list)
+        for question in questions:
+            self._by_benchmark[question.benchmark].append(question)
+        self._joined: dict[str | None, tuple[str, list[int], list[AskedQuestion]]] = {}
+
+    def of(self, benchmark: str | None) -> list[AskedQuestion]:
+        """Those of a benchmark, of its parts (`mmlu` has `mmlu_anatomy`), or of a pattern; every one for None."""
+        if benchmark is None:
+            return list(self.questions)
+        return [
+            question
+            for name, asked in self._by_benchmark.items()
+            if name == benchmark or name.startswith((f"{benchmark}_", f"{benchmark}:")) or fnmatchcase(name, benchmark)
+            for question in asked
+        ]
+
+    def named(self, name: str, *, benchmark: str | None) -> list[AskedQuestion]:
+        """Those of a name, or of a place in their data, which lm-eval's names begin with."""
+        return [
+            question
+            for question in self.of(benchmark)
+            if question.id == name or (name.isdecimal() and question.id.startswith(f"{name}-"))
+        ]
+
+    def holding(self, text: str, *, benchmark: str | None) -> list[AskedQuestion]:
+        """Those in which some words stand in a row."""
+        if benchmark not in self._joined:
+            among = self.of(benchmark)
+            starts = list(accumulate((len(question.text) + 3 for question in among), initial=0))
+            self._joined[benchmark] = "".join(f" {question.text} \n" for question in among), starts, among
+        joined, starts, among = self._joined[benchmark]
+        found: dict[int, AskedQuestion] = {}
+        at = joined.find(f" {text} ") if text else -1
+        while at >= 0:
+            number = bisect_right(starts, at) - 1
+            found[number] = among[number]
+            at = joined.find(f" {text} ", starts[number + 1])
+        return list(found.values())
+
+
+def import_flags(
+    evaluation_path: str,
+    name: str,
+    files: Sequence[str],
+    questions: Sequence[AskedQuestion],
+    *,
+    tool: Tool,
+    benchmark: str | None = None,
+    covers: Sequence[str] = (),
+) -> Flags:
+    """Writes what another tool found beside the records.
+
+    Args:
+        evaluation_path: where the records lie.
+        name: of the file of flags.
+        files: the tool's output: files, patterns or folders.
+        questions: every question that records asked.
+        tool: the tool that wrote them.
+        benchmark: the benchmark that a plain list is about.
+        covers: benchmarks, or patterns, whose questions the tool looked for without naming those that it did not find:
+            they are clean. Others without a finding were not looked for.
+
+    Raises:
+        BadInput: there is no such file, or a line of it is none of the tool's.
+    """
+    asked = Asked(questions)
+    read = {"decon": _decon, "marin": _marin, "list": _list}[tool]
+    found: dict[tuple[str, str], QuestionFlag] = {
+        (question.benchmark, question.id): _flag(question, Found((), flagged=False))
+        for pattern in covers
+        for question in asked.of(pattern)
+    }
+    unknown = 0
+    for finding in read(files, asked, benchmark):
+        unknown += not finding.questions
+        for question in finding.questions:
+            key = question.benchmark, question.id
+            if key not in found or _weight(finding) >= (found[key].flagged, found[key].score or 0.0):
+                found[key] = _flag(question, finding)
+    search = Search(
+        name=name,
+        tool=tool,
+        version=versions()["assay"],
+        created=now(),
+        texts=tuple(files),
+        unknown=unknown,
+        questions=len(found),
+        flagged=sum(flag.flagged for flag in found.values()),
+    )
+    return write_flags(evaluation_path, search, found.values())
+
+
+def _weight(found: Found) -> tuple[bool, float]:
+    return found.flagged, found.score or 0.0
+
+
+def _flag(question: AskedQuestion, found: Found) -> QuestionFlag:
+    return QuestionFlag(
+        benchmark=question.benchmark,
+        id=question.id,
+        text=question.digest,
+        flagged=found.flagged,
+        score=found.score,
+        answer=found.answer,
+        evidence=found.evidence,
+    )
+
+
+def _files(locations: Sequence[str], *, ending: str) -> list[str]:
+    found = []
+    for location in locations:
+        files = storage.matching_files(location)
+        if storage.is_folder(location):
+            files = [uri for uri in files if uri.endswith(ending)]
+        if not files:
+            raise BadInput(expected=f"files to import at {location}", found="none", remedy="check the path")
+        found += files
+    return found
+
+
+def _wrong(place: str, *, expected: str, found: object) -> BadInput:
+    return BadInput(expected=f"{expected} in {place}", found=str(found)[:200], remedy="correct it, and import again")
+
+
+def _lines(uri: str) -> Iterator[tuple[str, str]]:
+    """Lines that are not empty, each with its place."""
+    with storage.opened(uri) as file:
+        for number, line in enumerate(file, start=1):
+            place = f"{uri}, line {number}"
+            try:
+                text = line.decode().strip()
+            except UnicodeDecodeError as error:
+                raise _wrong(place, expected="text in UTF-8", found=error) from error
+            if text:
+                yield place, text
+
+
+def _objects(uri: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for place, line in _lines(uri):
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            raise _wrong(place, expected="a line of JSON", found=error) from error
+        if not isinstance(content, dict):
+            raise _wrong(place, expected="an object", found=line)
+        yield place, content
+
+
+def _score(value: object, place: str) -> float | None:
+    if value is None or value == "":
+        return None
+    try:
+        number = float(str(value))
+    except ValueError:
+        number = -1.0
+    if not 0.0 <= number <= 1.0:
+        raise _wrong(place, expected="a score from 0 to 1", found=value)
+    return number
+
+
+def _decon(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
+    """Lines of decon's reports, each a match of one evaluation instance and one training document.
+
+    The question is known by its words, which a report has as decon cleaned them, in the benchmark that the instance
+    names; where it has none, by the number of the instance.
+    """
+    known: dict[tuple[str, str], list[AskedQuestion]] = {}
+    for uri in _files(files, ending=".jsonl"):
+        for place, line in _objects(uri):
+            key, training = line.get("eval_key") or line.get("eval_dataset"), line.get("training_file")
+            if not isinstance(key, str) or not isinstance(training, str):
+                raise _wrong(place, expected="eval_key and training_file of a report of decon", found=list(line))
+            text, number = line.get("eval_question_text"), line.get("eval_instance_index", line.get("eval_line"))
+            wanted = str(text if text is not None else number)
+            if (key, wanted) not in known:
+                scope = benchmark or key
+                known[key, wanted] = (
+                    asked.holding(words_in([wanted])[0], benchmark=scope)
+                    if text is not None
+                    else asked.named(wanted, benchmark=scope)
+                )
+            answer = line.get("answer_overlap_ratio")
+            overlap = " ".join(str(line.get("training_overlap_text") or text or "").split()[:50])
+            where = f"{training}, line {line.get('training_line')}"
+            yield Found(
+                known[key, wanted],
+                flagged=True,
+                score=_score(line.get("contamination_score"), place),
+                answer=None if answer is None else float(answer) == 1.0,
+                evidence=Evidence(place=where, text=overlap),
+            )
+
+
+def _list(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
+    """Ids, or ids with a flag and a score: as CSV, JSON lines, or one id a line."""
+    for uri in _files(files, ending=""):
+        name = uri.lower()
+        rows = _json_rows(uri) if name.endswith((".jsonl", ".json")) else _csv_rows(uri, plain=name.endswith(".txt"))
+        for place, row in rows:
+            if row.get("id") in (None, ""):
+                raise _wrong(place, expected="the id of a question", found=dict(row))
+            flag = str(row.get("flag", "")).strip().lower()
+            if flag not in _YES | _NO | {""}:
+                raise _wrong(place, expected="a flag: true or false", found=row["flag"])
+            text, named = row.get("evidence"), asked.named(str(row["id"]), benchmark=row.get("benchmark") or benchmark)
+            if len(several := sorted({question.benchmark for question in named})) > 1 and not row.get("benchmark"):
+                raise _wrong(place, expected="a question of one benchmark (--benchmark)", found=", ".join(several))
+            yield Found(
+                named,
+                flagged=flag not in _NO,
+                score=_score(row.get("score"), place),
+                evidence=Evidence(place=place, text=" ".join(str(text).split()[:50])) if text else None,
+            )
+
+
+def _json_rows(uri: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for place, content in _objects(uri):
+        yield place, _by_column(content)
+
+
+def _csv_rows(uri: str, *, plain: bool) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    columns: Sequence[str] = ("id",) if plain else ("id", "flag", "score")
+    for number, (place, line) in enumerate(_lines(uri)):
+        cells = [line] if plain else [cell.strip() for cell in next(csv.reader(io.StringIO(line)))]
+        if number == 0 and not plain and {cell.lower() for cell in cells} & set(_COLUMNS["id"]):
+            columns = [cell.lower() for cell in cells]
+            continue
+        if len(cells) > len(columns):
+            raise _wrong(place, expected=f"at most {len(columns)} columns ({', '.join(columns)})", found=line)
+        yield place, _by_column(dict(zip(columns, cells, strict=False)))
+
+
+def _by_column(row: Mapping[str, Any]) -> dict[str, Any]:
+    lower = {str(name).lower(): value for name, value in row.items()}
+    return {
+        column: next(lower[name] for name in names if name in lower)
+        for column, names in _COLUMNS.items()
+        if any(name in lower for name in names)
+    }
+
+
+def _marin(files: Sequence[str], asked: Asked, benchmark: str | None) -> Iterator[Found]:
+    """Attributes of Marin's datakit, by the n-grams of the questions themselves; half of them flag a question."""
+    for question, share, place in found_by_hashes(_files(files, ending=".parquet"), asked.of(benchmark)):
+        evidence = Evidence(place=place, text=" ".join(question.text.split()[:50])) if share else None
+        yield Found([question], flagged=share >= SHARE, score=round(share, 4), evidence=evidence)

@@ -1,0 +1,95 @@
+"""Reads what Marin's datakit found: `decon.py` there marks training documents, by hashes of their n-grams.
+
+A document has the hashes that stand in evaluation texts (`matched_hashes`); beside it lies which hashes were looked for
+(`eval_hash_index.parquet`). The names of its evaluation records are not those of questions here, so the n-grams of the
+questions are hashed in its way: words between white space, as they are written, within paragraphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from typing import Any
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.contamination.questions import AskedQuestion
+
+N = 13
+"""Words of an n-gram."""
+SHARE = 0.5
+"""Share of n-grams from which on datakit calls a paragraph contaminated; here, a question."""
+_SHORT = 3
+"""Words of the shortest paragraph that is looked for whole."""
+_ROWS = 4096
+
+
+def found_by_hashes(
+    files: Sequence[str], questions: Sequence[AskedQuestion]
+) -> Iterator[tuple[AskedQuestion, float, str]]:
+    """Each question that was looked for, with the share of its n-grams in contaminated documents, and one of these.
+
+    Args:
+        files: Parquet files of datakit, attributes and the index of hashes; others are passed over.
+        questions: the questions.
+
+    Raises:
+        BadInput: attributes or index are missing.
+        StorageError: a file cannot be read.
+    """
+    hashes = [features(question.raw) for question in questions]
+    wanted = set().union(*hashes)
+    looked_for: set[int] = set()
+    matched: dict[int, str] = {}
+    kinds = set()
+    for uri in files:
+        for columns, rows in _batches(uri):
+            kinds.add("index" if "hash" in columns else "attributes")
+            if "hash" in columns:
+                looked_for.update(wanted.intersection(rows["hash"]))
+                continue
+            for identity, contaminated, found in zip(
+                rows["id"], rows["contaminated"], rows["matched_hashes"], strict=True
+            ):
+                if contaminated:
+                    for number in wanted.intersection(found or ()):
+                        matched.setdefault(number, f"{uri}, document {identity}")
+    if kinds != {"index", "attributes"}:
+        raise BadInput(
+            expected="attributes of Marin's datakit (id, contaminated, matched_hashes) and its eval_hash_index.parquet",
+            found=f"only {kinds.pop()}" if kinds else "neither",
+            remedy="name outputs/main of the step and _bloom of the step that built the filter",
+        )
+    for question, own in zip(questions, hashes, strict=True):
+        if known := own & looked_for:
+            hits = sorted(known & matched.keys())
+            yield question, len(hits) / len(known), matched[hits[0]] if hits else ""
+
+
+def features(text: str) -> set[int]:
+    """Hashes of the n-grams of a text; a paragraph of three words and more that has none is one whole."""
+    found = set()
+    for paragraph in text.split("\n\n"):
+        words = paragraph.split()
+        grams = [words[at : at + N] for at in range(len(words) - N + 1)] or [words] * (len(words) >= _SHORT)
+        found |= {_hash(" ".join(gram)) for gram in grams if any(map(str.isalpha, "".join(gram)))}
+    return found
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(errors="replace"), digest_size=8).digest(), "big")
+
+
+def _batches(uri: str) -> Iterator[tuple[tuple[str, ...], dict[str, list[Any]]]]:
+    from pyarrow import ArrowInvalid, parquet
+
+    with storage.opened(uri) as file:
+        try:
+            table = parquet.ParquetFile(file)
+        except ArrowInvalid as error:
+            raise BadInput(expected=f"Parquet in {uri}", found=str(error), remedy="name files of datakit") from error
+        names = set(table.schema_arrow.names)
+        for columns in (("hash", "eval_id"), ("id", "contaminated", "matched_hashes")):
+            if names >= set(columns):
+                for batch in table.iter_batches(_ROWS, columns=list(columns)):
+                    yield columns, batch.to_pydict()

@@ -1,0 +1,207 @@
+"""Finds questions in texts: seeds of a few words by their numbers, then word by word, then as text.
+
+Of every run of n words of a question at least one seed is kept, so nothing that long is missed; the memory that it
+takes goes by the questions. What only looks alike as numbers is dropped when the texts are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from tasks.contamination.questions import AskedQuestion
+from tasks.contamination.words import Words, runs_of, words_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_ANSWER_WORDS = 13
+"""Of a long answer so many words have to follow."""
+_WINDOW = 50
+"""Words after the question among which its answer is looked for, as in decon."""
+_SHOWN_WORDS = 50
+_SLOTS_PER_SEED = 64
+_SLOT_BITS = 16, 24
+
+
+class Match(NamedTuple):
+    """Words of a question in a text: where they begin in the question and in the text, and how many they are."""
+
+    question: int
+    first: int
+    at: int
+    length: int
+
+
+@dataclass
+class Finding:
+    """All that was found of one question: its n-grams as bits, the longest run, and where that stands."""
+
+    seen: int = 0
+    longest: int = 0
+    place: tuple[str, int, int] = ("", 0, 0)
+    """File, byte at which the part of it begins, number of the document there."""
+    text: str = ""
+    answer: bool = False
+
+    def add(self, other: Finding) -> None:
+        """Takes in what was found elsewhere; of equal runs the first place in order stays, whoever comes first."""
+        self.seen |= other.seen
+        self.answer |= other.answer
+        if (-other.longest, other.place) < (-self.longest, self.place):
+            self.longest, self.place, self.text = other.longest, other.place, other.text
+
+
+@dataclass
+class QuestionIndex:
+    """Seeds of questions, sorted; `n` words make an n-gram, a question of fewer is looked for whole.
+
+    `shortest` is the length of a seed, and the fewest words that a question needs.
+    """
+
+    questions: Sequence[AskedQuestion]
+    n: int
+    shortest: int
+    lengths: list[int] = field(init=False)
+    """Words of each question; 0 where they are too few."""
+
+    def __post_init__(self) -> None:
+        import numpy as np
+
+        self._words = words_of([question.text for question in self.questions])
+        between = np.flatnonzero(self._words.hashes == _separator())
+        self._firsts = np.concatenate([[0], between + 1]).astype(np.int64)
+        ends = np.concatenate([between, [len(self._words.hashes)]])
+        sizes = ends - self._firsts
+        self._sizes = np.where(sizes >= self.shortest, sizes, 0)
+        self.lengths = self._sizes.tolist()
+        self._answers = [question.answer.encode().split()[:_ANSWER_WORDS] for question in self.questions]
+        self._seed_questions, self._seed_offsets = self._seeds()
+        runs = runs_of(self._words.hashes, self.shortest)
+        values = runs[self._firsts[self._seed_questions] + self._seed_offsets]
+        order = np.argsort(values, kind="stable")
+        self._values = values[order]
+        self._seed_questions, self._seed_offsets = self._seed_questions[order], self._seed_offsets[order]
+        low, high = _SLOT_BITS
+        self._shift = np.uint64(64 - min(high, max(low, (len(order) * _SLOTS_PER_SEED).bit_length())))
+        self._slots = np.zeros(1 << (64 - int(self._shift)), dtype=bool)
+        self._slots[self._values >> self._shift] = True
+
+    def gram(self, question: int) -> int:
+        """Words of an n-gram of a question: n, or all that a shorter one has."""
+        return min(self.n, self.lengths[question])
+
+    def grams(self, question: int) -> int:
+        """Number of n-grams of a question; 0 where it is too short."""
+        length = self.lengths[question]
+        return length - self.gram(question) + 1 if length else 0
+
+    def search(self, texts: Sequence[str], found: dict[int, Finding], *, places: Sequence[tuple[str, int, int]]) -> int:
+        """Adds what is found of all questions in some texts, and says how many words these have.
+
+        Args:
+            texts: the texts.
+            found: findings by question.
+            places: of each text.
+        """
+        import numpy as np
+
+        words = words_of(texts)
+        between = np.flatnonzero(words.hashes == _separator())
+        for match in self._matches(words):
+            self._add(match, words, found, between=between, places=places)
+        return len(words.hashes) - len(between)
+
+    def _seeds(self) -> tuple[np.ndarray, np.ndarray]:
+        """Question and offset of every seed: as far apart as every run of n words, or of all, has room for."""
+        import numpy as np
+
+        long = np.flatnonzero(self._sizes)
+        strides = np.minimum(self._sizes[long], self.n) - self.shortest + 1
+        counts = (self._sizes[long] - self.shortest) // strides + 1
+        questions = np.repeat(long, counts)
+        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        return questions, numbers * np.repeat(strides, counts)
+
+    def _matches(self, words: Words) -> Iterator[Match]:
+        """Runs of words of questions, as long as n-grams at least, by their numbers."""
+        import numpy as np
+
+        if len(words.hashes) < self.shortest or not len(self._values):
+            return
+        runs = runs_of(words.hashes, self.shortest)
+        at = np.flatnonzero(self._slots[runs >> self._shift])
+        begin = np.searchsorted(self._values, runs[at], side="left")
+        end = np.searchsorted(self._values, runs[at], side="right")
+        counts = end - begin
+        numbers = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts) + np.repeat(begin, counts)
+        at, questions, offsets = np.repeat(at, counts), self._seed_questions[numbers], self._seed_offsets[numbers]
+        long = self._is_long(words, at, questions, offsets)
+        diagonals = np.stack([at[long] - offsets[long], questions[long]], axis=1)
+        for diagonal, question in np.unique(diagonals, axis=0).tolist():
+            yield from self._along(words, diagonal, question)
+
+    def _is_long(self, words: Words, at: np.ndarray, questions: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Tells of seeds if words around them make up an n-gram, for all at once."""
+        import numpy as np
+
+        sizes, firsts = self._sizes[questions], self._firsts[questions]
+        length = np.full(len(at), self.shortest)
+        for step, begin in ((1, self.shortest), (-1, -1)):
+            alive = np.ones(len(at), dtype=bool)
+            for far in range(begin, begin + step * (self.n - self.shortest), step):
+                own, there = offsets + far, at + far
+                alive &= (own >= 0) & (own < sizes) & (there >= 0) & (there < len(words.hashes))
+                if not alive.any():
+                    break
+                mine = self._words.hashes[firsts[alive] + own[alive]]
+                alive[alive] = mine == words.hashes[there[alive]]
+                length += alive
+        return length >= np.minimum(sizes, self.n)
+
+    def _along(self, words: Words, diagonal: int, question: int) -> Iterator[Match]:
+        """Runs of one question where its words stand at one place of the texts."""
+        import numpy as np
+
+        low, high = max(0, -diagonal), min(self.lengths[question], len(words.hashes) - diagonal)
+        first = int(self._firsts[question])
+        same = self._words.hashes[first + low : first + high] == words.hashes[diagonal + low : diagonal + high]
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]])))
+        for begin, end in edges.reshape(-1, 2).tolist():
+            if end - begin >= self.gram(question):
+                yield Match(question, low + begin, diagonal + low + begin, end - begin)
+
+    def _add(
+        self,
+        match: Match,
+        words: Words,
+        found: dict[int, Finding],
+        *,
+        between: np.ndarray,
+        places: Sequence[tuple[str, int, int]],
+    ) -> None:
+        """Adds a match if it is one as text too, and says something new."""
+        finding = found.get(match.question, Finding())
+        bits = ((1 << (match.length - self.gram(match.question) + 1)) - 1) << match.first
+        answer = self._answers[match.question]
+        if finding.seen & bits == bits and finding.longest >= match.length and (finding.answer or not answer):
+            return
+        start = int(self._firsts[match.question]) + match.first
+        there = words.between(match.at, match.at + match.length)
+        if there != self._words.between(start, start + match.length):
+            return
+        text = int(between.searchsorted(match.at))
+        end = match.at + match.length
+        last = int(between[text]) if text < len(between) else len(words.hashes)
+        window = words.between(end, min(last, end + _WINDOW + len(answer)))
+        follows = bool(answer) and b" %b " % b" ".join(answer) in b" %b " % b" ".join(window)
+        shown = b" ".join(there[:_SHOWN_WORDS]).decode(errors="replace")
+        finding.add(Finding(bits, match.length, places[text], shown, follows))
+        found[match.question] = finding
+
+
+@cache
+def _separator() -> np.uint64:
+    return words_of(["a", "b"]).hashes[1]

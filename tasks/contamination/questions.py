@@ -1,0 +1,224 @@
+"""Questions that records asked, with the text that is theirs alone: without examples, labels and instructions."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from resources.storage import storage
+from tasks.contamination.words import words_of
+from tasks.records.record import FoundRecord, Record
+from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
+
+_FEW = 8
+"""Fewer questions than this can begin alike by chance, so nothing is taken off them."""
+_STEM_WORDS = 13
+"""A stem of as many words says by itself which question it is."""
+_CHOICES = re.compile(r"\n[ \t]*\(?A[.):][ \t].*?\n[ \t]*\(?B[.):][ \t]", re.DOTALL)
+_BLOCKS = ("\n\n", "\n")
+_PER_CALL = 2**20
+"""Characters of questions whose words are told apart in one call."""
+
+
+class AskedQuestion(NamedTuple):
+    """A question: its name, its own words between single spaces, the words of its answer, a digest of its words.
+
+    `answer` is empty where there is none, or only the letter of a choice. `raw` is its text as it was asked.
+    """
+
+    benchmark: str
+    id: str
+    text: str
+    answer: str
+    digest: str
+    raw: str = ""
+
+
+def cell_of(record: Record, *, evaluation_path: str) -> FoundRecord:
+    """A record below an evaluation path, with its place."""
+    step = f"step-{record.checkpoint.step}"
+    place = storage.join(evaluation_path, record.checkpoint.run, step, record.evaluator, record.cell)
+    return FoundRecord(place, record)
+
+
+def samples_of(found: FoundRecord) -> dict[str, list[Sample]]:
+    """The samples of a record by benchmark; none where none were kept.
+
+    Raises:
+        StorageError: they are damaged, or cannot be read.
+    """
+    samples: dict[str, list[Sample]] = {}
+    try:
+        for sample in read_samples(storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)):
+            samples.setdefault(sample.benchmark, []).append(sample)
+    except FileNotFoundError:
+        return {}
+    return samples
+
+
+def asked_in(record: Record, samples: Mapping[str, Sequence[Sample]]) -> Iterator[AskedQuestion]:
+    """The questions of a record, each once."""
+    shots = _shots(record.evaluation)
+    for benchmark, asked in samples.items():
+        once = {sample.id: sample for sample in reversed(asked)}
+        yield from questions_of(benchmark, list(once.values()), shots=shots.get(benchmark))
+
+
+def every_question(found: Sequence[FoundRecord]) -> list[AskedQuestion]:
+    """Every question that some records asked, once; of the records of one evaluation, the newest is read.
+
+    Raises:
+        StorageError: samples are damaged, or cannot be read.
+    """
+    newest: dict[tuple[str, tuple[str, ...]], FoundRecord] = {}
+    for item in sorted(found, key=lambda item: item.record.created):
+        if item.record.succeeded and item.record.samples:
+            newest[item.record.evaluation_hash, item.record.benchmarks] = item
+    questions = {
+        (question.benchmark, question.id, question.digest): question
+        for item in newest.values()
+        for question in asked_in(item.record, samples_of(item))
+    }
+    return list(questions.values())
+
+
+def questions_of(benchmark: str, samples: Sequence[Sample], *, shots: int | None) -> list[AskedQuestion]:
+    """The questions of one benchmark in one record.
+
+    Args:
+        benchmark: its name.
+        samples: all of it, since what they have in common is no question's own.
+        shots: examples in front of each; None if that is not known.
+    """
+    texts = own_texts([sample.prompt for sample in samples], shots=shots)
+    answers = [_answer(sample.target) for sample in samples]
+    words = words_in([*texts, *answers])
+    named = zip(samples, words[: len(samples)], words[len(samples) :], texts, strict=True)
+    return [
+        AskedQuestion(benchmark, sample.id, text, answer, _digest(text), raw) for sample, text, answer, raw in named
+    ]
+
+
+def own_texts(prompts: Sequence[str], *, shots: int | None) -> list[str]:
+    """Text that is each question's own in the prompts of a benchmark.
+
+    Of a conversation that is the user's last turn. Examples in front go by their number, or where that is not known by
+    the words before the answer, which stand after each of them. What all begin with, up to a colon or a line's end, and
+    the line that all end with, are labels and instructions. Choices by letter belong to the question only where what
+    stands above them is short.
+    """
+    texts = [_last_turn(prompt) for prompt in prompts]
+    texts = _without_examples(texts, shots=shots)
+    if len(texts) >= _FEW:
+        texts = _without_labels(texts)
+    return [_stem(text) for text in texts]
+
+
+def words_in(texts: Sequence[str]) -> list[str]:
+    """The words of each text between single spaces."""
+    found: list[str] = []
+    for batch in _batches(texts):
+        words = words_of(batch)
+        content = b" ".join(words.between(0, len(words.starts))).decode(errors="replace")
+        found += [part.strip() for part in content.split("\x01")]
+    return found
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16] if text else ""
+
+
+def _shots(evaluation: Mapping[str, Any]) -> dict[str, int | None]:
+    evals: Any = evaluation.get("evals") or ()
+    return {
+        str(task.get(name)): task.get("num_fewshot")
+        for task in evals
+        if isinstance(task, dict)
+        for name in ("name", "task_alias")
+        if task.get(name)
+    }
+
+
+def _last_turn(prompt: str) -> str:
+    if not prompt.startswith("["):
+        return prompt
+    try:
+        turns = json.loads(prompt)
+        asked = [turn["content"] for turn in turns if turn["role"] == "user"]
+    except (ValueError, TypeError, KeyError):
+        return prompt
+    return asked[-1] if asked and isinstance(asked[-1], str) else prompt
+
+
+def _without_examples(texts: list[str], *, shots: int | None) -> list[str]:
+    if shots == 0 or not texts:
+        return texts
+    if shots is None:
+        cue = _cue(texts) if len(texts) >= _FEW else ""
+        return [_after_cue(text, cue) for text in texts] if cue.strip() else texts
+    for between in _BLOCKS:
+        blocks = [text.split(between) for text in texts]
+        size = min(len(parts) // (shots + 1) for parts in blocks)
+        if size > 0:
+            return [between.join(parts[-size:]) for parts in blocks]
+    return texts
+
+
+def _common(texts: Sequence[str]) -> str:
+    """The beginning of all texts."""
+    first, last = min(texts), max(texts)
+    return first[: next((at for at, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))]
+
+
+def _cue(texts: Sequence[str]) -> str:
+    """The last line, with the end of the line before it, if all texts end with the same."""
+    common = _common([text[::-1] for text in texts])[::-1]
+    return common[common.index("\n") :] if "\n" in common else ""
+
+
+def _after_cue(text: str, cue: str) -> str:
+    """Text behind the last example, whose answer ends with a line or a blank one."""
+    _, found, example = text[: -len(cue)].rpartition(cue)
+    if not found:
+        return text
+    for between in _BLOCKS:
+        if between in example:
+            return example.partition(between)[2] + cue
+    return text
+
+
+def _without_labels(texts: Sequence[str]) -> list[str]:
+    start = _common(texts)
+    start = start[: max(start.rfind(":"), start.rfind("\n")) + 1]
+    texts = [text[len(start) :] for text in texts]
+    cue = _cue(texts)
+    return [text[: len(text) - len(cue)] for text in texts]
+
+
+def _stem(text: str) -> str:
+    found = _CHOICES.search(text)
+    if found is None:
+        return text
+    stem = text[: found.start()]
+    return stem if len(stem.split()) >= _STEM_WORDS else text
+
+
+def _answer(target: str | None) -> str:
+    text = (target or "").strip()
+    return "" if re.fullmatch(r"\(?[A-Za-z][.)]?", text) else text
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= _PER_CALL:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,265 @@
+"""Scans training texts for questions, in several processes; a scan that was ended goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, field
+from multiprocessing import get_context, parent_process
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.contamination.flags import FOLDER, Evidence, Flags, QuestionFlag, Search, write_flags
+from tasks.contamination.matching import Finding, QuestionIndex
+from tasks.contamination.questions import AskedQuestion
+from tasks.contamination.texts import Part, Reading, TextSource, parts_of, texts_in
+from tasks.records.provenance import versions
+from tasks.records.record import now
+
+DEFAULT_N = 13
+"""Words of an n-gram, as for GPT-3 and in Marin's datakit."""
+DEFAULT_SHORTEST = 8
+"""Words that a question needs to be looked for, the least that was taken for GPT-3."""
+DEFAULT_THRESHOLD = 0.5
+"""Share of a question's n-grams from which on it is flagged, as in Marin's datakit."""
+_BATCH_CHARACTERS = 2**20
+_PARTS = ".parts"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The way questions are looked for: words of an n-gram, words that a question needs, share that flags it."""
+
+    n: int = DEFAULT_N
+    shortest: int = DEFAULT_SHORTEST
+    threshold: float = DEFAULT_THRESHOLD
+
+    def check(self) -> None:
+        """Refuses what can find nothing.
+
+        Raises:
+            BadInput: they contradict each other.
+        """
+        if not 1 <= self.shortest <= self.n or not 0 < self.threshold <= 1:
+            raise BadInput(
+                expected="1 ≤ --shortest ≤ --n, and a --threshold above 0 and up to 1",
+                found=f"--shortest {self.shortest} --n {self.n} --threshold {self.threshold}",
+                remedy=f"leave them out for {DEFAULT_SHORTEST}, {DEFAULT_N} and {DEFAULT_THRESHOLD}",
+            )
+
+
+@dataclass
+class PartResult:
+    """Yield of one part of the texts: findings by question, and what was read."""
+
+    findings: dict[int, Finding] = field(default_factory=dict)
+    reading: Reading = field(default_factory=Reading)
+    words: int = 0
+
+    def as_json(self) -> bytes:
+        """As it is kept until the whole scan is done."""
+        findings = {number: {**asdict(found), "seen": hex(found.seen)} for number, found in self.findings.items()}
+        return json.dumps({"findings": findings, "reading": asdict(self.reading), "words": self.words}).encode()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """A scan under way: parts that are done, all parts, and their bytes."""
+
+    parts: int
+    of: int
+    bytes: int
+    of_bytes: int
+
+
+def scan(
+    evaluation_path: str,
+    name: str,
+    sources: Sequence[TextSource],
+    questions: Sequence[AskedQuestion],
+    *,
+    settings: Settings,
+    not_read: Sequence[str] = (),
+    processes: int | None = None,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+) -> Flags:
+    """Looks for questions in training texts, and writes what was found beside the records.
+
+    Args:
+        evaluation_path: where the records lie.
+        name: of the file of flags.
+        sources: the training texts.
+        questions: what to look for.
+        settings: the way it is looked for.
+        not_read: parts of the training's data that cannot be searched, to be said.
+        processes: so many read at once; as many as there are cores unless given.
+        on_progress: is told after each part.
+
+    Raises:
+        BadInput: settings contradict each other; there are no texts, or files hold none.
+        StorageError: something cannot be read or written.
+    """
+    settings.check()
+    index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
+    parts = parts_of(sources)
+    kept = storage.join(evaluation_path, FOLDER, f"{name}{_PARTS}")
+    whole = PartResult()
+    done = done_bytes = 0
+    for part, result in _results(parts, index, settings=settings, kept=kept, processes=processes):
+        _take(whole, result)
+        done, done_bytes = done + 1, done_bytes + part.bytes
+        on_progress(Progress(done, len(parts), done_bytes, sum(part.bytes for part in parts)))
+    found = list(_flags(index, whole.findings, threshold=settings.threshold))
+    files = {part.uri: part.size for part in parts}
+    search = Search(
+        name=name,
+        tool="assay",
+        version=versions()["assay"],
+        created=now(),
+        texts=tuple(dict.fromkeys(source.location for source in sources)),
+        text_files=len(files),
+        text_bytes=sum(files.values()),
+        documents=whole.reading.documents,
+        words=whole.words,
+        n=settings.n,
+        shortest=settings.shortest,
+        threshold=settings.threshold,
+        too_short=len(questions) - len(found),
+        not_read=tuple(not_read),
+        unreadable=whole.reading.unreadable + whole.reading.without_text,
+        questions=len(found),
+        flagged=sum(flag.flagged for flag in found),
+    )
+    flags = write_flags(evaluation_path, search, found)
+    for file in storage.list_files(kept):
+        storage.delete(file.uri)
+    return flags
+
+
+def scan_part(index: QuestionIndex, part: Part) -> PartResult:
+    """Looks for questions in one part of the texts.
+
+    Raises:
+        BadInput: no document of it has a text.
+        StorageError: it cannot be read.
+    """
+    result = PartResult()
+    batch: list[str] = []
+    places: list[tuple[str, int, int]] = []
+    size = 0
+    for text in texts_in(part, result.reading):
+        batch.append(text)
+        places.append((part.uri, part.start, result.reading.documents))
+        size += len(text)
+        if size >= _BATCH_CHARACTERS:
+            result.words += index.search(batch, result.findings, places=places)
+            batch, places, size = [], [], 0
+    if batch:
+        result.words += index.search(batch, result.findings, places=places)
+    return result
+
+
+def _results(
+    parts: Sequence[Part],
+    index: QuestionIndex,
+    *,
+    settings: Settings,
+    kept: str,
+    processes: int | None,
+) -> Iterator[tuple[Part, PartResult]]:
+    """The result of each part: that of an earlier scan that was ended, else a new one, which is kept."""
+    asked = hashlib.sha256(repr([question[2:4] for question in index.questions]).encode()).hexdigest()
+    names = {part: storage.join(kept, f"{_key(part, asked, settings)}.json") for part in parts}
+    there = {file.uri for file in storage.list_files(kept)}
+    for part in parts:
+        if names[part] in there:
+            yield part, _parsed(storage.read_bytes(names[part]))
+    left = [part for part in parts if names[part] not in there]
+    for part, result in _scanned(left, index, settings=settings, processes=processes or len(os.sched_getaffinity(0))):
+        storage.write_bytes(names[part], result.as_json())
+        yield part, result
+
+
+def _scanned(
+    parts: Sequence[Part], index: QuestionIndex, *, settings: Settings, processes: int
+) -> Iterator[tuple[Part, PartResult]]:
+    """The result of each part, as they come: from processes, or from here where there is work for one alone."""
+    if min(processes, len(parts)) < 2:
+        yield from ((part, scan_part(index, part)) for part in parts)
+        return
+    workers = ProcessPoolExecutor(
+        max_workers=min(processes, len(parts)),
+        mp_context=get_context("spawn"),
+        initializer=_begin,
+        initargs=(index.questions, settings),
+    )
+    try:
+        futures = {workers.submit(_work, part): part for part in parts}
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        workers.shutdown(wait=True, cancel_futures=True)
+
+
+def _key(part: Part, asked: str, settings: Settings) -> str:
+    """Name for the result of a part, by all that it follows from."""
+    follows_from = repr((part, asked, settings.n, settings.shortest, versions()["assay"]))
+    return hashlib.sha256(follows_from.encode()).hexdigest()[:32]
+
+
+def _parsed(content: bytes) -> PartResult:
+    read = json.loads(content)
+    findings = {
+        int(number): Finding(**{**found, "seen": int(found["seen"], 16), "place": tuple(found["place"])})
+        for number, found in read["findings"].items()
+    }
+    return PartResult(findings, Reading(**read["reading"]), read["words"])
+
+
+def _take(whole: PartResult, result: PartResult) -> None:
+    for number, found in result.findings.items():
+        whole.findings.setdefault(number, Finding()).add(found)
+    whole.words += result.words
+    whole.reading.documents += result.reading.documents
+    whole.reading.unreadable += result.reading.unreadable
+    whole.reading.without_text += result.reading.without_text
+
+
+def _flags(index: QuestionIndex, findings: dict[int, Finding], *, threshold: float) -> Iterator[QuestionFlag]:
+    for number, question in enumerate(index.questions):
+        grams = index.grams(number)
+        if grams == 0:
+            continue
+        found = findings.get(number, Finding())
+        score = found.seen.bit_count() / grams
+        file, start, document = found.place
+        place = f"{file}, document {document}" + (f" after byte {start:,}" if start else "")
+        yield QuestionFlag(
+            benchmark=question.benchmark,
+            id=question.id,
+            text=question.digest,
+            flagged=score >= threshold,
+            score=round(score, 4),
+            longest=found.longest,
+            answer=found.answer if question.answer and found.longest else None,
+            evidence=Evidence(place=place, text=found.text) if found.longest else None,
+        )
+
+
+_indexes: list[QuestionIndex] = []
+
+
+def _begin(questions: Sequence[AskedQuestion], settings: Settings) -> None:
+    """Makes the index of a process once; the process ends with the one that started it, whatever that died of."""
+    _indexes.append(QuestionIndex(questions, n=settings.n, shortest=settings.shortest))
+    parent = parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _work(part: Part) -> PartResult:
+    return scan_part(_indexes[0], part)

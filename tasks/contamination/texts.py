@@ -1,0 +1,260 @@
+"""Training texts as they lie in files, in any store, read in bounded memory: JSON lines, Parquet, plain text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, BinaryIO, Literal
+
+from resources.errors import BadInput
+from resources.storage import storage
+
+Form = Literal["lines", "parquet", "text"]
+_FORMS: dict[str, Form] = {
+    **{".jsonl": "lines", ".json": "lines", ".ndjson": "lines"},
+    **{".parquet": "parquet", ".txt": "text", ".text": "text", ".md": "text"},
+}
+_PACKED = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+_BRACES = re.compile(r"\{([^{}]*)\}")
+_PART_BYTES = 2**28
+"""A file of lines that is not packed is read in parts of so many bytes, by several processes."""
+_BLOCK_BYTES = 2**20
+_LONGEST_LINE_BYTES = 2**29
+_PIECE_CHARACTERS = 2**20
+_OVERLAP_CHARACTERS = 2**16
+"""Pieces of a long text overlap by so much: what is found can be as long."""
+_ROWS = 256
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """Training texts of one kind: a location that may have wildcards or braces, and where a document has its text."""
+
+    location: str
+    field: str = "text"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of the texts that one process reads: a file, or the lines of it that begin within some of its bytes."""
+
+    uri: str
+    form: Form
+    field: str
+    size: int
+    mark: str
+    start: int = 0
+    end: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the file that belong to it."""
+        return (self.size if self.end is None else self.end) - self.start
+
+
+@dataclass
+class Reading:
+    """Counts while a part was read: `unreadable` lines are no JSON, `without_text` have no text in the field."""
+
+    documents: int = 0
+    unreadable: int = 0
+    without_text: int = 0
+    keys: list[str] = field(default_factory=list)
+
+
+def parts_of(sources: Iterable[TextSource]) -> list[Part]:
+    """The parts of all files that sources stand for, each file once.
+
+    Raises:
+        BadInput: a location stands for no file, or for one that cannot be read.
+        StorageError: a place cannot be listed.
+    """
+    found: dict[tuple[str, str], list[Part]] = {}
+    for source in sources:
+        for location in _without_braces(source.location):
+            for uri in _files(location):
+                found.setdefault((uri, source.field), _parts(uri, source.field))
+    return [part for parts in found.values() for part in parts]
+
+
+def texts_in(part: Part, reading: Reading) -> Iterator[str]:
+    """The texts of a part; those longer than a mebibyte in pieces that overlap.
+
+    Raises:
+        BadInput: no document of it has a text.
+        StorageError: it cannot be read.
+    """
+    match part.form:
+        case "lines":
+            documents = _from_lines(part, reading)
+        case "parquet":
+            documents = _from_parquet(part, reading)
+        case "text":
+            yield from _from_text(part, reading)
+            return
+    for text in documents:
+        reading.documents += 1
+        yield from _pieces(text)
+    if reading.documents == 0 and reading.without_text > 0:
+        raise BadInput(
+            expected=f"texts in the field {part.field!r} of {part.uri}",
+            found=f"the fields {', '.join(reading.keys) or 'of no document'}",
+            remedy="name the field with --field",
+        )
+
+
+def _without_braces(location: str) -> list[str]:
+    """Every location that `{a,b}` and `{000..127}` stand for, as Levanter reads them."""
+    choices = [_choices(inside) for inside in _BRACES.findall(location)]
+    pattern = _BRACES.sub("{}", location)
+    return [pattern.format(*chosen) for chosen in product(*choices)] if choices else [location]
+
+
+def _choices(inside: str) -> list[str]:
+    first, dots, last = inside.partition("..")
+    if dots and first.isdecimal() and last.isdecimal():
+        return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return inside.split(",")
+
+
+def _files(location: str) -> list[str]:
+    found = storage.matching_files(location)
+    if storage.is_folder(location):
+        found = [uri for uri in found if _ending(uri) is not None and not storage.basename(uri).startswith(".")]
+    if not found:
+        raise BadInput(expected=f"training texts at {location}", found="none", remedy="check the location")
+    return found
+
+
+def _ending(uri: str) -> tuple[Form, str | None] | None:
+    name = storage.basename(uri).lower()
+    packed = next((packed for packed in _PACKED if name.endswith(packed)), None)
+    name = name.removesuffix(packed or "")
+    for ending, form in _FORMS.items():
+        if name.endswith(ending):
+            return form, packed
+    return None
+
+
+def _parts(uri: str, name: str) -> list[Part]:
+    known = _ending(uri)
+    if known is None:
+        raise BadInput(
+            expected=f"texts as {', '.join(_FORMS)}, but for Parquet also packed as {', '.join(_PACKED)}",
+            found=uri,
+            remedy="name such files; a folder stands for those in it",
+        )
+    form, packed = known
+    [file] = storage.list_files(uri)
+    mark = file.checksum or f"{file.size} {file.modified}"
+    whole = Part(uri, form, name, file.size, mark)
+    if form != "lines" or packed or file.size <= _PART_BYTES:
+        return [whole]
+    ends = [*range(_PART_BYTES, file.size, _PART_BYTES), file.size]
+    return [Part(uri, form, name, file.size, mark, start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@contextmanager
+def _unpacked(uri: str) -> Iterator[Any]:
+    import pyarrow
+
+    packed = (_ending(uri) or (None, None))[1]
+    with storage.opened(uri) as file:
+        if packed is None:
+            yield file
+        else:
+            with pyarrow.CompressedInputStream(pyarrow.PythonFile(file, "r"), _PACKED[packed]) as stream:
+                yield stream
+
+
+def _from_lines(part: Part, reading: Reading) -> Iterator[str]:
+    import orjson
+
+    with _unpacked(part.uri) as file:
+        for line in _lines(file, part):
+            if not line.strip():
+                continue
+            try:
+                document = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                reading.unreadable += 1
+                continue
+            if (text := _text(document, part.field, reading)) is not None:
+                yield text
+
+
+def _lines(file: BinaryIO, part: Part) -> Iterator[bytes]:
+    """The lines that begin within a part."""
+    at = part.start
+    if part.start > 0:  # the line that goes on here belongs to the part before, unless it begins just here
+        file.seek(part.start - 1)
+        at -= 1
+    begun = part.start == 0
+    rest: list[bytes] = []
+    held = 0
+    while block := file.read(_BLOCK_BYTES):
+        *whole, last = block.split(b"\n")
+        for line in whole:
+            length = held + len(line) + 1
+            if begun and (part.end is None or at < part.end):
+                yield b"".join([*rest, line])
+            elif begun:
+                return
+            begun, rest, held, at = True, [], 0, at + length
+        rest.append(last)
+        held += len(last)
+        if held > _LONGEST_LINE_BYTES:
+            raise BadInput(
+                expected=f"lines of JSON of at most {_LONGEST_LINE_BYTES:,} bytes in {part.uri}",
+                found=f"a longer one after byte {at:,}",
+                remedy="write one document a line",
+            )
+    if begun and held and (part.end is None or at < part.end):
+        yield b"".join(rest)
+
+
+def _from_parquet(part: Part, reading: Reading) -> Iterator[str]:
+    from pyarrow import parquet
+
+    with storage.opened(part.uri) as file:
+        table = parquet.ParquetFile(file)
+        if part.field not in table.schema_arrow.names:
+            reading.keys, reading.without_text = list(table.schema_arrow.names), 1
+            return
+        for batch in table.iter_batches(_ROWS, columns=[part.field]):
+            for value in batch.column(0).to_pylist():
+                if (text := _text({part.field: value}, part.field, reading)) is not None:
+                    yield text
+
+
+def _text(document: object, name: str, reading: Reading) -> str | None:
+    """The text in a field of a document; of a conversation, all its turns."""
+    value: Any = document.get(name) if isinstance(document, dict) else None
+    if isinstance(value, list):
+        turns = [turn.get("content") for turn in value if isinstance(turn, dict)]
+        value = "\n".join(turn for turn in turns if isinstance(turn, str))
+    if isinstance(value, str) and value:
+        return value
+    reading.without_text += 1
+    reading.keys = reading.keys or (list(map(str, document)) if isinstance(document, dict) else [])
+    return None
+
+
+def _from_text(part: Part, reading: Reading) -> Iterator[str]:
+    reading.documents = 1
+    with _unpacked(part.uri) as file:
+        rest = b""
+        while block := file.read(_BLOCK_BYTES):
+            rest += block
+            yield rest.decode(errors="replace")
+            rest = rest[-_OVERLAP_CHARACTERS:]
+
+
+def _pieces(text: str) -> Sequence[str]:
+    if len(text) <= _PIECE_CHARACTERS:
+        return (text,)
+    step = _PIECE_CHARACTERS - _OVERLAP_CHARACTERS
+    return [text[start : start + _PIECE_CHARACTERS] for start in range(0, len(text) - _OVERLAP_CHARACTERS, step)]

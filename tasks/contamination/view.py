@@ -1,0 +1,161 @@
+"""Splits and searches in words, for the page and for tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from tasks.contamination.flags import Flags, QuestionFlag, Search
+from tasks.contamination.questions import cell_of
+from tasks.contamination.split import Side, Split, Splits
+from tasks.records.record import Record
+from tasks.spec.evaluators import evaluator_title
+from tasks.spec.names import how_many
+
+_SHOWN_QUESTIONS = 20
+_DECIMALS = 3
+
+
+class Shown(NamedTuple):
+    """A score, or a difference, in three texts: the value, its interval, the number of questions."""
+
+    value: str
+    interval: str
+    n: str
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, self))
+
+
+_NOTHING = Shown("–", "", "")
+
+
+class SplitRow(NamedTuple):
+    """One score, as a reader sees it; `newest` is the last checkpoint of its run that has it."""
+
+    record: Record
+    split: Split
+    newest: bool
+
+    @property
+    def label(self) -> str:
+        """Benchmark and metric."""
+        metric = self.split.metric
+        return f"{metric.benchmark} · {metric.name}"
+
+    @property
+    def evaluator(self) -> str:
+        """The harness, by its title."""
+        return evaluator_title(self.record.evaluator)
+
+    @property
+    def as_row(self) -> dict[str, Any]:
+        """The row for scripts."""
+        checkpoint, metric = self.record.checkpoint, self.split.metric
+        return {
+            "run": checkpoint.run,
+            "step": checkpoint.step,
+            "checkpoint": checkpoint.name,
+            "evaluator": self.record.evaluator,
+            "benchmark": metric.benchmark,
+            "metric": metric.name,
+            "value": metric.value,
+            "low": metric.low,
+            "high": metric.high,
+            "n": metric.n,
+            **self.split.as_row(),
+        }
+
+    @property
+    def cells(self) -> tuple[Shown, ...]:
+        """Whole, clean, flagged, and the difference."""
+        metric, split = self.split.metric, self.split
+        whole = Side(metric.value, metric.low, metric.high, metric.n)
+        if split.difference is None:
+            difference = _NOTHING
+        else:
+            difference = Shown(_number(split.difference, "+"), _interval(split.low, split.high, sign="+"), "")
+        return *map(_side, (whole, split.clean, split.flagged)), difference
+
+    @property
+    def note(self) -> str:
+        """The reason for what is missing, questions that were not scanned, and parts that do not take part."""
+        split = self.split
+        notes = [f"{how_many(split.not_scanned, 'question')} not scanned"] if split.not_scanned else []
+        if split.parts is not None:
+            notes.append(f"difference over {split.parts[0]} of {split.parts[1]} parts")
+        return "; ".join([*notes, *([split.reason] if split.reason else [])])
+
+
+class ContaminationView(NamedTuple):
+    """All that the page shows: scores, the searches behind them, and the questions that were found."""
+
+    rows: list[SplitRow]
+    flags: Sequence[Flags]
+    found: list[tuple[Search, QuestionFlag]]
+    found_in_all: int
+
+
+def contamination_view(
+    records: Iterable[Record], flags: Sequence[Flags], *, evaluation_path: str
+) -> ContaminationView | None:
+    """The view of some records below a folder; None where nothing was searched."""
+    if not flags:
+        return None
+    rows = split_rows(records, flags, evaluation_path=evaluation_path)
+    found = [(each.search, flag) for each in flags for flag in each.questions.values() if flag.flagged]
+    found.sort(key=lambda pair: (-(pair[1].score or 0.0), -(pair[1].longest or 0), pair[1].benchmark, pair[1].id))
+    return ContaminationView(rows, flags, found[:_SHOWN_QUESTIONS], len(found))
+
+
+def split_rows(records: Iterable[Record], flags: Sequence[Flags], *, evaluation_path: str) -> list[SplitRow]:
+    """A row for each score that the searches have to do with, in the order of the records."""
+    splits = Splits(flags)
+    found = [
+        (record, split) for record in records for split in splits.of(cell_of(record, evaluation_path=evaluation_path))
+    ]
+    last = {_column(record, split): record.checkpoint.step for record, split in found}
+    return [SplitRow(record, split, record.checkpoint.step == last[_column(record, split)]) for record, split in found]
+
+
+def _column(record: Record, split: Split) -> tuple[str, ...]:
+    return record.checkpoint.run, record.evaluator, record.evaluation_hash, split.metric.benchmark, split.metric.name
+
+
+def searched(search: Search) -> list[str]:
+    """Facts about a search, a short text each."""
+    facts = [f"{how_many(search.flagged, 'question')} flagged of {search.questions:,} looked for"]
+    if search.text_files is not None and search.text_bytes is not None:
+        size, documents, words = in_bytes(search.text_bytes), search.documents or 0, search.words or 0
+        facts.append(f"{how_many(search.text_files, 'file')} of {size}, {how_many(documents, 'text')}, {words:,} words")
+    if search.n is not None:
+        facts.append(f"n-grams of {search.n} words, flagged from {search.threshold:.0%} of them on")
+    if search.too_short:
+        facts.append(f"{how_many(search.too_short, 'question')} of less than {search.shortest} words not looked for")
+    if search.unknown:
+        facts.append(f"{how_many(search.unknown, 'finding')} about questions that no record asked")
+    if search.unreadable:
+        facts.append(f"{how_many(search.unreadable, 'line')} without a text")
+    return [*facts, *(f"not searched: {part}" for part in search.not_read)]
+
+
+def in_bytes(size: int) -> str:
+    """A size in the unit that leaves it a number below a thousand."""
+    number, units = float(size), ["bytes", "kB", "MB", "GB"]
+    while number >= 1000 and len(units) > 1:
+        number, units = number / 1000, units[1:]
+    return f"{number:,.{0 if units[0] == 'bytes' else 1}f} {units[0]}"
+
+
+def _side(found: Side | None) -> Shown:
+    if found is None:
+        return _NOTHING
+    return Shown(_number(found.value), _interval(found.low, found.high), f"n = {found.n:,}")
+
+
+def _interval(low: float | None, high: float | None, *, sign: str = "") -> str:
+    return "" if low is None or high is None else f"[{_number(low, sign)}, {_number(high, sign)}]"
+
+
+def _number(value: float, sign: str = "") -> str:
+    return f"{value:{sign}.{_DECIMALS}f}".replace("-", "−")

@@ -1,0 +1,158 @@
+"""Looks for 14,042 questions in made training texts: `assay contamination scan`, and a plain search with a set.
+
+    make bench NAME=contamination
+    python tests/benchmarks/contamination.py [--megabytes 400] [--plain-megabytes 40]
+
+Every hundredth question stands in the texts. The plain search is what a script for it looks like: words by a regular
+expression, each 13 of them in a row looked up in a set. Both are measured in one process, in processor time, which what
+else runs on the machine changes least; both must find the same questions. Ours is also measured with all processes at
+two sizes, for its memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.side_by_side import BENCH, Comparison
+
+from tasks.contamination.matching import QuestionIndex
+from tasks.contamination.questions import AskedQuestion, words_in
+from tasks.contamination.scan import Settings, scan, scan_part
+from tasks.contamination.texts import TextSource, parts_of
+
+QUESTIONS = 14_042
+"""As many as MMLU has."""
+_FOUND_EVERY = 100
+_QUESTION_WORDS = 60
+_VOCABULARY = 60_000
+_POOL_WORDS = 4_000_000
+_NOT_WORDS = re.compile(r"[^a-z0-9]+")
+
+
+def make_texts(path: Path, *, megabytes: float, seed: int = 0) -> None:
+    """Documents of 100 to 800 words whose frequencies fall as those of a language, one a line."""
+    source = random.Random(seed)
+    letters = "etaoinshrdlucmfwypvbgkqjxz"
+    vocabulary = ["".join(source.choices(letters, k=max(1, round(source.gauss(5.5, 2.5))))) for _ in range(_VOCABULARY)]
+    pool = source.choices(vocabulary, weights=[1 / (rank + 1) for rank in range(_VOCABULARY)], k=_POOL_WORDS)
+    written, number = 0, 0
+    with path.open("w") as file:
+        while written < megabytes * 1e6:
+            first, words = source.randrange(_POOL_WORDS - 800), source.randrange(100, 800)
+            text = f"“{number}” {' '.join(pool[first : first + words])}."
+            written += file.write(json.dumps({"id": number, "text": text}, ensure_ascii=False) + "\n")
+            number += 1
+
+
+def documents(path: Path) -> Iterator[str]:
+    """The texts of a file."""
+    with path.open() as file:
+        for line in file:
+            yield json.loads(line)["text"]
+
+
+def make_questions(path: Path, *, seed: int = 1) -> list[AskedQuestion]:
+    """Questions of words of the texts: every hundredth is a part of one of the first, the others are mixed anew."""
+    source = random.Random(seed)
+    first_texts = [text.split() for text, _ in zip(documents(path), range(2_000), strict=False)]
+    words = [word for text in first_texts for word in text]
+    texts = []
+    for number in range(QUESTIONS):
+        text = source.choice([text for text in first_texts[:500] if len(text) > _QUESTION_WORDS])
+        first = source.randrange(len(text) - _QUESTION_WORDS)
+        stands = number % _FOUND_EVERY == 0
+        texts.append(text[first : first + _QUESTION_WORDS] if stands else source.choices(words, k=_QUESTION_WORDS))
+    own = words_in([" ".join(text) for text in texts])
+    return [AskedQuestion("made", str(number), text, "", f"{number:016x}") for number, text in enumerate(own)]
+
+
+def plain_search(path: Path, questions: Sequence[AskedQuestion], *, n: int) -> set[int]:
+    """Questions of which at least half of the n-grams stand in the texts, by a set of tuples."""
+    own = [question.text.split() for question in questions]
+    wanted: dict[tuple[str, ...], set[int]] = {}
+    for number, words in enumerate(own):
+        for at in range(len(words) - n + 1):
+            wanted.setdefault(tuple(words[at : at + n]), set()).add(number)
+    seen: dict[int, set[tuple[str, ...]]] = {}
+    for text in documents(path):
+        words = _NOT_WORDS.sub(" ", text.lower()).split()
+        for at in range(len(words) - n + 1):
+            gram = tuple(words[at : at + n])
+            if gram in wanted:
+                for number in wanted[gram]:
+                    seen.setdefault(number, set()).add(gram)
+    grams = [{tuple(words[at : at + n]) for at in range(len(words) - n + 1)} for words in own]
+    return {number for number, found in seen.items() if len(found) >= len(grams[number]) / 2}
+
+
+def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, float]:
+    """Processor seconds of ours and of the plain search, in this process.
+
+    Raises:
+        AssertionError: they found other questions.
+    """
+    settings = Settings()
+    began = time.process_time()
+    index = QuestionIndex(questions, n=settings.n, shortest=settings.shortest)
+    findings = [scan_part(index, part).findings for part in parts_of([TextSource(str(path))])]
+    ours = time.process_time() - began
+    found = {
+        number
+        for part in findings
+        for number, finding in part.items()
+        if finding.seen.bit_count() >= index.grams(number) / 2
+    }
+    began = time.process_time()
+    plainly = plain_search(path, questions, n=settings.n)
+    theirs = time.process_time() - began
+    assert found == plainly, f"{len(found ^ plainly)} questions were found by one alone"
+    assert len(found) >= QUESTIONS / _FOUND_EVERY, f"only {len(found)} were found"
+    return ours, theirs
+
+
+def main() -> None:
+    """Makes texts, scans them, and prints the figures and a line of JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--megabytes", type=float, default=400)
+    parser.add_argument("--plain-megabytes", type=float, default=40)
+    options = parser.parse_args()
+    BENCH.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=BENCH) as scratch:
+        few = Path(scratch) / "few.jsonl"
+        make_texts(few, megabytes=options.plain_megabytes)
+        questions = make_questions(few)
+        ours, theirs = compared(few, questions)
+        facts: dict[str, float] = {"questions": QUESTIONS, "megabytes": options.plain_megabytes}
+        for share in (0.25, 1.0):
+            many = Path(scratch) / "many.jsonl"
+            make_texts(many, megabytes=options.megabytes * share, seed=2)
+            began = time.perf_counter()
+            flags = scan(scratch, "bench", [TextSource(str(many))], questions, settings=Settings())
+            seconds = time.perf_counter() - began
+            assert flags.search.questions == QUESTIONS
+            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            print(
+                f"{options.megabytes * share:,.0f} MB with all processes: {seconds:.1f} s, "
+                f"{options.megabytes * share / seconds:.0f} MB/s, {memory:.0f} MiB at most in a process"
+            )
+            facts |= {f"megabytes_{share:g}": options.megabytes * share, f"seconds_{share:g}": round(seconds, 2)}
+            facts |= {f"process_mebibytes_{share:g}": round(memory)}
+    size = options.plain_megabytes
+    print(f"{size:,.0f} MB in one process: ours {size / ours:.1f} MB/s, plain {size / theirs:.1f} MB/s")
+    print(Comparison("contamination", "s of a processor", ours, theirs, better="less", facts=facts).as_json())
+
+
+if __name__ == "__main__":
+    main()

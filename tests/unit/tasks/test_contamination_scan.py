@@ -1,0 +1,275 @@
+"""Scans of training texts: what is found of questions is what a plain search for n-grams finds, in bounded memory."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import tracemalloc
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.contamination.matching import Finding, QuestionIndex
+from tasks.contamination.questions import AskedQuestion, own_texts, questions_of
+from tasks.contamination.scan import Progress, Settings, scan, scan_part
+from tasks.contamination.texts import Part, Reading, TextSource, parts_of, texts_in
+from tasks.contamination.words import words_of
+from tasks.records.samples import Sample
+
+QUESTION = "which of the seven bridges of the old town was built before the river changed its bed"
+
+
+def asked(*texts: str, answer: str = "") -> list[AskedQuestion]:
+    return [AskedQuestion("b", str(number), text, answer, f"{number:016x}") for number, text in enumerate(texts)]
+
+
+def found_in(texts: Sequence[str], questions: Sequence[AskedQuestion], *, n: int, shortest: int) -> dict[int, Finding]:
+    found: dict[int, Finding] = {}
+    index = QuestionIndex(questions, n=n, shortest=shortest)
+    index.search(texts, found, places=[("f", 0, number) for number in range(1, len(texts) + 1)])
+    return found
+
+
+def plainly(text: str) -> list[str]:
+    """The words of a text of letters and digits, without anything of ours."""
+    return re.sub(r"[^a-z0-9]+", " ", text.lower()).split()
+
+
+def brute_force(texts: Sequence[str], question: str, *, n: int, shortest: int) -> tuple[int, int]:
+    """N-grams of a question that stand in texts, as bits, and the longest run of its words; by sets and loops."""
+    own, size = plainly(question), min(n, len(plainly(question)))
+    if len(own) < shortest:
+        return 0, 0
+    grams, longest = set(), 0
+    for text in texts:
+        there = plainly(text)
+        grams |= {tuple(there[at : at + size]) for at in range(len(there) - size + 1)}
+        for first in range(len(own)):
+            for at in range(len(there)):
+                length = 0
+                while own[first + length : first + length + 1] == there[at + length : at + length + 1] != []:
+                    length += 1
+                longest = max(longest, length)
+    seen = sum(1 << at for at in range(len(own) - size + 1) if tuple(own[at : at + size]) in grams)
+    return seen, longest if seen else 0
+
+
+few_words = st.lists(st.sampled_from(["a", "b", "The", "long-word", "extraordinarily"]), max_size=24).map(" ".join)
+
+
+@given(
+    texts=st.lists(few_words, max_size=4),
+    questions=st.lists(few_words, min_size=1, max_size=4),
+    sizes=st.tuples(st.integers(1, 6), st.integers(0, 5)),
+)
+@settings(deadline=None, max_examples=100)
+def test_what_is_found_is_what_a_plain_search_for_n_grams_finds(
+    texts: list[str], questions: list[str], sizes: tuple[int, int]
+) -> None:
+    shortest, n = sizes[0], sum(sizes)
+    own = [" ".join(plainly(question)) for question in questions]
+
+    found = found_in(texts, asked(*own), n=n, shortest=shortest) if texts else {}
+
+    for number, question in enumerate(own):
+        finding = found.get(number, Finding())
+        assert (finding.seen, finding.longest) == brute_force(texts, question, n=n, shortest=shortest)
+
+
+def test_words_are_lower_case_without_punctuation_and_chinese_characters_stand_alone() -> None:
+    words = words_of(["Don’t “STOP”, É\u00a0ÜBER 日本語、ok…", "second"])
+
+    found = [word.decode() for word in words.between(0, len(words.starts))]
+
+    assert found == ["don", "t", "stop", "é", "über", "日", "本", "語", "ok", "\x01", "second"]
+
+
+def test_words_that_share_a_number_and_differ_as_text_flag_nothing() -> None:
+    first, second = (f"{'a' * 16}{middle * 8}{'z' * 8}" for middle in "bc")
+    hashes = words_of([f"{first} {second}"]).hashes
+    assert hashes[0] == hashes[1], "not the collision that this test is about"
+
+    assert found_in([f"{first} {first}"], asked(f"{second} {second}"), n=2, shortest=2) == {}
+
+
+def test_text_across_two_documents_is_not_found() -> None:
+    half = len(QUESTION) // 2
+
+    assert found_in([QUESTION[:half], QUESTION[half:]], asked(QUESTION), n=13, shortest=13) == {}
+
+
+@pytest.mark.parametrize(("after", "follows"), [("It was Eden Bridge.", True), ("Nobody knows.", False)])
+def test_answer_is_seen_where_it_follows_the_question_in_the_same_text(after: str, follows: bool) -> None:
+    texts = [f"Q: {QUESTION}? {after}", "Eden Bridge"]
+
+    [finding] = found_in(texts, asked(QUESTION, answer="eden bridge"), n=13, shortest=8).values()
+
+    assert (finding.answer, finding.longest, finding.place) == (follows, 17, ("f", 0, 1))
+
+
+EXAMPLES = "Question: {0}\nAnswer: {1}\n\n"
+NAMES = ("Ada", "Ben", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hal", "Ida")
+
+
+@pytest.mark.parametrize("shots", [2, None], ids=["number of examples known", "unknown"])
+def test_own_text_of_a_question_is_without_instruction_examples_and_labels(shots: int | None) -> None:
+    examples = "".join(EXAMPLES.format(f"Where is {name} now?", "here") for name in ("Xan", "Yul"))
+    prompts = [f"Answer each.\n\n{examples}Question: Where does {name} live?\nAnswer:" for name in NAMES]
+
+    assert own_texts(prompts, shots=shots) == [f" Where does {name} live?" for name in NAMES]
+
+
+def test_own_text_of_a_conversation_is_the_last_turn_of_its_user() -> None:
+    turns = [{"role": "user", "content": "Hello?"}, {"role": "assistant", "content": "Yes."},
+             {"role": "user", "content": "Who built it?"}]  # fmt: skip
+
+    assert own_texts([json.dumps(turns)], shots=None) == ["Who built it?"]
+
+
+def test_choices_by_letter_belong_to_a_question_only_below_a_short_stem() -> None:
+    choices = "\nA. the first of them\nB. the second"
+
+    assert own_texts([f"{QUESTION}?{choices}", f"Which is true?{choices}"], shots=0) == [
+        f"{QUESTION}?",
+        f"Which is true?{choices}",
+    ]
+
+
+def test_question_has_one_digest_behind_other_examples_and_no_answer_that_is_a_letter() -> None:
+    def one(prompt: str, target: str) -> AskedQuestion:
+        return questions_of("b", [Sample(benchmark="b", id="1", prompt=prompt, output="", target=target, scores={})],
+                            shots=prompt.count("Example"))[0]  # fmt: skip
+
+    plain, with_examples = one(QUESTION, "B."), one(f"Example one.\n\nExample two.\n\n{QUESTION}?", "Eden")
+
+    assert plain.digest == with_examples.digest
+    assert (plain.answer, with_examples.answer) == ("", "eden")
+
+
+def read(uri: Path | str, name: str = "text") -> list[str]:
+    return [text for part in parts_of([TextSource(str(uri), name)]) for text in texts_in(part, Reading())]
+
+
+def lines(texts: Sequence[str]) -> bytes:
+    return "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+
+
+def test_texts_are_read_from_every_form_and_store_that_holds_them(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(["one", "two"]))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines(["three"])) + gzip.compress(lines(["four"])))
+    with pyarrow.CompressedOutputStream(str(tmp_path / "c.jsonl.zst"), "zstd") as file:
+        file.write(lines(["five"]))
+    parquet.write_table(pyarrow.table({"text": ["six", None], "id": [1, 2]}), tmp_path / "d.parquet")
+    (tmp_path / "e.txt").write_text("seven")
+    (tmp_path / "_SUCCESS").touch()
+    storage.write_bytes("memory://texts/shard-000.jsonl", lines(["eight"]))
+    chat = {"messages": [{"role": "user", "content": "nine"}, {"role": "assistant", "content": "ten"}]}
+    storage.write_bytes("memory://texts/shard-001.jsonl", json.dumps(chat).encode())
+
+    assert read(tmp_path) == ["one", "two", "three", "four", "five", "six", "seven"]
+    assert read("memory://texts/shard-{000..000}.jsonl") == ["eight"]
+    assert read("memory://texts/*1.jsonl", "messages") == ["nine\nten"]
+
+
+@given(texts=st.lists(st.text(max_size=6), min_size=1, max_size=8), cut=st.integers(1, 200))
+@settings(deadline=None, max_examples=50)
+def test_each_text_is_read_once_wherever_a_file_is_cut(texts: list[str], cut: int) -> None:
+    content = lines(texts)
+    storage.write_bytes("memory://cut.jsonl", content)
+    [whole] = parts_of([TextSource("memory://cut.jsonl")])
+    cut = min(cut, len(content))
+    parts = [whole.__class__(**{**vars(whole), "start": a, "end": b}) for a, b in ((0, cut), (cut, len(content)))]
+
+    found = [text for part in parts for text in _lenient(part)]
+
+    assert found == [text for text in texts if text]
+
+
+def _lenient(part: Part) -> list[str]:
+    try:
+        return list(texts_in(part, Reading()))
+    except BadInput:  # a part of nothing but empty texts
+        return []
+
+
+def test_texts_in_another_field_are_refused_with_the_fields_there_are(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"content": "one"}\n')
+
+    with pytest.raises(BadInput, match=r"'text' of .*a.jsonl\n.*the fields content"):
+        read(tmp_path / "a.jsonl")
+
+
+def test_scan_says_what_it_read_and_a_question_too_short_is_not_called_clean(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines(["Nothing of it.", f"Once: {QUESTION.upper()}!"]) + b"no json\n")
+    (tmp_path / "b.txt").write_text(" ".join(QUESTION.split()[:10]))
+    questions = asked(QUESTION, f"why {QUESTION[::-1]}", "too short to tell")
+
+    flags = scan(str(tmp_path), "s", [TextSource(str(tmp_path / "[ab].*"))], questions, settings=Settings())
+
+    search, found = flags.search, {key[1]: flag for key, flag in flags.questions.items()}
+    assert (search.text_files, search.documents, search.words, search.unreadable) == (2, 3, 31, 1)
+    assert (search.questions, search.flagged, search.too_short) == (2, 1, 1)
+    assert {name: (flag.flagged, flag.score, flag.longest) for name, flag in found.items()} == {
+        "0": (True, 1.0, 17),
+        "1": (False, 0.0, 0),
+    }
+    evidence = found["0"].evidence
+    assert evidence is not None and evidence.text == QUESTION
+    assert evidence.place == f"{tmp_path / 'a.jsonl'}, document 2"
+
+
+def test_scan_that_was_ended_does_not_read_again_what_it_had_read(tmp_path: Path) -> None:
+    first, second = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    first.write_bytes(lines([QUESTION]))
+    second.write_text('{"content": "one"}\n')
+    done: list[Progress] = []
+
+    def again() -> int:
+        sources = [TextSource(str(first)), TextSource(str(second))]
+        flags = scan(str(tmp_path), "s", sources, asked(QUESTION), settings=Settings(), processes=1,
+                     on_progress=done.append)  # fmt: skip
+        return flags.search.flagged
+
+    with pytest.raises(BadInput, match="the fields content"):
+        again()
+    assert [progress.parts for progress in done] == [1]
+    times = first.stat()
+    first.write_bytes(lines(["x" * len(QUESTION)]))
+    os.utime(first, ns=(times.st_atime_ns, times.st_mtime_ns))
+    second.write_bytes(lines(["one"]))
+
+    assert again() == 1, "the first file was read again, which now says something else"
+    assert [file.uri for file in storage.list_files(str(tmp_path / "contamination"))] == [
+        str(tmp_path / "contamination" / "s.jsonl.gz")
+    ]
+
+
+def test_memory_of_a_scan_goes_by_the_questions_and_not_by_the_texts(tmp_path: Path) -> None:
+    texts = [" ".join(f"{word}-{number}" for word in QUESTION.split() * 40) for number in range(700)]
+    peaks = []
+    for times in (1, 6):
+        (tmp_path / "a.jsonl").write_bytes(lines(texts) * times)
+        [part] = parts_of([TextSource(str(tmp_path / "a.jsonl"))])
+        index = QuestionIndex(asked(QUESTION), n=13, shortest=8)
+        tracemalloc.start()
+        result = scan_part(index, part)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert result.reading.documents == 700 * times
+
+    assert peaks[1] < 1.2 * peaks[0]
+
+
+@pytest.mark.parametrize("wrong", [{"n": 4}, {"threshold": 0.0}, {"shortest": 14}])
+def test_settings_that_can_find_nothing_are_refused(wrong: dict[str, float]) -> None:
+    with pytest.raises(BadInput, match="--shortest"):
+        Settings(**wrong).check()  # pyright: ignore[reportArgumentType]
