@@ -21,7 +21,7 @@ from tasks.policies.events import emit_verdict
 from tasks.policies.policy import Policy, WantedEvaluation
 from tasks.policies.reconciliation import RunListing, State, reconcile
 from tasks.policies.snapshot import run_folder, take_snapshot
-from tasks.policies.verdicts import KeptVerdicts, as_kept, kept_verdicts, records_digest, state_of
+from tasks.policies.verdicts import KeptVerdicts, as_kept, kept_verdicts, known_digests, records_digest, state_of
 from tasks.prefect_server.progress import Judged, report
 from tasks.records.record import find_records
 from tasks.records.search import FoundRecord
@@ -203,8 +203,10 @@ def _judged(
 ) -> JudgedCheckpoint:
     folder = storage.join(run_folder(policy, listing.name), f"step-{checkpoint.step}")
     by_hash: dict[str, list[FoundRecord]] = defaultdict(list)
-    for found in find_records(folder):
-        if _is_of(found, checkpoint):
+    of_name = [found for found in find_records(folder) if found.record.checkpoint.name == checkpoint.name]
+    digests = known_digests(checkpoint, (found.record.checkpoint for found in of_name))
+    for found in of_name:
+        if found.record.checkpoint.digest in digests:
             by_hash[found.record.evaluation_hash].append(found)
     standing: list[FoundRecord] = []
     for evaluation in wanted:
@@ -213,16 +215,6 @@ def _judged(
     return JudgedCheckpoint(
         checkpoint.name, checkpoint.step, tuple(standing), without_record=len(wanted) - len(standing)
     )
-
-
-def _is_of(found: FoundRecord, checkpoint: SeenCheckpoint) -> bool:
-    """Returns whether a record is of a checkpoint as it is now."""
-    reference = found.record.checkpoint
-    if reference.name != checkpoint.name:
-        return False
-    if checkpoint.digest is not None:
-        return reference.digest == checkpoint.digest
-    return reference.listing == checkpoint.listing
 
 
 def _is_unsettled(checkpoint: JudgedCheckpoint) -> bool:

@@ -20,8 +20,8 @@ from tasks.gates.gate import Gate
 from tasks.gates.reasons import Verdict
 from tasks.gates.verdict import JudgedCheckpoint
 from tasks.policies.policy import WantedEvaluation
-from tasks.records.index import RunRecords
-from tasks.records.record import now
+from tasks.records.index import Evaluated, IndexedRecord, RunRecords
+from tasks.records.record import CheckpointReference, now
 from tasks.spec.evaluation import digest_of
 
 _FOLDER = "gates"
@@ -75,21 +75,32 @@ def kept_verdicts(run_folder: str, gate: Gate) -> KeptVerdicts:
     return KeptVerdicts(folder, {(int(match[1]), match[3]): match[0] for match in matched})
 
 
+def known_digests(
+    checkpoint: SeenCheckpoint, recorded: Iterable[CheckpointReference | Evaluated | IndexedRecord]
+) -> set[str]:
+    """The digests that a checkpoint of a listing is known by: its own, or those of records made of what is listed.
+
+    Records with another listing and such a digest are of it, too: its files were copied between the two.
+    """
+    if checkpoint.digest is not None:
+        return {checkpoint.digest}
+    return {item.digest for item in recorded if item.listing == checkpoint.listing}
+
+
 def state_of(checkpoint: SeenCheckpoint, wanted: Iterable[WantedEvaluation], records: RunRecords) -> str:
     """Digest of what the index tells of the records of a checkpoint; other records, another digest.
 
     Records that nothing wants here change it too: see `KeptVerdicts.same_records`.
     """
     hashes = {hash_ for evaluation in wanted for hash_ in (evaluation.hash, evaluation.native_hash) if hash_}
-    done = [
-        (state.digest, state.newest, sorted(state.hashes & hashes))
-        for state in records.done.get(checkpoint.name, ())
-        if state.listing == checkpoint.listing or state.digest == checkpoint.digest
-    ]
+    states = records.done.get(checkpoint.name, ())
+    failures = [record for record in records.others if record.checkpoint == checkpoint.name]
+    digests = known_digests(checkpoint, (*states, *failures))
+    done = [(s.digest, s.newest, sorted(s.hashes & hashes)) for s in states if s.digest in digests]
     others = [
-        (record.evaluation_hash, record.status, record.digest, record.created)
-        for record in records.others
-        if record.checkpoint == checkpoint.name and record.evaluation_hash in hashes
+        (record.evaluation_hash, record.status, record.created)
+        for record in failures
+        if record.evaluation_hash in hashes and record.digest in digests
     ]
     return digest_of([sorted(hashes), sorted(done), sorted(others)])
 

@@ -155,8 +155,9 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
             assert client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["run-gate"])))
 
         run.write_policy(facts, more, gate={"name": "own", "checkpoints": "every", "rules": [rule | {"at_least": 2.0}]})
-        with pytest.raises(GateRefused, match="run-1: demo_"):
-            run.reconcile()
+        refused = CliRunner().invoke(app, ["reconcile", str(run.policy), "--json"])
+        assert isinstance(refused.exception, GateRefused) and refused.exception.exit_code == 1, refused.output
+        assert [verdict["verdict"] for verdict in json.loads(refused.stdout)["gate"]] == ["NO-GO"]
         assert run.reconcile()["error"] is None, "NO-GO is said once"
         [grid] = run.ask("status")["runs"]
         assert [row["gate"] for row in grid["checkpoints"]] == ["NO-GO", "NO-GO"]
@@ -165,8 +166,8 @@ def test_policy_is_carried_out_once_and_again_only_for_what_is_new(tmp_path: Pat
             sent = verdicts_told(client)
             assert sorted(event["resource"]["assay.step"] for event in sent) == ["1", "2"]
             assert all(event["payload"]["verdict"] == "NO-GO" for event in sent)
-            [refused] = {of["prefect.resource.id"] for e in sent for of in e["related"] if "flow-run." in str(of)}
-            assert client.read_flow_run(refused.rpartition(".")[2]).state_name == "Failed"
+            [judging] = {of["prefect.resource.id"] for e in sent for of in e["related"] if "flow-run." in str(of)}
+            assert client.read_flow_run(judging.rpartition(".")[2]).state_name == "Failed"
 
 
 def verdicts_told(client: SyncPrefectClient) -> list[dict[str, Any]]:

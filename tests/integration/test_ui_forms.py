@@ -190,7 +190,7 @@ def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
     form.tab("gate", "rules", choose="BaselineRule")
     form.type("gate", "rules", "benchmark", text="mmlu*")
     form.type("gate", "rules", "metric", text="acc")
-    form.type("gate", "rules", "not_worse_than", text="base@1000")
+    form.type("gate", "rules", "not_worse_than", text="mean of last 5")
     form.type("gate", "rules", "by_more_than", text="0.02")
     form.submit()
     [run] = eventually(lambda: runs_of(prefect_ui, deployed["evaluate-suite"]))
@@ -203,7 +203,7 @@ def test_suite_filled_by_hand_becomes_a_flow_run_with_what_was_filled_in(
     )
     assert asked["request"].resource_config.device == TpuConfig(variant="v5p-8")
     assert asked["selection"] == CheckpointSelection(which="latest")
-    rule = BaselineRule(benchmark="mmlu*", metric="acc", not_worse_than="base@1000", by_more_than=0.02)
+    rule = BaselineRule(benchmark="mmlu*", metric="acc", not_worse_than="mean of last 5", by_more_than=0.02)
     assert asked["gate"] == Gate(rules=(rule,))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
-from fakes.records import make_metric, make_record, make_samples, publish
+from fakes.records import FIRST, make_metric, make_record, make_samples, publish
 from tasks.gates.baselines import TRAINER_STATE, Baseline, baseline_of
 from tasks.gates.gate import BaselineRule, Gate
 from tasks.gates.reasons import Reason, Verdict
@@ -192,7 +193,7 @@ def test_best_passes_over_other_settings_and_says_how_many(run: Path):
 def test_earlier_checkpoint_of_another_run_of_the_same_name_is_none_of_this_one(tmp_path: Path):
     for step in (100, 200):
         scored(tmp_path, step, 300)
-        scored(tmp_path, step, 100, place="/elsewhere", cell="twin")
+        scored(tmp_path, step, 100, place="/elsewhere", cell="twin", created=FIRST + timedelta(days=1))
     assert steps_of(resolved(tmp_path, 200, rule("previous"))) == [100]
     [item] = resolved(tmp_path, 200, rule("previous")).scores[FACTS].records
     assert item.record.checkpoint.uri.startswith("checkpoints/")
@@ -240,12 +241,12 @@ def test_other_run_at_the_same_tokens_is_found_by_what_the_rule_or_the_checkpoin
 
     def counted(run: str, step: int, tokens: int) -> None:
         file = tmp_path / run / "hf" / f"step-{step}" / TRAINER_STATE
-        file.parent.mkdir(parents=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps({"global_step": step, "num_input_tokens_seen": tokens}))
 
     counted("run-b", 100, 50_000)
     counted("run-b", 200, 101_000)
-    counted("run-b", 400, 0)  # a trainer that did not count
+    counted("run-a", 200, 0)  # a trainer that did not count
     [reason] = judged_at(tmp_path / "out", 200, rule("run-b@same tokens")).refusals
     assert "nothing says how many tokens run-a had read" in reason.found
     counted("run-a", 200, 100_000)

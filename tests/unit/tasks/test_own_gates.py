@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -181,6 +182,16 @@ def test_suite_added_later_and_another_gate_are_judged_for_themselves(watched: W
     assert watched.judge() == [] and watched.status()[0] is None
     watched.publish(100, 300, suite=1, number=2)
     assert watched.judge() == ["run-100 GO"]
+
+
+def test_checkpoint_that_was_copied_between_two_evaluations_is_judged_by_both(watched: Watched):
+    watched.write(AT_LEAST, suites=("facts", "backwards"))
+    watched.publish(100, 300)
+    for file in (watched.folder / "run" / "hf" / "step-100").iterdir():
+        os.utime(file, (1, 1))
+    watched.publish(100, 300, suite=1)
+    assert watched.judge() == ["run-100 GO"]
+    assert watched.judge() == []
 
 
 def test_failure_by_itself_is_settled_and_one_of_machines_or_a_cancelled_cell_is_not(watched: Watched):
