@@ -119,18 +119,17 @@ def records(
         label = f"{how_many(len(rows), 'row')} of {how_many(len(found), 'record')}"
         _write(exported(rows, form=form), output, label=label)
         return
-    narrow = bool(wanted.benchmarks or wanted.metrics)
     table = (
         _split_table(splits)
         if contamination
         else results_table(
             found,
-            takes=wanted.takes if narrow else None,
+            wanted=wanted,
             parts=bool(wanted.benchmarks),
             qualifications=read_qualifications(path),
         )
         if wanted.latest
-        else rows_table(measured_rows(found, wanted=wanted))
+        else rows_table(row for row in measured_rows(found, wanted=wanted) if wanted.metrics or not row["smooth"])
     )
     if output is None:
         _out.print(table)

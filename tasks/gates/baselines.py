@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from resources.errors import BadInput
 from resources.storage import storage
-from tasks.gates.gate import BaselineRule, BoundRule, EarlierCheckpoints, NamedCheckpoint, OtherRun
+from tasks.gates.gate import EVERYTHING, BaselineRule, BoundRule, EarlierCheckpoints, NamedCheckpoint, OtherRun
 from tasks.gates.reasons import Reason
 from tasks.records.current import told_apart
 from tasks.records.record import CheckpointReference, FoundRecord, find_records
@@ -122,7 +122,8 @@ class Baseline:
 def wanted_scores(rule: BoundRule | BaselineRule) -> RecordFilter:
     """Returns the records and metrics that a rule is about."""
     evaluators = (rule.evaluator,) if rule.evaluator else ()
-    return RecordFilter(evaluators=evaluators, benchmarks=(rule.benchmark,), metrics=(rule.metric,), latest=False)
+    metrics = () if rule.metric == EVERYTHING else (rule.metric,)
+    return RecordFilter(evaluators=evaluators, benchmarks=(rule.benchmark,), metrics=metrics, latest=False)
 
 
 def baseline_of(

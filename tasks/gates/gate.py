@@ -15,6 +15,8 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from resources.config import AnyOfInForms, Config
 from tasks.spec.evaluators import EvaluatorName
 
+EVERYTHING = "*"
+
 
 class _Scored(Config):
     """The scores that a rule is about."""
@@ -22,7 +24,7 @@ class _Scored(Config):
     benchmark: str
     """Benchmark, or a pattern such as mmlu*; every score that matches must pass."""
     metric: str
-    """Metric, such as acc, or a pattern."""
+    """Metric, such as acc, or a pattern; `*` takes all but smooth scores (`bpb`, `choice_prob_norm`)."""
     evaluator: EvaluatorName | None = None
     """Only scores of this harness; every one when unset."""
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from resources.errors import BadInput
 from tasks.gates.baselines import Baseline, Find, baseline_of, wanted_scores
-from tasks.gates.gate import BaselineRule, BoundRule, Gate, NamedCheckpoint
+from tasks.gates.gate import EVERYTHING, BaselineRule, BoundRule, Gate, NamedCheckpoint
 from tasks.gates.margin import false_alarms_of, judged_by_margin
 from tasks.gates.reasons import Reason, Verdict
 from tasks.records.current import current_records, newest_settings, told_apart
@@ -173,7 +173,7 @@ def _scores(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> lis
     newest: dict[tuple[str, str, str], tuple[Metric, Record]] = {}
     for record in sorted(wanted.select(_records(checkpoint.records)), key=lambda record: record.created):
         for metric in record.metrics if record.succeeded else ():
-            if wanted.takes(metric.benchmark, metric.name):
+            if wanted.takes(metric.benchmark, metric.name, smooth=metric.smooth):
                 newest[metric.benchmark, metric.name, record.evaluation_hash] = (metric, record)
     return list(newest.values())
 
@@ -199,7 +199,7 @@ def _origin(record: Record) -> str:
 
 
 def _missing(rule: BoundRule | BaselineRule, checkpoint: JudgedCheckpoint) -> str:
-    asked = wanted_scores(rule.model_copy(update={"metric": "*"})).select(_records(checkpoint.records))
+    asked = wanted_scores(rule.model_copy(update={"metric": EVERYTHING})).select(_records(checkpoint.records))
     if not asked:
         return "no such score: it was not asked"
     statuses = ", ".join(sorted({record.status for record in asked}))

@@ -88,6 +88,7 @@ COLUMNS: dict[str, tuple[Kind, Callable[[Measured], Any]]] = {
     "high": ("number", _measured("high")),
     "n": ("whole", _measured("n")),
     "higher_is_better": ("yes or no", _measured("higher_is_better")),
+    "smooth": ("yes or no", _measured("smooth")),
     "status": ("text", lambda row: row.record.status),
     "reason": ("text", lambda row: row.record.reason),
     **{name: ("whole", _counted(name)) for name in Counts.model_fields},

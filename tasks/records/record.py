@@ -56,6 +56,8 @@ class Metric(Part):
     """Weights of the benchmarks whose values it is the mean of, together 1; empty where it is no group's."""
     higher_is_better: bool | None = True
     """Direction of improvement; empty where it is unknown."""
+    smooth: bool = False
+    """True for a score that comes along with those of a multiple-choice benchmark: its `bpb` or `choice_prob_norm`."""
     recomputed: bool = False
     """True if samples, or a group's parts, gave this value when it was published, so that they must ever after."""
 

@@ -60,9 +60,12 @@ class RecordFilter:
             meant = [record for record in meant if id(record) in newest]
         return [record for record in meant if not self.statuses or record.status in self.statuses]
 
-    def takes(self, benchmark: str, metric: str) -> bool:
-        """Tells if a metric of a benchmark is wanted; `metric` is empty for a benchmark that has given no number."""
-        return _matches(benchmark, self.benchmarks) and (not self.metrics or _matches(metric, self.metrics))
+    def takes(self, benchmark: str, metric: str, *, smooth: bool = False) -> bool:
+        """Tells if a metric of a benchmark is wanted; `metric` is empty for a benchmark that has given no number.
+
+        Smooth scores are wanted where metrics are named, if a pattern matches them.
+        """
+        return _matches(benchmark, self.benchmarks) and (_matches(metric, self.metrics) if self.metrics else not smooth)
 
     def _means(self, record: Record) -> bool:
         step = record.checkpoint.step

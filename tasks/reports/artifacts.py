@@ -79,6 +79,7 @@ def table_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "reason": _in_a_line(row["reason"]),
         }
         for row in results_rows(records)
+        if not row.pop("smooth")
     ]
     return [
         {name: as_markdown(value) if isinstance(value, str) else value for name, value in row.items()} for row in rows

@@ -229,7 +229,7 @@ def by_metric(found: Sequence[FoundRecord], label: str, wanted: RecordFilter) ->
     for item in usable:
         for metric in item.record.metrics:
             whole = metric.benchmark in item.record.benchmarks or bool(wanted.benchmarks)
-            if whole and wanted.takes(metric.benchmark, metric.name):
+            if whole and wanted.takes(metric.benchmark, metric.name, smooth=metric.smooth):
                 key = ScoreKey(item.record.evaluator, metric.benchmark, metric.name)
                 having.setdefault(key, []).append(item)
     return having

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -21,6 +21,7 @@ from tasks.contamination.view import contamination_view, searched
 from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.record import Record
 from tasks.records.seals import integrity
+from tasks.records.search import RecordFilter
 from tasks.reports.freshness import fingerprint, is_fresh, marked
 from tasks.reports.notes import CHANGED, mark, notes, remarks_on
 from tasks.reports.parts import asked_in_several_ways, evaluator_parts, remarks, same, sink_parts
@@ -48,6 +49,7 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "evaluator": column.evaluator,
             "benchmark": column.benchmark,
             "metric": column.metric,
+            "smooth": column.smooth,
             "settings": column.settings,
             "value": outcome.metric.value if outcome.metric else None,
             "stderr": outcome.metric.stderr if outcome.metric else None,
@@ -61,14 +63,15 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
         }
         for checkpoint in results.checkpoints
         for column in results.columns
-        if (outcome := results.outcome(checkpoint, column)) and (outcome.metric or not outcome.record.succeeded)
+        if (outcome := results.outcome(checkpoint, column))
+        and (outcome.metric or not (outcome.record.succeeded or column.smooth))
     ]
 
 
 def results_table(
     records: Sequence[Record],
     *,
-    takes: Callable[[str, str], bool] | None = None,
+    wanted: RecordFilter = RecordFilter(),  # noqa: B008 - it is frozen
     parts: bool = False,
     qualifications: Sequence[Qualification] = (),
 ) -> RenderableType:
@@ -78,11 +81,11 @@ def results_table(
 
     Args:
         records: what to show; of several for one cell, the newest is.
-        takes: says which benchmarks and metrics.
+        wanted: benchmarks and metrics; smooth scores are shown where metrics are named.
         parts: shows parts of benchmarks too.
         qualifications: verdicts on changes of versions.
     """
-    results = Results(records, takes=takes, qualifications=qualifications)
+    results = Results(records, wanted=wanted, qualifications=qualifications)
     if not results.records:
         return Text("No records yet")
     columns = [column for column in results.columns if parts or not column.part]
@@ -159,7 +162,7 @@ def curves_svg(records: Sequence[Record], *, qualifications: Sequence[Qualificat
     from tasks.reports import plots
 
     results = Results(records, qualifications=qualifications)
-    columns = [column for column in results.columns if not column.part]
+    columns = [column for column in results.columns if not column.part and not column.smooth]
     return plots.charts_svg([results.chart(column, title=results.named(column)) for column in columns])
 
 
@@ -229,6 +232,8 @@ def render_report(
         statuses=Counter(record.status for record in results.records),
         meanings=STATUS_MEANINGS,
         scored=sum(record.counts.scored for record in succeeded if record.counts),
+        scores=[column for column in results.columns if not column.smooth],
+        smooth=[column for column in results.columns if column.smooth],
         with_n={column for column in results.columns if len({metric.n for metric in results.metrics(column)}) > 1},
         with_counts=[record for record in succeeded if record.counts],
         phases=list(dict.fromkeys(phase for record in results.records for phase in record.seconds)),

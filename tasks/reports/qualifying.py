@@ -150,11 +150,16 @@ def _listed(found: Iterable[FoundRecord]) -> str:
 
 
 def _samples(found: FoundRecord) -> dict[str, dict[str, list[Sample]]]:
-    """Samples by benchmark and question, which has several where it was asked several times."""
+    """Samples by benchmark and question, which has several where it was asked several times.
+
+    Smooth scores are left out: they are other ones wherever log-likelihoods are, which is told apart.
+    """
     samples: dict[str, dict[str, list[Sample]]] = defaultdict(lambda: defaultdict(list))
+    smooth = {metric.name for metric in found.record.metrics if metric.smooth}
     try:
         for sample in read_samples(storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)):
-            samples[sample.benchmark][sample.id].append(sample)
+            scores = {name: score for name, score in sample.scores.items() if name not in smooth}
+            samples[sample.benchmark][sample.id].append(sample.model_copy(update={"scores": scores}))
     except FileNotFoundError:
         pass
     return samples

@@ -6,7 +6,7 @@ Numbers of different evaluators never share a column, though their benchmarks ma
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from tasks.records.build_changes import BuildChange, build_changes
 from tasks.records.builds import Qualification
 from tasks.records.current import current_records, told_apart
 from tasks.records.record import CheckpointReference, Metric, Record
+from tasks.records.search import RecordFilter
 from tasks.records.series import newest_of_each_hash, words_of_settings
 from tasks.spec.evaluators import EVALUATORS, evaluator_title
 
@@ -49,6 +50,8 @@ class Column:
     """Hash of the settings that all its numbers were measured with."""
     settings: str = ""
     """Words that tell it from the same metric with other settings; empty where there is none."""
+    smooth: bool = False
+    """True for a score that comes along with those of a multiple-choice benchmark."""
 
     @property
     def arrow(self) -> str:
@@ -128,7 +131,7 @@ class Results:
 
     Args:
         records: all that there are.
-        takes: says which benchmarks and metrics.
+        wanted: benchmarks and metrics; everything but smooth scores of parts when left out.
         qualifications: verdicts on changes of versions.
     """
 
@@ -136,7 +139,7 @@ class Results:
         self,
         records: Sequence[Record],
         *,
-        takes: Callable[[str, str], bool] | None = None,
+        wanted: RecordFilter | None = None,
         qualifications: Sequence[Qualification] = (),
     ) -> None:
         self.records = current_records(list(records))
@@ -146,7 +149,13 @@ class Results:
         self.checkpoints: list[CheckpointReference] = list({(c.run, c.step): c for c, _ in shown}.values())
         self.runs = list(dict.fromkeys(checkpoint.run for checkpoint in self.checkpoints))
         self.columns = [
-            column for column in _columns(self.records) if takes is None or takes(column.benchmark, column.metric)
+            column
+            for column in _columns(self.records)
+            if (
+                wanted.takes(column.benchmark, column.metric, smooth=column.smooth)
+                if wanted is not None
+                else not (column.smooth and column.part)
+            )
         ]
         self.evaluators = list(dict.fromkeys(column.evaluator for column in self.columns))
         self._at: dict[tuple[str, int, str], list[Record]] = {}
@@ -184,19 +193,18 @@ class Results:
             )
         return self._build_changes[column]
 
-    def by_evaluator(self, *, parts: bool) -> list[tuple[str, list[Column]]]:
-        """The columns under the title of their evaluator: parts of benchmarks, or everything but those."""
+    def by_evaluator(self, *, parts: bool = False, smooth: bool = False) -> list[tuple[str, list[Column]]]:
+        """The columns under the title of their evaluator: of whole benchmarks, of parts, or smooth scores."""
+        kind = (parts, smooth)
         groups = [
-            (name, [c for c in self.columns if (c.evaluator, c.part) == (name, parts)]) for name in self.evaluators
+            (name, [c for c in self.columns if c.evaluator == name and (c.part, c.smooth) == kind])
+            for name in self.evaluators
         ]
         return [(evaluator_title(evaluator), columns) for evaluator, columns in groups if columns]
 
-    @property
-    def headings(self) -> list[tuple[str, int]]:
-        """The titles of evaluators, each with the number of columns below it."""
-        return [
-            (evaluator_title(name), len(list(columns))) for name, columns in groupby(c.evaluator for c in self.columns)
-        ]
+    def headings(self, columns: Sequence[Column]) -> list[tuple[str, int]]:
+        """The titles of evaluators, each with the number of some columns that stand below it."""
+        return [(evaluator_title(name), len(list(below))) for name, below in groupby(c.evaluator for c in columns)]
 
     def named(self, column: Column) -> str:
         """Benchmark and metric, with the evaluator in front where there are several."""
@@ -257,11 +265,11 @@ def _columns(records: Sequence[Record]) -> list[Column]:
     """
     asked = {(record.evaluator, benchmark): None for record in records for benchmark in record.benchmarks}
     found: dict[tuple[str, str, str, str], tuple[bool | None, set[tuple[str, ...]]]] = {}
-    metrics: dict[tuple[str, str, str], None] = {}
+    metrics: dict[tuple[str, str, str], bool] = {}
     for record in records:
         for metric in record.metrics:
             key = (record.evaluator, metric.benchmark, metric.name)
-            metrics[key] = None
+            metrics[key] = metric.smooth
             found.setdefault((*key, record.evaluation_hash), (metric.higher_is_better, set()))[1].add(record.benchmarks)
     numbered = {(evaluator, benchmark, hash_) for evaluator, benchmark, _, hash_ in found}
     parents = {(e, name, hash_) for (e, _, _, hash_), (_, sets) in found.items() for names in sets for name in names}
@@ -270,7 +278,7 @@ def _columns(records: Sequence[Record]) -> list[Column]:
             key = (record.evaluator, benchmark, record.evaluation_hash)
             if key not in numbered | parents:
                 found[record.evaluator, benchmark, "", record.evaluation_hash] = (True, set())
-                metrics[record.evaluator, benchmark, ""] = None
+                metrics[record.evaluator, benchmark, ""] = False
     hashes = {
         evaluator: newest_of_each_hash(record for record in records if record.evaluator == evaluator)
         for evaluator in {record.evaluator for record in records}
@@ -281,7 +289,8 @@ def _columns(records: Sequence[Record]) -> list[Column]:
         series = [record for record in hashes[key[0]] if (*key, record.evaluation_hash) in found]
         for hash_, settings in words_of_settings(series, key[1]).items():
             higher_is_better, sets = found[(*key, hash_)]
-            columns.append(Column(*key, higher_is_better, key[:2] not in asked, frozenset(sets), hash_, settings))
+            part = key[:2] not in asked
+            columns.append(Column(*key, higher_is_better, part, frozenset(sets), hash_, settings, metrics[key]))
     return columns
 
 

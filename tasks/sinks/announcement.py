@@ -137,10 +137,11 @@ def metric_values(record: Record) -> dict[str, float]:
     """Numbers by the names they have in every tracker: `benchmark/metric`, its `…_stderr`, `…_low`, `…_high` and `…_n`.
 
     Of each benchmark, also questions with cut prompts (`benchmark/truncated`), left out (`…/skipped`) and with answers
-    at the length limit (`…/at_limit`), and its metrics without the latter (`benchmark/completed/metric`).
+    at the length limit (`…/at_limit`), and its metrics without the latter (`benchmark/completed/metric`). Parts of a
+    benchmark, such as the 57 subjects of MMLU, have no smooth scores there.
     """
     values: dict[str, float] = {}
-    for metric in record.metrics:
+    for metric in (m for m in record.metrics if not m.smooth or m.benchmark in record.benchmarks):
         name = f"{metric.benchmark}/{metric.name}"
         values[name] = metric.value
         further = {"stderr": metric.stderr, "low": metric.low, "high": metric.high, "n": metric.n}

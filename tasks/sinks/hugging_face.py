@@ -99,7 +99,7 @@ def _benchmarks(record: Record) -> list[str]:
 def _result(record: Record, announcement: Announcement, benchmark: str, task_type: str) -> dict[str, Any]:
     metrics = []
     for metric in record.metrics:
-        if metric.benchmark == benchmark:
+        if metric.benchmark == benchmark and not metric.smooth:
             details: dict[str, Any] = {"n": metric.n}
             details |= {"higher_is_better": metric.higher_is_better} if metric.higher_is_better is not None else {}
             known = {"stderr": metric.stderr, "low": metric.low, "high": metric.high, **_noticed(record, metric)}

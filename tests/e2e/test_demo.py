@@ -111,6 +111,10 @@ def test_scores_of_every_evaluator_improve_over_the_checkpoints(demo: Demo) -> N
         assert {name for _, name in after} == names
         for key, metric in after.items():
             assert metric.value > before[key].value, f"{key} did not improve"
+    for step in (first, last):  # HELM's questions are those of demo_facts, each choice asked by itself
+        by_helm, by_lm_eval = (smooth_scores(records[step, name]) for name in ("helm", "lm_evaluation_harness"))
+        assert by_helm.keys() == {"bpb", "choice_prob_norm"} and by_helm == pytest.approx(by_lm_eval, abs=1e-4)
+    assert by_helm["bpb"] < smooth_scores(records[first, "helm"])["bpb"]
 
 
 def test_demo_shows_a_table_and_writes_a_page_that_needs_nothing_else(demo: Demo) -> None:
@@ -164,6 +168,13 @@ def test_log_likelihoods_go_to_levanter_where_the_engine_has_none_and_agree_with
     loaded = log_probabilities(native, folder)
     assert loaded.keys() == served.keys()
     assert max(abs(loaded[key] - served[key]) for key in loaded) < 1e-3
+    assert smooth_scores(native) == pytest.approx(
+        smooth_scores(records_of(demo)[last, "lm_evaluation_harness"]), abs=1e-4
+    )
+
+
+def smooth_scores(record: Record) -> dict[str, float]:
+    return {metric.name: metric.value for metric in record.metrics if metric.smooth}
 
 
 def test_everything_the_demo_makes_lies_in_its_folder(demo: Demo) -> None:

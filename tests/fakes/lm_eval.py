@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fakes.engine import FakeEngine
 from pools.endpoint import RunningModel
@@ -79,6 +81,21 @@ def samples(folder: Path, benchmark: str) -> list[dict[str, Any]]:
     """The samples that lm-eval has kept of a benchmark."""
     [path] = folder.rglob(f"samples_{benchmark}_2*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def smooth_by_hand(texts: Sequence[str], log_likelihoods: Sequence[float], right: int) -> dict[str, float]:
+    """Bits per byte of the right one of some choices, and its normalised probability, as Marin defines both."""
+    sizes = np.array([len(text.encode()) for text in texts])
+    bits = -np.array(log_likelihoods) / sizes / np.log(2)
+    return {"bpb": bits[right], "choice_prob_norm": (np.exp(-bits) / np.exp(-bits).sum())[right]}
+
+
+def smooth_of(sample: Mapping[str, Any], right: int) -> dict[str, float]:
+    """The same of a sample that lm-eval has kept, from what was weighed behind its contexts."""
+    asked = [(pair["arg_0"], pair["arg_1"]) for pair in sample["arguments"].values()]
+    places = [place for place, (context, _) in enumerate(asked) if context]  # the others are for mutual information
+    texts = [asked[place][1].removeprefix(" ") for place in places]
+    return smooth_by_hand(texts, [float(sample["resps"][place][0][0]) for place in places], right)
 
 
 def results(folder: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import pytest
 
 from fakes.engine import FakeEngine
 from fakes.launcher import FakeLauncher
-from fakes.lm_eval import Harness, kept_imported
+from fakes.lm_eval import Harness, kept_imported, smooth_by_hand
 from fakes.models import write_checkpoint
 from fakes.tokenizers import write_byte_tokenizer
 from faults.truth.trial import WAYS, Way, check_lies_are_never_scored
@@ -131,6 +131,12 @@ async def test_benchmarks_give_metrics_equal_counts_samples_and_a_site(tmp_path:
     assert first == {"simple_mcqa": "exact_match", "demo_mcqa": "exact_match", **natural}
     asked = {"simple_mcqa": 5, "demo_mcqa": 5, "synthetic_reasoning_natural": 2}  # its others are of another split
     assert all(metric.n == asked[metric.benchmark] and metric.stderr is not None for metric in parsed.metrics)
+    smooth = {(metric.benchmark, metric.name): metric for metric in parsed.metrics if metric.smooth}
+    assert {key: metric.higher_is_better for key, metric in smooth.items()} == {
+        ("demo_mcqa", "bpb"): False,
+        ("demo_mcqa", "choice_prob_norm"): True,
+    }, "letters are asked for in the other"
+    assert all(metric.recomputed and metric.low < metric.value < metric.high for metric in smooth.values())
     assert parsed.versions == {"helm": "0.5.16"}
     ends = {name: (part.finish_reasons, part.at_limit) for name, part in parsed.details.items()}
     assert ends["simple_mcqa"] == ({"length": 5}, None), "letters are asked for"
@@ -179,9 +185,35 @@ async def test_choices_come_from_the_cache_where_the_engine_can_and_else_from_ec
             found[name] = parsed
     samples = {name: list(read_samples(str(tmp_path / name / SAMPLES_NAME))) for name in ways}
     assert samples["cache"] == samples["refused"] == samples["echo"]
+    by_hand = smooth_of_run(next((tmp_path / "echo" / RUNS).glob("custom_mcqa*")))
+    assert [sample.scores for sample in samples["echo"]] == [
+        pytest.approx({"exact_match": sample.scores["exact_match"], **by_hand[sample.id.partition("-")[0]]})
+        for sample in samples["echo"]
+    ]
     cached, refused = found["cache"].asking.loglikelihood, found["refused"].asking.loglikelihood
     assert (cached.way, cached.audited, cached.largest_difference, cached.reason) == ("prefix cache", 3, 0.0, None)
     assert refused.way == "echo" and "403" in refused.reason
+
+
+def smooth_of_run(folder: Path) -> dict[str, dict[str, float]]:
+    """Smooth scores of each question of a run of HELM, from the tokens of its choices, each a byte behind a space."""
+    weighed: dict[str, list[float]] = {}
+    choices: dict[str, list[dict[str, Any]]] = {}
+    for state in json.loads((folder / "scenario_state.json").read_text())["request_states"]:
+        question, references = state["instance"]["id"], state["instance"]["references"]
+        text = f" {references[state['reference_index']]['output']['text']}"
+        [answer] = state["result"]["completions"]
+        last = answer["tokens"][-len(text.encode()) :]
+        weighed.setdefault(question, []).append(sum(token["logprob"] for token in last))
+        choices[question] = references
+    return {
+        question: smooth_by_hand(
+            [choice["output"]["text"] for choice in offered],
+            weighed[question],
+            next(place for place, choice in enumerate(offered) if "correct" in choice["tags"]),
+        )
+        for question, offered in choices.items()
+    }
 
 
 async def test_answers_and_scores_through_a_pool_are_those_of_the_bare_command_line(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import statistics
 import subprocess
 from pathlib import Path
@@ -14,7 +15,19 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from fakes.engine import FakeEngine
-from fakes.lm_eval import DEMO, KEY, KINDS, PROGRAM, Harness, make_config, make_model, results, samples, write_benchmark
+from fakes.lm_eval import (
+    DEMO,
+    KEY,
+    KINDS,
+    PROGRAM,
+    Harness,
+    make_config,
+    make_model,
+    results,
+    samples,
+    smooth_of,
+    write_benchmark,
+)
 from fakes.proxy import CLIENT_KEY, running_proxy, state_of
 from fakes.tokenizers import BOS, write_byte_tokenizer
 from resources.errors import BadInput, EndpointUnusable, UnknownBenchmark
@@ -41,6 +54,8 @@ cli_evaluate()
 """
 """lm-eval's own command, which needs not read its fifteen thousand files of benchmarks (13 s), nor look for garbage."""
 NOT_FROM_CACHE = "the engine does not score from its prefix cache"
+SMOOTH = ("bpb", "choice_prob_norm")
+WITHOUT = "Without bpb and choice_prob_norm:"
 COMPARED = ("kind_shuffled", "kind_blank", "kind_choice", "kind_next", "kind_targets", "kind_text", "kind_words")
 
 
@@ -66,7 +81,8 @@ async def test_bundled_benchmarks_give_metrics_equal_counts_and_samples(
     verify_counts(parsed)
     assert parsed.counts.requested == 220
     numbers = {(metric.benchmark, metric.name): metric for metric in parsed.metrics}
-    assert set(numbers) == {("demo_facts", "acc"), ("demo_facts", "acc_norm"), ("demo_backwards", "exact_match")}
+    facts = ("acc", "acc_norm", *SMOOTH)
+    assert set(numbers) == {*(("demo_facts", name) for name in facts), ("demo_backwards", "exact_match")}
     assert numbers["demo_facts", "acc"].n == 120
     assert 0 < (numbers["demo_facts", "acc"].stderr or 0) < 0.1
     assert parsed.versions["lm_eval"] == "0.4.13"
@@ -115,12 +131,18 @@ async def test_samples_through_the_proxy_are_those_of_the_bare_command_at_the_en
             parsed = await lm_eval.evaluate(model, config, tmp_path / "ours")
     verify_counts(parsed)
     for benchmark in COMPARED:
-        ours = samples(tmp_path / "ours", benchmark)
+        ours = [without_smooth(sample) for sample in samples(tmp_path / "ours", benchmark)]
         assert ours and ours == samples(tmp_path / "bare", benchmark)
-        found = [results(tmp_path / who)[benchmark] for who in ("ours", "bare")]
+        found = [without_smooth(results(tmp_path / who)[benchmark]) for who in ("ours", "bare")]
         for numbers in found:
             numbers.pop("perplexity_stderr,none", None)  # from fewer resamples; records have another one
         assert found[0] == found[1]
+
+
+def without_smooth(content: dict[str, Any]) -> dict[str, Any]:
+    """A sample, or numbers, of lm-eval's less what we add."""
+    left = {name: value for name, value in content.items() if not name.startswith(SMOOTH)}
+    return left | ({"metrics": [name for name in left["metrics"] if name not in SMOOTH]} if "metrics" in left else {})
 
 
 async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
@@ -135,9 +157,20 @@ async def test_every_kind_of_benchmark_tells_what_was_asked_answered_and_scored(
     for metric in parsed.metrics:
         found = by_question(output, metric.benchmark)
         assert len(found) == len({sample.id for sample in found}) == 6
-        if metric.name.startswith(("acc", "exact_match")):
+        if metric.name.startswith(("acc", "exact_match", *SMOOTH)):
             assert statistics.fmean(sample.scores[metric.name] for sample in found) == pytest.approx(metric.value)
         assert {sample.scores.keys() == found[0].scores.keys() for sample in found} == {True}
+    smooth = {(m.benchmark, m.name): m for m in parsed.metrics if m.smooth}
+    assert set(smooth) == {(f"kind_{kind}", name) for kind in ("choice", "shuffled", "blank") for name in SMOOTH}
+    for (benchmark, name), metric in smooth.items():
+        rows = sorted(samples(output, benchmark), key=lambda row: row["doc_id"])
+        by_hand = [smooth_of(row, row["doc"]["answer"])[name] for row in rows]
+        assert [sample.scores[name] for sample in by_question(output, benchmark)] == pytest.approx(by_hand)
+        assert metric.value == pytest.approx(statistics.fmean(by_hand))
+        assert metric.stderr == pytest.approx(statistics.stdev(by_hand) / math.sqrt(len(by_hand)))
+        assert metric.low is not None and metric.high is not None and metric.low < metric.value < metric.high
+        assert (metric.n, metric.higher_is_better, metric.recomputed) == (6, name != "bpb", True)
+    assert parsed.details["kind_targets"].notes == (f"{WITHOUT} 3 of 6 questions have not exactly one right choice.",)
     chosen = by_question(output, "kind_choice")[1]
     assert (chosen.id[:2], chosen.prompt, chosen.target) == ("1-", "A bee makes", "honey")
     assert all(sample.output in ("milk", "honey", "wax") for sample in [chosen])
@@ -185,6 +218,13 @@ async def test_one_benchmark_in_several_forms_is_published_under_several_names(
     verify_counts(parsed)
     published = {metric.benchmark for metric in parsed.metrics}
     assert {"shape_sides", "shapes_few", "sides_1shot", "sides_1shot.shapes_few", "sampled"} <= published
+    groups = {(metric.benchmark, metric.name): metric for metric in parsed.metrics if metric.parts}
+    assert {name for benchmark, name in groups if benchmark == "sides_1shot"} == {"acc", *SMOOTH}
+    for (benchmark, name), metric in groups.items():
+        assert (metric.parts, metric.smooth) == (groups[benchmark, "acc"].parts, name in SMOOTH)
+        parts = {part.benchmark: part.value for part in parsed.metrics if part.name == name}
+        assert metric.value == pytest.approx(sum(weight * parts[part] for part, weight in metric.parts.items()))
+        assert metric.recomputed and metric.low is not None
     for benchmark, examples in (("shapes_few", 0), ("sides_1shot.shapes_few", 1), ("shapes_2shot.shapes_few", 2)):
         prompt = samples(output, benchmark)[0]["arguments"]["gen_args_0"]["arg_0"]
         assert prompt.count(" has") == examples + 1

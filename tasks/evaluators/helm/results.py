@@ -53,6 +53,7 @@ class _Plan(BaseModel):
     helm: str
     runs: dict[str, _PlannedRun]
     lower_is_better: list[str] = []
+    smooth: list[str] = []
     asking: Asking = Asking()
     unanswered: Unanswered = Unanswered()
 
@@ -195,7 +196,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
     details: dict[str, BenchmarkDetails] = {}
     requested = answered = scored = truncated = 0
     for run in _runs(output, plan, config):
-        found = list(_metrics(run, plan.lower_is_better))
+        found = list(_metrics(run, plan))
         metrics[run.plan.key].append(found)
         whole = {key for key, states in run.states.items() if all(_is_answered(state) for state in states)}
         requested += run.plan.questions or 0
@@ -298,7 +299,7 @@ def _scored(run: _Run, whole: set[_Key], metrics: list[Metric]) -> int:
     return sum(name in run.scores(key) for key in whole)
 
 
-def _metrics(run: _Run, lower_is_better: list[str]) -> Iterator[Metric]:
+def _metrics(run: _Run, plan: _Plan) -> Iterator[Metric]:
     """The metrics that count, with the questions that each is taken over."""
     for name, stat in run.published.items():
         if stat.mean is None or not math.isfinite(stat.mean):
@@ -314,7 +315,8 @@ def _metrics(run: _Run, lower_is_better: list[str]) -> Iterator[Metric]:
             value=stat.mean,
             stderr=stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None,
             n=len(values) or len({key.instance for key in run.states}),
-            higher_is_better=name not in lower_is_better,
+            higher_is_better=name not in plan.lower_is_better,
+            smooth=name in plan.smooth,
         )
 
 
@@ -326,13 +328,13 @@ def _together(key: str, runs: list[list[Metric]]) -> Iterator[Metric]:
             if len(same) < len(runs):
                 continue
             errors = [metric.stderr for metric in same if metric.stderr is not None]
-            yield Metric(
-                benchmark=key,
-                name=first.name,
-                value=fmean(metric.value for metric in same),
-                stderr=math.hypot(*errors) / len(same) if len(errors) == len(same) else None,
-                n=sum(metric.n for metric in same),
-                higher_is_better=first.higher_is_better,
+            yield first.model_copy(
+                update={
+                    "benchmark": key,
+                    "value": fmean(metric.value for metric in same),
+                    "stderr": math.hypot(*errors) / len(same) if len(errors) == len(same) else None,
+                    "n": sum(metric.n for metric in same),
+                }
             )
     for metrics in runs:
         yield from metrics

@@ -41,11 +41,14 @@ class PlannedTask(BaseModel):
     data: str | None = None
     control: str | None = None
     notes: tuple[str, ...] = ()
+    smooth: tuple[str, ...] = ()
+    """Scores that our program adds to the task's own."""
 
     @property
     def details(self) -> BenchmarkDetails:
         """The part of a benchmark's details that is known before answers come."""
-        return BenchmarkDetails.model_validate(self.model_dump(exclude={"output_type", "truncated_questions"}))
+        ours = {"output_type", "truncated_questions", "smooth"}
+        return BenchmarkDetails.model_validate(self.model_dump(exclude=ours))
 
 
 class Plan(BaseModel):
@@ -110,7 +113,7 @@ def read_results(output: Path, config: EvaluationConfig) -> Parsed:
         truncated=sum(task.truncated for task in plan.tasks.values()),
     )
     asked = read_asked(output)
-    metrics = list(_metrics(results, asked))
+    metrics = list(_metrics(results, asked, plan.tasks))
     unusable = [f"{metric.benchmark} {metric.name}" for metric in metrics if not is_finite(metric.value)]
     if counts.requested == answered == scored and (unusable or not metrics):
         raise invalid_results(_HARNESS, output, f"no usable number for {', '.join(unusable) or 'anything'}")
@@ -143,9 +146,11 @@ def read_files(output: Path) -> tuple[Plan, Results, Callable[[str], Path]]:
     return plan, results, lambda name: path.with_name(f"samples_{name}_{stamp}.jsonl")
 
 
-def _metrics(results: Results, asked: Asked) -> Iterator[Metric]:
+def _metrics(results: Results, asked: Asked, tasks: Mapping[str, PlannedTask]) -> Iterator[Metric]:
     for benchmark, row in results.results.items():
         group = asked.groups.get(benchmark)
+        parts = group.leaves if group else (benchmark,)
+        smooth = {name for part in parts if part in tasks for name in tasks[part].smooth}
         numbers = {split(key): value for key, value in row.items() if "," in key}
         directions = results.higher_is_better.get(benchmark, {})
         n = row.get("sample_len")
@@ -161,6 +166,7 @@ def _metrics(results: Results, asked: Asked) -> Iterator[Metric]:
                 n=n if isinstance(n, int) else 0,
                 parts=group.weights(name, results.sizes(f"{name},{filter_name}")) if group else {},
                 higher_is_better=directions.get(name, True),
+                smooth=name in smooth,
             )
 
 

@@ -32,6 +32,7 @@ from helm.proxy.retry import get_retry_decorator, retry_if_request_failed
 sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[2] / "programs")]  # -I leaves them out
 import helm_choices
 import valid_answers
+from helm_smooth import scores_choices
 
 del sys.path[-2:]
 
@@ -107,7 +108,7 @@ class Asking(Executor):
         self._before(self._run, states)
         self._done, self._total = 0, len(states)
         self._show(0.0)
-        self._weighed = self._weigh(self._run, states) if helm_choices.scores_choices(self._run.spec) else {}
+        self._weighed = self._weigh(self._run, states) if scores_choices(self._run.spec) else {}
         self._done = len(self._weighed)
         return super().execute(scenario_state)
 

@@ -17,12 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import openai
-from helm.benchmark.adaptation.adapter_spec import ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS
 from helm.benchmark.adaptation.request_state import RequestState
-from helm.benchmark.metrics.basic_metrics import BasicReferenceMetric
-from helm.benchmark.metrics.reference_metric import ReferenceMetric
-from helm.benchmark.run_spec import RunSpec
-from helm.common.object_spec import get_class_by_name
 from helm.common.request import GeneratedOutput, RequestResult, Token
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "programs"))  # -I leaves it out
@@ -47,14 +42,6 @@ class Text:
     def choice(self) -> Choice:
         """Its last tokens, behind the others."""
         return Choice(self.ids[: -self.weighed], self.ids[-self.weighed :])
-
-
-def scores_choices(spec: RunSpec) -> bool:
-    """Tells if a run scores each choice by itself, by nothing but the log-probabilities of its own tokens."""
-    metrics = [get_class_by_name(metric.class_name) for metric in spec.metric_specs]
-    return spec.adapter_spec.method in ADAPT_MULTIPLE_CHOICE_SEPARATE_METHODS and all(
-        metric is BasicReferenceMetric for metric in metrics if issubclass(metric, ReferenceMetric)
-    )
 
 
 def together(plan: Mapping[str, Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -30,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
 import helm_choices
 from helm_asking import Asking, Run, question
 from helm_control import control
+from helm_smooth import HIGHER_IS_BETTER
 
 del sys.path[0]
 
@@ -121,6 +122,7 @@ class Harness:
 
     def _write_plan(self, **known: Any) -> None:
         content = {"suite": SUITE, "helm": metadata.version("crfm-helm"), "runs": self._plan}
+        content["smooth"] = list(HIGHER_IS_BETTER)
         way = helm_choices.together(self._plan)
         content = {**content, "asking": {**self._job.get("asking", {}), "loglikelihood": way}, **known}
         unfinished = self._output / f"{PLAN_NAME}.unfinished"

@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # -I leaves it out
 import helm_asking
 import helm_runs
 import helm_unpacking
+from helm_smooth import with_smooth_scores
 
 del sys.path[0]
 
@@ -319,7 +320,10 @@ def located(value: Any, job: dict[str, Any]) -> Any:
 
 
 def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
-    """The run with limits and groups, by the rules of `helm-run`; its name says nothing of where our files lie."""
+    """The run with limits and groups, by the rules of `helm-run`, and smooth scores of choices.
+
+    Its name says nothing of where our files lie.
+    """
     adapter = spec.adapter_spec
     if job["limit"] is not None and adapter.max_eval_instances is None:
         adapter = replace(adapter, max_eval_instances=job["limit"])
@@ -333,7 +337,7 @@ def changed(spec: RunSpec, entry: RunEntry, job: dict[str, Any]) -> RunSpec:
     groups = list(entry.groups or [])
     place = str(Path(job["benchmarks_path"]).absolute()).replace(os.sep, "_") + "_"
     name = spec.name.replace(place, "") + (f",groups={'-'.join(sorted(groups))}" if groups else "")
-    return replace(spec, name=name, adapter_spec=adapter, groups=spec.groups + groups)
+    return with_smooth_scores(replace(spec, name=name, adapter_spec=adapter, groups=spec.groups + groups))
 
 
 def labels(names: list[str]) -> list[str]:

@@ -27,12 +27,13 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).parent))  # -I leaves it out
-sys.path.append(str(Path(__file__).parents[2] / "lm_eval" / "programs"))
+sys.path += [str(Path(__file__).parents[2] / "lm_eval" / "programs"), str(Path(__file__).parents[2] / "programs")]
 import jax
 from levanter_journal import FOLDER, Journal
 from levanter_model import Model, UnusableCheckpointError, load
@@ -43,8 +44,9 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.utils import setup_logging
 from lm_eval_index import built_in_index, use_remembered_index
 from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
-from lm_eval_prompts import Questions, means
+from lm_eval_prompts import Questions, groups_in, means
 from lm_eval_refusal import refuse, write_json
+from lm_eval_smooth import weigh_in_groups
 
 READ_AT_IMPORT = (
     "DISABLE_MULTIPROC",
@@ -123,7 +125,8 @@ def evaluate(job: dict[str, Any]) -> None:
     }
     journal = Journal(Path(FOLDER), json.dumps(facts, sort_keys=True))
     lm = LevanterLM(model, ", ".join(tasks), journal)
-    Questions(job, tasks, lm, model.tokenizer, output=output, on_settled=lambda: None)
+    on_settled = partial(weigh_in_groups, groups_in(benchmarks))
+    Questions(job, tasks, lm, model.tokenizer, output=output, on_settled=on_settled)
     tracker = EvaluationTracker(output_path=str(output / job["results_folder"]))
     with model.mesh():
         results = simple_evaluate(

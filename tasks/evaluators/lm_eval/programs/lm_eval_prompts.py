@@ -24,6 +24,7 @@ from lm_eval_control import control, evidence
 from lm_eval_data import revision_of
 from lm_eval_loading import name_of, seed
 from lm_eval_refusal import refuse, write_json
+from lm_eval_smooth import add_smooth_scores
 
 PLAN_NAME = "plan.json"
 SKIPPED_NAME = "skipped.jsonl"
@@ -89,6 +90,7 @@ class Questions:
             asked = list(task.doc_iterator(**{name: options[name] for name in DOCUMENTS}))
             task.doc_iterator = lambda **_: iter(asked)
             build(**options)
+            add_smooth_scores(task, [doc for _, doc in asked])
         except Exception as error:  # noqa: BLE001 - a benchmark is somebody else's code, and may fail in any way
             _log.error("%s cannot be asked", name_of(task), exc_info=error)
             refuse(
@@ -203,6 +205,7 @@ def plan(tasks: list[Task], limit: int | None) -> dict[str, dict[str, Any]]:
             "questions": there[name_of(task)] if limit is None else min(limit, there[name_of(task)]),
             "output_type": task.OUTPUT_TYPE,
             "notes": task.notes,
+            "smooth": task.smooth,
             "data": revision_of(task),
         }
         for task in tasks
@@ -211,14 +214,19 @@ def plan(tasks: list[Task], limit: int | None) -> dict[str, dict[str, Any]]:
 
 def means(benchmarks: dict[str, list[Any]]) -> dict[str, Any]:
     """Benchmarks that each group, also a nested one, is the mean of, and whether that is weighted by their sizes."""
-    top = [part for parts in benchmarks.values() for part in parts if isinstance(part, Group)]
     return {
         group.name: {
             "leaves": [task.task_name for task in group.get_all_tasks()],
             "by_size": {metric.metric: metric.weight_by_size for metric in group.aggregate_metric_list or ()},
         }
-        for group in [below for part in top for below in (part, *part.get_all_groups())]
+        for group in groups_in(benchmarks)
     }
+
+
+def groups_in(benchmarks: dict[str, list[Any]]) -> list[Group]:
+    """Groups of tasks, and those inside them."""
+    top = [part for parts in benchmarks.values() for part in parts if isinstance(part, Group)]
+    return [below for part in top for below in (part, *part.get_all_groups())]
 
 
 def too_long(task: Task, model: Any, tokenizer: Any) -> TooLong:

@@ -40,8 +40,9 @@ try:
     from lm_eval_index import RememberedIndex, built_in_index, listing, use_remembered_index
     from lm_eval_loading import check_tasks, leaves, load_benchmarks, task_manager
     from lm_eval_model import Completions, Conversations, EndpointFaultError, way_of_asking
-    from lm_eval_prompts import PLAN_NAME, Questions, few_of_each_kind, label_progress, means, plan
+    from lm_eval_prompts import PLAN_NAME, Questions, few_of_each_kind, groups_in, label_progress, means, plan
     from lm_eval_proofs import prove_tokenizer
+    from lm_eval_smooth import weigh_in_groups
     from lm_eval_tokenizer import complete_model_args, load_tokenizer
 
     if __name__ == "__main__":
@@ -130,11 +131,12 @@ def evaluate(job: dict[str, Any]) -> None:
     for note in asking["notes"]:
         logging.getLogger("lm_eval").warning(note)
 
-    def prove() -> None:
+    def settle() -> None:
+        weigh_in_groups(groups_in(benchmarks))
         if isinstance(model, Completions) and job["prove_tokenizer"]:
             prove_tokenizer(job, model, output)
 
-    Questions(job, tasks, model, tokenizer, output=output, on_settled=prove)
+    Questions(job, tasks, model, tokenizer, output=output, on_settled=settle)
     label_progress(tasks, model, prompts_per_request)
     logging.getLogger("lm_eval.models.api_models").addFilter(few_of_each_kind(SAME_WARNINGS))
     tracker = EvaluationTracker(output_path=str(output / job["results_folder"]))
