@@ -141,6 +141,7 @@ def test_parts_have_theirs_in_records_and_exports_alone(mixed: Path):
     record = make_record(step=200, metrics=(*whole, *part), benchmarks=("mmlu",))
     page = render_report([record], title="run-a")
     assert "mmlu · bpb" in page and "mmlu_anatomy · acc" in page and "mmlu_anatomy · bpb" not in page
+    assert "mmlu_anatomy" not in page.split("<summary>Smooth scores</summary>")[1].partition("</details>")[0]
     values = metric_values(record)
     assert {"mmlu/bpb", "mmlu/choice_prob_norm", "mmlu_anatomy/acc"} <= values.keys()
     assert not any(name.startswith(("mmlu_anatomy/bpb", "mmlu_anatomy/choice")) for name in values)
