@@ -15,7 +15,7 @@ from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
 from tasks.reports.page import import_plotting
-from tasks.running.announce import announce, check_sinks
+from tasks.running.announce import announce, check_sinks, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells, put_away
 from tasks.running.provisioning import provisioned
@@ -66,7 +66,7 @@ def evaluate(
 
 
 def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, wait: bool) -> None:
-    """Evaluates the cells that have no succeeded record, then writes the report and tells the sinks.
+    """Evaluates the cells that have no succeeded record, then writes the report, looks for alerts and tells the sinks.
 
     Cells that another run has claimed are left to it; with `wait`, this one waits for their outcome.
     """
@@ -76,6 +76,7 @@ def run_pending(configs: Sequence[EvaluationConfig], cells: Sequence[Cell], *, w
     with ClaimedCells([cell for cell in cells if not cell.done], wait=wait) as claimed:
         run_claimed(configs, claimed)
     publish_report(configs[0])
+    raise_alerts(cells, since=began)
     if any(config.sinks for config in configs):
         announce(cells, since=began)
 

@@ -20,7 +20,7 @@ from tasks.prefect_server.progress import report_event
 from tasks.prefect_server.progress_artifact import marked
 from tasks.records.record import Record, now
 from tasks.reports.artifacts import publish_report
-from tasks.running.announce import announce
+from tasks.running.announce import announce, raise_alerts
 from tasks.running.cells import Cell, as_served, conclude, plan_cells
 from tasks.running.claimed_cells import ClaimedCells
 from tasks.running.provisioning import prepare_environments, provisioned, served_alike
@@ -70,7 +70,15 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
         exports = ArrivingCheckpoints(config.exports, every_n_steps=config.every_n_steps)
         folder = claims_folder(configs[0].evaluation_path, configs[0].run_name)
         claimed = ClaimedCells([], wait=True, folder=folder)
-        cells = ArrivingCells(configs, exports, job, claimed=claimed, poll_seconds=config.poll_seconds, plan=_planned)
+
+        def plan_arrived(configs: Sequence[EvaluationConfig], arrived: Sequence[Checkpoint]) -> list[Cell]:
+            """Plans checkpoints, tells whoever else waits for them, and looks for alerts of those before."""
+            emit(arrived)
+            raise_alerts(list(cells.planned.values()), since=began)
+            return plan_cells(configs, arrived)
+
+        poll = config.poll_seconds
+        cells = ArrivingCells(configs, exports, job, claimed=claimed, poll_seconds=poll, plan=plan_arrived)
         try:
             with marked(configs), claimed:
                 _evaluate(cells, configs, claimed)
@@ -88,15 +96,10 @@ def _trained_and_evaluated(config: TrainAndEvaluateConfig, gate: Gate | None) ->
             remedy="let it export more often: hf_save_steps in train_config",
         )
     planned = list(cells.planned.values())
+    raise_alerts(planned, since=began)
     if any(evaluation.sinks for evaluation in configs):
         announce(planned, since=began)
     return conclude(planned) if gate is None else conclude_by(gate, planned)
-
-
-def _planned(configs: Sequence[EvaluationConfig], checkpoints: Sequence[Checkpoint]) -> list[Cell]:
-    """The cells of some checkpoints, which whoever else waits for them is told of: they are complete."""
-    emit(checkpoints)
-    return plan_cells(configs, checkpoints)
 
 
 def _evaluate(cells: ArrivingCells, configs: Sequence[EvaluationConfig], claimed: ClaimedCells) -> None:

@@ -22,7 +22,7 @@ from flows.cli.evaluate import evaluate, requalify, show_series
 from flows.cli.gate import gate
 from flows.cli.generate import generate
 from flows.cli.jobs import SUBMIT_SETTINGS, jobs_app, submit
-from flows.cli.policy import cancel, gaps, plan, reconcile, retry, status
+from flows.cli.policy import alerts, cancel, gaps, plan, reconcile, retry, status
 from flows.cli.pools import pool_app
 from flows.cli.records import compare, publish, records, report
 from flows.cli.schedule import notify, policy_app, watch
@@ -179,7 +179,7 @@ _GROUPS: dict[str, tuple[Callable[..., None] | typer.Typer, ...]] = {
         *(evaluate, generate, train_and_evaluate, checkpoints, records, compare, requalify, report, gate),
         *(demo, demo_train, doctor),
     ),
-    "Policies": (plan, gaps, status, reconcile, retry, cancel, watch, notify, policy_app),
+    "Policies": (plan, gaps, status, alerts, reconcile, retry, cancel, watch, notify, policy_app),
     "Pools": (pool_app,),
     "Jobs and clusters": (submit, jobs_app, eval_job_app, cluster_app, work_pool_app),
     "Data and publishing": (suites, stage, contamination_app, publish),

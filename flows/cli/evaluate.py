@@ -162,6 +162,8 @@ def show_series(result: Any, *, as_json: bool, sinks: Sequence[Sink] = ()) -> No
             OUT.print(f"Evaluated {result.evaluated}, already recorded {result.already_recorded}.", highlight=False)
         if result.report:
             OUT.print(f"Report: {result.report}", soft_wrap=True, highlight=False)
+        for alert in result.alerts:
+            OUT.print(alert, soft_wrap=True, highlight=False, markup=False)
         for sink in sinks:
             if sink.shown_by is not None and any(sink.name in record.sinks for record in result.records):
                 OUT.print(f"To see it: {sink.shown_by}", soft_wrap=True, highlight=False, markup=False)

@@ -1,8 +1,9 @@
-"""The commands about policies: `assay plan`, `gaps`, `status`, `retry`, `cancel` and `reconcile`."""
+"""The commands about policies: `assay plan`, `gaps`, `status`, `retry`, `cancel`, `reconcile` and `alerts`."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -126,6 +127,44 @@ def cancel(policy: _Policy, cell: _Cells = None, as_json: Json = False) -> None:
     OUT.print("assay retry lets them begin again.", highlight=False)
 
 
+def alerts(
+    where: Annotated[
+        str, typer.Argument(help="YAML file with a policy, or folder given as --output to evaluate.", metavar="WHERE")
+    ] = "evaluations",
+    acknowledge: Annotated[
+        list[str] | None,
+        typer.Option("--acknowledge", help="Id of an alert, or its beginning, that is not to be open; repeatable."),
+    ] = None,
+    every: Annotated[bool, typer.Option("--all", help="Acknowledge all that are open.")] = False,
+    note: Annotated[str | None, typer.Option(help="A few words about what is acknowledged.")] = None,
+    as_json: Json = False,
+) -> None:
+    """List scores that left the curves of their runs, open alerts first, or acknowledge them.
+
+    The exit code is 0, whether any is open or not.
+    """
+    from resources.errors import BadInput
+    from tasks.alerts.files import acknowledge as write
+    from tasks.alerts.listing import alerts_table, chosen, list_alerts
+
+    if note is not None and not (acknowledge or every):
+        raise BadInput(expected="--acknowledge ID or --all beside --note", found="neither", remedy="name the alerts")
+    folders = _record_folders(where)
+    listed = list_alerts(folders)
+    meant = [*chosen(listed, acknowledge or ()), *(each for each in listed if every and each.state == "open")]
+    for each in meant:
+        write(each.run_folder, each.alert, note=note)
+    if meant:
+        _rewrite_reports({each.run_folder for each in meant})
+        listed = list_alerts(folders)
+    if as_json:
+        print_json([each.as_dict() for each in listed])
+    elif listed:
+        OUT.print(alerts_table(listed))
+    else:
+        OUT.print("No alerts.")
+
+
 @flattened
 def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> None:
     """Evaluate what a policy wants and nothing has settled yet; cells that another run has are left to it.
@@ -138,13 +177,14 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
     from resources.errors import AssayError
     from tasks.gates.reasons import Verdict
     from tasks.prefect_server.client import prefect_errors_in_words, require_server
-    from tasks.prefect_server.progress import Event, Judged, Update, listening
+    from tasks.prefect_server.progress import Event, Judged, Raised, Update, listening
     from tasks.spec.names import how_many
 
     wanted, judged_by = load_policy(policy), gate_of(gating)
     if wanted.dispatch == "work_pools":
         require_server()
     verdicts: list[Verdict] = []
+    alert_lines: list[str] = []
     outcome: dict[str, Any] = {}
     error: AssayError | None = None
     with live_view(ERR) as show:
@@ -152,6 +192,8 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
         def take(update: Update) -> None:
             if isinstance(update, Judged):
                 verdicts.append(update.verdict)
+            elif isinstance(update, Raised):
+                alert_lines.append(update.text)
             if isinstance(update, Event) and wanted.dispatch == "work_pools":  # none is skipped: they name prices
                 ERR.print(update.text, markup=False, highlight=False, soft_wrap=True)
             else:
@@ -169,6 +211,8 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
     if as_json:
         print_json({"policy": wanted.name, **outcome, **({"error": str(error)} if error else {}), **judged})
     else:
+        for alert in alert_lines:
+            OUT.print(alert, soft_wrap=True, highlight=False, markup=False)
         for verdict in verdicts:
             show_verdict(verdict)
     if error is not None:
@@ -182,6 +226,46 @@ def reconcile(policy: _Policy, gating: GateOptions, as_json: Json = False) -> No
     evaluated, left = outcome["succeeded"], outcome["left_to_others"]
     others = f", {left} left to other runs" if left else ""
     OUT.print(f"Evaluated {evaluated}{others}; {outcome['done_before']:,} were done before.", highlight=False)
+
+
+def _record_folders(where: str) -> list[str]:
+    """Returns the folders with the records of a policy's runs, or the folder that was named.
+
+    Raises:
+        BadInput: there is no such policy, none of its runs, or no record in the folder.
+    """
+    from resources.errors import BadInput
+    from tasks.checkpoints.run_snapshot import expand_runs
+    from tasks.policies.policy import Policy
+    from tasks.policies.snapshot import run_folder
+    from tasks.records.record import find_records
+    from tasks.spec.loading import load_config
+    from tasks.spec.names import name_of
+
+    if where.endswith((".yaml", ".yml", ".json")):
+        wanted = load_config(where, Policy)
+        return [run_folder(wanted, name_of(run)[0]) for run in expand_runs(wanted.runs)]
+    if not find_records(where):
+        raise BadInput(
+            expected=f"a policy's YAML file, or a folder with records: {where}",
+            found="no record there",
+            remedy="evaluate something, or name another folder",
+        )
+    return [where]
+
+
+def _rewrite_reports(run_folders: Iterable[str]) -> None:
+    """Has reports that are there show what was said of alerts."""
+    from resources.storage import storage
+    from tasks.records.record import read_records
+    from tasks.reports.artifacts import REPORT_NAME
+    from tasks.reports.page import write_report
+
+    for folder in run_folders:
+        page = storage.join(folder, REPORT_NAME)
+        if storage.exists(page):
+            records_at = storage.parent(folder)
+            write_report(read_records(folder), page, title=storage.basename(folder), records_at=records_at)
 
 
 def _snapshot(uri: str, *, use_index: bool) -> tuple[Policy, list[RunListing], Reconciliation]:

@@ -15,7 +15,7 @@ from resources.errors import AssayError, BadInput
 from tasks.gates.reasons import Verdict
 from tasks.prefect_server.embedded import EmbeddedServer, embedded_server
 from tasks.prefect_server.lazy import server_named
-from tasks.prefect_server.progress import CellDone, Judged, Update, listening
+from tasks.prefect_server.progress import CellDone, Judged, Raised, Update, listening
 from tasks.records.current import current_records
 from tasks.records.record import Record, now, read_records
 from tasks.reports.artifacts import report_uri
@@ -42,6 +42,8 @@ class SeriesResult:
     error: AssayError | None
     verdict: Verdict | None = None
     """The gate's verdict, where there is one."""
+    alerts: tuple[str, ...] = ()
+    """Alerts that it raised, a line each."""
 
 
 def run_series(
@@ -71,6 +73,7 @@ def run_series(
     error: AssayError | None = None
     records: list[Record] = []
     verdict: Verdict | None = None
+    alerts: list[str] = []
     with live_view(console) as show:
 
         def take(update: Update) -> None:
@@ -79,6 +82,8 @@ def run_series(
                 evaluated.add(update.cell)
             elif isinstance(update, Judged):
                 verdict = update.verdict
+            elif isinstance(update, Raised):
+                alerts.append(update.text)
             show(update)
 
         with listening(take):
@@ -97,7 +102,7 @@ def run_series(
         records = current_records(found)
     already = sum(record.succeeded and record.created < began for record in records)
     report = report_uri(evaluation_path, run_name) if records else None
-    return SeriesResult(records, len(evaluated), already, report, error, verdict)
+    return SeriesResult(records, len(evaluated), already, report, error, verdict, tuple(alerts))
 
 
 def run_generation(config: GenerationConfig, *, console: Console) -> list[dict[str, Any]]:

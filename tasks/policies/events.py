@@ -21,7 +21,7 @@ from tasks.checkpoints.discovery import Checkpoint, checkpoint_at
 from tasks.checkpoints.run_snapshot import SeenCheckpoint, expand_runs, snapshot_run
 from tasks.gates.reasons import Verdict
 from tasks.policies.policy import Policy
-from tasks.prefect_server.client import prefect_client
+from tasks.prefect_server.client import send_events
 from tasks.prefect_server.lazy import in_flow_run
 from tasks.spec.names import name_of
 
@@ -76,12 +76,9 @@ def send(checkpoints: Sequence[CompleteCheckpoint]) -> None:
     Raises:
         PrefectUnavailable: it does not answer.
     """
-    if not checkpoints:
-        return
-    # Each has an id of its own: a second event of one id makes the server lose others where it keeps them in SQLite.
-    events = [Event(event=CHECKPOINT_COMPLETE, resource=Resource(checkpoint.labels())) for checkpoint in checkpoints]
-    with prefect_client() as client:
-        client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
+    send_events(
+        [Event(event=CHECKPOINT_COMPLETE, resource=Resource(checkpoint.labels())) for checkpoint in checkpoints]
+    )
 
 
 def emit(checkpoints: Iterable[Checkpoint]) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
 from prefect.client.orchestration import PrefectClient, SyncPrefectClient, get_client
+from prefect.events import Event
 from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_KEY, PREFECT_API_URL
 from pydantic import SecretStr
@@ -86,6 +87,20 @@ async def async_prefect_client() -> AsyncIterator[PrefectClient]:
     with prefect_errors_in_words():
         async with get_client() as client:
             yield client
+
+
+def send_events(events: Sequence[Event]) -> None:
+    """Sends events, and returns when the server has them.
+
+    Each is to have an id of its own: a second event of one id makes the server lose others where it keeps them in
+    SQLite.
+
+    Raises:
+        PrefectUnavailable: it does not answer.
+    """
+    if events:
+        with prefect_client() as client:
+            client.request("POST", "/events", json=[event.model_dump(mode="json") for event in events])
 
 
 @contextmanager

@@ -22,6 +22,11 @@ class Event:
 
 
 @dataclass(frozen=True)
+class Raised(Event):
+    """An alert, in a line: the command shows it in the end too."""
+
+
+@dataclass(frozen=True)
 class CellProgress:
     """The progress of one cell: requests `done` of `total` in the present stage; cells are counted from 1.
 
@@ -102,8 +107,8 @@ def report(update: Update) -> None:
         listener(update)
 
 
-def report_event(text: str) -> None:
+def report_event(text: str, kind: type[Event] = Event) -> None:
     """Tells the listener, and writes it to the log of the Prefect run we are in."""
-    report(Event(text))
+    report(kind(text))
     if (log := run_logger()) is not None:
         log.info(text)

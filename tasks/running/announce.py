@@ -1,18 +1,25 @@
-"""Sinks at the end of a run: what they still lack of earlier runs, and the report over the run."""
+"""Announcements at the end of a run: of alerts, and to sinks of what they still lack and of the report."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime
 
 from prefect import task
 from prefect.cache_policies import NO_CACHE
 
-from tasks.prefect_server.progress import report_event
-from tasks.records.record import FoundRecord, note_sinks
+from resources.errors import AssayError, StorageError
+from resources.storage import storage
+from tasks.alerts.events import tell_server
+from tasks.alerts.files import KnownAlert, read_alerts
+from tasks.alerts.looking import find_news
+from tasks.alerts.texts import sentence
+from tasks.prefect_server.progress import Raised, report_event
+from tasks.records.record import FoundRecord, SinkState, note_sinks
+from tasks.reports.artifacts import browser_address, report_uri
 from tasks.running.cells import Cell, standing_record
-from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record, publish_report
 from tasks.sinks.senders import Senders
 from tasks.spec.sinks import Sink
 
@@ -29,9 +36,33 @@ def check_sinks(cells: Sequence[Cell]) -> None:
         sink.check()
 
 
+def raise_alerts(cells: Sequence[Cell], *, since: datetime) -> None:
+    """Looks for alerts on the curves that cells of this run have made longer, and tells Prefect's server of new ones.
+
+    Nothing here fails a run: an alert follows from the records, and `assay alerts` lists it.
+
+    Args:
+        cells: those of the run.
+        since: when the run began.
+    """
+    if all(cell.done for cell in cells):
+        return
+    evaluation_path, run = cells[0].config.evaluation_path, cells[0].reference.run
+    folder = storage.join(evaluation_path, run)
+    try:
+        news = find_news(folder, since=since)
+        for found in news:
+            report_event(f"Alert: {sentence(found.known.alert)}", Raised)
+        tell_server(news, run_folder=folder, report=browser_address(report_uri(evaluation_path, run)))
+    except AssayError as error:
+        report_event(f"alerts of {run} could not be looked for, or told: {error.found}")
+    except Exception as error:  # noqa: BLE001 - the boundary: whatever is told of them, the records are written
+        report_event(f"alerts of {run} could not be looked for, or told: {type(error).__name__}: {error}")
+
+
 @task(task_run_name="tell the sinks", cache_policy=NO_CACHE, persist_result=False)
 def announce(cells: Sequence[Cell], *, since: datetime) -> None:
-    """Sends the records of earlier runs to sinks that lack them, then the report to those that got something new.
+    """Sends the records of earlier runs to sinks that lack them; alerts and the report to those that got something new.
 
     Records of this run were sent when they were written. Nothing here fails a run or is tried again: a record says
     which sinks have it, and the next run or `assay publish` sends what is missing.
@@ -41,6 +72,7 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
         since: when the run began.
     """
     reports: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
+    series: dict[tuple[str, str], tuple[FoundRecord, Sink]] = {}
     with Senders() as senders:
         for cell in cells:
             found = standing_record(cell) if cell.config.sinks else None
@@ -54,13 +86,32 @@ def announce(cells: Sequence[Cell], *, since: datetime) -> None:
                 if state is not None and state.at >= since:
                     if state.status == "published":
                         reports[record.evaluator, sink.name] = (found, sink)
+                        series[record.evaluation_hash, sink.name] = (found, sink)
                     else:
                         reason = " ".join((state.reason or "").split())
                         report_event(f"{cell.title}: {sink.name} does not have its record: {reason}")
+        alerts = _raised(cells[0], since=since) if series else []
+        for found, sink in series.values():
+            states = publish_alerts(found.record, found.cell_uri, (sink,), alerts, senders=senders)
+            _report_failures("alerts", states)
         for found, sink in reports.values():
-            for name, state in publish_report(found.record, found.cell_uri, (sink,), senders=senders).items():
-                if state.status == "failed":
-                    report_event(f"{name} does not have the report: {state.reason}")
+            _report_failures("the report", publish_report(found.record, found.cell_uri, (sink,), senders=senders))
+
+
+def _raised(cell: Cell, *, since: datetime) -> list[KnownAlert]:
+    """Alerts of a cell's run that were announced since a time."""
+    try:
+        known = read_alerts(storage.join(cell.config.evaluation_path, cell.reference.run)).values()
+    except StorageError as error:
+        report_event(f"alerts cannot be told to sinks: {error.found}")
+        return []
+    return [alert for alert in known if alert.announced and alert.found_at >= since.timestamp()]
+
+
+def _report_failures(what: str, states: Mapping[str, SinkState]) -> None:
+    for name, state in states.items():
+        if state.status == "failed":
+            report_event(f"{name} does not have {what}: {state.reason}")
 
 
 def _caught_up(found: FoundRecord, sinks: Sequence[Sink], senders: Senders) -> FoundRecord:

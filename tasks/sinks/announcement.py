@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from pydantic import BaseModel, ConfigDict
 
 from resources.storage import storage
+from tasks.alerts.files import KnownAlert
 from tasks.records.builds import build_of
 from tasks.records.record import Record
 from tasks.records.samples import SAMPLES_NAME, Sample, read_samples
@@ -18,6 +19,8 @@ from tasks.spec.names import in_few_words
 STEP_METRIC = "training_step"
 """The x axis of all curves."""
 REPORT_NAME = "report.html"
+ALERT = "alert"
+"""Tag of a tracker's run one of whose curves has raised an alert."""
 SEVERAL_BUILDS = "several builds"
 """Tag of a tracker's run whose records were made with different versions of engine, harness or data."""
 
@@ -57,7 +60,7 @@ class Series(BaseModel):
 
 
 class Announcement(BaseModel):
-    """A succeeded record on its way to a sink, or with `record` unset the report over a whole run."""
+    """A succeeded record on its way to a sink, or with `record` unset alerts, or the report over a whole run."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -69,6 +72,8 @@ class Announcement(BaseModel):
     """Its folder."""
     report_uri: str
     """Page over the training run's records; perhaps not there."""
+    alerts: tuple[KnownAlert, ...] = ()
+    """Alerts of its series; empty where it is the record or the report."""
 
     @classmethod
     def of(cls, record: Record, cell_uri: str) -> Announcement:
@@ -89,6 +94,12 @@ class Announcement(BaseModel):
     def of_report(self) -> Announcement:
         """The report that this record is a part of."""
         return self.model_copy(update={"record": None})
+
+    def of_alerts(self, alerts: Sequence[KnownAlert]) -> Announcement:
+        """Those of some alerts that this record's series has raised."""
+        series = self.series.evaluator, self.series.evaluation_hash
+        own = [a for a in alerts if (a.alert.evaluator, a.alert.evaluation_hash) == series]
+        return self.model_copy(update={"record": None, "alerts": tuple(own)})
 
     @property
     def known(self) -> Record:
@@ -153,6 +164,12 @@ def metric_values(record: Record) -> dict[str, float]:
             values |= {f"{benchmark}/{name}": value for name, value in numbers.items() if value is not None}
             values |= {f"{benchmark}/completed/{name}": value for name, value in details.completed.items()}
     return values
+
+
+def alert_values(known: KnownAlert) -> dict[str, float]:
+    """The number of an alert by its name in every tracker: by how much the value is off, at its training step."""
+    alert = known.alert
+    return {f"{alert.benchmark}/{alert.metric}_alert": alert.found - alert.expected}
 
 
 def build_mark(record: Record) -> tuple[str, str]:

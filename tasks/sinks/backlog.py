@@ -11,8 +11,10 @@ import yaml
 from resources.config import Config
 from resources.errors import BadInput
 from resources.storage import storage
+from tasks.alerts.files import read_alerts
 from tasks.records.record import RECORD_NAME, Record, SinkState, find_records, note_sinks
-from tasks.sinks.publishing import missing_sinks, publish_record, publish_report
+from tasks.sinks.announcement import Announcement
+from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record, publish_report
 from tasks.sinks.senders import Senders
 from tasks.spec.evaluation import EvaluationConfig
 from tasks.spec.loading import build_config, load_config
@@ -108,6 +110,7 @@ def publish_missing(
             on_published(outcomes[-1])
 
     changed: dict[tuple[str, str], tuple[str, Record, Sink]] = {}
+    series: dict[tuple[str, str], tuple[str, Record, Sink]] = {}
     with Senders() as senders:
         for cell, record in found:
             due = tuple(wanted[cell]) if again else missing_sinks(record, wanted[cell])
@@ -116,7 +119,12 @@ def publish_missing(
             note(f"{record.checkpoint.name} {record.evaluator}", states)
             for sink in due:
                 if states[sink.name].status == "published":
-                    changed[(f"{record.checkpoint.run} {record.evaluator}", sink.name)] = (cell, record, sink)
+                    changed[f"{record.checkpoint.run} {record.evaluator}", sink.name] = (cell, record, sink)
+                    series[f"{record.checkpoint.run} {record.evaluation_hash}", sink.name] = (cell, record, sink)
+        for cell, record, sink in series.values():
+            alerts = [each for each in read_alerts(Announcement.of(record, cell).run_uri).values() if each.announced]
+            states = publish_alerts(record, cell, (sink,), alerts, senders=senders)
+            note(f"alerts of {record.checkpoint.run}", states)
         for cell, record, sink in changed.values():
             note(f"report of {record.checkpoint.run}", publish_report(record, cell, (sink,), senders=senders))
     return outcomes

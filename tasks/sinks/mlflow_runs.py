@@ -22,11 +22,14 @@ from pydantic import field_validator
 
 from resources.errors import SinkFailed
 from resources.storage import storage
+from tasks.alerts.texts import sentence
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
+    ALERT,
     REPORT_NAME,
     SEVERAL_BUILDS,
     Announcement,
+    alert_values,
     build_mark,
     has_several_builds,
     metric_values,
@@ -60,6 +63,7 @@ class MlflowSink(SinkConfig):
     secret_variables = ("MLFLOW_TRACKING_PASSWORD", "MLFLOW_TRACKING_TOKEN")
     variables = ("MLFLOW_*",)
     client_lasts = True
+    takes_alerts = True
 
     kind: Literal["mlflow"] = "mlflow"
     """Says that this sink is MLflow."""
@@ -128,12 +132,13 @@ CONFIG = MlflowSink
 
 
 def send(announcement: Announcement, sink: MlflowSink) -> str | None:
-    """Adds a record below the run of its series, or the report page to that; says where it is to be seen.
+    """Adds a record below the run of its series, or alerts or the report page to that; says where it is to be seen.
 
     Raises:
         SinkFailed: MLflow did not take it.
     """
-    if announcement.record is None and not storage.exists(announcement.report_uri):
+    is_report = announcement.record is None and not announcement.alerts
+    if is_report and not storage.exists(announcement.report_uri):
         return None
     from mlflow import MlflowClient
 
@@ -143,7 +148,10 @@ def send(announcement: Announcement, sink: MlflowSink) -> str | None:
             client = MlflowClient(tracking_uri=client_uri(sink.tracking_uri))
         experiment = _experiment(client, sink)
         parent = _parent(client, experiment, announcement, sink)
-        if announcement.record is None:
+        if announcement.alerts:
+            _add_alerts(client, parent, announcement)
+            shown = parent
+        elif announcement.record is None:
             with tempfile.TemporaryDirectory(prefix="assay-mlflow-") as scratch:
                 page = Path(scratch) / REPORT_NAME
                 page.write_bytes(storage.read_bytes(announcement.report_uri))
@@ -259,6 +267,20 @@ def _add_record(client: MlflowClient, parent: Run, child: Run, announcement: Ann
             if given.is_dir():
                 given.rename(folder / "harness_config")
         client.log_artifacts(child.info.run_id, str(folder))
+
+
+def _add_alerts(client: MlflowClient, series: Run, announcement: Announcement) -> None:
+    """Adds a point to a curve and a tag for each alert; a second time both are the same."""
+    from mlflow.entities import Metric, RunTag
+
+    metrics = [
+        Metric(name, value, int(known.found_at * 1000), known.alert.step)
+        for known in announcement.alerts
+        for name, value in _named(alert_values(known)).items()
+    ]
+    tags = {f"alert.{known.alert.id}": sentence(known.alert) for known in announcement.alerts} | {ALERT: "true"}
+    run_tags = [RunTag(name, value) for name, value in _cut(tags).items()]
+    client.log_batch(series.info.run_id, metrics=metrics, tags=run_tags)
 
 
 def _described(sink: MlflowSink) -> dict[str, str]:

@@ -17,6 +17,7 @@ from threading import Event
 
 from resources.errors import AssayError, SinkFailed
 from resources.settings import settings
+from tasks.alerts.files import KnownAlert
 from tasks.records.record import Record, SinkState, now
 from tasks.sinks.announcement import Announcement
 from tasks.sinks.credentials import credentials_of, scrub
@@ -60,6 +61,20 @@ def publish_report(
         return {}
     states = _publish(Announcement.of(record, cell_uri).of_report(), sinks, senders)
     return {name: state for name, state in states.items() if state.status == "failed" or state.where is not None}
+
+
+def publish_alerts(
+    record: Record,
+    cell_uri: str,
+    sinks: Sequence[Sink],
+    alerts: Sequence[KnownAlert],
+    *,
+    senders: Senders | None = None,
+) -> dict[str, SinkState]:
+    """Sends alerts that the series of a record has raised; what became of them, at those sinks that take alerts."""
+    announcement = Announcement.of(record, cell_uri).of_alerts(alerts)
+    taking = [sink for sink in sinks if sink.takes_alerts]
+    return _publish(announcement, taking, senders) if announcement.alerts and taking else {}
 
 
 def _publish(announcement: Announcement, sinks: Sequence[Sink], senders: Senders | None) -> dict[str, SinkState]:

@@ -7,10 +7,11 @@ of its history cannot be replaced, so one that is there is not sent twice.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,12 +21,15 @@ from pydantic import Field, field_validator
 from resources.errors import SinkFailed
 from resources.settings import set_process_environment_defaults
 from resources.storage import storage
+from tasks.alerts.texts import sentence, title
 from tasks.records.record import RECORD_NAME
 from tasks.sinks.announcement import (
+    ALERT,
     REPORT_NAME,
     SEVERAL_BUILDS,
     STEP_METRIC,
     Announcement,
+    alert_values,
     build_mark,
     has_several_builds,
     metric_values,
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 
 _PROJECT = re.compile(r"[^/\\#?%:]{1,128}")
 _FINISHED = ".finished"
+_ALERTS, _REPORT = "alerts-", "report"
+_TITLE_CHARACTERS = 63  # W&B takes no longer one
 _FIXED: dict[str, Any] = {
     "silent": True,
     "console": "off",
@@ -64,6 +70,7 @@ class WeightsAndBiasesSink(SinkConfig):
 
     secret_variables = ("WANDB_API_KEY",)
     variables = ("WANDB_*",)
+    takes_alerts = True
 
     kind: Literal["wandb"] = "wandb"
     """Says that this sink is Weights & Biases."""
@@ -118,18 +125,21 @@ CONFIG = WeightsAndBiasesSink
 
 
 def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
-    """Adds a record, or the report page, to the run of its series; says where that is to be seen.
+    """Adds a record, alerts, or the report page to the run of its series; says where that is to be seen.
 
     Raises:
         SinkFailed: W&B did not take it.
     """
-    if announcement.record is None and not storage.exists(announcement.report_uri):
+    is_report = announcement.record is None and not announcement.alerts
+    if is_report and not storage.exists(announcement.report_uri):
         return None
     with _folder(announcement, sink) as folder:
         if (folder / _FINISHED).exists():
             return str(folder)
         with _run(announcement, sink, folder) as run:
-            if announcement.record is None:
+            if announcement.alerts:
+                _add_alerts(run, announcement, known=_sent_offline(folder))
+            elif announcement.record is None:
                 _add_file(run, "report", "report", REPORT_NAME, storage.read_bytes(announcement.report_uri))
             else:
                 _add_record(run, announcement, sink)
@@ -137,7 +147,7 @@ def send(announcement: Announcement, sink: WeightsAndBiasesSink) -> str | None:
                 run.tags = (*(run.tags or ()), SEVERAL_BUILDS)
             url = run.url
         if sink.mode == "offline":
-            (folder / _FINISHED).touch()
+            (folder / _FINISHED).write_text(" ".join(known.alert.id for known in announcement.alerts))
         return url if sink.mode == "online" else str(folder)
 
 
@@ -156,9 +166,13 @@ def _folder(announcement: Announcement, sink: WeightsAndBiasesSink) -> Iterator[
         )
     home = storage.local_path(sink.folder or storage.join(announcement.run_uri, "wandb")).absolute()
     record = announcement.record
-    name = f"{storage.basename(announcement.cell_uri)}-{record.attempt}" if record else "report"
+    if announcement.alerts:
+        ids = " ".join(known.alert.id for known in announcement.alerts)
+        name = _ALERTS + hashlib.sha256(ids.encode()).hexdigest()[:16]
+    else:
+        name = f"{storage.basename(announcement.cell_uri)}-{record.attempt}" if record else _REPORT
     folder = home / announcement.series.id / (f"step-{record.checkpoint.step}" if record else "all") / name
-    if record is None or not (folder / _FINISHED).exists():
+    if name == _REPORT or not (folder / _FINISHED).exists():
         shutil.rmtree(folder, ignore_errors=True)  # of a try that was cut off
     folder.mkdir(parents=True, exist_ok=True)
     yield folder
@@ -229,6 +243,28 @@ def _add_record(run: wandb.Run, announcement: Announcement, sink: WeightsAndBias
             },
             allow_val_change=True,
         )
+
+
+def _sent_offline(folder: Path) -> set[str]:
+    """Ids of alerts that stand in files beside these: an offline run does not know what other files of it hold."""
+    finished = folder.parent.glob(f"{_ALERTS}*/{_FINISHED}")
+    return {identifier for file in finished for identifier in file.read_text().split()}
+
+
+def _add_alerts(run: wandb.Run, announcement: Announcement, *, known: Collection[str]) -> None:
+    """Adds a line to the history for each alert, and W&B's own alert, which it sends as its users have asked it to."""
+    before: dict[str, Any] = dict(run.summary)
+    latest = int(before.get(STEP_METRIC, -1))
+    for found in announcement.alerts:
+        key = f"alert/{found.alert.id}"
+        if found.alert.id in known or key in run.config:
+            continue
+        run.log({STEP_METRIC: found.alert.step, **alert_values(found)})
+        run.alert(title(found.alert)[:_TITLE_CHARACTERS], sentence(found.alert), level="WARN")
+        run.config.update({key: sentence(found.alert)})
+        latest = max(latest, found.alert.step)
+    run.summary.update({STEP_METRIC: latest})
+    run.tags = (*(run.tags or ()), ALERT)
 
 
 def _configuration(announcement: Announcement) -> dict[str, Any]:

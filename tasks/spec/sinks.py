@@ -60,6 +60,8 @@ class SinkConfig(Config):
     """Further variables that the process which sends inherits; a name may hold `*`."""
     client_lasts: ClassVar[bool] = False
     """Tells that a process which has sent a record sends the next as well as a new one would."""
+    takes_alerts: ClassVar[bool] = False
+    """Tells that it has curves, and says beside them what left them."""
 
     timeout_seconds: float = Field(default=120.0, gt=0)
     """Time limit of one record; after it the sink has failed for this record."""

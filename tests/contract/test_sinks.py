@@ -13,18 +13,22 @@ from typing import Any
 import pytest
 import yaml
 
+from fakes.alerts import known_alert
 from fakes.broken_servers import broken_server
 from fakes.cells import make_cell
 from fakes.gcs import fake_gcs
 from fakes.records import make_metric
 from fakes.wandb_files import read_offline_run
 from resources.environments.environments import ensure_environment
+from tasks.alerts.files import KnownAlert, write_first
+from tasks.alerts.texts import sentence
 from tasks.evaluators.lm_eval.environment import LM_EVAL
 from tasks.records.record import Record, SinkState, note_sinks, read_record
+from tasks.sinks.backlog import publish_missing
 from tasks.sinks.hugging_face import HuggingFaceSink
 from tasks.sinks.mlflow_runs import MlflowSink
 from tasks.sinks.object_store import ObjectStoreSink
-from tasks.sinks.publishing import missing_sinks, publish_record
+from tasks.sinks.publishing import missing_sinks, publish_alerts, publish_record
 from tasks.sinks.senders import Senders
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 from tasks.spec.sinks import Sink
@@ -41,12 +45,16 @@ NUMBERS = {
 
 @dataclass
 class Place:
-    """A sink with the means to see what it has. `numbers` are by training step, `everything` is for comparing."""
+    """A sink with the means to see what it has. `numbers` are by training step, `everything` is for comparing.
+
+    `alerts` has of each its training step, by how much the value is off, and the words about it.
+    """
 
     sink: Sink
     broken: Sink
     numbers: Callable[[], dict[int, dict[str, float]]]
     everything: Callable[[], Any]
+    alerts: Callable[[], list[tuple[int, float, str]]] = list
 
 
 @pytest.fixture
@@ -114,6 +122,12 @@ def wandb_place(folder: Path, refusing: str) -> Place:
         WeightsAndBiasesSink(project="p", base_url=refusing, timeout_seconds=6),
         numbers,
         lambda: sorted(str(path) for path in folder.rglob("*")) + [str(run) for run in runs()],
+        lambda: [
+            (line["training_step"], line["demo_facts/acc_alert"], run.config[f"alert/{line['training_step']:016x}"])
+            for run in runs()
+            for line in run.history
+            if "demo_facts/acc_alert" in line and "alert" in run.tags and run.alerts
+        ],
     )
 
 
@@ -145,6 +159,12 @@ def mlflow_place(address: str, experiment: str, refusing: str) -> Place:
         MlflowSink(tracking_uri=refusing, experiment=experiment, timeout_seconds=30),
         numbers,
         lambda: ([(run.info.run_id, run.data.tags) for run in runs()], [str(metric) for metric in history()]),
+        lambda: [
+            (metric.step, metric.value, run.data.tags[f"alert.{metric.step:016x}"])
+            for run in runs()
+            if run.data.tags.get("alert") == "true"
+            for metric in client.get_metric_history(run.info.run_id, "demo_facts/acc_alert")
+        ],
     )
 
 
@@ -214,6 +234,31 @@ def test_cells_that_finish_at_once_and_out_of_order_stand_at_their_steps(
         states = list(threads.map(publish, cells))
     assert {state[place.sink.name].status for state in states} == {"published"}
     assert {step: found["demo_facts/acc"] for step, found in place.numbers().items()} == {100: 0.1, 200: 0.2}
+
+
+def test_alert_stands_beside_its_curve_once_at_sinks_that_have_curves(place: Place, senders: Senders, tmp_path: Path):
+    record, cell = make_cell(tmp_path / "evaluations")
+    found = known_alert(record)
+    elsewhere = known_alert(record.model_copy(update={"evaluation_hash": "another"}))
+    assert write_first(str(tmp_path / "evaluations" / "run-a"), found)
+    publish_missing(str(tmp_path / "evaluations"), [place.sink])
+    before = place.everything()
+
+    def publish(*alerts: KnownAlert) -> set[str]:
+        states = publish_alerts(record, str(cell), (place.sink,), alerts, senders=senders)
+        return {state.status for state in states.values()}
+
+    if not place.sink.takes_alerts:
+        assert publish(found) == set() and place.everything() == before
+        return
+    assert publish(elsewhere) == set() and place.everything() == before
+    for _ in range(2):
+        assert publish(found, elsewhere) == {"published"}
+        assert place.alerts() == [(100, -0.25, sentence(found.alert))]
+    assert place.numbers()[100].items() >= NUMBERS.items()
+    later = known_alert(record.model_copy(update={"checkpoint": record.checkpoint.model_copy(update={"step": 200})}))
+    assert publish(found, later) == {"published"}
+    assert sorted(step for step, _, _ in place.alerts()) == [100, 200]
 
 
 @pytest.mark.parametrize("status", ["failed", "infra_failed", "withheld"])

@@ -31,6 +31,7 @@ class OfflineRun:
     summary: dict[str, Any] = field(default_factory=dict)
     step_metrics: dict[str, str] = field(default_factory=dict)
     artifacts: dict[str, str] = field(default_factory=dict)
+    alerts: dict[str, str] = field(default_factory=dict)
 
 
 def read_offline_run(path: Path) -> OfflineRun:
@@ -54,6 +55,8 @@ def read_offline_run(path: Path) -> OfflineRun:
                 run.step_metrics[message.name or message.glob_name] = message.step_metric
             case "artifact":
                 run.artifacts[record.artifact.name] = record.artifact.type
+            case "alert":
+                run.alerts[record.alert.title] = record.alert.text
             case "exit":
                 run.finished = True
     return run

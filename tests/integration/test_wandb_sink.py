@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from fakes.alerts import known_alert
 from fakes.broken_servers import Way, broken_server
 from fakes.cells import make_cell
 from fakes.wandb_files import OfflineRun, read_offline_run
 from fakes.wandb_server import fake_wandb
 from tasks.records.record import read_records
-from tasks.sinks.announcement import SEVERAL_BUILDS
-from tasks.sinks.publishing import publish_record, publish_report
+from tasks.sinks.announcement import ALERT, SEVERAL_BUILDS
+from tasks.sinks.publishing import publish_alerts, publish_record, publish_report
 from tasks.sinks.weights_and_biases import WeightsAndBiasesSink
 
 KEY = "f00dfacef00dfacef00dfacef00dfacef00dface"
@@ -105,11 +106,17 @@ def test_server_s_run_is_resumed_and_takes_a_record_once(tmp_path: Path, monkeyp
             publish_record(cells[step][0], str(cells[step][1]), (sink,))[sink.name]
             for step in (200, 100, 100)  # the last as after a lost record of what was sent
         ]
-    assert [(state.status, state.reason) for state in states] == [("published", None)] * 3
+        for _ in range(2):
+            record, cell = cells[100]
+            states += publish_alerts(record, str(cell), (sink,), [known_alert(record)]).values()
+    assert [(state.status, state.reason) for state in states] == [("published", None)] * 5
     ((id_, run),) = server.runs.items()
     assert {state.where for state in states} == {f"{server.address}/team/p/runs/{id_}"}
-    assert (run.name, run.tags) == (NAME, ["nightly", SEVERAL_BUILDS])
-    assert [(line["training_step"], line["demo_facts/acc"]) for line in run.lines] == [(200, 0.5), (100, 0.5)]
+    assert run.name == NAME and {*run.tags} == {"nightly", SEVERAL_BUILDS, ALERT}
+    measured = [(line["training_step"], line["demo_facts/acc"]) for line in run.lines if "demo_facts/acc" in line]
+    assert measured == [(200, 0.5), (100, 0.5)]
+    assert [line.get("demo_facts/acc_alert") for line in run.lines] == [None, None, -0.25]
+    assert "NotifyScriptableRunAlert" in server.asked
     assert run.summary["training_step"] == 200, "the latest step, not the latest arrival"
     assert all(len(versions) == 1 for versions in server.artifacts.values())
     assert server.keys == {KEY}

@@ -60,5 +60,6 @@ def test_key_of_a_pool_at_an_address_may_be_in_a_block() -> None:
 def test_series_says_how_much_of_it_was_recorded_already(
     capsys: pytest.CaptureFixture[str], evaluated: int, recorded: int, message: str
 ) -> None:
-    show_series(SeriesResult([], evaluated, recorded, report=None, error=None), as_json=False)
-    assert message in capsys.readouterr().out
+    show_series(SeriesResult([], evaluated, recorded, report=None, error=None, alerts=("Alert: x",)), as_json=False)
+    output = capsys.readouterr().out
+    assert message in output and "Alert: x\n" in output

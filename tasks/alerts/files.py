@@ -1,0 +1,165 @@
+"""Files about alerts: that one was found and announced, and what a person said of it. That it is one, records say.
+
+<evaluation_path>/<run>/alerts/<id>.json      made by whoever finds it first, who alone tells others
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from pydantic import ConfigDict, Field, ValidationError
+
+from resources.config import Config
+from resources.errors import StorageError
+from resources.storage import storage
+from resources.storage.conditional_writes import creates_exclusively, delete_version, read_version, replace_bytes
+from tasks.alerts.detection import Alert
+from tasks.claims.files import Timestamp
+from tasks.claims.process_marks import acting_user
+
+_FOLDER = "alerts"
+_SETTLE_SECONDS = 2.0
+
+
+class Acknowledgement(Config):
+    """The word of a person that an alert is known."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    by: str
+    """The user."""
+    at: Timestamp
+    """Time, seconds since the epoch."""
+    note: str | None = None
+    """A few words about it."""
+
+
+class KnownAlert(Config):
+    """An alert with what was made of it; fields of a newer version are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    alert: Alert
+    """The alert as it was found."""
+    found_at: Timestamp
+    """Time it was found, seconds since the epoch."""
+    announced: bool
+    """True if it was news, so that others were told; False for one that was found in old records."""
+    acknowledged: Acknowledgement | None = None
+    """Empty while it is open."""
+    finder: str = Field(default_factory=lambda: secrets.token_hex(8))
+    """Made up by whoever found it, who knows the file by it."""
+
+
+def alerts_on_file(run_folder: str) -> set[str]:
+    """Ids of the alerts of a run that have a file; one listing.
+
+    Raises:
+        StorageError: the folder cannot be listed.
+    """
+    return {storage.basename(uri).removesuffix(".json") for uri in _files(run_folder)}
+
+
+def read_alerts(run_folder: str) -> dict[str, KnownAlert]:
+    """The alerts of a run that have a file, by id; one listing, and a read for each.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    found: dict[str, KnownAlert] = {}
+    for uri in _files(run_folder):
+        with suppress(FileNotFoundError, ValidationError):
+            known = KnownAlert.model_validate_json(storage.read_bytes(uri))
+            found[known.alert.id] = known
+    return found
+
+
+def read_acknowledgements(run_folder: str) -> Mapping[str, Acknowledgement]:
+    """Acknowledgements of a run's alerts by the id of the alert; open ones have none.
+
+    Raises:
+        StorageError: the folder cannot be read.
+    """
+    return {key: known.acknowledged for key, known in read_alerts(run_folder).items() if known.acknowledged}
+
+
+def write_first(run_folder: str, known: KnownAlert, *, sleep: Callable[[float], None] = time.sleep) -> bool:
+    """Writes the file of an alert that has none; False if somebody else did.
+
+    Where a store lets two writers make one file, the last one has it, once both can be seen: best effort.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    uri, content = _uri(run_folder, known.alert.id), _content(known)
+    if creates_exclusively(storage.join(run_folder, _FOLDER)):
+        # A write whose answer was lost is tried again by the client, and then finds its own file.
+        return storage.create_bytes(uri, content) or _held(uri) == content
+    if _held(uri) is not None:
+        return False
+    storage.write_bytes(uri, content)
+    sleep(_SETTLE_SECONDS)
+    return _held(uri) == content
+
+
+def forget(run_folder: str, known: KnownAlert) -> None:
+    """Deletes the file of an alert that nobody could be told of, for the next look to find it; one that changed stays.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    uri = _uri(run_folder, known.alert.id)
+    standing = read_version(uri)
+    if standing is not None and standing.content == _content(known):
+        delete_version(uri, standing=standing)
+
+
+def acknowledge(run_folder: str, alert: Alert, *, note: str | None) -> KnownAlert:
+    """Says that an alert is known, by the user of this process. What was said first stands.
+
+    Raises:
+        StorageError: the folder cannot be written.
+    """
+    word = Acknowledgement(by=acting_user(), at=time.time(), note=note)
+    uri = _uri(run_folder, alert.id)
+    while True:
+        standing = read_version(uri)
+        if standing is None:
+            known = KnownAlert(alert=alert, found_at=word.at, announced=False, acknowledged=word)
+            if storage.create_bytes(uri, _content(known)):
+                return known
+            continue
+        try:
+            before = KnownAlert.model_validate_json(standing.content)
+        except ValidationError as error:
+            raise StorageError(
+                expected=f"an alert in {uri}", found="something else", remedy="remove it, or use the newer Assay"
+            ) from error
+        if before.acknowledged is not None:
+            return before
+        known = before.model_copy(update={"acknowledged": word})
+        if replace_bytes(uri, _content(known), standing=standing):
+            return known
+
+
+def _files(run_folder: str) -> list[str]:
+    listed = storage.list_files(storage.join(run_folder, _FOLDER))
+    return [file.uri for file in listed if file.regular and file.uri.endswith(".json")]
+
+
+def _uri(run_folder: str, identifier: str) -> str:
+    return storage.join(run_folder, _FOLDER, f"{identifier}.json")
+
+
+def _content(known: KnownAlert) -> bytes:
+    return known.model_dump_json(indent=2).encode()
+
+
+def _held(uri: str) -> bytes | None:
+    try:
+        return storage.read_bytes(uri)
+    except FileNotFoundError:
+        return None

@@ -1,0 +1,108 @@
+"""The alerts of some runs, from their records and from the files about them, and which of them a text means."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from resources.errors import BadInput
+from resources.storage import storage
+from tasks.alerts.detection import Alert, alerts_in
+from tasks.alerts.files import KnownAlert, read_alerts
+from tasks.alerts.texts import SHORT_ID
+from tasks.records.builds import read_qualifications
+from tasks.records.record import find_records
+
+State = Literal["open", "acknowledged", "gone"]
+_ORDER: tuple[State, ...] = ("open", "acknowledged", "gone")
+
+
+@dataclass(frozen=True)
+class ListedAlert:
+    """An alert, the folder of its run's records, and its file, where it has one.
+
+    One that was found once is `gone` if the records do not show it any more: a checkpoint was written again, say.
+    """
+
+    alert: Alert
+    run_folder: str
+    known: KnownAlert | None
+    shown: bool
+
+    @property
+    def state(self) -> State:
+        """Its state; one that a person has acknowledged stays so."""
+        if self.known is not None and self.known.acknowledged is not None:
+            return "acknowledged"
+        return "open" if self.shown else "gone"
+
+    def as_dict(self) -> dict[str, Any]:
+        """For `--json`."""
+        known = self.known.model_dump(include={"announced", "acknowledged"}) if self.known else {}
+        return {"state": self.state, **asdict(self.alert), "announced": False, "acknowledged": None, **known}
+
+    @property
+    def words(self) -> str:
+        """Its state for people: who acknowledged it, and what they said."""
+        word = self.known.acknowledged if self.known is not None else None
+        if word is None:
+            return self.state
+        note = f": {word.note}" if word.note else ""
+        return f"acknowledged by {word.by}, {datetime.fromtimestamp(word.at, UTC):%Y-%m-%d}{note}"
+
+
+def list_alerts(paths: Iterable[str]) -> list[ListedAlert]:
+    """The alerts of the records below some folders: open ones first, then those of the latest steps.
+
+    Raises:
+        StorageError: a folder cannot be read.
+    """
+    records: dict[str, list[Any]] = defaultdict(list)
+    for path in paths:
+        for found in find_records(path):
+            records[storage.parent(storage.parent(storage.parent(found.cell_uri)))].append(found.record)
+    listed: list[ListedAlert] = []
+    for folder, of_run in records.items():
+        known = read_alerts(folder)
+        qualifications = read_qualifications(storage.parent(folder))
+        shown = {alert.id: alert for alert in alerts_in(of_run, qualifications=qualifications)}
+        every = {**{key: found.alert for key, found in known.items()}, **shown}
+        listed += [ListedAlert(alert, folder, known.get(key), key in shown) for key, alert in every.items()]
+    return sorted(listed, key=lambda found: (_ORDER.index(found.state), -found.alert.step, found.alert.id))
+
+
+def alerts_table(listed: Sequence[ListedAlert]) -> Table:
+    """The alerts for a terminal, one line each."""
+    table = Table("Id", "Run", "Step", "Metric", "Found", "Expected", "State")
+    for each in listed:
+        alert = each.alert
+        place = Text(alert.run), f"{alert.step:,}", Text(f"{alert.benchmark} {alert.metric}")
+        numbers = f"{alert.found:.4g}", f"{alert.expected:.4g}"
+        table.add_row(alert.id[:SHORT_ID], *place, *numbers, Text(each.words, "" if each.state == "open" else "dim"))
+    return table
+
+
+def chosen(listed: Sequence[ListedAlert], texts: Sequence[str]) -> list[ListedAlert]:
+    """The alerts that some texts mean, each an id or the beginning of one.
+
+    Raises:
+        BadInput: a text means none, or several.
+    """
+    found: dict[str, ListedAlert] = {}
+    for text in texts:
+        meant = [each for each in listed if text and each.alert.id.startswith(text)]
+        if len(meant) != 1:
+            ids = ", ".join(each.alert.id[: max(SHORT_ID, len(text) + 2)] for each in meant)
+            raise BadInput(
+                expected="the id of an alert, or so much of its beginning as no other has",
+                found=f"{text!r}, with which {ids} begin" if meant else f"{text!r}, which none has",
+                remedy="`assay alerts` lists them",
+            )
+        found[meant[0].alert.id] = meant[0]
+    return list(found.values())

@@ -1,0 +1,80 @@
+"""A look at a run after some of its cells were evaluated: alerts that have no file get one, and news come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from resources.storage import storage
+from tasks.alerts.detection import Alert, alerts_in
+from tasks.alerts.files import KnownAlert, alerts_on_file, write_first
+from tasks.alerts.lost_questions import LostQuestions
+from tasks.records.builds import read_qualifications
+from tasks.records.index import record_stamps
+from tasks.records.record import FoundRecord, now, read_record
+
+_RECENT = timedelta(hours=1)
+"""Age of a record that is news although this pass did not write it: the pass that did may have died before its look."""
+_READ_AT_ONCE = 16  # from an object store; each read waits for the network
+
+
+@dataclass(frozen=True)
+class News:
+    """An alert that others are to be told of, with its record, and how many questions were lost, if that is known."""
+
+    known: KnownAlert
+    record: FoundRecord
+    lost_questions: int | None
+
+
+def find_news(run_folder: str, *, since: datetime) -> list[News]:
+    """Looks at the curves of a run, and makes a file of each alert that has none; one listing, and a read per record.
+
+    News is the latest alert of a curve if its record was written since the pass began, or shortly before: what is found
+    in a run that was evaluated long ago, or at earlier ones of many checkpoints that were evaluated at once, is listed,
+    and nobody is told. Of several who look at the same time, one finds it.
+
+    Args:
+        run_folder: `<evaluation_path>/<run>`.
+        since: when the pass began.
+
+    Raises:
+        StorageError: records cannot be read, or files not be written.
+    """
+    cells = [storage.join(run_folder, cell) for cell, _ in record_stamps(run_folder)]
+    with ThreadPoolExecutor(_READ_AT_ONCE) as threads:
+        read = list(zip(cells, threads.map(read_record, cells), strict=True))
+    records = [FoundRecord(cell, record) for cell, record in read if record is not None]
+    qualifications = read_qualifications(storage.parent(run_folder))
+    alerts = alerts_in([found.record for found in records], qualifications=qualifications)
+    latest = {_curve(alert): alert.id for alert in sorted(alerts, key=lambda alert: alert.step)}
+    known = alerts_on_file(run_folder)
+    lost = LostQuestions()
+    news: list[News] = []
+    for alert in (alert for alert in alerts if alert.id not in known):
+        record = _record_at(alert.step, alert, records)
+        is_news = alert.id == latest[_curve(alert)] and record.record.created >= min(since, now() - _RECENT)
+        found = KnownAlert(alert=alert, found_at=time.time(), announced=is_news)
+        if write_first(run_folder, found) and is_news:
+            before = _record_at(alert.before, alert, records)
+            news.append(News(found, record, lost.count(alert, before, record)))
+    return news
+
+
+def _curve(alert: Alert) -> tuple[str, ...]:
+    return alert.run, alert.evaluator, alert.evaluation_hash, alert.benchmark, alert.metric
+
+
+def _record_at(step: int, alert: Alert, records: Sequence[FoundRecord]) -> FoundRecord:
+    """The newest record of an alert's curve at a step."""
+    own = (
+        found
+        for found in records
+        if found.record.checkpoint.step == step
+        and (found.record.evaluator, found.record.evaluation_hash) == (alert.evaluator, alert.evaluation_hash)
+        and any((m.benchmark, m.name) == (alert.benchmark, alert.metric) for m in found.record.metrics)
+    )
+    return max(own, key=lambda found: found.record.created)
