@@ -64,7 +64,9 @@ def asked_in(record: Record, samples: Mapping[str, Sequence[Sample]]) -> Iterato
     shots = _shots(record.evaluation)
     for benchmark, asked in samples.items():
         once = {sample.id: sample for sample in reversed(asked)}
-        yield from questions_of(benchmark, list(once.values()), shots=shots.get(benchmark))
+        named = [name for name in shots if benchmark == name or benchmark.startswith(f"{name}_")]
+        known = shots[max(named, key=len)] if named else None
+        yield from questions_of(benchmark, list(once.values()), shots=known)
 
 
 def every_question(found: Sequence[FoundRecord]) -> list[AskedQuestion]:

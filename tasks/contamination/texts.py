@@ -11,6 +11,7 @@ from typing import Any, BinaryIO, Literal
 
 from resources.errors import BadInput
 from resources.storage import storage
+from resources.storage.listings import FileInfo
 
 Form = Literal["lines", "parquet", "text"]
 _FORMS: dict[str, Form] = {
@@ -73,10 +74,11 @@ def parts_of(sources: Iterable[TextSource]) -> list[Part]:
         StorageError: a place cannot be listed.
     """
     found: dict[tuple[str, str], list[Part]] = {}
+    listed: dict[str, dict[str, FileInfo]] = {}
     for source in sources:
         for location in _without_braces(source.location):
             for uri in _files(location):
-                found.setdefault((uri, source.field), _parts(uri, source.field))
+                found.setdefault((uri, source.field), _parts(_listed(uri, listed), source.field))
     return [part for parts in found.values() for part in parts]
 
 
@@ -98,7 +100,7 @@ def texts_in(part: Part, reading: Reading) -> Iterator[str]:
     for text in documents:
         reading.documents += 1
         yield from _pieces(text)
-    if reading.documents == 0 and reading.without_text > 0:
+    if reading.documents == 0 and reading.without_text > 0 and part.field not in reading.keys:
         raise BadInput(
             expected=f"texts in the field {part.field!r} of {part.uri}",
             found=f"the fields {', '.join(reading.keys) or 'of no document'}",
@@ -139,8 +141,16 @@ def _ending(uri: str) -> tuple[Form, str | None] | None:
     return None
 
 
-def _parts(uri: str, name: str) -> list[Part]:
-    known = _ending(uri)
+def _listed(uri: str, folders: dict[str, dict[str, FileInfo]]) -> FileInfo:
+    """Size and time of a file; each folder is listed once, since shards come by the thousand."""
+    folder = storage.parent(uri)
+    if folder not in folders:
+        folders[folder] = {file.uri: file for file in storage.list_files(folder)}
+    return folders[folder].get(uri) or storage.list_files(uri)[0]
+
+
+def _parts(file: FileInfo, name: str) -> list[Part]:
+    uri, known = file.uri, _ending(file.uri)
     if known is None:
         raise BadInput(
             expected=f"texts as {', '.join(_FORMS)}, but for Parquet also packed as {', '.join(_PACKED)}",
@@ -148,7 +158,6 @@ def _parts(uri: str, name: str) -> list[Part]:
             remedy="name such files; a folder stands for those in it",
         )
     form, packed = known
-    [file] = storage.list_files(uri)
     mark = file.checksum or f"{file.size} {file.modified}"
     whole = Part(uri, form, name, file.size, mark)
     if form != "lines" or packed or file.size <= _PART_BYTES:
@@ -217,10 +226,13 @@ def _lines(file: BinaryIO, part: Part) -> Iterator[bytes]:
 
 
 def _from_parquet(part: Part, reading: Reading) -> Iterator[str]:
-    from pyarrow import parquet
+    from pyarrow import ArrowInvalid, parquet
 
     with storage.opened(part.uri) as file:
-        table = parquet.ParquetFile(file)
+        try:
+            table = parquet.ParquetFile(file)
+        except ArrowInvalid as error:
+            raise BadInput(expected=f"Parquet in {part.uri}", found=str(error), remedy="write it again") from error
         if part.field not in table.schema_arrow.names:
             reading.keys, reading.without_text = list(table.schema_arrow.names), 1
             return

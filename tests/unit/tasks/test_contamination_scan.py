@@ -16,12 +16,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
+from fakes.records import make_record
 from resources.errors import BadInput
 from resources.storage import storage
 from tasks.contamination.matching import Finding, QuestionIndex
-from tasks.contamination.questions import AskedQuestion, own_texts, questions_of
+from tasks.contamination.questions import AskedQuestion, asked_in, own_texts, questions_of
 from tasks.contamination.scan import Progress, Settings, scan, scan_part
-from tasks.contamination.texts import Part, Reading, TextSource, parts_of, texts_in
+from tasks.contamination.texts import Reading, TextSource, parts_of, texts_in
 from tasks.contamination.words import words_of
 from tasks.records.samples import Sample
 
@@ -189,16 +190,9 @@ def test_each_text_is_read_once_wherever_a_file_is_cut(texts: list[str], cut: in
     cut = min(cut, len(content))
     parts = [whole.__class__(**{**vars(whole), "start": a, "end": b}) for a, b in ((0, cut), (cut, len(content)))]
 
-    found = [text for part in parts for text in _lenient(part)]
+    found = [text for part in parts for text in texts_in(part, Reading())]
 
     assert found == [text for text in texts if text]
-
-
-def _lenient(part: Part) -> list[str]:
-    try:
-        return list(texts_in(part, Reading()))
-    except BadInput:  # a part of nothing but empty texts
-        return []
 
 
 def test_texts_in_another_field_are_refused_with_the_fields_there_are(tmp_path: Path) -> None:
@@ -206,6 +200,23 @@ def test_texts_in_another_field_are_refused_with_the_fields_there_are(tmp_path: 
 
     with pytest.raises(BadInput, match=r"'text' of .*a.jsonl\n.*the fields content"):
         read(tmp_path / "a.jsonl")
+
+
+def test_texts_that_are_no_parquet_are_refused_with_their_file(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_text("no parquet")
+
+    with pytest.raises(BadInput, match=r"Parquet in .*a\.parquet"):
+        read(tmp_path / "a.parquet")
+
+
+def test_examples_of_a_group_are_taken_off_the_questions_of_its_parts() -> None:
+    record = make_record(evaluation={"evals": [{"name": "mmlu", "num_fewshot": 1}]})
+    prompt = f"One {QUESTION}?\n\nTwo {QUESTION[::-1]}?"
+    sample = Sample(benchmark="mmlu_anatomy", id="1", prompt=prompt, output="", target=None, scores={})
+
+    [question] = asked_in(record, {"mmlu_anatomy": [sample]})
+
+    assert question.raw == f"Two {QUESTION[::-1]}?"
 
 
 def test_scan_says_what_it_read_and_a_question_too_short_is_not_called_clean(tmp_path: Path) -> None:
