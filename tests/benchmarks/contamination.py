@@ -13,14 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import random
 import re
-import resource
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 if __package__ in (None, ""):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -29,7 +31,7 @@ from benchmarks.side_by_side import BENCH, Comparison
 
 from tasks.contamination.matching import QuestionIndex
 from tasks.contamination.questions import AskedQuestion, words_in
-from tasks.contamination.scan import Settings, scan, scan_part
+from tasks.contamination.scan import Progress, Settings, scan, scan_part
 from tasks.contamination.texts import TextSource, parts_of
 
 QUESTIONS = 14_042
@@ -122,6 +124,31 @@ def compared(path: Path, questions: Sequence[AskedQuestion]) -> tuple[float, flo
     return ours, theirs
 
 
+class Spent(NamedTuple):
+    """Seconds by the clock, and of all processes on processors; the most memory that one of them held."""
+
+    wall: float
+    cpu: float
+    mebibytes: float
+
+
+def with_all_processes(path: Path, questions: Sequence[AskedQuestion], *, name: str) -> Spent:
+    """A scan as the command does it."""
+    most = [0.0]
+
+    def look(progress: Progress) -> None:
+        for child in multiprocessing.active_children():
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            most[0] = max(most[0], int(status.partition("VmHWM:")[2].split()[0]) / 1024)
+
+    before, began = os.times(), time.perf_counter()
+    flags = scan(str(path.parent), name, [TextSource(str(path))], questions, settings=Settings(), on_progress=look)
+    wall, after = time.perf_counter() - began, os.times()
+    assert flags.search.questions == len(questions)
+    cpu = sum(after[:4]) - sum(before[:4])
+    return Spent(wall, cpu, most[0])
+
+
 def main() -> None:
     """Makes texts, scans them, and prints the figures and a line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -136,19 +163,17 @@ def main() -> None:
         ours, theirs = compared(few, questions)
         facts: dict[str, float] = {"questions": QUESTIONS, "megabytes": options.plain_megabytes}
         for share in (0.25, 1.0):
+            size = options.megabytes * share
             many = Path(scratch) / "many.jsonl"
-            make_texts(many, megabytes=options.megabytes * share, seed=2)
-            began = time.perf_counter()
-            flags = scan(scratch, "bench", [TextSource(str(many))], questions, settings=Settings())
-            seconds = time.perf_counter() - began
-            assert flags.search.questions == QUESTIONS
-            memory = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
+            make_texts(many, megabytes=size, seed=2)
+            spent = with_all_processes(many, questions, name=f"bench-{share:g}")
             print(
-                f"{options.megabytes * share:,.0f} MB with all processes: {seconds:.1f} s, "
-                f"{options.megabytes * share / seconds:.0f} MB/s, {memory:.0f} MiB at most in a process"
+                f"{size:,.0f} MB with all processes: {spent.wall:.1f} s, {size / spent.wall:.0f} MB/s; "
+                f"{size / spent.cpu:.0f} MB for a second of a processor; {spent.mebibytes:.0f} MiB at most in a process"
             )
-            facts |= {f"megabytes_{share:g}": options.megabytes * share, f"seconds_{share:g}": round(seconds, 2)}
-            facts |= {f"process_mebibytes_{share:g}": round(memory)}
+            facts |= {f"megabytes_{share:g}": size, f"seconds_{share:g}": round(spent.wall, 1)}
+            facts |= {f"cpu_seconds_{share:g}": round(spent.cpu, 1)}
+            facts |= {f"process_mebibytes_{share:g}": round(spent.mebibytes)}
     size = options.plain_megabytes
     print(f"{size:,.0f} MB in one process: ours {size / ours:.1f} MB/s, plain {size / theirs:.1f} MB/s")
     print(Comparison("contamination", "s of a processor", ours, theirs, better="less", facts=facts).as_json())

@@ -8,6 +8,7 @@ import os
 import re
 import tracemalloc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow
@@ -87,11 +88,11 @@ def test_what_is_found_is_what_a_plain_search_for_n_grams_finds(
 
 
 def test_words_are_lower_case_without_punctuation_and_chinese_characters_stand_alone() -> None:
-    words = words_of(["Don’t “STOP”, É\u00a0ÜBER 日本語、ok…", "second"])
+    words = words_of(["Don’t “STOP”, É\u00a0ÜBER 日本語、ok日…", "second"])
 
     found = [word.decode() for word in words.between(0, len(words.starts))]
 
-    assert found == ["don", "t", "stop", "é", "über", "日", "本", "語", "ok", "\x01", "second"]
+    assert found == ["don", "t", "stop", "é", "über", "日", "本", "語", "ok", "日", "\x01", "second"]
 
 
 def test_words_that_share_a_number_and_differ_as_text_flag_nothing() -> None:
@@ -181,18 +182,16 @@ def test_texts_are_read_from_every_form_and_store_that_holds_them(tmp_path: Path
     assert read("memory://texts/*1.jsonl", "messages") == ["nine\nten"]
 
 
-@given(texts=st.lists(st.text(max_size=6), min_size=1, max_size=8), cut=st.integers(1, 200))
-@settings(deadline=None, max_examples=50)
-def test_each_text_is_read_once_wherever_a_file_is_cut(texts: list[str], cut: int) -> None:
+def test_each_text_is_read_once_wherever_a_file_is_cut() -> None:
+    texts = ["one", "zwölf", "", "a line\nof two", "日本"]
     content = lines(texts)
     storage.write_bytes("memory://cut.jsonl", content)
     [whole] = parts_of([TextSource("memory://cut.jsonl")])
-    cut = min(cut, len(content))
-    parts = [whole.__class__(**{**vars(whole), "start": a, "end": b}) for a, b in ((0, cut), (cut, len(content)))]
 
-    found = [text for part in parts for text in texts_in(part, Reading())]
-
-    assert found == [text for text in texts if text]
+    for cut in range(1, len(content)):
+        parts = [replace(whole, start=0, end=cut), replace(whole, start=cut, end=len(content))]
+        found = [text for part in parts for text in texts_in(part, Reading())]
+        assert found == [text for text in texts if text], cut
 
 
 def test_texts_in_another_field_are_refused_with_the_fields_there_are(tmp_path: Path) -> None:

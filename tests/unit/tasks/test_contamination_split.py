@@ -69,6 +69,16 @@ def test_score_is_split_into_clean_and_flagged_with_an_interval_that_holds_for_f
     assert found.high is not None and -0.75 + 0.3 < found.high < -0.3
 
 
+def test_interval_of_a_difference_is_as_wide_as_both_sides_make_it(tmp_path: Path) -> None:
+    flags_of(tmp_path, flagged=range(10), clean=range(10, 100))
+    found = split(tmp_path, make_metric(value=0.5, n=100), make_samples([0.0, 1.0] * 50))
+
+    assert found.clean is not None and found.flagged is not None and found.low is not None and found.high is not None
+    assert found.clean.low is not None and found.flagged.high is not None
+    assert found.low == pytest.approx(-math.hypot(0.5 - found.clean.low, found.flagged.high - 0.5))
+    assert found.high == pytest.approx(-found.low)
+
+
 def test_clusters_widen_the_interval_of_the_difference(tmp_path: Path) -> None:
     flags_of(tmp_path, flagged=range(50), clean=range(50, 100))
     scores = [float(number % 20 < 10) for number in range(100)]
