@@ -111,9 +111,19 @@ class Flags:
     """A file of flags: what was searched, what was found, and the file with its SHA-256."""
 
     search: Search
-    questions: Mapping[tuple[str, str], QuestionFlag]
+    questions: Mapping[tuple[str, str, str], QuestionFlag]
+    """Findings by benchmark, name and digest of a question."""
     uri: str
     digest: str
+
+    @cached_property
+    def by_name(self) -> dict[tuple[str, str], QuestionFlag]:
+        """Findings by benchmark and name; of several, asked in other words, one that is flagged."""
+        found: dict[tuple[str, str], QuestionFlag] = {}
+        for question in self.questions.values():
+            if question.flagged or (question.benchmark, question.id) not in found:
+                found[question.benchmark, question.id] = question
+        return found
 
     @cached_property
     def by_text(self) -> dict[str, QuestionFlag]:
@@ -129,8 +139,11 @@ class Flags:
 
         A name that says nothing about the content fits only the words that it had when it was looked for.
         """
-        named = self.questions.get((question.benchmark, question.id))
-        if named is not None and (named.text in ("", question.digest) or _NAMED_BY_CONTENT.fullmatch(question.id)):
+        own = self.questions.get((question.benchmark, question.id, question.digest))
+        if own is not None:
+            return own
+        named = self.by_name.get((question.benchmark, question.id))
+        if named is not None and (not named.text or _NAMED_BY_CONTENT.fullmatch(question.id)):
             return named
         return self.by_text.get(question.digest)
 
@@ -163,7 +176,7 @@ def write_flags(evaluation_path: str, search: Search, questions: Iterable[Questi
         StorageError: it cannot be written.
     """
     uri = flags_uri(evaluation_path, search.name)
-    every = {(question.benchmark, question.id): question for question in questions}
+    every = _by_key(questions)
     lines = [search.model_dump_json(), *(question.model_dump_json(exclude_none=True) for question in every.values())]
     content = gzip.compress("".join(f"{line}\n" for line in lines).encode(), mtime=0)
     storage.write_bytes(uri, content)
@@ -193,5 +206,8 @@ def _read(uri: str) -> Flags:
             found=str(error).splitlines()[0],
             remedy="delete it and search again; a newer Assay may have written it",
         ) from error
-    questions = {(question.benchmark, question.id): question for question in found}
-    return Flags(search, questions, uri, hashlib.sha256(content).hexdigest())
+    return Flags(search, _by_key(found), uri, hashlib.sha256(content).hexdigest())
+
+
+def _by_key(questions: Iterable[QuestionFlag]) -> dict[tuple[str, str, str], QuestionFlag]:
+    return {(question.benchmark, question.id, question.text): question for question in questions}

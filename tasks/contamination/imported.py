@@ -113,8 +113,8 @@ def import_flags(
     """
     asked = Asked(questions)
     read = {"decon": _decon, "marin": _marin, "list": _list}[tool]
-    found: dict[tuple[str, str], QuestionFlag] = {
-        (question.benchmark, question.id): _flag(question, Found((), flagged=False))
+    found: dict[tuple[str, str, str], QuestionFlag] = {
+        (question.benchmark, question.id, question.digest): _flag(question, Found((), flagged=False))
         for pattern in covers
         for question in asked.of(pattern)
     }
@@ -122,7 +122,7 @@ def import_flags(
     for finding in read(files, asked, benchmark):
         unknown += not finding.questions
         for question in finding.questions:
-            key = question.benchmark, question.id
+            key = question.benchmark, question.id, question.digest
             if key not in found or _weight(finding) >= (found[key].flagged, found[key].score or 0.0):
                 found[key] = _flag(question, finding)
     search = Search(

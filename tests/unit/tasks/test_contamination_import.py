@@ -61,7 +61,7 @@ def imported(tmp_path: Path, content: str, *, file: str = "flags.jsonl", tool: T
 
 
 def flagged(flags: Flags) -> dict[tuple[str, str], bool]:
-    return {(benchmark, name.partition("-")[0]): flag.flagged for (benchmark, name), flag in flags.questions.items()}
+    return {(benchmark, name.partition("-")[0]): flag.flagged for (benchmark, name), flag in flags.by_name.items()}
 
 
 def test_decon_report_flags_the_question_with_these_words_in_the_subject_that_asks_it(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_datakit_attributes_flag_questions_by_the_hashes_of_their_own_words(
     assert flagged(flags)["mmlu_abstract_algebra", "1"] is is_flagged
     assert shares == {"mmlu_abstract_algebra": pytest.approx(1.0 if is_flagged else 1 / 5, abs=1e-4)}
     assert ("towns", "0") not in flagged(flags), "its hashes were not in the index, so nobody looked for it"
-    evidence = flags.questions["mmlu_abstract_algebra", "1-000000000001"].evidence
+    evidence = flags.by_name["mmlu_abstract_algebra", "1-000000000001"].evidence
     assert evidence is not None and evidence.place.endswith("part-00000-of-00001.parquet, document doc-1")
 
 
@@ -210,3 +210,13 @@ def test_question_under_another_name_is_known_by_its_words_and_a_place_in_change
     placed = import_flags(str(tmp_path), "h", [str(tmp_path / "b.txt")], [helm], tool="list")
     assert status_of(helm, [placed]) == "flagged"
     assert status_of(helm._replace(digest="0" * 16), [placed]) == "not scanned"
+
+
+def test_question_that_was_asked_in_two_templates_is_looked_for_in_both(tmp_path: Path) -> None:
+    [question] = [each for each in asked() if each.benchmark == "towns"]
+    other = question._replace(digest="f" * 16)
+    (tmp_path / "a.csv").write_text(f"{question.id},true\n")
+    flags = import_flags(str(tmp_path), "t", [str(tmp_path / "a.csv")], [question, other], tool="list")
+
+    assert (flags.search.questions, len(read_flags(str(tmp_path))[0].questions)) == (2, 2)
+    assert {status_of(each, [flags]) for each in (question, other)} == {"flagged"}
