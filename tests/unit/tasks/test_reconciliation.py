@@ -491,7 +491,9 @@ def test_index_that_is_believed_hears_news_and_is_compared_when_asked(watched: P
     assert list(indexed_records(folder, now=lambda: next(clock)).done) == ["run-100"]
     record = make_record(step=200, run="run")
     note_record(folder, str(cell), record)
-    assert list(indexed_records(folder, now=lambda: next(clock)).done) == ["run-100", "run-200"]
+    heard = indexed_records(folder, now=lambda: next(clock)).done
+    assert list(heard) == ["run-100", "run-200"]
+    assert [state.newest for state in heard["run-200"]] == [record.created.timestamp()]
     storage.delete(record_uri(str(cell)))
     assert list(indexed_records(folder, use_index=False).done) == ["run-100"]
 
