@@ -74,7 +74,7 @@ def table_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     rows = [
         {
             **row,
-            **{name: _short(row[name]) for name in ("value", "stderr", "low", "high")},
+            **{name: _short(row[name]) for name in ("value", "stderr", "low", "high", "training_noise")},
             "remarks": ", ".join(row["remarks"]),
             "reason": _in_a_line(row["reason"]),
         }

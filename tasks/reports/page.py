@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
@@ -22,7 +22,9 @@ from tasks.records.builds import Qualification, read_qualifications
 from tasks.records.record import Record
 from tasks.records.seals import integrity
 from tasks.records.search import RecordFilter
+from tasks.reports.alert_parts import alert_lines, alert_parts
 from tasks.reports.freshness import fingerprint, is_fresh, marked
+from tasks.reports.noises import noise_note, summary_rows, wavering
 from tasks.reports.notes import CHANGED, mark, notes, remarks_on
 from tasks.reports.parts import asked_in_several_ways, evaluator_parts, remarks, same, sink_parts
 from tasks.reports.table import NOTHING, ColumnResult, Results, change_of, margin, measured, questions
@@ -41,6 +43,7 @@ _WIDE_COLUMNS = 4  # value columns that fit 80 characters; more are listed one p
 def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
     """One plain row per checkpoint and metric, for a table artifact or a script; `value` is None without a score."""
     results = Results(records)
+    noises = {column: wavering(results, column) for column in results.columns}
     return [
         {
             "run": checkpoint.run,
@@ -55,6 +58,9 @@ def results_rows(records: Sequence[Record]) -> list[dict[str, Any]]:
             "stderr": outcome.metric.stderr if outcome.metric else None,
             "low": outcome.metric.low if outcome.metric else None,
             "high": outcome.metric.high if outcome.metric else None,
+            "training_noise": noises[column][checkpoint.run].noise.stddev
+            if outcome.metric and checkpoint.run in noises[column]
+            else None,
             "n": outcome.metric.n if outcome.metric else None,
             "remarks": remarks_on(outcome),
             "integrity": integrity(outcome.record),
@@ -132,7 +138,8 @@ def results_table(
             names = ([evaluator_title(column.evaluator)] if several else []) + [column.label]
             last = number == len(columns) - 1
             table.add_row(*lead, *map(Text, names), values[number], n, end_section=last)
-    return Group(table, *map(Text, notes(results, columns)))
+    alerts = [Text(line, style="red") for column in columns for line in alert_lines(results, column)]
+    return Group(table, *alerts, *map(Text, [*notes(results, columns), *noise_note(results, columns)]))
 
 
 def rows_table(rows: Iterable[dict[str, Any]]) -> Table:
@@ -159,11 +166,11 @@ def _styled(outcome: ColumnResult | None, sign: str) -> Text:
 
 def curves_svg(records: Sequence[Record], *, qualifications: Sequence[Qualification] = ()) -> str:
     """Curves over training steps as one picture that stands alone, with 95 % intervals; none for parts."""
-    from tasks.reports import plots
+    from tasks.reports import charts, plots
 
     results = Results(records, qualifications=qualifications)
     columns = [column for column in results.columns if not column.part and not column.smooth]
-    return plots.charts_svg([results.chart(column, title=results.named(column)) for column in columns])
+    return plots.charts_svg([charts.chart_of(results, column, title=results.named(column)) for column in columns])
 
 
 def import_plotting() -> None:
@@ -179,6 +186,7 @@ def render_report(
     page: str | None = None,
     qualifications: Sequence[Qualification] = (),
     flags: Sequence[Flags] = (),
+    acknowledged: Mapping[str, str] | None = None,
 ) -> str:
     """One self-contained HTML page: curves, numbers, what did not succeed, and where everything comes from.
 
@@ -191,12 +199,16 @@ def render_report(
         page: where the report is to lie, from where those links lead.
         qualifications: verdicts on changes of versions.
         flags: searches for questions in training texts; scores are split by them if `records_at` is known.
+        acknowledged: words of those who have acknowledged an alert, by its id.
     """
     from tasks.reports import plots
+    from tasks.reports.charts import chart_of
 
     results = Results(records, qualifications=qualifications)
     charts = {
-        column: Markup(plots.chart_svg(results.chart(column), name=f"chart-{number}"))
+        column: Markup(
+            plots.chart_svg(chart_of(results, column, acknowledged=acknowledged or ()), name=f"chart-{number}")
+        )
         for number, column in enumerate(results.columns)
     }
     succeeded = [record for record in results.records if record.succeeded]
@@ -221,6 +233,8 @@ def render_report(
         evaluators=evaluator_parts(results.records, records_at=records_at, page=page),
         sinks=sink_parts(results.records),
         contamination=contamination_view(results.records, flags, evaluation_path=records_at) if records_at else None,
+        alerts=alert_parts(results, records_at=records_at, acknowledged=acknowledged),
+        whole=lambda columns, run: summary_rows(results, columns, run),
         several_ways=asked_in_several_ways(results),
         remarks=remarks,
         remarks_on=remarks_on,

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import matplotlib
 from matplotlib.axes import Axes
@@ -25,7 +25,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator, ScalarFormatter
-from matplotlib.transforms import offset_copy
+from matplotlib.transforms import Transform, offset_copy
 
 from resources.errors import RecordStatus
 
@@ -36,12 +36,13 @@ Z_95 = 1.96
 SERIES_COLOURS = ("#0072b2", "#c75000", "#007f5c", "#a3498a", "#8f6400", "#3d7fb0", "#5a5f66")
 """After Okabe and Ito, which colour-blind readers can tell apart, darkened to 3:1 against white."""
 
-_INK, _MUTED, _GRID, _PAPER = "#010101", "#020202", "#030303", "#040404"
+_INK, _MUTED, _GRID, _PAPER, _BAD = "#010101", "#020202", "#030303", "#040404", "#050505"
 _VARIABLES = {
     _INK: "currentColor",
     _MUTED: "var(--chart-muted, #55606e)",
     _GRID: "var(--chart-grid, #dfe3e8)",
     _PAPER: "var(--chart-paper, #ffffff)",
+    _BAD: "var(--bad, #a8261c)",
 } | {f"#0a0a0{index}": f"var(--series-{index}, {colour})" for index, colour in enumerate(SERIES_COLOURS)}
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _DASHES = ("-", (0, (5, 2)), (0, (1.5, 1.5)))
@@ -50,6 +51,12 @@ _FONTS = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-s
 _STYLE = f'style="font-family: {_FONTS}; stroke-linejoin: round"'
 _LEFT, _RIGHT, _TOP, _BOTTOM, _LEGEND_ROW = 48, 14, 72, 46, 20
 _CHANGED_BUILD: dict[str, Any] = {"color": _MUTED, "linewidth": 1, "linestyle": (0, (6, 2, 1, 2))}
+_MEAN: dict[str, Any] = {"color": _INK, "linewidth": 1.5, "linestyle": (0, (1, 1))}
+_RING: dict[str, Any] = {"marker": "o", "markersize": 14, "markerfacecolor": "none", "linestyle": "none"}
+_ALERTS: dict[str, dict[str, Any]] = {
+    "open": {**_RING, "markeredgecolor": _BAD, "markeredgewidth": 2.2},
+    "acknowledged": {**_RING, "markeredgecolor": _MUTED, "markeredgewidth": 1.5},
+}
 _CHARACTER = 7.5  # widest average character of a 12.5 px label, in px
 _MOST_WITH_CAPS = 25  # points on a curve; more are drawn finer
 _SETTINGS_LOCK = threading.Lock()  # matplotlib's settings belong to the process, Prefect's tasks are threads
@@ -86,6 +93,12 @@ class Point:
     """True if it was made with other versions than the one before."""
     broken: bool = False
     """True if nobody has shown that those give the same numbers: the line does not go on to it."""
+    outer: tuple[float, float] | None = None
+    """Ends of its 95 % interval over draws of questions and of checkpoints; empty where it is not known."""
+    mean: tuple[float, float, float] | None = None
+    """Mean of the last checkpoints, this one included, and the ends of its 95 % interval; empty of too few."""
+    alert: Literal["open", "acknowledged"] | None = None
+    """An alert that was raised here."""
 
     @property
     def ends(self) -> tuple[float, float]:
@@ -209,7 +222,13 @@ def _draw_axes(axes: Axes, chart: Chart) -> None:
     axes.tick_params(axis="x", length=4, color=_MUTED, pad=4)
     axes.set_xlabel("training step", color=_MUTED, size=12, labelpad=3)
     _scale_steps(axes, steps)
-    edges = [end for curve in chart.curves for point in curve.points if point.shown for end in point.ends]
+    edges = [
+        end
+        for curve in chart.curves
+        for point in curve.points
+        if point.shown
+        for end in (*point.ends, *(point.outer or ()), *(point.mean or ()))
+    ]
     if not edges:
         axes.set_yticks([])
         axes.text(
@@ -279,6 +298,7 @@ def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
         **{"markersize": 3 if fine else 6, "elinewidth": 1 if fine else 1.3, "capsize": 0 if fine else 3},
         capthick=1.3,
     )
+    _draw_training(axes, curve, shown, colour, fine=fine)
     for point in curve.points:
         if point.change:
             axes.axvline(point.step, zorder=1, **_CHANGED_BUILD)
@@ -286,6 +306,28 @@ def _draw_curve(axes: Axes, curve: Curve, index: int, curves: int) -> None:
         if not point.shown:
             axes.axvline(point.step, color=_MUTED, linewidth=1, linestyle=(0, (2, 3)), zorder=1)
             axes.add_line(_gap_symbol(point.status, colour, at=point.step, transform=foot))
+
+
+def _draw_training(axes: Axes, curve: Curve, transform: Transform, colour: str, *, fine: bool) -> None:
+    """Bars of both noises, thinner and behind; the mean of the last checkpoints with its band; rings at alerts."""
+    both = [point for point in curve.points if point.outer and point.shown]
+    for point in both:
+        axes.plot([point.step] * 2, point.outer or (), color=colour, linewidth=0.7 if fine else 1, alpha=0.55,
+                  transform=transform, clip_on=False, zorder=2, solid_capstyle="butt")  # fmt: skip
+    pieces: list[list[Point]] = [[]]
+    for point in curve.points:
+        pieces += [[]] if point.broken else []
+        pieces[-1] += [point] if point.mean else []
+    for piece in pieces:
+        if len(piece) < 2:
+            continue
+        steps, (means, low, high) = [p.step for p in piece], zip(*(p.mean for p in piece if p.mean), strict=True)
+        axes.fill_between(steps, low, high, color=colour, alpha=0.13, linewidth=0, transform=transform, zorder=1)
+        axes.plot(steps, means, transform=transform, clip_on=False, zorder=4, **_MEAN)
+    for point in curve.points:
+        if point.alert and point.shown:
+            axes.plot([point.step], [point.value or 0.0], transform=transform, clip_on=False, zorder=5,
+                      **_ALERTS[point.alert])  # fmt: skip
 
 
 def _look(curve: Curve) -> dict[str, Any]:
@@ -311,7 +353,15 @@ def _legend(chart: Chart, statuses: Sequence[str]) -> list[tuple[Line2D, str]]:
     gaps = [(_gap_symbol(status, _INK), f"{status}: no number") for status in statuses]
     changed = any(point.change for curve in chart.curves for point in curve.points)
     builds = [(Line2D([], [], **_CHANGED_BUILD), "other versions from here")] if changed else []
-    return (runs if len(runs) > 1 else []) + gaps + builds
+    points = [point for curve in chart.curves for point in curve.points]
+    means = sum(point.mean is not None for point in points) > 1
+    mean = [(Line2D([], [], **_MEAN), "mean of the last 5 checkpoints, 95 %")] if means else []
+    alerts = [
+        (Line2D([], [], **{**look, "markersize": 9}), {"open": "alert"}.get(state, f"alert, {state}"))
+        for state, look in _ALERTS.items()
+        if any(point.alert == state for point in points)
+    ]
+    return (runs if len(runs) > 1 else []) + mean + alerts + gaps + builds
 
 
 def _shortened(text: str, length: int) -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
-from typing import TYPE_CHECKING
 
+from tasks.alerts.detection import Alert, alerts_in
 from tasks.records.build_changes import BuildChange, build_changes
 from tasks.records.builds import Qualification
 from tasks.records.current import current_records, told_apart
@@ -18,11 +19,6 @@ from tasks.records.record import CheckpointReference, Metric, Record
 from tasks.records.search import RecordFilter
 from tasks.records.series import newest_of_each_hash, words_of_settings
 from tasks.spec.evaluators import EVALUATORS, evaluator_title
-
-if TYPE_CHECKING:
-    from tasks.reports.plots import (
-        Chart,  # imported where it draws: matplotlib takes a second, which a table need not wait
-    )
 
 _AS_POWERS_FROM = 1e7
 NOTHING = "–"
@@ -181,6 +177,16 @@ class Results:
                 return ColumnResult(record, numbers[0] if numbers else None)
         return None
 
+    @cached_property
+    def alerts(self) -> list[Alert]:
+        """Scores of the records that fell below what came before."""
+        return alerts_in(self.records, qualifications=self._qualifications)
+
+    def alerts_of(self, column: Column) -> list[Alert]:
+        """The alerts of one column."""
+        key = (column.evaluator, column.benchmark, column.metric, column.evaluation_hash)
+        return [a for a in self.alerts if (a.evaluator, a.benchmark, a.metric, a.evaluation_hash) == key]
+
     def build_changes(self, column: Column) -> list[BuildChange]:
         """Changes of versions between the numbers of one column."""
         if column not in self._build_changes:
@@ -209,37 +215,6 @@ class Results:
     def named(self, column: Column) -> str:
         """Benchmark and metric, with the evaluator in front where there are several."""
         return f"{evaluator_title(column.evaluator)}: {column.label}" if len(self.evaluators) > 1 else column.label
-
-    def chart(self, column: Column, *, title: str | None = None) -> Chart:
-        """The curves of one column, one per run; under the name of benchmark and metric unless titled otherwise."""
-        from tasks.reports import plots
-
-        curves = []
-        changed = {(change.run, change.step): change for change in self.build_changes(column)}
-        for number, run in enumerate(self.runs):
-            outcomes = [(c.step, self.outcome(c, column)) for c in self.checkpoints if c.run == run]
-            points = tuple(
-                plots.Point(
-                    step,
-                    o.metric.value if o.metric else None,
-                    plots.interval(o.metric.value, o.metric.stderr, o.metric.low, o.metric.high) if o.metric else None,
-                    o.record.status,
-                    change=(run, step) in changed,
-                    broken=(run, step) in changed and not changed[run, step].qualified,
-                )
-                for step, o in outcomes
-                if o is not None and (o.metric or not o.record.succeeded)
-            )
-            curves += [plots.Curve(run, points, number)] if points else []
-        metrics = self.metrics(column)
-        bars = "bars: 95 % interval"
-        if not any(plots.interval(m.value, m.stderr, m.low, m.high) for m in metrics):
-            bars = "no standard errors given, so no bars"
-        direction = {True: "higher is better · ", False: "lower is better · ", None: ""}[column.higher_is_better]
-        note = f"{direction}{questions(metrics)}\n{bars}"
-        changes = "; ".join(described(change) for change in self.changes(column))
-        description = f"{self.named(column)} over training steps. {changes or 'No change to show yet'}."
-        return plots.Chart(title or column.label, note if metrics else "", description, tuple(curves))
 
     def metrics(self, column: Column) -> list[Metric]:
         """All numbers of one column."""

@@ -4,6 +4,7 @@ A local level with slope is learned from the checkpoints of each series, and pre
 1954) adds up by how much scores fall short of that, less an allowance; above a threshold it alarms, and the level
 starts again. Comparing a checkpoint with its neighbour does the same with no memory, and calls jitter a regression.
 
+- The level follows as fast as it predicted best so far: hardly, where a curve is flat, and fast, where it bends.
 - While the sum is above zero nothing is learned: a drop that is suspected does not become the level. If the suspicion
   goes, what was held back is learned.
 - The yardstick is how far earlier checkpoints lay from their predictions, in units of the questions' standard error,
@@ -20,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from tasks.statistics.training_noise import clipped_spread
@@ -31,14 +32,15 @@ CHECKPOINTS_BETWEEN_FALSE_ALARMS = 1_000
 FEWEST_BEFORE = 10
 """Checkpoints of a series before the first that can alarm."""
 _ALLOWANCE = 2.0  # standard deviations, half the shift looked for: 2 points where half a point is jitter
-_SLOPE = 0.0001  # variance of the slope's change per checkpoint, by that of the noise
+_SLOPES = (0.0001, 0.003, 0.1)  # variances of the slope's change per checkpoint, by that of the noise
+_BETTER = 1.1  # error of a path by that of the next one that bends more, for which that is taken
 _STEEP = 1e6  # variance of a slope of which nothing is known yet, by that of the noise
 _OVERSHOOT = 1.166  # of a sum of normal numbers over a threshold (Siegmund 1985)
-_CALIBRATION = 1.1  # of the threshold, by simulation: the approximation is of smaller steps, and of independent ones
-_WORTH = 0.75  # degrees of freedom of a prediction error, by simulation: a level is estimated with it
+_CALIBRATION = 1.05  # of the threshold, by simulation: the approximation is of smaller steps, and of independent ones
+_WORTH = 0.5  # degrees of freedom of a prediction error, by simulation: a level is estimated with it
 _SHORTEST = 0.25  # of the questions' standard error: neighbours that answer 97 % of questions alike waver by as much
 _REMEMBERED = 40  # prediction errors: a training that calms down is judged by what it does now
-_MOST_BORROWED = 40.0  # degrees of freedom that the other series of a run give, however alike they are
+_MOST_BORROWED = 200.0  # degrees of freedom that the other series of a run give, however alike they are
 _FEWEST_ERRORS, _FEWEST_ALIKE = 5, 4  # of a series that lends its noise, and of such series
 _UNKNOWN = 50.0  # variance of a prediction, by that of the noise, above which it says nothing
 
@@ -104,6 +106,7 @@ class _Trend(NamedTuple):
     """A level and a slope, with their variances by that of the noise (Kalman's filter)."""
 
     level: float
+    bends: float
     slope: float = 0.0
     of_level: float = 1.0
     both: float = 0.0
@@ -112,8 +115,8 @@ class _Trend(NamedTuple):
     def ahead(self, checkpoints: int = 1) -> _Trend:
         level = self.level + self.slope * checkpoints
         of_level = self.of_level + 2 * checkpoints * self.both + checkpoints**2 * self.of_slope
-        of_slope = self.of_slope + _SLOPE * checkpoints
-        return _Trend(level, self.slope, of_level, self.both + checkpoints * self.of_slope, of_slope)
+        of_slope = self.of_slope + self.bends * checkpoints
+        return _Trend(level, self.bends, self.slope, of_level, self.both + checkpoints * self.of_slope, of_slope)
 
     @property
     def variance(self) -> float:
@@ -122,81 +125,114 @@ class _Trend(NamedTuple):
 
     def met(self, value: float) -> _Trend:
         error, gain, turn = value - self.level, self.of_level / self.variance, self.both / self.variance
-        return _Trend(self.level + gain * error, self.slope + turn * error, (1 - gain) * self.of_level,
-                      (1 - gain) * self.both, self.of_slope - turn * self.both)  # fmt: skip
+        level, slope, kept = self.level + gain * error, self.slope + turn * error, 1 - gain
+        return _Trend(
+            level, self.bends, slope, kept * self.of_level, kept * self.both, self.of_slope - turn * self.both
+        )
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A trend that bends so much, and how far scores lay from its predictions, in units of their questions' error."""
+
+    start: _Trend | None
+    bends: float
+    errors: tuple[float, ...] = ()
+
+    @property
+    def trend(self) -> _Trend:
+        """The trend, once it has begun."""
+        assert self.start is not None
+        return self.start
+
+    @cached_property
+    def noise(self) -> _Noise:
+        """The spread of the errors."""
+        spread = clipped_spread(self.errors) if self.errors else 0.0
+        return _Noise(max(_SHORTEST, spread), _WORTH * len(self.errors))
+
+    @cached_property
+    def error(self) -> float:
+        """The error to be expected of the next prediction, with what a path that bends has to be better by."""
+        if self.start is None:
+            return math.inf
+        return self.noise.spread * math.sqrt(self.start.ahead().variance) * _BETTER ** _SLOPES.index(self.bends)
+
+    def met(self, value: float, *, unit: float) -> _Path:
+        """Returns the path with a score learned."""
+        if self.start is None:
+            return _Path(_Trend(value, self.bends), self.bends, self.errors)
+        ahead, errors = self.start.ahead(), self.errors
+        if ahead.variance < _UNKNOWN and unit > 0.0:
+            errors = (*errors, (value - ahead.level) / math.sqrt(ahead.variance) / unit)[-_REMEMBERED:]
+        return _Path(ahead.met(value), self.bends, errors)
 
 
 @dataclass
 class _Series:
     """The state of one series: what was learned, what is held back, and both sums."""
 
-    trend: _Trend | None = None
-    errors: list[float] = field(default_factory=list)
+    paths: list[_Path] = field(default_factory=list)
     learned: int = 0
+    stderr: float = 0.0
     last: list[float] = field(default_factory=list)
     held: list[tuple[int, Score]] = field(default_factory=list)
     rising: list[Score] = field(default_factory=list)
     fallen: float = 0.0
     risen: float = 0.0
-    stderr: float = 0.0
 
-    def unit(self, score: Score) -> float:
-        """The larger of the questions' errors of a score and of the one before."""
-        return max(score.stderr, self.stderr)
+    @property
+    def path(self) -> _Path | None:
+        """The one whose next prediction is the surest."""
+        return min(self.paths, key=lambda path: path.error, default=None)
 
     @property
     def noise(self) -> _Noise:
-        """The spread of its prediction errors, in units of the questions' error."""
-        recent = self.errors[-_REMEMBERED:]
-        return _Noise(max(_SHORTEST, clipped_spread(recent)) if recent else _SHORTEST, _WORTH * len(recent))
+        """The spread of that path's errors."""
+        return self.path.noise if self.path else _Noise(_SHORTEST, 0.0)
 
     def takes(self, at: int, score: Score, *, noise: _Noise, limit: float) -> Alarm | None:
         """Judges a score, then learns it or holds it back."""
         if score.breaks:
             self._begin([])
-        alarm, unit = None, self.unit(score)
-        if self.trend is not None:
-            ahead = self.trend.ahead(1 + len(self.held))
-            expected = min(ahead.level, self.trend.level, max(self.last))
+        alarm, unit = None, max(score.stderr, self.stderr)
+        if self.last and (path := self.path) is not None:
+            ahead = path.trend.ahead(1 + len(self.held))
+            expected = min(ahead.level, path.trend.level, max(self.last))
             if self.learned >= FEWEST_BEFORE and ahead.variance < _UNKNOWN and unit > 0.0:
                 sized = unit * math.sqrt(ahead.variance) * noise.spread
                 self.fallen = max(0.0, self.fallen + _normal((expected - score.value) / sized, noise) - _ALLOWANCE)
                 self.risen = max(0.0, self.risen + _normal((score.value - ahead.level) / sized, noise) - _ALLOWANCE)
             if self.fallen > limit:
-                since = self.held[0][0] if self.held else at
-                alarm = Alarm(at, since, expected)
-        self.stderr = score.stderr
+                alarm = Alarm(at, self.held[0][0] if self.held else at, expected)
+        self.held.append((at, score))
+        held = [earlier for _, earlier in self.held]
         if alarm is not None:
-            self._begin([held for _, held in self.held] + [score])
+            self._begin(held)
         elif self.fallen > 0.0:
-            self.held.append((at, score))
             self.risen, self.rising = 0.0, []
         else:
-            for held in [held for _, held in self.held] + [score]:
-                self._learn(held)
+            for earlier in held:
+                self._learn(earlier)
             self.held = []
             self.rising = [*self.rising, score] if self.risen > 0.0 else []
             if self.risen > limit:  # a jump upwards is no news, but the level and slope before it are past
-                del self.errors[-len(self.rising) :]
-                self._begin(self.rising)
+                self._begin(self.rising, unlearned=len(self.rising))
+        self.stderr = score.stderr
         return alarm
 
-    def _begin(self, scores: Sequence[Score]) -> None:
-        """Starts again at a new level; what is known of the noise stays."""
-        self.trend, self.last, self.held, self.rising, self.fallen, self.risen = None, [], [], [], 0.0, 0.0
+    def _begin(self, scores: Sequence[Score], *, unlearned: int = 0) -> None:
+        """Starts again at a new level; what is known of the noise stays, but for the last errors."""
+        self.paths = [_Path(None, path.bends, path.errors[: len(path.errors) - unlearned]) for path in self.paths]
+        self.last, self.held, self.rising, self.fallen, self.risen = [], [], [], 0.0, 0.0
         for score in scores:
             self._learn(score)
 
     def _learn(self, score: Score) -> None:
-        self.learned += 1
-        self.last = [*self.last[-2:], score.value]
-        if self.trend is None:
-            self.trend = _Trend(score.value, of_slope=_STEEP)
-            return
-        ahead = self.trend.ahead()
-        if ahead.variance < _UNKNOWN and self.unit(score) > 0.0:
-            self.errors.append((score.value - ahead.level) / math.sqrt(ahead.variance) / self.unit(score))
-        self.trend = ahead.met(score.value)
+        unit = max(score.stderr, self.stderr)
+        paths = self.paths or [_Path(None, bends) for bends in _SLOPES]
+        self.paths = [path.met(score.value, unit=unit) for path in paths]
+        self.learned, self.last = self.learned + 1, [*self.last[-2:], score.value]
 
 
 def _normal(deviation: float, noise: _Noise) -> float:

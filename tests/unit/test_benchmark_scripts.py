@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 import pytest
+from benchmarks.alarms import alarmed_runs, compared_with_neighbours, distance, found_drops
 from benchmarks.bodies import KINDS, Kind
 from benchmarks.load import Accounts, LoadPlan, Requests, percentile, run_load
 from benchmarks.side_by_side import Comparison, Contest, Phases, comparisons, cpu_seconds, interleaved
@@ -519,3 +520,15 @@ async def test_generation_is_asked_alike_by_both_sides(script: Callable[[str], M
         return sorted(json.dumps(body, sort_keys=True) for body in part)
 
     assert canonical(bodies[:3]) == canonical(bodies[3:])
+
+
+def test_runs_without_a_drop_raise_alarms_as_seldom_as_promised():
+    assert alarmed_runs(runs=2, seed=1, jitter=0.0) == 0.0
+    assert alarmed_runs(runs=30, seed=1) <= 0.1
+    assert alarmed_runs(runs=10, seed=1, rises="emerges") == 0.0
+    assert compared_with_neighbours(runs=30, seed=1) == 1.0
+    assert distance(stated=200, checkpoints=4_000, seed=1) >= 150
+
+
+def test_drop_of_two_points_is_alarmed_within_two_checkpoints_while_jitter_is_half_a_point():
+    assert found_drops(after=30, runs=40, seed=1) >= 0.7

@@ -13,7 +13,8 @@ from tasks.alerts.detection import alerts_in
 from tasks.records.builds import build_of
 from tasks.records.record import Metric, Record
 from tasks.statistics.alarms import FEWEST_BEFORE, Score, alarms, threshold
-from tasks.statistics.training_noise import training_noise, unshared
+from tasks.statistics.last_checkpoints import mean_of_last
+from tasks.statistics.training_noise import TrainingNoise, training_noise, unshared
 
 ERROR = 0.011
 """Standard error of half of 2,000 questions."""
@@ -224,3 +225,36 @@ def test_group_alerts_once_and_its_parts_not_beside_it():
 
     assert [alert.benchmark for alert in alerts_in(whole)] == ["quiz"]
     assert {alert.benchmark for alert in alerts_in(alone)} == {"quiz_art", "quiz_law"}
+
+
+# Last checkpoints
+
+
+def test_mean_of_the_last_checkpoints_loses_jitter_and_keeps_the_noise_of_their_questions():
+    noise = TrainingNoise(0.01, 10.0)
+
+    found = mean_of_last([0.1, 0.5, 0.6, 0.7, 0.6, 0.6], [0.02] * 6, noise=noise)
+
+    assert found is not None and found.mean == pytest.approx(0.6)
+    assert found.question_stderr == pytest.approx(0.02)
+    assert found.training_stderr == pytest.approx(0.01 / math.sqrt(5))
+    assert found.stderr == pytest.approx(math.hypot(0.02, 0.01 / math.sqrt(5)))
+    assert mean_of_last([0.5] * 4, [0.02] * 4, noise=noise) is None
+
+
+def test_mean_of_last_checkpoints_without_an_error_claims_none():
+    found = mean_of_last([0.5] * 5, [0.02, None, 0.02, 0.02, 0.02], noise=None)
+
+    assert found is not None and found.stderr is None
+
+
+def test_error_of_a_mean_of_the_last_is_that_of_other_questions_and_other_checkpoints():
+    random = np.random.default_rng(0)
+    means = [
+        (0.6 + 0.02 * random.normal() + 0.01 * random.normal(size=5)).mean()  # questions are shared, jitter is not
+        for _ in range(2_000)
+    ]
+
+    found = mean_of_last([0.6] * 5, [0.02] * 5, noise=TrainingNoise(0.01, 10.0))
+
+    assert found is not None and found.stderr == pytest.approx(float(np.std(means)), rel=0.05)

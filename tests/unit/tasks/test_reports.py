@@ -24,7 +24,10 @@ from resources.storage import storage
 from tasks.records.builds import Qualification, QualifiedBenchmark, build_of, write_qualification
 from tasks.records.details import Asking, BenchmarkDetails
 from tasks.records.record import Record
+from tasks.records.samples import SAMPLES_NAME, Sample
 from tasks.reports import plots
+from tasks.reports.charts import chart_of
+from tasks.reports.noises import wavering
 from tasks.reports.page import curves_svg, render_report, results_rows, results_table, write_report
 from tasks.reports.table import Results
 
@@ -543,7 +546,7 @@ def test_none_of_a_hundred_is_shown_with_its_interval_everywhere() -> None:
 
     lines = "\n".join(in_terminal(records))
     page = render_report(records, title="t")
-    [chart] = [Results(records).chart(column) for column in Results(records).columns]
+    [chart] = [chart_of(Results(records), column) for column in Results(records).columns]
 
     assert "0.000 [0.000, 0.036]" in lines and "value [95 % interval]" in lines
     assert "0.000 ± 0.000" not in lines + page and "[0.000, 0.036]" in page
@@ -673,3 +676,115 @@ def test_page_tells_how_questions_were_put_and_on_which_device() -> None:
         "as written",
     ):
         assert expected in page, expected
+
+
+# Both noises, and alerts
+
+
+def wavering_run(*, checkpoints: int = 20, fallen: int = 0, run: str = "run-a") -> list[tuple[Record, list[Sample]]]:
+    """A run whose checkpoints get 60 % of 200 questions right, the last ones fewer; each question has its own words."""
+    found = []
+    for number in range(checkpoints):
+        lost = 60 if number >= checkpoints - fallen else number % 3
+        right = [float(question < 120 - lost) for question in range(200)]
+        metric = make_metric(value=sum(right) / 200, stderr=0.035, n=200)
+        samples = [
+            Sample(
+                benchmark="demo_facts",
+                id=f"q{question:03}",
+                prompt=f"Examples\n\n{HOSTILE} {question}?\nAnswer:",
+                output="A",
+                target="B",
+                scores={"acc": score},
+            )
+            for question, score in enumerate(right)
+        ]
+        found.append((make_record(step=100 * (number + 1), metrics=(metric,), run=run), samples))
+    return found
+
+
+def published(folder: Path, run: list[tuple[Record, list[Sample]]]) -> str:
+    """The page over a run whose records and samples were published."""
+    for record, samples in run:
+        publish(folder, record, samples)
+    return render_report([record for record, _ in run], title="run-a", records_at=str(folder))
+
+
+def test_page_shows_an_alert_with_what_was_expected_and_the_questions_that_were_lost(tmp_path: Path) -> None:
+    page = published(tmp_path, wavering_run(fallen=2))
+
+    section = page[page.index('id="alerts"') : page.index('id="curves"')]
+    assert "Expected 0.5" in section and "found 0.300" in section and ">open<" in section
+    assert "step 1,900" in section and "of questions ± 0.035, of training ± 0.00" in section
+    lost = re.search(r"(\d+) questions of 200 lost since step 1,800, 0 won", section)
+    assert lost is not None and 58 <= int(lost[1]) <= 60
+    assert len(re.findall(r"<code>q\d{3}</code>", section)) == 20 and f"And {int(lost[1]) - 20} more" in section
+    assert (
+        "<script>" not in section and "&lt;script&gt;alert(1)&lt;/script&gt;" in section and "Examples" not in section
+    )
+    assert ">alert</text>" in page
+
+
+def test_alert_that_somebody_acknowledged_is_shown_as_such() -> None:
+    records = [record for record, _ in wavering_run(fallen=2)]
+    [alert] = Results(records).alerts
+
+    page = render_report(records, title="run-a", acknowledged={alert.id: "by ada: <b>known</b>"})
+
+    assert "acknowledged by ada: &lt;b&gt;known&lt;/b&gt;" in page and ">open<" not in page
+    assert ">alert, acknowledged</text>" in page and "it is not known where their samples lie" in page
+
+
+def test_page_without_an_alert_reads_no_samples_and_has_no_such_section(tmp_path: Path) -> None:
+    run = wavering_run()
+    for record, _ in run:
+        folder = Path(publish(tmp_path, record)) / record.attempt
+        folder.mkdir(exist_ok=True)
+        (folder / SAMPLES_NAME).write_bytes(b"damaged")
+
+    page = render_report([record for record, _ in run], title="run-a", records_at=str(tmp_path))
+
+    assert 'id="alerts"' not in page and ">alert</text>" not in page
+
+
+def test_alert_whose_samples_are_damaged_says_so(tmp_path: Path) -> None:
+    run = wavering_run(fallen=2)
+    for record, _ in run:
+        folder = Path(publish(tmp_path, record)) / record.attempt
+        folder.mkdir(exist_ok=True)
+        (folder / SAMPLES_NAME).write_bytes(b"damaged")
+    page = render_report([record for record, _ in run], title="run-a", records_at=str(tmp_path))
+
+    assert "Which questions were lost is not known" in page
+
+
+def test_curves_have_both_bars_and_the_mean_of_the_last_checkpoints() -> None:
+    records = [record for record, _ in wavering_run()]
+    [chart] = [chart_of(Results(records), column) for column in Results(records).columns]
+
+    [curve] = chart.curves
+    assert "thin: of questions and training" in chart.note
+    for point in curve.points:
+        assert point.interval is not None and point.outer is not None
+        assert point.outer[0] < point.interval[0] < point.interval[1] < point.outer[1]
+    assert [point.mean is not None for point in curve.points] == [False] * 4 + [True] * 16
+    assert "mean of the last 5 checkpoints, 95 %" in texts(curves_svg(records))
+
+
+def test_noise_of_a_run_with_few_checkpoints_is_that_of_its_siblings() -> None:
+    long, short = wavering_run(), wavering_run(checkpoints=3, run="run-b")
+    records = [record for record, _ in long + short]
+    [column] = Results(records).columns
+
+    found = wavering(Results(records), column)
+
+    assert (found["run-a"].siblings, found["run-b"].siblings) == (False, True)
+    assert found["run-a"].noise == found["run-b"].noise
+    assert not wavering(Results([record for record, _ in short]), column)
+
+
+def test_table_names_alerts_and_the_noise_of_training() -> None:
+    lines = " ".join(in_terminal([record for record, _ in wavering_run(fallen=2)]))
+
+    assert "Alert: demo_facts · acc of run-a at step 1,900: expected 0.5" in lines
+    assert "From checkpoint to checkpoint: demo_facts · acc ± 0.0" in lines and "mean of the last 5" in lines

@@ -1,0 +1,134 @@
+"""Alerts of a report: what was expected and found, the two noises, and the questions that were lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from resources.errors import StorageError
+from resources.storage import storage
+from tasks.alerts.detection import Alert
+from tasks.records.record import FoundRecord, Metric
+from tasks.records.samples import SAMPLES_NAME, read_samples
+from tasks.reports.question_scores import QuestionScores
+from tasks.reports.table import Column, Results, measured
+
+SHOWN_QUESTIONS = 20
+"""Questions of one alert that are shown by name."""
+_PROMPT_CHARACTERS = 160
+
+
+@dataclass(frozen=True)
+class LostQuestions:
+    """Questions with a worse score than at the level before: how many of those that both were asked, and the first."""
+
+    lost: int
+    won: int
+    asked: int
+    shown: tuple[tuple[str, str], ...]
+    """Name and first line of each that is shown."""
+
+
+@dataclass(frozen=True)
+class AlertPart:
+    """One alert, as the page shows it; `lost` is a text where they are not known, and says why."""
+
+    alert: Alert
+    label: str
+    lost: LostQuestions | str
+    acknowledged: str | None
+
+    @property
+    def numbers(self) -> str:
+        """The values that were expected and found."""
+        return _numbers(self.alert)
+
+    @property
+    def noises(self) -> str:
+        """Both noises, each as one standard deviation."""
+        known = (("questions", self.alert.question_noise), ("training", self.alert.training_noise))
+        return ", ".join(f"of {name} {'unknown' if v is None else f'± {measured(v, None)}'}" for name, v in known)
+
+
+def alert_parts(
+    results: Results, *, records_at: str | None, acknowledged: Mapping[str, str] | None = None
+) -> list[AlertPart]:
+    """Every alert of some results, the latest first; samples are read for these alone.
+
+    Args:
+        results: where the alerts are.
+        records_at: folder that the records lie below; without it no question is known.
+        acknowledged: words of those who have acknowledged an alert, by its id.
+    """
+    scores = QuestionScores()
+    words = acknowledged or {}
+    parts = [
+        AlertPart(alert, results.named(column), _lost(alert, results, scores, records_at), words.get(alert.id))
+        for column in results.columns
+        for alert in results.alerts_of(column)
+    ]
+    return sorted(parts, key=lambda part: (part.acknowledged is not None, -part.alert.step))
+
+
+def alert_lines(results: Results, column: Column) -> list[str]:
+    """The alerts of one column, a line each."""
+    return [
+        f"Alert: {results.named(column)} of {alert.run} at step {alert.step:,}: {_numbers(alert)}"
+        for alert in results.alerts_of(column)
+    ]
+
+
+def _numbers(alert: Alert) -> str:
+    sign = "−" if alert.found < alert.expected else "+"
+    expected, found = measured(alert.expected, None), measured(alert.found, None)
+    return f"expected {expected}, found {found} ({sign}{measured(abs(alert.found - alert.expected), None)})"
+
+
+def _lost(alert: Alert, results: Results, scores: QuestionScores, records_at: str | None) -> LostQuestions | str:
+    if records_at is None:
+        return "it is not known where their samples lie"
+    ends = [_measured_at(alert, results, step, records_at) for step in (alert.before, alert.step)]
+    try:
+        before, after = (scores.of(*end) for end in ends)
+        if isinstance(before, str) or isinstance(after, str):
+            return before if isinstance(before, str) else str(after)
+        sign = 1.0 if alert.higher_is_better else -1.0
+        changes = {
+            (part, name): sign * (after.asked[part][name].sum - question.sum)
+            for part, asked in before.asked.items()
+            for name, question in asked.items()
+            if name in after.asked.get(part, {})
+        }
+        if before.form is not None:
+            return "its value is a ratio over documents, not a mean of questions"
+        lost = sorted(changes, key=lambda name: (changes[name], *name))[: sum(c < 0 for c in changes.values())]
+        return LostQuestions(
+            len(lost),
+            sum(change > 0 for change in changes.values()),
+            len(changes),
+            _with_prompts(lost[:SHOWN_QUESTIONS], ends[1][0]),
+        )
+    except StorageError as error:
+        return error.found
+
+
+def _measured_at(alert: Alert, results: Results, step: int, records_at: str) -> tuple[FoundRecord, Metric]:
+    """The record of an alert's curve at a step, and the number there."""
+    [column] = [column for column in results.columns if alert in results.alerts_of(column)]
+    checkpoints = [c for c in results.checkpoints if (c.run, c.step) == (alert.run, step)]
+    outcome = results.outcome(checkpoints[-1], column)
+    assert outcome is not None and outcome.metric is not None
+    record = outcome.record
+    place = record.checkpoint.run, f"step-{record.checkpoint.step}", record.evaluator, record.cell
+    return FoundRecord(storage.join(records_at, *place), record), outcome.metric
+
+
+def _with_prompts(names: Sequence[tuple[str, str]], found: FoundRecord) -> tuple[tuple[str, str], ...]:
+    """Questions with their first lines: behind examples, which stand in front of a blank line."""
+    wanted = dict.fromkeys(names, "")
+    uri = storage.join(found.cell_uri, found.record.attempt, SAMPLES_NAME)
+    for sample in read_samples(uri) if names else ():
+        if (sample.benchmark, sample.id) in wanted:
+            own = sample.prompt.strip().rpartition("\n\n")[2].strip()
+            wanted[sample.benchmark, sample.id] = own.partition("\n")[0][:_PROMPT_CHARACTERS]
+    return tuple((name, text) for (_, name), text in wanted.items())

@@ -1,0 +1,52 @@
+"""The mean of the last checkpoints: a score that training's jitter moves less than that of one checkpoint.
+
+All of them were asked the same questions, so the noise of questions stays as large as it is for one. Jitter of k
+checkpoints is √k times smaller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tasks.statistics.training_noise import TrainingNoise
+
+LAST = 5
+"""Checkpoints that are taken together unless told otherwise."""
+
+
+class LastCheckpoints(NamedTuple):
+    """A mean over checkpoints, with its standard errors over draws of questions and of checkpoints; None if unknown."""
+
+    mean: float
+    question_stderr: float | None
+    training_stderr: float | None
+
+    @property
+    def stderr(self) -> float | None:
+        """The error over draws of both; None where either is unknown."""
+        if self.question_stderr is None or self.training_stderr is None:
+            return None
+        return math.hypot(self.question_stderr, self.training_stderr)
+
+
+def mean_of_last(
+    values: Sequence[float], question_stderrs: Sequence[float | None], *, noise: TrainingNoise | None, last: int = LAST
+) -> LastCheckpoints | None:
+    """Returns the mean of the last checkpoints, or None of fewer.
+
+    Args:
+        values: scores by checkpoint.
+        question_stderrs: their standard errors over questions.
+        noise: the noise of training.
+        last: number of checkpoints.
+    """
+    if len(values) < last:
+        return None
+    known = [stderr for stderr in question_stderrs[-last:] if stderr is not None]
+    return LastCheckpoints(
+        math.fsum(values[-last:]) / last,
+        math.fsum(known) / last if len(known) == last else None,
+        None if noise is None else noise.stddev / math.sqrt(last),
+    )
